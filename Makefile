@@ -15,7 +15,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
         test-bare stress test-gpu test-torch test-emulator kernels lint format types compat packaging \
-        docs bench clean distclean check-python
+        docs coverage bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -40,8 +40,8 @@ test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 	@$(CPP) run
 
 test-deaths: check-python  ## a rank killed, stopped or replaced at every step of groups and collectives
-	@RINGCOMM_ALL_DEATHS=1 $(CPP) run ARGS="-tc=deaths*"
-	@export RINGCOMM_ALL_DEATHS=1; $(PREPARE) --need train --need test --extension -- \
+	@RINGCOMM_DEATHS=all $(CPP) run ARGS="-tc=deaths*"
+	@export RINGCOMM_DEATHS=all; $(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/backend/test_message_deaths.py tests/python/device/test_device_deaths.py
 
 test-tsan:  ## C++ tests under ThreadSanitizer
@@ -53,12 +53,14 @@ test-asan:  ## C++ tests under AddressSanitizer and UBSan
 test-checker: check-python  ## every interleaving of the protocols, and the mutants
 	@$(CPP) run-checker PYTHON="$(PYTHON)"
 
-test-emulator:  ## the emulator of CUDA's driver, plain and under ThreadSanitizer
-	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run
-	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run-tsan
+test-emulator: check-python  ## the emulator of CUDA's driver; its declarations against cuda.h
+	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" abi
+	@$(PREPARE) --need train --need test --extension -- \
+	    -m pytest tests/python/device/test_emulator.py $(ARGS)
 
-kernels: check-python  ## compile the kernels for GPUs, where nvcc is
+kernels: check-python  ## compile the kernels for GPUs, where nvcc is, and compare what becomes of them
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(ARGS)
+	@$(PREPARE) --need test -- tests/sass/gate.py
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
@@ -97,6 +99,14 @@ packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh en
 
 docs: check-python  ## the pages of docs/ as a site in build/site; warnings are errors
 	@export NO_MKDOCS_2_WARNING=1; $(PREPARE) --need docs --no-torch -- -m mkdocs build --strict $(ARGS)
+
+coverage: check-python  ## lines that the tests run, of Python and of the C++ engine; 20 minutes
+	@$(CPP) run-coverage
+	@$(PREPARE) --need coverage --no-torch -- -m gcovr --root csrc --merge-lines \
+	    --print-summary --sort uncovered-number build/cpp/coverage -o build/coverage-cpp.txt
+	@$(PREPARE) --need train --need test --need coverage --extension -- -m coverage run -m pytest $(ARGS)
+	@$(PREPARE) --need coverage --no-torch -- -m coverage combine -q
+	@$(PREPARE) --need coverage --no-torch -- -m coverage report
 
 bench: check-python  ## all records, tables and plots (ARGS="--only floor --seconds 1")
 	@$(PREPARE) --need train --extension -- benchmarks/run_all.py $(ARGS)

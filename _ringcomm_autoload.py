@@ -34,7 +34,7 @@ def register() -> None:
         )
         as_gloo = os.environ.get("RINGCOMM_AS_GLOO") or "0"
         if as_gloo not in ("0", "1"):
-            raise ValueError(f"RINGCOMM_AS_GLOO wants 0 or 1, got {as_gloo!r}")
+            raise ValueError(f"RINGCOMM_AS_GLOO must be 0 or 1, got {as_gloo!r}")
         if as_gloo == "1":
             _serve_gloo(dist.distributed_c10d)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Times a collective of c10d on the same buffers over several backends, in alternating blocks.
+"""Times a collective over several backends on the same buffers. Backends take turns.
 
-Results are verified with exact integers before and after; of each call the slowest rank counts.
-Several collectives, separated by commas, are measured in one run.
+Results are verified with exact integers before and after. The time of a call is that of its slowest
+rank. Several collectives, separated by commas, are measured in one run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from point import make_bench, measure_point
 from report import BUSY, Report, before_after, comparison, make_table, state_of
 
 from ringcomm.measure.ranks import MAX_WORLD_SIZE, Team, joined_world_size, mpi_world_size
-from ringcomm.measure.screen import as_option, byte_counts, microseconds, words
+from ringcomm.measure.screen import (
+    as_option,
+    byte_counts,
+    check_writable,
+    microseconds,
+    words,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,24 +140,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks, which sizes, which peers, how long; and where on devices."""
     add = parser.add_argument
     names = as_option(words)
-    add("--world-size", type=int, default=joined_world_size() or 2, help="ranks, 1 to 64")
+    add("--world-size", type=int, default=joined_world_size() or 2, help="number of ranks, 1 to 64")
     add("--peers", type=names, default="gloo", help="backends to compare with, or none")
     add("--json", type=Path, metavar="FILE", help="append one record per backend and size here")
     sizes = "bytes of the larger buffer of a rank, such as 4096,64k,4m"
     add("--sizes", type=as_option(byte_counts), default=DEFAULT_SIZES, help=sizes)
-    add("--dtype", type=names, default="float32", help="one or more of torch's")
-    add("--seconds", type=float, default=1.0, help="per size and operation, for all backends")
-    add("--repeats", type=int, default=1, help="at most, while the machine is disturbed")
-    add("--device", default="cpu", help="cuda for GPUs, which the options below are of")
+    add("--dtype", type=names, default="float32", help="names of torch's dtypes")
+    add(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="per size and operation, for all backends",
+    )
+    add("--repeats", type=int, default=1, help="of a point disturbed by other programs, at most")
+    add("--device", default="cpu", help="cpu, or cuda, to which the options below apply")
     layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
     add("--layout", choices=LAYOUTS, default="all", help=layout)
-    clock = "of eager calls: the device's events, or the host's clock around a synchronize"
+    clock = "for eager calls: the device's events, or the host's clock around a synchronize"
     add("--clock", choices=CLOCKS, default="events", help=clock)
-    graph = "measure CUDA graphs of so many calls too"
+    graph = "also measure CUDA graphs of this many calls"
     add("--graph", type=int, default=0, metavar="CALLS", help=graph)
-    mps = "run NVIDIA's Multi-Process Service meanwhile"
+    mps = "run NVIDIA's Multi-Process Service during the measurement"
     add("--mps", action=argparse.BooleanOptionalAction, default=False, help=mps)
-    add("--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 in place of torch's")
+    add(
+        "--nccl-library",
+        type=Path,
+        metavar="FILE",
+        help="a libnccl.so.2 in place of torch's",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw bus bandwidth by size (PNG, SVG)")
     add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
 
@@ -183,6 +199,7 @@ def sweep_of(options: argparse.Namespace) -> Sweep:
         html=options.html,
     )
     sweep.check()
+    check_writable(options.json, options.html, options.plot)
     return sweep
 
 
@@ -287,6 +304,10 @@ def run_sweep(sweep: Sweep, path: Path | None) -> int:
         report.add(records)
         report.console.print(_progress_line(records))
 
-    run_ranks(sweep.world_size, lambda team: _run_rank(team, sweep), on_message)
-    title = f"{sweep.world_size} ranks, {', '.join(sweep.dtypes)}, {sweep.device}"
-    return report.finish(title, _results_table(report.records), _machine_table(report.records))
+    def show() -> list[Any]:
+        title = f"{sweep.world_size} ranks, {', '.join(sweep.dtypes)}, {sweep.device}"
+        return [title, _results_table(report.records), _machine_table(report.records)]
+
+    with report.measuring(show):
+        run_ranks(sweep.world_size, lambda team: _run_rank(team, sweep), on_message)
+    return report.finish(*show())

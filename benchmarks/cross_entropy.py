@@ -1,8 +1,8 @@
-"""Times cross-entropy, forward and backward, beside other libraries, in alternating blocks.
+"""Times cross-entropy, forward and backward, of ringcomm and other libraries, which take turns.
 
-With one rank: ringcomm, ringcomm in place, the peers, and a copy of the logits as a floor. With
-more: the vocabulary over the ranks, beside one rank that has it all. Gradients are verified on some
-rows against float64.
+With one rank it compares ringcomm, ringcomm in place, the peers, and a copy of the logits as a
+floor. With several ranks it compares a vocabulary sharded over the ranks with one rank that has all
+of it. Gradients of some rows are verified against float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from weather import WeatherWatch
 
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import as_option, byte_count, microseconds, whole_numbers, words
+from ringcomm.measure.screen import (
+    as_option,
+    byte_count,
+    check_writable,
+    microseconds,
+    whole_numbers,
+    words,
+)
 from ringcomm.measure.timing import Contender, measure, open_default_group
 
 RINGCOMM, ONE_RANK, FLOOR = "ringcomm", "one rank", "copy"
@@ -284,16 +291,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks, which sizes, which peers, how long."""
     add = parser.add_argument
     add("--world-size", type=int, default=1, help="ranks that share the vocabulary")
-    add("--threads", type=int, help="of each rank; default: the cores, or 1 with several ranks")
-    add("--tokens", type=int, default=2048)
+    add("--threads", type=int, help="of each rank (default: the cores, or 1 with several ranks)")
+    add("--tokens", type=int, default=2048, help="rows of logits")
     add("--vocabularies", type=as_option(whole_numbers), default="8000,32000,50257,128256")
     add("--dtypes", type=as_option(words), default="float32,bfloat16")
     peers = "of torch, compile, liger, quack; with one rank"
     add("--peers", type=as_option(words), default="torch", help=peers)
     add("--device", default="cpu", help="cpu or cuda")
-    add("--seconds", type=float, default=4.0, help="per vocabulary and type, for all ways")
-    add("--repeats", type=int, default=2, help="at most, while others disturb the machine")
-    add("--json", type=Path, metavar="FILE", help="append one record per way and point here")
+    add(
+        "--seconds",
+        type=float,
+        default=4.0,
+        help="per vocabulary and dtype, for all contenders",
+    )
+    add("--repeats", type=int, default=2, help="of a point disturbed by other programs, at most")
+    add("--json", type=Path, metavar="FILE", help="append one record per contender and point here")
 
 
 def _row(record: dict[str, Any]) -> list[str]:
@@ -324,6 +336,7 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         losses.check()
+        check_writable(options.json)
     except ValueError as error:
         options.parser.error(str(error))
     report = Report(
@@ -333,8 +346,14 @@ def run(options: argparse.Namespace) -> int:
         device=losses.device,
         num_threads=losses.num_threads,
     )
-    run_ranks(losses.world_size, partial(run_rank, losses), report.add)
     headers = ["type", "classes", "way", "p50 µs", "p99 µs", "memory", "time over ringcomm's"]
+    headers += ["others %"]
     caption = f"Memory: beyond the logits, at most. * {BUSY}."
-    table = table_of([*headers, "others %"], caption, report.records, _row, ("dtype", "vocab_size"))
-    return report.finish(f"{losses.num_tokens} tokens, {losses.world_size} rank(s)", table)
+
+    def show() -> list[Any]:
+        table = table_of(headers, caption, report.records, _row, ("dtype", "vocab_size"))
+        return [f"{losses.num_tokens} tokens, {losses.world_size} rank(s)", table]
+
+    with report.measuring(show):
+        run_ranks(losses.world_size, partial(run_rank, losses), report.add)
+    return report.finish(*show())

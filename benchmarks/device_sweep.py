@@ -112,16 +112,20 @@ def run_device_sweep(
         report.add(records)
         report.console.print(progress_line(records))
 
+    where = f"{placement.num_used(sweep.world_size)} {report.facts.get('gpu') or placement.kind}"
+    title = f"{sweep.world_size} ranks on {where}{', MPS' if placement.mps else ''}"
+
+    def show() -> list[Any]:
+        return [title, device_table(report.records)]
+
     if placement.kind == "cuda":
         for name, value in nccl_variables(placement.max_ranks(sweep.world_size)).items():
             os.environ.setdefault(name, value)
-    with Mps() if sweep.mps else contextlib.nullcontext():
+    with Mps() if sweep.mps else contextlib.nullcontext(), report.measuring(show):
         run_ranks(
             sweep.world_size, lambda team: _run_rank(team, sweep, placement, backends), on_message
         )
-    where = f"{placement.num_used(sweep.world_size)} {report.facts.get('gpu') or placement.kind}"
-    title = f"{sweep.world_size} ranks on {where}{', MPS' if placement.mps else ''}"
-    status = report.finish(title, device_table(report.records))
+    status = report.finish(*show())
     if sweep.plot is not None and report.records:
         from plot import draw_bandwidths
 

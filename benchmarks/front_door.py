@@ -20,6 +20,14 @@ from ringcomm.cli import OneLineParser
 ALONE: dict[str, ModuleType] = {"cross_entropy": cross_entropy, "systems": systems}
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, False, [], 0)
+        return super()._get_help_string(action) if has_default else action.help
+
+
 def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentParser:
     """The command line of an operation. Raises ValueError for one that is not known."""
     known = [*OPERATIONS, *ALONE]
@@ -33,7 +41,7 @@ def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentPa
     parser = OneLineParser(
         prog=f"{program} {op}",
         description=module.__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     module.add_arguments(parser)
     parser.set_defaults(parser=parser, op=op, run=module.run)

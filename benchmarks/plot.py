@@ -243,12 +243,25 @@ def draw_bandwidths(records: list[Record], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def check_picture(path: Path) -> None:
+    """Checks, before minutes of measuring, that a picture can be drawn.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: the file's name ends in nothing that matplotlib writes.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in known:
+        raise ValueError(f"--plot {path}: the name ends in none of .{', .'.join(sorted(known))}")
+
+
 def draw_systems(records: list[dict[str, Any]], path: Path) -> None:
     """Bars of a step's time on the left, of the parts of memory on the right.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: its name ends in nothing that matplotlib writes.
     """
     import matplotlib as mpl
 

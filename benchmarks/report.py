@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,26 @@ class Report:
         self.records += records
         self._write_html(is_partial=True)
 
+    @contextmanager
+    def measuring(self, show: Callable[[], Sequence[Any]]) -> Iterator[None]:
+        """Around what adds the records: after Ctrl-C, those that there are are shown as such.
+
+        ``show`` makes what ``finish`` prints of the records.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.records:
+                self._print(f"interrupted after {len(self.records)} records:", *show())
+            raise
+
+    def _print(self, *shown: Any) -> None:
+        self.console.print(
+            facts_line(self.facts), *(fitted(self.console, one) for one in shown), sep="\n"
+        )
+        if self._recorder is not None:
+            self.console.print(f"records: {self._recorder.path}")
+
     def finish(self, *shown: Any) -> int:
         """Prints where the records are from, and ``shown``, unless another rank has them.
 
@@ -173,9 +194,7 @@ class Report:
         """
         if not self.records:  # a launcher's other rank prints
             return EXIT_OK
-        self.console.print(facts_line(self.facts), *shown, sep="\n")
-        if self._recorder is not None:
-            self.console.print(f"records: {self._recorder.path}")
+        self._print(*shown)
         self._write_html(is_partial=False)
         if self._html is not None:
             self.console.print(f"page: {self._html}")
@@ -252,6 +271,23 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = FILE_COLUMNS
     return console
+
+
+def fitted(console: Console, shown: Any) -> Any:
+    """``shown``; of a table that is wider than the console, a line for each of its figures."""
+    if not isinstance(shown, Table):
+        return shown
+    unlimited = console.options.update(width=1000)
+    if console.measure(shown, options=unlimited).maximum <= console.width:
+        return shown
+    headers = [str(column.header) for column in shown.columns]
+    width = max(map(len, headers))
+    rows = zip(*(list(column.cells) for column in shown.columns), strict=True)
+    lines = []
+    for row in rows:
+        lines += [f"{h.ljust(width)}  {cell}" for h, cell in zip(headers, row, strict=True) if cell]
+        lines.append("")
+    return "\n".join([*lines, str(shown.caption or "")])
 
 
 def make_table(headers: list[str], caption: str) -> Table:

@@ -1,9 +1,9 @@
-"""Times whole training steps by every system, in turn, on one model: the race of all systems.
+"""Times whole training steps of every training system on one model. Systems take turns.
 
 All train the same model from the same weights on the same rows. Losses are checked against one
-process, bytes are counted by the backend beside their formula, and memory is what a rank's tensors
-keep alive. "SYSTEM on gloo" is the system over Gloo; "SYSTEM on fake" a step that moves nothing, by
-which the share of communication in the system's other steps is known.
+process. Bytes are counted by the backend, and shown beside their formula. Memory is that of the
+tensors that a rank keeps alive. "SYSTEM on gloo" is the system over Gloo. "SYSTEM on fake" sends
+nothing; from it follows the share of communication in the system's step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weather import WeatherWatch
 
 from ringcomm.backend import stats
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import as_option, words
+from ringcomm.measure.screen import as_option, check_writable, words
 from ringcomm.measure.timing import (
     Contender,
     Timings,
@@ -241,16 +241,25 @@ def _over(names: list[str], backends: list[str]) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many ranks, which systems, which model, how long."""
     add = parser.add_argument
-    add("--world-size", type=int, default=2, help="ranks, all on this machine")
-    add("--systems", type=as_option(_names), help="separated by commas or semicolons; default: all")
-    over = "backends that the systems are measured over, too: gloo, fake"
+    add("--world-size", type=int, default=2, help="number of ranks, all on this machine")
+    add(
+        "--systems",
+        type=as_option(_names),
+        help="separated by commas or semicolons (default: all)",
+    )
+    over = "also measure the systems over these backends: gloo, fake"
     add("--over", type=as_option(words), default=[], help=over)
-    add("--width", type=int, default=128, help="of the model, a multiple of 32")
-    add("--layers", type=int, default=4)
-    add("--rows", type=int, default=1, help="of a rank's batch")
-    add("--tokens", type=int, default=64, help="of a row")
+    add("--width", type=int, default=128, help="of the model; a multiple of 32")
+    add("--layers", type=int, default=4, help="of the model")
+    add("--rows", type=int, default=1, help="per batch of a rank")
+    add("--tokens", type=int, default=64, help="per row")
     add("--seconds", type=float, default=20.0, help="for all systems together")
-    add("--repeats", type=int, default=2, help="at most, while others disturb the machine")
+    add(
+        "--repeats",
+        type=int,
+        default=2,
+        help="when other programs disturb the machine, at most",
+    )
     add("--json", type=Path, metavar="FILE", help="append one record per system here")
     add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
     add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
@@ -287,9 +296,6 @@ def _traffic(sent: float | None, formula: float) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Measures; the status is 3 when losses are not those of one process."""
-    if options.plot:
-        import matplotlib  # noqa: F401 - or an error before minutes of measuring
-
     systems = Systems(
         world_size=options.world_size,
         names=_over(options.systems or DEFAULT, options.over),
@@ -302,6 +308,11 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         systems.check()
+        check_writable(options.json, options.html, options.plot)
+        if options.plot:
+            from plot import check_picture
+
+            check_picture(options.plot)
     except ValueError as error:
         options.parser.error(str(error))
     num_params = sum(param.numel() for param in systems.model().parameters())
@@ -314,16 +325,21 @@ def run(options: argparse.Namespace) -> int:
         rows_per_rank=systems.rows,
         tokens_per_row=systems.tokens,
     )
-    run_ranks(systems.world_size, partial(run_rank, systems), report.add)
-    optional = [name for name in OPTIONAL if any(name in r for r in report.records)]
-    headers = ["system", "loss", "p50 ms", "p99 ms", f"over {systems.names[0]}'s"]
-    headers += [name.replace("_", " ") for name in optional] + ["update ms"]
-    headers += ["params", "grads", "states", "together", "sent = formula", "others %"]
-    table = table_of(headers, CAPTION, report.records, partial(_row, optional=optional))
+
+    def show() -> list[Any]:
+        optional = [name for name in OPTIONAL if any(name in r for r in report.records)]
+        headers = ["system", "loss", "p50 ms", "p99 ms", f"over {systems.names[0]}'s"]
+        headers += [name.replace("_", " ") for name in optional] + ["update ms"]
+        headers += ["params", "grads", "states", "together", "sent = formula", "others %"]
+        table = table_of(headers, CAPTION, report.records, partial(_row, optional=optional))
+        return [f"{num_params:,} parameters, {systems.world_size} ranks", table]
+
     if not report.console.is_terminal:
         report.console.width = FILE_COLUMNS
+    with report.measuring(show):
+        run_ranks(systems.world_size, partial(run_rank, systems), report.add)
     if options.plot and report.records:
         from plot import draw_systems
 
         draw_systems(report.records, options.plot)
-    return report.finish(f"{num_params:,} parameters, {systems.world_size} ranks", table)
+    return report.finish(*show())

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+BUILT_FOR: str
+
 def create_process_group(
     store: Any,
     rank: int,
@@ -18,6 +20,7 @@ def create_process_group(
     one_shot_max_bytes: int,
     transport: str,
     p2p_backend: str,
+    device_slot_bytes: int,
     group_name: str,
     global_ranks: list[int],
 ) -> ProcessGroupRingcomm: ...
@@ -32,6 +35,7 @@ class GroupOptions:
     one_shot_max_bytes: int
     transport: str
     p2p_backend: str
+    device_slot_bytes: int
 
 class ProcessGroupRingcomm:
     """A torch.distributed.Backend."""
@@ -91,4 +95,5 @@ def softmax_shard_entry(
     wants_weighted: bool,
     wants_more: bool,
 ) -> tuple[float, float, float, float, float, int]: ...
+def say_last_words(text: str) -> None: ...
 def simd_level() -> str: ...

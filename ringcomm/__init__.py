@@ -9,6 +9,7 @@ works without importing this module, which adds options, operators, counters and
 from typing import TYPE_CHECKING
 
 import _ringcomm_autoload
+from ringcomm import _extension as _extension  # first: its error says what to do
 from ringcomm import ops
 from ringcomm._renamed import getattr_of
 from ringcomm.backend import stats

@@ -1,6 +1,9 @@
 """From torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
+import contextlib
+import functools
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -17,10 +20,12 @@ _log = logging.getLogger("ringcomm")
 DEFAULT_SLOT_BYTES = 256 << 10
 # A message costs much more than a slot in shared memory.
 DEFAULT_MESSAGE_BYTES = 1 << 20
+# Messages between GPUs: each costs several launches of kernels.
+DEFAULT_DEVICE_MESSAGE_BYTES = 4 << 20
 # What the engine is told of a group's options.
 _FIELDS = (
     *("algorithm", "is_rank_ordered", "num_slots", "slot_bytes", "one_shot_max_bytes"),
-    *("transport", "p2p_backend"),
+    *("transport", "p2p_backend", "device_slot_bytes"),
 )
 
 
@@ -34,10 +39,12 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
     Raises:
         TypeError: pg_options is something else.
-        ValueError: an option has no valid value, or the tuning file is none.
-        FileNotFoundError: there is no such tuning file.
-        RingcommError: the ranks could not meet, or have different options.
+        ValueError: an option has no valid value, the tuning file is damaged, or the rank is outside
+            of the group.
+        FileNotFoundError: the tuning file does not exist.
+        RingcommError: a rank did not join, or ranks have different options or world sizes.
     """
+    _tell_peers_of_exceptions()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
         fields = {name: getattr(pg_options, name) for name in _FIELDS}
@@ -63,19 +70,34 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     return backend
 
 
+@functools.cache
+def _tell_peers_of_exceptions() -> None:
+    """From now on, an exception that ends this process is in the errors of its peers."""
+    show = sys.excepthook
+
+    def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        with contextlib.suppress(Exception):
+            text = f"{kind.__name__}: {error}".partition("\n")[0]
+            _C.say_last_words(text.encode("ascii", "backslashreplace").decode())
+        show(kind, error, trace)
+
+    sys.excepthook = tell_and_show
+
+
 def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
     """The _FIELDS, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
     if not isinstance(pg_options, Options):
         raise TypeError(
-            f"pg_options of a ringcomm group is a ringcomm.Options, got {type(pg_options).__name__}"
+            "pg_options of a ringcomm group must be a ringcomm.Options, got "
+            f"{type(pg_options).__name__}"
         )
     options = pg_options.with_environment()
     if options.deterministic not in (None, "rank_order"):
         raise ValueError(
-            'deterministic of ringcomm.Options is None or "rank_order", '
-            f"got {options.deterministic!r}"
+            'deterministic of ringcomm.Options must be None or "rank_order", got '
+            f"{options.deterministic!r}"
         )
     slot_bytes = options.slot_bytes
     if slot_bytes is None:
@@ -89,6 +111,10 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
         "one_shot_max_bytes": tuned or 0,
         "transport": options.transport or "",
         "p2p_backend": _p2p_backend(options),
+        "device_slot_bytes": _whole(
+            "slot_bytes",
+            DEFAULT_DEVICE_MESSAGE_BYTES if options.slot_bytes is None else options.slot_bytes,
+        ),
     }
 
 
@@ -104,7 +130,7 @@ def _p2p_backend(options: Options) -> str:
 def _whole(name: str, value: int) -> int:
     """The value if it is a number that the engine can take and judge."""
     if not isinstance(value, int):
-        raise TypeError(f"{name} of ringcomm.Options is a whole number, got {value!r}")
+        raise TypeError(f"{name} of ringcomm.Options must be a whole number, got {value!r}")
     if not 0 <= value < 1 << 31:
         raise ValueError(f"{name} of ringcomm.Options is out of range, got {value}")
     return value
@@ -124,7 +150,7 @@ def resolve_group(
             raise ValueError("give a group or a mesh, not both")
         if mesh.ndim != 1:
             names = ", ".join(map(str, mesh.mesh_dim_names or mesh.shape))
-            raise ValueError(f"wants a mesh of one dimension, such as mesh['tp']; got ({names})")
+            raise ValueError(f"the mesh must have one dimension, such as mesh['tp']; got ({names})")
         return mesh.get_group()
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -138,21 +164,22 @@ def resolve_group(
 
 
 def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[str, int]]:
-    """What this rank has done since it started, by (collective, algorithm).
+    """Calls and bytes of this rank since it started, by (collective, algorithm). Not collective.
 
     Args:
-        group: count one group of backend "ringcomm"; None counts all that this process has had.
+        group: counts this group only, whose backend is "ringcomm"; None counts all groups that this
+            process has had.
 
     Returns:
-        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, "copied_bytes": 6144}, ...};
-        what was never called is missing. `sent_bytes` are the bytes that the peers consumed from
-        this rank: for a ring or two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a
-        one-shot one (N-1) S. `copied_bytes` are those that this rank wrote where its peers read
-        them, and copied from there, or from its own input, into its results.
+        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, "copied_bytes": 6144}, ...},
+        without collectives that were never called. `sent_bytes` are the bytes that peers read from
+        this rank: (N-1) S for a one_shot all_reduce of S bytes over N ranks, and 2(N-1)/N S for
+        two_shot and ring. `copied_bytes` are the bytes that this rank copied: into memory that its
+        peers read, and from there or from its own input into its results.
 
     Raises:
-        ValueError: the group's backend for CPU tensors is another one, or it has none, or this rank
-            is not in the group.
+        ValueError: the group has another backend for CPU tensors, or none, or this rank is not in
+            the group.
     """
     if group is None:
         return _C.stats()

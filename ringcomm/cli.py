@@ -23,6 +23,7 @@ from ringcomm.measure.screen import (
     as_option,
     byte_count,
     byte_counts,
+    check_writable,
     columns,
     factor,
     microseconds,
@@ -60,17 +61,16 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> Run:
-    """Measures an operation of ringcomm beside other backends, in turn, on verified results.
+    """Compares an operation of ringcomm with other backends, in turn, on verified results.
 
     OP is one of all_reduce, all_reduce_apart, all_reduce_shared, reduce_scatter, all_gather,
     broadcast, all_to_all, round_trip, sendrecv and barrier, or several of them separated by commas;
     or cross_entropy, or systems. `ringcomm bench OP --help` shows its options.
 
-    It starts its own ranks; under `torchrun ... -m ringcomm bench OP` the ranks that it finds are
-    used. The measurements are in the source checkout's folder benchmarks/, which a wheel does not
-    have.
+    The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks. The
+    measurements are in the folder benchmarks/ of a checkout; a wheel does not have them.
     """
-    parser.add_argument("op", metavar="OP", help="what to measure, see above")
+    parser.add_argument("op", metavar="OP", help="what to measure: see above")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of OP")
     return _bench
 
@@ -96,11 +96,11 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> Run:
-    """Examines this machine and a group of ringcomm on it, and says what deserves attention.
+    """Examines this machine and a group of ringcomm on it, and lists what deserves attention.
 
-    Cores, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
-    makes a group, and measures all_reduce, messages between each pair of ranks, and memory. The
-    status is 1 when the group cannot be made.
+    Reads the cores, the container's limits, versions and RINGCOMM_* variables. Then it starts
+    ranks, makes a group, and measures all_reduce, messages between each pair of ranks, and memory.
+    The exit status is 1 if the group cannot be made.
     """
     add = parser.add_argument
     num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
@@ -133,36 +133,41 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> Run:
-    """Says which system, on which mesh, trains a model on some machines, and what it takes.
+    """Ranks training systems and meshes for a model by predicted step time.
 
-    Nothing is started: memory by part, traffic, bubble and time are predicted for every system and
-    mesh, and what fits is ranked. A model is a name or a config.json of transformers. See
-    docs/design/planner.md.
+    No rank is started. For every system and mesh it predicts memory by part, traffic, the pipeline
+    bubble and time, and ranks the plans that fit. A model is a name or a config.json of
+    transformers. See docs/design/planner.md.
     """
     add = parser.add_argument
     add("--model", help="such as llama-7b, or the path of a config.json")
-    add("--gpus", type=int, default=0, help="devices of all hosts")
-    add("--tokens", default="4M", help="of a step, over all ranks (default: %(default)s)")
-    add("--sequence", default="0", help="tokens of a sequence (default: the model's context)")
-    add("--top", type=int, default=10, help="lines of each kind; 0: all (default: %(default)s)")
-    add("--why", type=int, default=1, help="whose reasons to show (default: the first)")
+    add("--gpus", type=int, default=0, help="devices on all hosts together")
+    add("--tokens", default="4M", help="per step, over all ranks (default: %(default)s)")
+    add("--sequence", default="0", help="tokens per sequence (default: the model's context)")
+    add("--top", type=int, default=10, help="plans to print; 0 for all (default: %(default)s)")
+    add("--why", type=int, default=1, help="number of the plan to explain (default: the first)")
     add("--json", action="store_true", help="print all plans as one JSON object")
     add = parser.add_argument_group("machines").add_argument
-    add("--hardware", default="h100", help="a name of the table, or a JSON file (default: h100)")
-    add("--tuning", type=Path, metavar="FILE", help="alpha and beta as `ringcomm tune` wrote them")
-    add("--memory", help="of a device: 80GiB, 80GB (default: the hardware's)")
-    add("--per-host", type=int, default=0, help="devices of a host (default: the hardware's)")
-    add = parser.add_argument_group("what to look at").add_argument
+    add("--hardware", default="h100", help="a known name, or a JSON file (default: h100)")
+    add(
+        "--tuning",
+        type=Path,
+        metavar="FILE",
+        help="a file of `ringcomm tune`, for link times",
+    )
+    add("--memory", help="per device, such as 80GiB or 80GB (default: the hardware's)")
+    add("--per-host", type=int, default=0, help="devices per host (default: the hardware's)")
+    add = parser.add_argument_group("plans to consider").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
         add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism (default: all)")
     several: dict[str, Any] = {"type": as_option(words), "default": [], "metavar": "NAMES"}
     add("--systems", help="separated by commas (default: all)", **several)
-    add("--schedules", help="of pipelines (default: all)", **several)
+    add("--schedules", help="pipeline schedules (default: all)", **several)
     add("--checkpointing", help="none, full (default: both)", **several)
     add("--precision", default="bf16", help="bf16 (with float32 masters) or fp32")
     add("--optimizer", default="adamw", help="adamw or sgd")
     is_split: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    is_split["help"] = "among tensor-parallel ranks (default: where they divide sequences)"
+    is_split["help"] = "split tokens over ranks of tp (default: where they divide sequences)"
     add("--sequence-parallel", **is_split)
     return _plan
 
@@ -183,9 +188,9 @@ def _plans(options: argparse.Namespace) -> Plans:
     from ringcomm.planner import Cluster, Job, plan
 
     if options.model is None or options.gpus < 1:
-        raise ValueError("--model and --gpus are wanted: --model llama-7b --gpus 8")
+        raise ValueError("--model and --gpus are required: --model llama-7b --gpus 8")
     if options.top < 0:
-        raise ValueError(f"--top is not negative, got {options.top}")
+        raise ValueError(f"--top must not be negative, got {options.top}")
     if options.why < 1:
         raise ValueError(f"--why counts from 1, got {options.why}")
     cluster = Cluster(
@@ -226,21 +231,26 @@ def _print_plans(plans: Plans, top: int, why: int) -> None:
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> Run:
-    """Measures the algorithms of all_reduce here and writes what groups may be made with.
+    """Measures the algorithms of all_reduce on this machine, and writes a file for groups to use.
 
-    Per number of ranks: the cost model (alpha per hand-over, beta per MiB) and the size up to which
-    one_shot is the faster one. The machine should have nothing else to do meanwhile.
+    For each number of ranks the file has a cost model (alpha per hand-over, beta per MiB) and the
+    size up to which one_shot is the fastest algorithm. Run it on an idle machine.
     """
     default = "(default: %(default)s)"
     numbers, sizes = as_option(whole_numbers), as_option(byte_counts)
     some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
     path = Path("ringcomm-tuning.json")
     add = parser.add_argument
-    add("--world-sizes", type=numbers, default="2,4", help=f"numbers of ranks, 2 to 64 {default}")
+    add(
+        "--world-sizes",
+        type=numbers,
+        default="2,4",
+        help=f"numbers of ranks, 2 to 64 {default}",
+    )
     add("--sizes", type=sizes, default=some_sizes, help=f"bytes of the buffers {default}")
-    add("--seconds", type=float, default=0.6, help=f"per size and number of ranks {default}")
-    add("--repeats", type=int, default=2, help=f"of a size that others disturb {default}")
-    add("--json", type=Path, metavar="FILE", default=path, help=f"written anew {default}")
+    add("--seconds", type=float, default=0.6, help=f"for each size and number of ranks {default}")
+    add("--repeats", type=int, default=2, help=f"of a size disturbed by other programs {default}")
+    add("--json", type=Path, metavar="FILE", default=path, help=f"the file to write {default}")
     return _tune
 
 
@@ -255,6 +265,10 @@ def _tune(options: argparse.Namespace) -> int:
         error("--seconds and --repeats are not negative")
     if not options.json.absolute().parent.is_dir():
         error(f"--json: there is no folder {str(options.json.absolute().parent)!r}")
+    try:
+        check_writable(options.json)
+    except ValueError as problem:
+        error(f"--json: {problem}")
     if joined_world_size() is not None:
         error("it starts its own ranks: run it without torchrun")
     import torch
@@ -262,15 +276,26 @@ def _tune(options: argparse.Namespace) -> int:
     from ringcomm.measure.algorithms import measure_algorithms, world_of
     from ringcomm.measure.machine import identity, utc_now
 
-    worlds = []
-    for world_size in sorted(set(options.world_sizes)):
-        sizes = sorted(set(options.sizes))
-        times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
-        worlds.append(world_of(world_size, times))
-        print(f"{world_size} ranks, float32; medians, the slowest rank counts")
-        print(_tuning_table(worlds[-1], times))
-    date, versions = utc_now().isoformat(), (torch.__version__, __version__)
-    tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), options.json)
+    worlds: list[tuning.World] = []
+
+    def save(path: Path) -> None:
+        date, versions = utc_now().isoformat(), (torch.__version__, __version__)
+        tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), path)
+
+    try:
+        for world_size in sorted(set(options.world_sizes)):
+            sizes = sorted(set(options.sizes))
+            times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
+            worlds.append(world_of(world_size, times))
+            print(f"{world_size} ranks, float32; medians, the slowest rank counts")
+            print(_tuning_table(worlds[-1], times), flush=True)
+    except KeyboardInterrupt:
+        if worlds:  # not over a whole file of an earlier run
+            partial = options.json.with_name(f"{options.json.name}.interrupted")
+            save(partial)
+            print(f"interrupted: {partial} has the numbers of ranks above, and no others")
+        raise
+    save(options.json)
     if not all(world.quiet for world in worlds):
         print("other programs disturbed this: tune again on a quiet machine")
     print(f"written: {options.json}")
@@ -297,10 +322,10 @@ def _tuning_table(world: tuning.World, times: list[Any]) -> str:
 # ---- all of them
 
 _COMMANDS = {
-    "bench": (_add_bench, "measure an operation beside other backends"),
+    "bench": (_add_bench, "compare an operation with other backends"),
     "doctor": (_add_doctor, "examine this machine and a group on it"),
-    "plan": (_add_plan, "rank systems and meshes for a model by predicted memory and time"),
-    "tune": (_add_tune, "measure where all_reduce's algorithms cross, and write it to a file"),
+    "plan": (_add_plan, "rank training systems and meshes for a model by predicted time"),
+    "tune": (_add_tune, "measure all_reduce's algorithms, and write a file for groups"),
 }
 
 
@@ -328,7 +353,4 @@ def run(argv: list[str]) -> int:
 
 def main() -> int:
     """Runs the command line; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
-    try:
-        return run_main("ringcomm", run)
-    finally:
-        sys.stdout.flush()
+    return run_main("ringcomm", run)

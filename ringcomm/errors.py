@@ -9,7 +9,7 @@ __all__ = ["CollectiveTimeoutError", "MismatchError", "PeerDiedError", "Ringcomm
 
 
 class RingcommError(DistBackendError):
-    """A collective failed; the group refuses further calls with the same cause.
+    """A collective failed. Further calls of the group raise the same error.
 
     Attributes:
         rank: the rank at fault in the group's numbering, -1 when unknown.
@@ -38,12 +38,12 @@ class RingcommError(DistBackendError):
 
 
 class PeerDiedError(RingcommError):
-    """A rank's process ended, or left the group, while others counted on it."""
+    """A rank's process ended, or left the group, while other ranks waited for it."""
 
 
 class MismatchError(RingcommError):
-    """Ranks called different collectives, or made the group with different options."""
+    """Ranks called different collectives, or made the group with different options or sizes."""
 
 
 class CollectiveTimeoutError(RingcommError, TimeoutError):
-    """A rank did not arrive in time."""
+    """A rank did not arrive within the group's timeout."""

@@ -26,7 +26,9 @@ class LossScale:
         if not self.is_dynamic and (
             isinstance(given, str) or not math.isfinite(given) or given <= 0
         ):
-            raise ValueError(f'loss_scale is None, "dynamic" or a positive number, got {given!r}')
+            raise ValueError(
+                f'loss_scale must be None, "dynamic" or a positive number, got {given!r}'
+            )
         self.value = self.initial_value if self.is_dynamic else float(given)
         self._num_good_steps = 0
 

@@ -27,8 +27,11 @@ def empty_shared(
     is freed with the last tensor on its storage, whatever has become of the group.
 
     On a GPU it is collective: all ranks of the group call it, each for its own device, and
-    all_reduces of that group of more than some ten KiB run directly on such tensors. The memory
-    stays as long as the group does, even if the tensor goes.
+    all_reduces of that group of more than some ten KiB run directly on such tensors. A rank's
+    memory is freed in one of the group's calls after the tensors of all ranks have gone; where
+    memory is shared by IPC handles, in the next `empty_shared`. It must be in use by no streams but
+    the one on which the tensor was made and the one that is current when it goes:
+    `record_stream` has no effect on it. What a CUDA graph has captured stays as long as the group.
 
     A forked child shares the memory of the tensors that it inherits, unlike that of others: what
     one process writes the other sees.

@@ -18,24 +18,26 @@ TransportName = Literal["shm", "p2p"]
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    They are compared between the ranks when the group is made; a difference raises MismatchError on
-    every rank. Where a field is left at its default, the environment variable RINGCOMM_<FIELD>
-    decides if it is set.
+    All ranks must have the same options. They are compared when the group is made, and a difference
+    raises MismatchError on every rank. A field that is left at its default is taken from the
+    environment variable RINGCOMM_<FIELD>, if that is set.
 
     Attributes:
-        algorithm: of all_reduce. "auto" chooses by size and number of ranks, and on several hosts
-            goes host by host. Any other runs over all ranks alike, on several hosts over messages;
-            tensors of a GPU may take two_shot instead. ringcomm.stats() reports what ran.
-        deterministic: "rank_order" makes every reduction equal to the left-to-right one over the
-            ranks, to the last bit, whatever the algorithm, size and transport. None: equal on all
-            ranks, and from run to run with the same options.
+        algorithm: of all_reduce. "auto" chooses by size and number of ranks; on several hosts it
+            reduces inside each host first. "one_shot", "two_shot" and "ring" run over all ranks,
+            on several hosts over messages. Tensors on a GPU may use two_shot instead.
+            ringcomm.stats() reports what ran.
+        deterministic: with "rank_order" every reduction has the bits of the left-to-right sum over
+            the ranks, for every algorithm, size and transport. With None results have the same bits
+            on all ranks, and in every run with the same options.
         num_slots: slots of a ring link, 2 to 64.
-        slot_bytes: bytes of a slot, a multiple of 64. None takes 262144, or 1 MiB over messages.
-        transport: "shm" (ranks on one host), "p2p" (messages of another backend of
-            torch.distributed). None takes what reaches all ranks best.
-        p2p_backend: what carries those messages: "gloo", or the name of another backend registered
-            with torch.distributed that moves CPU tensors.
-        tuning: a file that `ringcomm tune` has written; its cross-over between algorithms is taken.
+        slot_bytes: bytes of a slot, a multiple of 64. None is 262144, 1 MiB over messages, or 4 MiB
+            over messages between GPUs.
+        transport: "shm" (shared memory, for ranks on one host) or "p2p" (messages of another
+            backend). None uses shared memory inside each host, and messages between hosts.
+        p2p_backend: the backend that carries messages: "gloo", or another one registered with
+            torch.distributed that moves CPU tensors.
+        tuning: the path of a file of `ringcomm tune`, whose sizes choose between algorithms.
     """
 
     algorithm: AlgorithmName = "auto"
@@ -61,7 +63,7 @@ class Options:
             is_number = field.name in ("num_slots", "slot_bytes")
             if is_number and not text.isdecimal():
                 raise ValueError(
-                    f"the environment variable {name} wants a whole number, got {text!r}"
+                    f"the environment variable {name} must be a whole number, got {text!r}"
                 )
             found[field.name] = int(text) if is_number else text
         return replace(self, **found)
@@ -76,6 +78,6 @@ def checks_targets() -> bool:
     text = os.environ.get("RINGCOMM_CHECK_TARGETS") or "0"
     if text not in ("0", "1"):
         raise ValueError(
-            f"the environment variable RINGCOMM_CHECK_TARGETS wants 0 or 1, got {text!r}"
+            f"the environment variable RINGCOMM_CHECK_TARGETS must be 0 or 1, got {text!r}"
         )
     return text == "1"

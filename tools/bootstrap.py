@@ -29,7 +29,8 @@ TORCH = "torch==2.13.0"
 VENV = ROOT / ".venv"
 STAMPS = VENV / "ringcomm-stamps.json"
 EXTENSION_STATE = ROOT / "build" / "extension.json"
-GROUPS = ("build", "train", "test", "lint", "docs")
+EXIT_INTERRUPTED = 130
+GROUPS = ("build", "train", "test", "lint", "docs", "coverage")
 
 # What our programs and the build do without, if less well: no picture, compiles without ninja, no
 # tests of the kernels where there is no triton, none of PyTorch's own, none with models of
@@ -235,6 +236,13 @@ def main() -> None:
                 build_extension(python)
     except BuildProblem as problem:
         sys.exit(f"\nringcomm: {problem}")
+    except OSError as error:
+        sys.exit(
+            f"\nringcomm: {error.filename or 'a file'}: {error.strerror}; a checkout that you can"
+            " write, with room on its disk, is needed"
+        )
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     if options.command:
         os.chdir(ROOT)
         os.execv(python, [python, *options.command])

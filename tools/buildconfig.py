@@ -34,7 +34,7 @@ CXX_FLAGS = (CXX_STANDARD, "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=o
 BYTES_PER_JOB = 2 << 30
 
 # Into how many files the bindings are joined: enough for the cores of a small machine.
-NUM_JOINED = 6
+NUM_JOINED = 4
 
 _CXX20_PROBE = """
 #include <atomic>

@@ -177,7 +177,7 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(
     const auto* python = dynamic_cast<const py::error_already_set*>(&error);
     if (python != nullptr && !python->matches(PyExc_Exception)) throw;  // KeyboardInterrupt
     throw Error({.kind = ErrorKind::kSystem, .rank = rank, .op = "init"},
-                "ringcomm: " + name + ", which was to carry " + purpose +
+                "ringcomm: the backend " + name + ", needed for " + purpose +
                     ", could not be made: " + error.what());
   }
 }

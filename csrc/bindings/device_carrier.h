@@ -1,21 +1,26 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "bindings/driver_device.h"
 #include "bindings/group_options.h"
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/communicator.h"
 
 namespace ringcomm {
+
+namespace cuda {
+class Event;
+}
 
 /// A user's send or receive.
 struct DeviceMessage {
@@ -35,21 +40,25 @@ class DeviceCarrier {
   /// "cuda_ipc", "p2p over nccl"
   virtual const std::string& name() const = 0;
 
-  /// Enqueues one collective. The buffers of `call` lie on `stream`'s device. Called with that
-  /// device and stream current, by one thread at a time, in the same order on all ranks.
+  /// Enqueues one collective. The buffers of `call` are on the device of `place`. Called with that
+  /// device, its DeviceContext and the stream current, by one thread at a time, in the same order
+  /// on all ranks.
   virtual Traffic enqueue(const Collective& call, const CallHeader& header,
-                          const c10::Stream& stream) = 0;
+                          const DevicePlace& place) = 0;
 
   /// Sends and receives of which none may wait for another: two ranks that both send before they
   /// receive, in the order of one stream, would wait for ever.
-  virtual void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) = 0;
+  virtual void exchange(const std::vector<DeviceMessage>& messages, const DevicePlace& place) = 0;
+
+  /// The event behind the last of these two, on its stream, where the carrier has recorded one.
+  virtual std::shared_ptr<const cuda::Event> last_end() const { return nullptr; }
 
   /// Fills in algorithm and geometry of a header, from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
   /// Throws std::invalid_argument where a collective on this stream, or such messages, cannot be
   /// enqueued at all: it ends nothing then.
-  virtual void check_collective(const c10::Stream&) const {}
+  virtual void check_collective(const DevicePlace&) const {}
   virtual void check_messages(const std::vector<DeviceMessage>&) {}
   /// Whether messages with `peer` can be enqueued now. The answer is the same on both ranks, and
   /// stands as long as the group. Throws Error.
@@ -58,16 +67,15 @@ class DeviceCarrier {
   /// meet.
   virtual bool finds_mismatches() const { return false; }
 
-  /// Memory on this rank's device that the other ranks read and write where it lies. Collective.
+  /// Memory on this rank's device that the other ranks read and write where it is. Collective.
   /// Throws NotImplementedError where the carrier has no such memory.
   struct LentMemory {
     void* data;
-    std::shared_ptr<const void> owner;
+    /// Its tensor is gone, and only what these streams hold now may still use the memory. Called
+    /// once, from any thread.
+    std::function<void(const std::vector<c10::Stream>&)> give_back;
   };
   virtual LentMemory lend(std::size_t num_bytes);
-
-  /// Whether what is enqueued on the stream is captured in a graph, to run when that is launched.
-  virtual bool is_captured(const c10::Stream&) const { return false; }
 
   /// What carries what was enqueued since the last call of this, where that may fail by itself:
   /// Work::exception() says so before a stream goes on.

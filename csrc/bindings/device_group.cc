@@ -1,6 +1,5 @@
 #include "bindings/device_group.h"
 
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -25,6 +24,25 @@ std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item
   return std::exchange(item.profiled, {});
 }
 
+// Messages with ranks for whose messages there is room, of all in `messages`. Whether the last that
+// is enqueued is the carrier's.
+bool post_messages(DeviceCarrier& carrier, const DevicePlace& place,
+                   const std::vector<DeviceMessageCall>& calls,
+                   std::vector<DeviceMessage>& messages, std::set<int>& refused) {
+  const auto is_refused = [&](const auto& message) { return refused.count(message.peer) != 0; };
+  for (const DeviceMessage& message : messages)
+    if (!carrier.has_room_for_messages(message.peer)) refused.insert(message.peer);
+  std::erase_if(messages, is_refused);
+  if (!messages.empty()) carrier.exchange(messages, place);
+  bool is_last = !messages.empty();
+  for (const DeviceMessageCall& call : calls) {
+    if (!call.item.finish || is_refused(call.message)) continue;
+    call.item.finish();
+    is_last = false;
+  }
+  return is_last;
+}
+
 }  // namespace
 
 DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store,
@@ -43,8 +61,8 @@ DeviceGroup::~DeviceGroup() {
 DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   {
     const std::lock_guard lock(mutex_);
-    if (const auto found = carriers_.find(device.str()); found != carriers_.end())
-      return *found->second;
+    for (const auto& [known, carrier] : carriers_)
+      if (known == device) return *carrier;
   }
   // Without the lock: it waits for other ranks.
   std::unique_ptr<DeviceCarrier> made;
@@ -56,7 +74,7 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   }
   const std::lock_guard lock(mutex_);
   if (is_aborted_) made->abort();
-  return *(carriers_[device.str()] = std::move(made));
+  return *carriers_.emplace_back(device, std::move(made)).second;
 }
 
 DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
@@ -68,7 +86,7 @@ DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_
 std::map<std::string, std::string> DeviceGroup::transports() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, std::string> names;
-  for (const auto& [device, carrier] : carriers_) names[device] = carrier->name();
+  for (const auto& [device, carrier] : carriers_) names[device.str()] = carrier->name();
   return names;
 }
 
@@ -172,39 +190,53 @@ void DeviceGroup::lose(const std::vector<at::Tensor>& kept) {
   lost_.insert(lost_.end(), kept.begin(), kept.end());
 }
 
-// And lets go of what is over.
+// Lets go of earlier ones. The device is asked only about those that still have tensors: of those
+// that have none, and that nobody else has, the last one of each stream tells of all.
 void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
   const std::lock_guard lock(mutex_);
-  while (!uses_.empty() && uses_.front()->is_over()) uses_.pop_front();
+  for (const auto& earlier : uses_)
+    if (earlier->has_tensors() && !earlier->is_over()) break;
+  std::vector<c10::Stream> later{use->stream()};
+  const auto is_told_of = [&](const auto& earlier) {
+    if (earlier->is_known_to_be_over()) return true;
+    if (earlier.use_count() > 1 || earlier->has_tensors()) return false;
+    if (std::find(later.begin(), later.end(), earlier->stream()) != later.end()) return true;
+    later.push_back(earlier->stream());
+    return false;
+  };
+  // From the last one back.
+  uses_.erase(uses_.begin(), std::remove_if(uses_.rbegin(), uses_.rend(), is_told_of).base());
   uses_.push_back(use);
   if (is_aborted_) use->give_up();
 }
 
 template <class Enqueue>
-void DeviceGroup::ending_on_failure(const std::string& what, const Enqueue& enqueue) {
+void DeviceGroup::ending_on_failure(const std::function<std::string()>& what,
+                                    const Enqueue& enqueue) {
   try {
     enqueue();
   } catch (const std::exception& error) {
     check();  // a watch that ended the group under this call knows why
     // Wherever this rank has stopped, the others have gone on.
-    end(what + ": " + error.what());
+    end(what() + ": " + error.what());
     throw;
   }
 }
 
-void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream) {
+void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const DevicePlace& place) {
   const std::shared_ptr<Communicator> engine = communicator();
-  carrier.check_collective(stream);
+  carrier.check_collective(place);
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
   if (world_size_ > 1 && !carrier.finds_mismatches())
     check_header(engine, header, options_->timeout, [weak = weak_from_this()] {
       if (const auto group = weak.lock(); group != nullptr) group->abort();
     });
-  ending_on_failure(describe(header), [&] {
-    engine->count(item.call.op, carrier.enqueue(item.call, header, stream));
-    if (item.finish) item.finish();
-  });
+  ending_on_failure([&] { return describe(header); },
+                    [&] {
+                      engine->count(item.call.op, carrier.enqueue(item.call, header, place));
+                      if (item.finish) item.finish();
+                    });
 }
 
 c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCallInfo info,
@@ -217,25 +249,24 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
   with_python_errors([&] {
     const std::lock_guard order(order_);
     check();
-    const c10::impl::VirtualGuardImpl impl(device.type());
-    const c10::Stream home = impl.getStream(device);
+    const c10::Stream home = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     const c10::Stream stream = info.is_async ? own_stream(device, info.peer) : home;
-    if (stream != home) {
-      c10::Event begin(device.type());
-      begin.record(home);
-      begin.block(stream);
-    }
     const c10::StreamGuard guard(stream);
+    const DeviceContext context(device);
+    if (stream != home) DeviceEvent::record(home).block(stream);
     kept.insert(kept.end(), info.results.begin(), info.results.end());
     DeviceCarrier& used = carrier(device);
+    const DevicePlace place = DevicePlace::of(stream);
+    std::shared_ptr<const cuda::Event> end;
     try {
-      body(used, stream);
+      if (body(used, place)) end = used.last_end();
     } catch (...) {
       if (communicator()->failure().has_failed()) lose(kept);
       throw;
     }
-    const auto use = std::make_shared<DeviceUse>(stream, home, std::move(kept), used,
-                                                 used.take_works(), used.is_captured(stream));
+    const auto use = std::make_shared<DeviceUse>(
+        place, home, end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream),
+        std::move(kept), used, used.take_works());
     keep(use);
     work->set_enqueued(use);
   });
@@ -251,8 +282,9 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vecto
     for (at::Tensor& input : take_kept(kept, item)) inputs.push_back(std::move(input));
   }
   return enqueue(device, std::move(info), inputs, std::move(kept),
-                 [&](DeviceCarrier& carrier, const c10::Stream& stream) {
-                   for (const TensorCall& item : calls) run(item, carrier, stream);
+                 [&](DeviceCarrier& carrier, const DevicePlace& place) {
+                   for (const TensorCall& item : calls) run(item, carrier, place);
+                   return !calls.empty() && !calls.back().finish;
                  });
 }
 
@@ -269,20 +301,16 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
     for (at::Tensor& input : take_kept(kept, call.item)) inputs.push_back(std::move(input));
   }
   std::set<int> refused;
-  const auto is_refused = [&](const auto& message) { return refused.count(message.peer) != 0; };
-  auto work = enqueue(device, std::move(info), inputs, std::move(kept),
-                      [&](DeviceCarrier& carrier, const c10::Stream& stream) {
-                        carrier.check_messages(messages);
-                        ending_on_failure("sends and receives", [&] {
-                          for (const DeviceMessage& message : messages)
-                            if (!carrier.has_room_for_messages(message.peer))
-                              refused.insert(message.peer);
-                          std::erase_if(messages, is_refused);
-                          if (!messages.empty()) carrier.exchange(messages, stream);
-                          for (const DeviceMessageCall& call : calls)
-                            if (call.item.finish && !is_refused(call.message)) call.item.finish();
-                        });
-                      });
+  auto work =
+      enqueue(device, std::move(info), inputs, std::move(kept),
+              [&](DeviceCarrier& carrier, const DevicePlace& place) {
+                carrier.check_messages(messages);
+                bool is_last = false;
+                ending_on_failure(
+                    [] { return "sends and receives"; },
+                    [&] { is_last = post_messages(carrier, place, calls, messages, refused); });
+                return is_last;
+              });
   if (refused.empty()) return work;
   work->wait();
   std::string names;

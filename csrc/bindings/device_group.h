@@ -79,18 +79,19 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   void drain();
 
  private:
-  using Body = std::function<void(DeviceCarrier&, const c10::Stream&)>;
+  /// Whether the last that it has enqueued was the carrier's.
+  using Body = std::function<bool(DeviceCarrier&, const DevicePlace&)>;
 
   c10::intrusive_ptr<c10d::Work> enqueue(c10::Device device, DeviceCallInfo info,
                                          const std::vector<at::Tensor>& inputs,
                                          std::vector<at::Tensor> kept, const Body& body);
-  void run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream);
+  void run(const TensorCall& item, DeviceCarrier& carrier, const DevicePlace& place);
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device, int peer);
   void keep(const std::shared_ptr<DeviceUse>& use);
   void lose(const std::vector<at::Tensor>& kept);
   template <class Enqueue>
-  void ending_on_failure(const std::string& what, const Enqueue& enqueue);
+  void ending_on_failure(const std::function<std::string()>& what, const Enqueue& enqueue);
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<GroupOptions> options_;
@@ -104,7 +105,7 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   std::mutex mutex_;                             // held for moments; guards what follows
   std::deque<std::shared_ptr<DeviceUse>> uses_;  // that nobody may have waited for
   std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use
-  std::map<std::string, std::unique_ptr<DeviceCarrier>> carriers_;  // by device; none ever goes
+  std::vector<std::pair<c10::Device, std::unique_ptr<DeviceCarrier>>> carriers_;  // none ever goes
   bool is_aborted_ = false;
 };
 

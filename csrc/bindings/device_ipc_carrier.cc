@@ -22,33 +22,37 @@ std::vector<cuda::Mail> to_mails(const std::vector<DeviceMessage>& messages) {
   return mails;
 }
 
+cuda::StreamPlace to_place(const DevicePlace& place) {
+  return {.stream = handle_of(place.stream), .capture = place.capture};
+}
+
 }  // namespace
 
 Traffic IpcDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
-                                  const c10::Stream& stream) {
-  return engine_->enqueue(call, header, handle_of(stream));
+                                  const DevicePlace& place) {
+  return engine_->enqueue(call, header, to_place(place));
 }
 
 void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
-                                const c10::Stream& stream) {
-  engine_->exchange(to_mails(messages), handle_of(stream));
+                                const DevicePlace& place) {
+  engine_->exchange(to_mails(messages), to_place(place));
 }
 
 void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) {
   engine_->check_messages(to_mails(messages));
 }
 
-void IpcDeviceCarrier::check_collective(const c10::Stream& stream) const {
-  engine_->check_collective(handle_of(stream));
+void IpcDeviceCarrier::check_collective(const DevicePlace& place) const {
+  engine_->check_collective(to_place(place));
 }
 
 DeviceCarrier::LentMemory IpcDeviceCarrier::lend(std::size_t num_bytes) {
-  std::shared_ptr<const cuda::DeviceMemory> memory = engine_->lend(num_bytes);
-  return {memory->data(), memory};
-}
-
-bool IpcDeviceCarrier::is_captured(const c10::Stream& stream) const {
-  return engine_->is_captured(handle_of(stream));
+  std::shared_ptr<const cuda::Loan> loan = engine_->lend(num_bytes);
+  return {loan->data(), [loan](const std::vector<c10::Stream>& streams) {
+            std::vector<cuda::StreamHandle> handles;
+            for (const c10::Stream& stream : streams) handles.push_back(handle_of(stream));
+            loan->give_back(handles);
+          }};
 }
 
 std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup& group,

@@ -15,17 +15,17 @@ class IpcDeviceCarrier final : public DeviceCarrier {
 
   const std::string& name() const override { return engine_->description(); }
   Traffic enqueue(const Collective& call, const CallHeader& header,
-                  const c10::Stream& stream) override;
-  void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
+                  const DevicePlace& place) override;
+  void exchange(const std::vector<DeviceMessage>& messages, const DevicePlace& place) override;
+  std::shared_ptr<const cuda::Event> last_end() const override { return engine_->last_end(); }
   void plan(const Collective& call, CallHeader& header) const override {
     engine_->plan(call, header);
   }
-  void check_collective(const c10::Stream& stream) const override;
+  void check_collective(const DevicePlace& place) const override;
   void check_messages(const std::vector<DeviceMessage>& messages) override;
   bool has_room_for_messages(int peer) override { return engine_->has_room_for_messages(peer); }
   bool finds_mismatches() const override { return true; }
   LentMemory lend(std::size_t num_bytes) override;
-  bool is_captured(const c10::Stream& stream) const override;
   bool may_have_given_up() const noexcept override { return engine_->may_have_given_up(); }
   bool is_stuck() const override { return engine_->is_stuck(); }
   void abort() noexcept override { engine_->abort(); }

@@ -10,7 +10,6 @@
 
 #include "bindings/device_carrier.h"
 #include "bindings/device_group.h"
-#include "bindings/driver_device.h"
 #include "bindings/python_errors.h"
 #include "bindings/work.h"
 
@@ -27,20 +26,18 @@ constexpr std::chrono::microseconds kLongestNap{2000};
 
 // ---- DeviceUse
 
-DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home,
-                     std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts,
-                     bool is_captured)
-    : stream_(stream),
+DeviceUse::DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEvent end,
+                     std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts)
+    : stream_(place.stream),
       home_(home),
       carrier_(&carrier),
       parts_(std::move(parts)),
-      end_(stream.device_type()),
-      is_captured_(is_captured),
+      end_(std::move(end)),
+      is_captured_(place.is_captured()),
       tensors_(std::move(tensors)) {
-  end_.record(stream);
   // On the caller's own stream whoever gets the memory comes later anyhow.
-  if (stream == home) tensors_.clear();
-  if (is_captured) parts_.clear();
+  if (stream_ == home_) tensors_.clear();
+  if (is_captured_) parts_.clear();
 }
 
 bool DeviceUse::is_over() {
@@ -50,7 +47,7 @@ bool DeviceUse::is_over() {
   const std::lock_guard lock(mutex_);
   if (!is_over_) {
     const QueriesInCaptures allowed(stream_.device());
-    is_over_ = end_.query();
+    is_over_ = end_.is_over();
     if (is_over_) {
       // Asked after the event has passed: what gives up says so first.
       is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
@@ -62,12 +59,35 @@ bool DeviceUse::is_over() {
   return is_over_;
 }
 
+void DeviceUse::look_for_failure() {
+  {
+    const std::lock_guard lock(mutex_);
+    // One that is over may outlive the carrier, and is known to be broken or not.
+    if (is_over_ || is_captured_) return;
+    if (parts_.empty() && (carrier_ == nullptr || !carrier_->may_have_given_up())) return;
+  }
+  is_over();
+}
+
+bool DeviceUse::is_known_to_be_over() {
+  const std::lock_guard lock(mutex_);
+  return is_over_ || is_captured_;
+}
+
+bool DeviceUse::has_tensors() {
+  const std::lock_guard lock(mutex_);
+  return !tensors_.empty();
+}
+
 void DeviceUse::block_current_stream() {
   const c10::Stream current =
       c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
   std::vector<at::Tensor> freed;  // without the lock
   const std::lock_guard lock(mutex_);
-  if (current != stream_) end_.block(current);
+  if (current != stream_) {
+    const DeviceContext context(current.device());
+    end_.block(current);
+  }
   if (current == home_) freed.swap(tensors_);
 }
 
@@ -130,7 +150,7 @@ void DeviceWork::set_enqueued(std::shared_ptr<DeviceUse> use) {
 bool DeviceWork::isCompleted() { return use_->is_over() || !isSuccess(); }
 
 bool DeviceWork::isSuccess() const {
-  use_->is_over();
+  use_->look_for_failure();
   if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
   return !use_->is_broken();
 }

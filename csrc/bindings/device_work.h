@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <chrono>
@@ -13,6 +12,9 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
+
+#include "bindings/device_event.h"
+#include "bindings/driver_device.h"
 
 namespace ringcomm {
 
@@ -26,17 +28,21 @@ class DeviceUse {
  public:
   using Parts = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  /// Notes the end of what `stream`, which is current, holds by now. Allocators give what is freed
-  /// to those who come later on `home`, the stream that was current when the call was made.
+  /// `end` is behind what was enqueued at `place`. Allocators give what is freed to those who come
+  /// later on `home`, the stream that was current when the call was made.
   /// What is captured in a graph ends whenever that runs, and cannot be asked for: it counts as
   /// over at once. `carrier` must live until disown(); `parts` is what its take_works() gave.
-  DeviceUse(const c10::Stream& stream, const c10::Stream& home, std::vector<at::Tensor> tensors,
-            const DeviceCarrier& carrier, Parts parts, bool is_captured);
+  DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEvent end,
+            std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts);
 
   const c10::Stream& stream() const { return stream_; }
-  bool is_captured() const { return is_captured_; }
   /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
   bool is_over();
+  /// Finds out whether it is broken; asks the device only where something has given up by now.
+  void look_for_failure();
+  /// Whether it was seen to be over.
+  bool is_known_to_be_over();
+  bool has_tensors();
   /// Has the current stream of the device wait, and lets the tensors go if that is enough for
   /// whoever gets their memory.
   void block_current_stream();
@@ -59,7 +65,7 @@ class DeviceUse {
   std::mutex mutex_;  // guards the rest
   const DeviceCarrier* carrier_;
   Parts parts_;
-  c10::Event end_;
+  DeviceEvent end_;
   bool is_captured_;
   bool is_over_ = false;
   bool is_broken_ = false;

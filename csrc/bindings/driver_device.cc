@@ -2,6 +2,8 @@
 
 #include <cstdlib>
 
+#include "collectives/cuda/events.h"
+
 namespace ringcomm {
 
 bool is_of_driver(c10::Device device) {
@@ -11,6 +13,11 @@ bool is_of_driver(c10::Device device) {
 
 cuda::StreamHandle handle_of(const c10::Stream& stream) {
   return static_cast<cuda::StreamHandle>(stream.native_handle());
+}
+
+DevicePlace DevicePlace::of(const c10::Stream& stream) {
+  const bool is_known = is_of_driver(stream.device()) && cuda::has_driver();
+  return {.stream = stream, .capture = is_known ? cuda::capture_of(handle_of(stream)) : 0};
 }
 
 }  // namespace ringcomm

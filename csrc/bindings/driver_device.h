@@ -3,6 +3,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <cstdint>
 #include <optional>
 
 #include "transport/cuda/driver.h"
@@ -15,6 +16,27 @@ namespace ringcomm {
 bool is_of_driver(c10::Device device);
 
 cuda::StreamHandle handle_of(const c10::Stream& stream);
+
+/// Makes the context of a device of the driver current while it lives; does nothing for others.
+class DeviceContext {
+ public:
+  explicit DeviceContext(c10::Device device) {
+    if (is_of_driver(device) && cuda::has_driver()) guard_.emplace(device.index());
+  }
+
+ private:
+  std::optional<cuda::ContextGuard> guard_;
+};
+
+/// Where one call is enqueued: a stream, and the capture of the driver that it is in then; 0: none.
+struct DevicePlace {
+  c10::Stream stream;
+  std::uint64_t capture = 0;
+
+  /// With the DeviceContext of the stream's device.
+  static DevicePlace of(const c10::Stream& stream);
+  bool is_captured() const { return capture != 0; }
+};
 
 /// While it lives, this thread may query events of the device although a stream is being captured,
 /// by this thread or another: a query in the default mode would invalidate that capture. For events

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "collectives/communicator_options.h"
@@ -10,6 +11,8 @@ namespace ringcomm {
 /// What a group was made with, in c10d's form: what split_group copies and hands on.
 struct GroupOptions final : c10d::Backend::Options {
   CommunicatorOptions engine;
+  /// In place of the engine's, where tensors of a device go over messages.
+  std::size_t device_slot_bytes = std::size_t{4} << 20;
 
   GroupOptions(const CommunicatorOptions& engine_options, std::chrono::milliseconds timeout)
       : Options("ringcomm", timeout), engine(engine_options) {}

@@ -1,6 +1,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <map>
 #include <string>
@@ -15,6 +16,7 @@
 #include "collectives/collective.h"
 #include "collectives/stats.h"
 #include "device/reduce_op.h"
+#include "transport/shm/process_hub.h"
 #include "transport/shm/shared_arena.h"
 
 namespace py = pybind11;
@@ -26,8 +28,10 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, const std::string& algorithm, bool is_rank_ordered,
     std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
-    const std::string& transport, const std::string& p2p_backend, const std::string& group_name,
-    const std::vector<uint64_t>& global_ranks) {
+    const std::string& transport, const std::string& p2p_backend, std::size_t device_slot_bytes,
+    const std::string& group_name, const std::vector<uint64_t>& global_ranks) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
+                    size, " ranks; ranks are 0 to ", size - 1);
   CommunicatorOptions options;
   options.algorithm = algorithm_from_name(algorithm);
   options.is_rank_ordered = is_rank_ordered;
@@ -37,6 +41,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   options.transport = transport;
   options.p2p_backend = p2p_backend;
   auto group_options = c10::make_intrusive<GroupOptions>(options, timeout);
+  group_options->device_slot_bytes = device_slot_bytes;
   group_options->group_name = group_name;
   group_options->global_ranks_in_group = global_ranks;
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(group_options));
@@ -134,8 +139,9 @@ void bind_classes(py::module_& m) {
           [](const GroupOptions& options) { return options.engine.one_shot_max_bytes; })
       .def_property_readonly("transport",
                              [](const GroupOptions& options) { return options.engine.transport; })
-      .def_property_readonly(
-          "p2p_backend", [](const GroupOptions& options) { return options.engine.p2p_backend; });
+      .def_property_readonly("p2p_backend",
+                             [](const GroupOptions& options) { return options.engine.p2p_backend; })
+      .def_readonly("device_slot_bytes", &GroupOptions::device_slot_bytes);
   // Its destructor waits for threads without Python's lock, whoever holds it.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
@@ -151,13 +157,15 @@ void bind_classes(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
+  // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
+  m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
   bind_classes(m);
   bind_files(m);
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
         py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
         py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),
-        py::arg("transport"), py::arg("p2p_backend"), py::arg("group_name"),
-        py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
+        py::arg("transport"), py::arg("p2p_backend"), py::arg("device_slot_bytes"),
+        py::arg("group_name"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return counts_of(communicator_of(backend)->stats());
@@ -184,5 +192,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("softmax_shard_entry", &softmax_shard_entry);
   m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters_of,
         py::call_guard<py::gil_scoped_release>());
+  m.def("say_last_words", &shm::ProcessHub::say_last_words, py::arg("text"));
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

@@ -30,6 +30,9 @@
 namespace ringcomm {
 namespace {
 
+constexpr const char* kDestroyed =
+    "ringcomm: this process group has been destroyed; make a new one with init_process_group or "
+    "new_group";
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
 // How long calls of other threads have to leave a group that is destroyed.
 constexpr std::chrono::seconds kLeavePatience{10};
@@ -121,7 +124,7 @@ std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
     const std::lock_guard lock(mutex_);
     communicator = communicator_;
   }
-  TORCH_CHECK_VALUE(communicator != nullptr, "ringcomm: this process group has been destroyed");
+  TORCH_CHECK_VALUE(communicator != nullptr, kDestroyed);
   return communicator;
 }
 
@@ -131,7 +134,7 @@ std::shared_ptr<DeviceGroup> ProcessGroupRingcomm::devices() const {
     const std::lock_guard lock(mutex_);
     devices = devices_;
   }
-  TORCH_CHECK_VALUE(devices != nullptr, "ringcomm: this process group has been destroyed");
+  TORCH_CHECK_VALUE(devices != nullptr, kDestroyed);
   return devices;
 }
 

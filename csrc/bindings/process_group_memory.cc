@@ -1,7 +1,10 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
+
+#include <vector>
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
@@ -23,6 +26,26 @@ at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions opt
   return empty_shared({size}, c10::typeMetaToScalarType(options.dtype()));
 }
 
+namespace {
+
+// Its memory belongs to the stream that is current here, as that of torch's allocators does, and
+// to the one that is current when the last tensor on it goes.
+at::Tensor tensor_in(const DeviceCarrier::LentMemory& memory, c10::Device device,
+                     at::IntArrayRef sizes, at::ScalarType dtype) {
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  const auto release = [impl, device, made_on = impl.getStream(device),
+                        give_back = memory.give_back](void*) {
+    std::vector<c10::Stream> streams{made_on};
+    if (const c10::Stream current = impl.getStream(device); current != made_on)
+      streams.push_back(current);
+    give_back(streams);
+  };
+  return at::from_blob(memory.data, sizes, release, at::TensorOptions(dtype).device(device),
+                       device);
+}
+
+}  // namespace
+
 at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArrayRef sizes,
                                                  at::ScalarType dtype) {
   const c10::DeviceGuard guard(device);
@@ -30,9 +53,7 @@ at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArra
       static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   DeviceCarrier::LentMemory memory;
   with_python_errors([&] { memory = devices()->lend(device, num_bytes); });
-  return at::from_blob(
-      memory.data, sizes, [owner = memory.owner](void*) {}, at::TensorOptions(dtype).device(device),
-      device);
+  return tensor_in(memory, device, sizes, dtype);
 }
 
 }  // namespace ringcomm

@@ -16,7 +16,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_p2p(P2pOp::Kind kind,
   const bool is_send = kind == P2pOp::Kind::kSend;
   TORCH_CHECK_VALUE(peer != getRank(), "ringcomm: rank ", peer, " cannot ",
                     is_send ? "send to" : "receive from", " itself");
-  TORCH_CHECK_VALUE(getSize() > 1, "ringcomm: there is nobody to receive from in a group of one");
+  TORCH_CHECK_VALUE(getSize() > 1, "ringcomm: a group of one rank has no peer to receive from");
   if (!is_send) check_no_overlap(tensor);
   const char* title = is_send    ? "ringcomm:send"
                       : peer < 0 ? "ringcomm:recvAnySource"

@@ -48,7 +48,7 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
 }
 
 ElementName element_name_of(const at::Tensor& tensor) {
-  return element_name(c10::toString(tensor.scalar_type()));
+  return element_name(c10::getDtypeNames(tensor.scalar_type()).first);
 }
 
 ElementName element_name(std::string_view text) {

@@ -26,9 +26,9 @@ std::vector<at::Tensor> take_profiled(std::vector<TensorCall>& calls) {
 
 void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
   throw Error({.kind = ErrorKind::kTimeout, .op = what},
-              std::string("ringcomm: ") + what + " was not done when wait(" +
+              std::string("ringcomm: ") + what + " did not complete within wait(" +
                   std::to_string(timeout.count()) +
-                  " ms) gave up; it goes on, and may be waited for again");
+                  " ms); it continues, and can be waited for again");
 }
 
 // ---- LazyFuture

@@ -34,7 +34,7 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
 
   if (!make_messages)
     throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
-                                ", and nothing is there that carries messages");
+                                ", and no backend is available that carries messages");
   std::string name;
   const MakeMessages make = [&](const LookForRanks& look) {
     auto messages = make_messages(look);

@@ -137,6 +137,10 @@ std::string describe_difference(int peer, const CallHeader& theirs, const std::s
                               theirs.op == OpKind::kBarrier || theirs.op == OpKind::kBroadcast;
   if (is_phase_start && our_op != name_of(theirs.op))
     text += "; did the ranks run different numbers of batches?";
+  else if (our_op == name_of(theirs.op))
+    text += "; all ranks must pass the same shape, dtype and arguments";
+  else
+    text += "; all ranks must make the same calls in the same order";
   return text;
 }
 

@@ -12,8 +12,8 @@ void Failure::check_not_inherited() const {
     throw Error(
         {.kind = ErrorKind::kSystem},
         prefix() +
-            "this process was forked from the one that made the group, and has no part in it; make "
-            "groups after forking");
+            "this process was forked from the one that made the group, and cannot use it; call "
+            "collectives in the parent process, or make a group in the child after the fork");
 }
 
 std::exception_ptr Failure::first_cause() const {
@@ -38,12 +38,18 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
             activity, false);
     }
     case Stop::kPeerDied:
-      raise(ErrorKind::kPeerDied, peer, who + " died" + (detail.empty() ? "" : ": " + detail),
+      raise(ErrorKind::kPeerDied, peer,
+            who + " died" + (detail.empty() ? "" : " (" + detail + ")") +
+                why_it_ended(last_words_of(peer)),
             activity, false);
     case Stop::kPeerLeft:
+      if (const std::string words = last_words_of(peer); !words.empty())
+        raise(ErrorKind::kPeerDied, peer, who + " died" + why_it_ended(words), activity, false);
       raise(ErrorKind::kPeerDied, peer,
-            who + " has destroyed the group (or exited) and takes no more part in it", activity,
-            false);
+            who +
+                " has destroyed the group or exited; did the ranks make different numbers of "
+                "calls?",
+            activity, false);
     case Stop::kAborted: {
       AbortReason reason = members_->abort_reason();
       // A peer that runs wild may have written any number.
@@ -102,6 +108,10 @@ int Failure::stopped_rank() const {
   for (int rank = 0; members_ != nullptr && rank < world_size_; ++rank)
     if (members_->is_stopped(rank)) return rank;
   return -1;
+}
+
+std::string Failure::last_words_of(int peer) const {
+  return members_ != nullptr && peer >= 0 ? members_->last_words_of(peer) : std::string();
 }
 
 std::string Failure::prefix() const {

@@ -55,6 +55,7 @@ class Failure {
                           const Activity& activity, bool is_told_by_peer);
   void keep(std::exception_ptr error);
   int stopped_rank() const;
+  std::string last_words_of(int peer) const;
   std::string prefix() const;
   std::string name_of_peer(int peer) const;
 

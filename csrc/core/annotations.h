@@ -7,9 +7,12 @@
 #define RINGCOMM_HD
 #endif
 
-/// On functions that many kernels call, and none for its speed: compiled once.
+/// In front of loops of kernels: all turns in a row, so that what they hold stays in registers, or
+/// one at a time, in code that is not worth the registers that more would take.
 #ifdef __CUDACC__
-#define RINGCOMM_APART __noinline__
+#define RINGCOMM_UNROLL _Pragma("unroll")
+#define RINGCOMM_ROLLED _Pragma("unroll 1")
 #else
-#define RINGCOMM_APART [[gnu::noinline]]
+#define RINGCOMM_UNROLL
+#define RINGCOMM_ROLLED
 #endif

@@ -18,9 +18,10 @@ struct BoardGeometry {
   std::byte* regions = nullptr;  ///< per rank two regions of `region_bytes`
   std::size_t region_bytes = 0;
 
-  Cursor& cursor(int rank) const {
+  static constexpr bool kHasCopies = false;
+  Cursor& cursor(int /*reader*/, int writer) const {
     return *reinterpret_cast<Cursor*>(reinterpret_cast<std::byte*>(published) +
-                                      static_cast<std::size_t>(rank) * published_stride_bytes);
+                                      static_cast<std::size_t>(writer) * published_stride_bytes);
   }
   std::byte* region(int rank, std::uint64_t phase) const {
     return regions + (2 * static_cast<std::size_t>(rank) + phase % 2) * region_bytes;
@@ -46,16 +47,17 @@ struct BoardGeometry {
 /// publication that says so on until they publish next. So a rank takes it back with rejoin(), and
 /// gives nothing of it back to its caller before.
 ///
-/// A geometry has world_size, region_bytes, cursor(rank) and region(rank, phase).
+/// A geometry has world_size, region_bytes, region(rank, phase), and cursor(reader, writer): where
+/// the reader finds the writer's `published`. With kHasCopies each reader has one of its own, in
+/// memory that is near it, and a publication is a store to each; without, all have the same.
 template <Arch A, class Geometry = BoardGeometry>
 class Board {
  public:
-  RINGCOMM_HD Board(A& arch, SpinBudget& budget, const Geometry& geometry, int rank)
+  RINGCOMM_HD Board(A& arch, const Geometry& geometry, int rank)
       : arch_(arch),
-        budget_(budget),
         geometry_(geometry),
         rank_(rank),
-        phase_(arch.load_acquire(geometry.cursor(rank).value)) {}
+        phase_(arch.load_acquire(geometry.cursor(rank, rank).value)) {}
 
   /// How many phases this rank has published.
   RINGCOMM_HD std::uint64_t phase() const { return phase_; }
@@ -65,40 +67,44 @@ class Board {
   /// Waits until this rank's region of the coming phase may be filled, and hands it out.
   RINGCOMM_HD Stop open(std::byte*& region) {
     region = geometry_.region(rank_, phase_);
-    return wait_all_published();
+    return wait_all();
   }
 
   /// Ends the phases before and starts reading the coming one: what was filled is visible to all.
-  RINGCOMM_HD void publish() { advance(arch_, geometry_.cursor(rank_), ++phase_); }
+  RINGCOMM_HD void publish() {
+    ++phase_;
+    if constexpr (Geometry::kHasCopies)
+      advance_each(
+          arch_, geometry_.world_size,
+          [&](int reader) -> Cursor& { return geometry_.cursor(reader, rank_); }, phase_);
+    else
+      advance(arch_, geometry_.cursor(rank_, rank_), phase_);
+  }
 
   /// Waits for `peer` in the phase published last, and hands out its region for reading.
   RINGCOMM_HD Stop wait(int peer, const std::byte*& region) {
-    if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
+    const Stop stop = wait_at_least(arch_, geometry_.cursor(rank_, peer), phase_, peer);
+    if (stop != Stop::kNone) return stop;
     region = geometry_.region(peer, phase_ - 1);
     return Stop::kNone;
+  }
+
+  /// Waits for all peers in the phase published last.
+  RINGCOMM_HD Stop wait_all() {
+    return wait_all_at_least(
+        arch_, geometry_.world_size, rank_,
+        [&](int peer) -> Cursor& { return geometry_.cursor(rank_, peer); }, phase_);
   }
 
   /// Publishes a phase without data and waits for all: from then on no peer touches what any rank
   /// has lent before, and what they wrote to it is visible.
   RINGCOMM_HD Stop rejoin() {
     publish();
-    return wait_all_published();
+    return wait_all();
   }
 
  private:
-  RINGCOMM_HD Stop wait_all_published() {
-    for (int peer = 0; peer < geometry_.world_size; ++peer) {
-      if (peer == rank_) continue;
-      if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
-    }
-    return Stop::kNone;
-  }
-  RINGCOMM_HD Stop wait_published(int peer) {
-    return wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_, peer);
-  }
-
   A& arch_;
-  SpinBudget& budget_;
   Geometry geometry_;
   int rank_;
   std::uint64_t phase_;

@@ -34,90 +34,108 @@ struct LinkGeometry {
   std::byte* slots = nullptr;
   std::uint32_t num_slots = 0;
   std::size_t slot_bytes = 0;
+};
 
-  RINGCOMM_HD std::byte* slot(std::uint64_t n) const {
-    return slots + (n % num_slots) * slot_bytes;
+/// The slot whose turn it is, of a link's; moved on without a division, of which a GPU has none.
+class SlotTurn {
+ public:
+  RINGCOMM_HD SlotTurn(const LinkGeometry& geometry, std::uint64_t n)
+      : idx_(static_cast<std::uint32_t>(n % geometry.num_slots)) {}
+  RINGCOMM_HD std::byte* slot(const LinkGeometry& geometry) const {
+    return geometry.slots + idx_ * geometry.slot_bytes;
   }
+  RINGCOMM_HD void move_on(const LinkGeometry& geometry) {
+    idx_ = idx_ + 1 == geometry.num_slots ? 0 : idx_ + 1;
+  }
+
+ private:
+  std::uint32_t idx_;
 };
 
 /// The sending end. One thread at a time; fill the slot that acquire() gives, then publish().
 template <Arch A>
 class SendLink {
  public:
-  RINGCOMM_HD SendLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
+  RINGCOMM_HD SendLink(A& arch, const LinkGeometry& geometry, int peer)
       : arch_(arch),
-        budget_(budget),
         geometry_(geometry),
         peer_(peer),
-        tail_(arch.load_acquire(geometry.tail->value)) {}
+        tail_(arch.load_acquire(geometry.tail->value)),
+        turn_(geometry, tail_) {}
 
   /// Waits until the next slot is free and hands it out.
   RINGCOMM_HD Stop acquire(std::byte*& slot) {
     if (const Stop stop = wait_drained(geometry_.num_slots - 1); stop != Stop::kNone) return stop;
-    slot = geometry_.slot(tail_);
+    slot = turn_.slot(geometry_);
     return Stop::kNone;
   }
 
   /// acquire() that does not wait: false when no slot is free.
   RINGCOMM_HD bool try_acquire(std::byte*& slot) {
     if (tail_ - arch_.load_acquire(geometry_.head->value) >= geometry_.num_slots) return false;
-    slot = geometry_.slot(tail_);
+    slot = turn_.slot(geometry_);
     return true;
   }
 
   /// Hands the filled slot to the receiver.
-  RINGCOMM_HD void publish() { advance(arch_, *geometry_.tail, ++tail_); }
+  RINGCOMM_HD void publish() {
+    turn_.move_on(geometry_);
+    advance(arch_, *geometry_.tail, ++tail_);
+  }
 
   /// Waits until at most `max_in_flight` slots are filled and not yet drained; with 0 the link is
   /// empty, and its geometry may be changed by both ends.
   RINGCOMM_HD Stop wait_drained(std::uint64_t max_in_flight) {
     if (tail_ <= max_in_flight) return Stop::kNone;
-    return wait_at_least(arch_, budget_, *geometry_.head, tail_ - max_in_flight, peer_);
+    return wait_at_least(arch_, *geometry_.head, tail_ - max_in_flight, peer_);
   }
 
  private:
   A& arch_;
-  SpinBudget& budget_;
   LinkGeometry geometry_;
   int peer_;
   std::uint64_t tail_;
+  SlotTurn turn_;
 };
 
 /// The receiving end. One thread at a time; read the slot that wait() gives, then release().
 template <Arch A>
 class RecvLink {
  public:
-  RINGCOMM_HD RecvLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
+  RINGCOMM_HD RecvLink(A& arch, const LinkGeometry& geometry, int peer)
       : arch_(arch),
-        budget_(budget),
         geometry_(geometry),
         peer_(peer),
-        head_(arch.load_acquire(geometry.head->value)) {}
+        head_(arch.load_acquire(geometry.head->value)),
+        turn_(geometry, head_) {}
 
   /// Waits until the next slot is filled and hands it out for reading.
   RINGCOMM_HD Stop wait(const std::byte*& slot) {
-    const Stop stop = wait_at_least(arch_, budget_, *geometry_.tail, head_ + 1, peer_);
+    const Stop stop = wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_);
     if (stop != Stop::kNone) return stop;
-    slot = geometry_.slot(head_);
+    slot = turn_.slot(geometry_);
     return Stop::kNone;
   }
 
   /// wait() that does not wait: false when no slot is filled.
   RINGCOMM_HD bool try_wait(const std::byte*& slot) {
     if (arch_.load_acquire(geometry_.tail->value) <= head_) return false;
-    slot = geometry_.slot(head_);
+    slot = turn_.slot(geometry_);
     return true;
   }
 
   /// Gives the slot back to the sender.
-  RINGCOMM_HD void release() { advance(arch_, *geometry_.head, ++head_); }
+  RINGCOMM_HD void release() {
+    turn_.move_on(geometry_);
+    advance(arch_, *geometry_.head, ++head_);
+  }
 
  private:
   A& arch_;
-  SpinBudget& budget_;
   LinkGeometry geometry_;
   int peer_;
   std::uint64_t head_;
+  SlotTurn turn_;
 };
 
 }  // namespace ringcomm

@@ -37,6 +37,14 @@ RINGCOMM_HD void put_packet(A& arch, Packet& packet, std::uint64_t data, std::ui
   arch.store_packet(packet, (data & 0xffffffffu) | above, (data >> 32) | above);
 }
 
+/// The data of a packet's words; false where one of them is not the call's.
+RINGCOMM_HD constexpr bool open_packet(std::uint64_t low, std::uint64_t high, std::uint32_t flag,
+                                       std::uint64_t& data) {
+  if (low >> 32 != flag || high >> 32 != flag) return false;
+  data = (low & 0xffffffffu) | (high << 32);
+  return true;
+}
+
 /// False while it has not arrived whole.
 template <class A>
 RINGCOMM_HD bool take_packet(A& arch, const Packet& packet, std::uint32_t flag,
@@ -44,9 +52,7 @@ RINGCOMM_HD bool take_packet(A& arch, const Packet& packet, std::uint32_t flag,
   std::uint64_t low = 0;
   std::uint64_t high = 0;
   arch.load_packet(packet, low, high);
-  if (low >> 32 != flag || high >> 32 != flag) return false;
-  data = (low & 0xffffffffu) | (high << 32);
-  return true;
+  return open_packet(low, high, flag, data);
 }
 
 }  // namespace ringcomm

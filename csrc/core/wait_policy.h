@@ -66,6 +66,7 @@ template <Arch A>
 RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
                                     std::uint64_t target, int peer) {
   if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+  RINGCOMM_ROLLED
   for (std::uint32_t i = 0; i < budget.num_pauses(); ++i) {
     arch.pause();
     if (arch.load_acquire(cursor.value) >= target) {
@@ -74,6 +75,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
     }
   }
   const std::uint32_t max_yields = budget.miss();
+  RINGCOMM_ROLLED
   for (std::uint32_t num_taken = 0, num_idle = 0;
        num_taken < max_yields && num_idle < SpinBudget::kMaxIdleYields;) {
     const Yielded yielded = arch.yield();
@@ -108,6 +110,27 @@ RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std:
   return arch.once([&] { return wait_in_one_thread(arch, budget, cursor, target, peer); });
 }
 
+/// The same with the machine's own budget. No board or link keeps a reference to it: an object that
+/// holds the address of its neighbour is not split into registers, and a GPU's kernel then keeps
+/// its whole state in local memory.
+template <Arch A>
+RINGCOMM_HD Stop wait_at_least(A& arch, Cursor& cursor, std::uint64_t target, int peer) {
+  auto&& budget = arch.budget();
+  return wait_at_least(arch, budget, cursor, target, peer);
+}
+
+/// Waits until the cursors of all peers of `rank` are at least `target`: of all at once where
+/// several threads carry the rank, so that many peers take no longer than one.
+template <Arch A, class CursorOf>
+RINGCOMM_HD Stop wait_all_at_least(A& arch, int world_size, int rank, const CursorOf& cursor_of,
+                                   std::uint64_t target) {
+  return arch.each(world_size - 1, [&](int idx) {
+    const int peer = idx < rank ? idx : idx + 1;
+    auto&& budget = arch.budget();
+    return wait_in_one_thread(arch, budget, cursor_of(peer), target, peer);
+  });
+}
+
 /// Wakes whoever sleeps on `cursor`, whose value has changed.
 template <Arch A>
 RINGCOMM_HD void wake_sleepers(A& arch, Cursor& cursor) {
@@ -122,6 +145,16 @@ template <Arch A>
 RINGCOMM_HD void advance(A& arch, Cursor& cursor, std::uint64_t value) {
   arch.store_seq_cst(cursor.value, value);
   wake_sleepers(arch, cursor);
+}
+
+/// The same in each reader's own cursor. Every one of the stores says all that advance() says, so
+/// the readers need no order between them.
+template <class A, class CursorOf>
+RINGCOMM_HD void advance_each(A& arch, int num_readers, const CursorOf& cursor_of,
+                              std::uint64_t value) {
+  arch.store_seq_cst_each(
+      num_readers, [&](int reader) -> std::uint64_t& { return cursor_of(reader).value; }, value);
+  for (int reader = 0; reader < num_readers; ++reader) wake_sleepers(arch, cursor_of(reader));
 }
 
 }  // namespace ringcomm

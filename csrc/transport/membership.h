@@ -18,6 +18,11 @@ struct AbortReason {
   std::string text;
 };
 
+/// How an error about a process that has ended goes on, given what it said last (or nothing).
+inline std::string why_it_ended(const std::string& last_words) {
+  return last_words.empty() ? "; read the end of its output" : ": " + last_words;
+}
+
 /// What another group knows of the processes of ranks. Both functions may be empty.
 struct KnownProcesses {
   std::function<bool(int rank)> has_died = {};
@@ -38,6 +43,9 @@ class Membership {
   virtual bool has_died(int) const { return false; }
   /// Whether the process of `rank` is stopped (SIGSTOP), as far as the kernel tells.
   virtual bool is_stopped(int) const { return false; }
+
+  /// Why the process of `rank` ended, as it said itself; empty where it said nothing.
+  virtual std::string last_words_of(int) const { return {}; }
 
   /// Whether a rank has begun to give the group up: what this rank can tell at once or, with
   /// `asks`, after a look where the others tell it. Throws nothing.

@@ -56,8 +56,8 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
     """Has an Accelerator leave gradients to an optimizer that reduces them; see prepare()."""
     if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
         raise TypeError(
-            "the optimizer is Lomo, AdaLomo or one of zero.shard(), which reduce gradients, got"
-            f" {type(optimizer).__name__}: accelerator.prepare() takes others"
+            "prepare() takes Lomo, AdaLomo or an optimizer of zero.shard(), got "
+            f"{type(optimizer).__name__}; give other optimizers to accelerator.prepare()"
         )
     name = type(optimizer).__name__
     system = accelerator.distributed_type.name
@@ -115,7 +115,7 @@ def _backward(
     accelerator: Any, optimizer: InBackwardOptimizer, loss: Tensor, **options: Any
 ) -> None:
     if options:
-        raise ValueError(f"backward() with Lomo takes a loss alone, got {sorted(options)}")
+        raise ValueError(f"backward() with Lomo takes only the loss, got {sorted(options)}")
     optimizer.backward(loss / accelerator.gradient_accumulation_steps)
 
 
@@ -138,8 +138,8 @@ def _clip_grad_norm(
         return optimizer.clip_grad_norm_(max_norm)
     if max_norm not in (optimizer.options.clip_grad_norm, math.inf):
         raise ValueError(
-            f"clip_grad_norm_() with max_norm {max_norm} finds no gradients, which {name} has used:"
-            f" make it with clip_grad_norm={max_norm}"
+            f"clip_grad_norm_() with max_norm {max_norm} finds no gradients, because {name} has "
+            f"applied them; make it with clip_grad_norm={max_norm}"
         )
     return None
 
@@ -147,8 +147,8 @@ def _clip_grad_norm(
 def _clip_value(optimizer: Any, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     if getattr(optimizer.options, "clip_grad_value", None) != clip_value:
         raise ValueError(
-            f"clip_grad_value_() finds no gradients of {type(optimizer).__name__}: Lomo and AdaLomo"
-            " clamp by their own clip_grad_value="
+            f"clip_grad_value_() finds no gradients, because {type(optimizer).__name__} has "
+            "applied them; Lomo and AdaLomo clamp by their own clip_grad_value="
         )
 
 
@@ -163,6 +163,6 @@ def _check_whole(optimizer: Any, parameters: Iterable[Tensor] | Tensor) -> None:
 
 def _refuse_save(*_: Any, **__: Any) -> None:
     raise ValueError(
-        "save_state() keeps the optimizer of process 0, which has its own shards alone: save"
-        " ringcomm.parallel.get_state_dict(model, optimizer)"
+        "save_state() would save the optimizer of process 0 only, which has only its own shards; "
+        "save ringcomm.parallel.get_state_dict(model, optimizer) instead"
     )

@@ -155,7 +155,7 @@ def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
     the non-negative least-squares solution. Raises ValueError for fewer than three measurements.
     """
     if len(points) < 3:
-        raise ValueError(f"three measurements at least make a model, got {len(points)}")
+        raise ValueError(f"a model needs at least three measurements, got {len(points)}")
     rows = [(*terms(point.algorithm, point.bytes, world_size), 1.0) for point in points]
     times = torch.tensor([point.p50_us for point in points], dtype=torch.float64)
     relative = torch.tensor(rows, dtype=torch.float64) / times.unsqueeze(1)

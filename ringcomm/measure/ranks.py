@@ -7,6 +7,7 @@ computes nothing with more than one thread before: numpy's BLAS ends its own thr
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_WRONG_RESULTS = 3
 EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
 SIDE_CHANNEL_TIMEOUT_S = 300.0
@@ -195,18 +197,28 @@ def run_ranks(
 
 
 def run_main(name: str, main: Callable[[list[str]], int]) -> int:
-    """``main(argv)``'s exit code: what a user can mend becomes one message, Ctrl-C ends quietly."""
+    """``main(argv)``'s exit code: what a user can mend, and Ctrl-C, become one line on stderr."""
 
     def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
+    for stream in (sys.stdout, sys.stderr):  # a terminal without × and µs gets question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         # Also where a shell started this in the background, and so with SIGINT ignored.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupt)
-        return main(sys.argv[1:])
+        try:
+            return main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # here, where it is known what to do if that fails
     except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `| head` has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
     except (RankError, OSError, ValueError, subprocess.SubprocessError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_FAILED

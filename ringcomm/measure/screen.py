@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 Parsed = TypeVar("Parsed")
@@ -23,6 +24,26 @@ def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse_option
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Checks, before minutes of work, that files can be written, and makes their folders.
+
+    Files that exist stay as they are; None is no file.
+
+    Raises:
+        ValueError: one cannot; names the file and the reason.
+    """
+    for path in filter(None, paths):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not path.exists()
+            path.open("a", encoding="utf-8").close()
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            why = error.strerror
+            raise ValueError(f"{path} cannot be written: {why}; name another file") from None
 
 
 def words(text: str) -> list[str]:
@@ -54,7 +75,7 @@ def amount(text: str) -> int:
     if match is not None:
         count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** POWERS[match[2]]
     if count < 1 or count != int(count):
-        raise ValueError(f"{text!r} is no amount: write 4096, 16k, 4M, 80GiB or 80GB")
+        raise ValueError(f"{text!r} is not an amount: write 4096, 16k, 4M, 80GiB or 80GB")
     return int(count)
 
 

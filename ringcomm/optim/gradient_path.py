@@ -111,7 +111,7 @@ class GradientPath:
     def _count(self, slot: Slot) -> None:
         """One more gradient. Raises RuntimeError before a write where that cannot be."""
         if self.loss_scale is not None and not self.is_scaled:
-            raise RuntimeError("with a loss scale it is opt.scale(loss).backward()")
+            raise RuntimeError("with loss_scale=, call opt.scale(loss).backward()")
         self.check_pass()
         self._optimizer.check_model()
         if slot.num_arrived == self._num_parts:
@@ -122,7 +122,7 @@ class GradientPath:
     def check_pass(self) -> None:
         """Raises RuntimeError for a gradient that comes outside of the two passes it wants."""
         if self._mode == "two_pass" and self._pass == "plain":
-            raise RuntimeError('with clip_mode="two_pass" it is opt.backward(loss)')
+            raise RuntimeError('with clip_mode="two_pass", call opt.backward(loss)')
 
     # ---- reduced over the ranks
 

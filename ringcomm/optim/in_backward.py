@@ -51,30 +51,30 @@ class StepOptions:
         for name in ("clip_grad_norm", "clip_grad_value"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is a positive number or None, got {value!r}")
+                raise ValueError(f"{name} must be a positive number or None, got {value!r}")
         _check_word("clip_mode", self.clip_mode, "deferred", "two_pass")
         _check_word("master", self.master, "split")
         if not isinstance(self.group, dist.ProcessGroup):
             _check_word("group", self.group, "none")
         if self.accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps is 1 or more, got {self.accumulation_steps}")
+            raise ValueError(f"accumulation_steps must be 1 or more, got {self.accumulation_steps}")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed is a number of 32 bits, got {self.seed}")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
             raise ValueError("clip_grad_norm and clip_grad_value exclude each other")
         if self.clip_mode is not None and not self.looks_ahead:
             raise ValueError(
-                "clip_mode says how a step is looked at before it is made, and nothing asks for it:"
-                " set clip_grad_norm or loss_scale"
+                "clip_mode has no effect without clip_grad_norm or loss_scale: set one of them"
             )
         if self.mode == "two_pass" and self.accumulation_steps > 1:
             raise ValueError(
-                'clip_mode="two_pass" runs one backward twice, and cannot accumulate over several:'
-                ' clip_mode="deferred"'
+                'clip_mode="two_pass" runs one backward pass twice, and cannot accumulate over '
+                'several: use clip_mode="deferred"'
             )
         if self.master is not None and self.stochastic_rounding:
             raise ValueError(
-                'master="split" rounds nothing away: stochastic_rounding has no use beside it'
+                'master="split" keeps all bits, so that stochastic_rounding has no effect: leave '
+                "one of them out"
             )
 
     @property
@@ -104,9 +104,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         options: StepOptions,
     ) -> None:
         if not defaults["lr"] > 0:
-            raise ValueError(f"lr is a positive number, got {defaults['lr']!r}")
+            raise ValueError(f"lr must be a positive number, got {defaults['lr']!r}")
         if not defaults["weight_decay"] >= 0:
-            raise ValueError(f"weight_decay is 0 or more, got {defaults['weight_decay']!r}")
+            raise ValueError(f"weight_decay must be 0 or more, got {defaults['weight_decay']!r}")
         found, params = _split_model(model_or_params, model, type(self).__name__)
         self.options = options
         self._weights = ModelWeights(found, type(self).__name__)
@@ -317,8 +317,8 @@ def _split_model(
     if not isinstance(model_or_params, nn.Module):
         if model is None:
             warnings.warn(
-                f"{name} was given parameters and no model: every gradient is consumed by a hook,"
-                " but weights of linear layers and embeddings have theirs made first. Give the"
+                f"{name} got parameters without their model: a hook applies each gradient, but"
+                " weight gradients of linear and embedding layers are materialized first. Give the"
                 " model, or model= beside parameter groups",
                 stacklevel=4,
             )

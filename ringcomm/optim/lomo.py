@@ -167,8 +167,8 @@ class AdaLomo(InBackwardOptimizer):
     ) -> None:
         if not (min(eps) > 0 and clip_threshold > 0 and decay_rate < 0):
             raise ValueError(
-                "eps and clip_threshold are positive and decay_rate is negative, got"
-                f" {eps}, {clip_threshold} and {decay_rate}"
+                f"eps and clip_threshold must be positive and decay_rate negative, got {eps}, "
+                f"{clip_threshold} and {decay_rate}"
             )
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         defaults |= {"clip_threshold": clip_threshold, "decay_rate": decay_rate}

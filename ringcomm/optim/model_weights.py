@@ -58,7 +58,7 @@ class ModelWeights:
         self.parts = {param: (module, split) for _, param, module, split in split_params(model)}
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ValueError(f"{name} makes sparse gradients: sparse=False")
+                raise ValueError(f"{name} makes sparse gradients: give it sparse=False")
             for attribute, param in module._parameters.items():
                 if param is not None:
                     self._places.setdefault(param, []).append((module, attribute))
@@ -94,7 +94,10 @@ class ModelWeights:
             refuse_experts(self._model, f"{self._optimizer} over several ranks")
         for slot in slots:
             if slot.shards is not None or any(_overlap(g, group) for g in slot.layout.groups):
-                raise ValueError(f"{slot.name} is sharded, and its shards know their group")
+                raise ValueError(
+                    f"{slot.name} is sharded: leave group= out, because its shards have a group "
+                    "of their own"
+                )
 
     def check_ranks(self, slots: Iterable[Slot], group: dist.ProcessGroup | str | None) -> None:
         """Of ranks in a job that would train replicas that drift apart."""
@@ -103,9 +106,9 @@ class ModelWeights:
             return
         if self._model is None:
             raise ValueError(
-                f"{self._optimizer} was given parameters and no model in a job of {world_size}"
-                " ranks, where it could not see a DistributedDataParallel, or what fully_shard"
-                " reduces: give the model, or model= beside parameters"
+                f"{self._optimizer} got parameters without their model in a job of {world_size} "
+                "ranks, and cannot see DistributedDataParallel or fully_shard: give the model, or "
+                "model= beside the parameters"
             )
         plain = [s for s in slots if s.shards is None and not isinstance(s.param, DTensor)]
         if group is not None or not plain:
@@ -113,10 +116,10 @@ class ModelWeights:
         refuse_experts(self._model, f"{self._optimizer} over several ranks")
         if all(module.group.size() < world_size for module, _ in self.parts.values()):
             raise ValueError(
-                f"{self._optimizer} without group= would train {plain[0].name} on each of"
-                f" {world_size} ranks apart, and the replicas would drift: say"
-                ' group=dist.group.WORLD to average their gradients, or group="none" where this'
-                " rank trains a model of its own"
+                f"{self._optimizer} without group= would train {plain[0].name} separately on each "
+                f"of {world_size} ranks, and the replicas would diverge: pass "
+                'group=dist.group.WORLD to average their gradients, or group="none" if each rank '
+                "trains a model of its own"
             )
 
     def check_unchanged(self, slots: Iterable[Slot]) -> None:

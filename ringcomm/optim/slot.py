@@ -131,10 +131,10 @@ class Slot:
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None and any(self.param is param for param in ddp._module_parameters):
             raise ValueError(
-                f"DistributedDataParallel reduces the gradient of {self.name}, which an optimizer"
-                " in the backward pass uses before: call the model without it and give the"
-                " optimizer group=; with Trainer and Accelerate call prepare() of"
-                " ringcomm.integrations.transformers or .accelerate"
+                f"DistributedDataParallel would reduce the gradient of {self.name} after an "
+                "optimizer has applied it in the backward pass: call the model without it and "
+                "give the optimizer group=; with Trainer and Accelerate call prepare() of "
+                "ringcomm.integrations.transformers or .accelerate"
             )
         if not self.first_use:
             self.first_use = next(_uses)

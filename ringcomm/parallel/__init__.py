@@ -10,10 +10,10 @@ from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import WeightShards
-from ringcomm.parallel.state import get_state_dict, set_state_dict
 
 if TYPE_CHECKING:
     from ringcomm.parallel import pipeline
+    from ringcomm.parallel.state import get_state_dict, set_state_dict
 
 __all__ = [
     "ParallelDims",
@@ -34,7 +34,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """torch.distributed.pipelining takes a quarter of the time of everything here to import."""
+    """What needs torch.distributed.pipelining or .checkpoint, which are slow to import."""
     if name == "pipeline":
         return import_module("ringcomm.parallel.pipeline")
+    if name in ("get_state_dict", "set_state_dict"):
+        return getattr(import_module("ringcomm.parallel.state"), name)
     return getattr_of(__name__)(name)

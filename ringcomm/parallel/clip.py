@@ -61,8 +61,8 @@ def clip_grad_norm_(
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            "clip_grad_norm_ takes the model or its Pipeline, which know what other ranks have;"
-            f" got a {type(model).__name__}"
+            "clip_grad_norm_ needs the model or its Pipeline, to know what other ranks have; got "
+            f"a {type(model).__name__}"
         )
     axes = axes_of(module)
     grads = {param: param.grad for param in module.parameters() if param.grad is not None}

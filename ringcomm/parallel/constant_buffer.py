@@ -51,7 +51,7 @@ def all_reduce_mean_(
     listed = _checked(tensors, buffer_bytes)
     for tensor in listed:
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise TypeError(f"a mean is of floating point or complex numbers, got {tensor.dtype}")
+            raise TypeError(f"a mean needs a floating-point or complex dtype, got {tensor.dtype}")
     resolved = resolve_group(group, mesh)
 
     def reduce(flat: Tensor) -> None:

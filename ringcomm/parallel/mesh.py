@@ -27,7 +27,7 @@ class ParallelDims:
     """Sizes of the axes of parallelism, checked against the number of ranks, and their meshes.
 
         dims = ParallelDims(dp=2, tp=2, pp=2)        # of 8 ranks
-        print(dims)                                  # a table: who talks to whom about what
+        print(dims)                                  # a table of the axes, their ranks and traffic
         model, optimizer, step = parallelize(model, dims, ...)
         fully_shard(model, mesh=dims["fsdp"])        # or use the axes by hand
 
@@ -75,8 +75,8 @@ class ParallelDims:
         self.pp, self.dp, self.fsdp, self.tp = (sizes[axis] for axis in _AXES)
         if ep < 1 or self.dp * self.fsdp % ep:
             raise ValueError(
-                f"ep {ep} shares experts inside of data parallelism, whose dp x fsdp has"
-                f" {self.dp * self.fsdp} ranks here: take a divisor of that"
+                f"ep {ep} must divide dp x fsdp, which has {self.dp * self.fsdp} ranks here: "
+                "experts are sharded over data-parallel ranks"
             )
         self.ep = ep
         accelerator = torch.accelerator.current_accelerator(check_available=True)

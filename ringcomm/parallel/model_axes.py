@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 
 __all__ = ["Axes", "Held", "StagePart", "axes_of", "refuse_piece", "tied_over_stages"]
@@ -40,6 +41,7 @@ class StagePart(nn.Module):
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.group = group
+        register_part(self)
         self.tensor_groups = tensor_groups_of(blocks)
         self.tied: dict[nn.Parameter, list[int]] = {}
         self.first_names: dict[str, str] = {}

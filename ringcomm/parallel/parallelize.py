@@ -263,9 +263,13 @@ def _check_options(
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage is 0, 1, 2 or 3, got {stage!r}")
     if dims.fsdp > 1 and stage == 0:
-        raise ValueError(f"fsdp {dims.fsdp} shards the model, and zero_stage 0 does not: use dp")
+        raise ValueError(
+            f"zero_stage 0 does not shard the model: use dp in place of fsdp {dims.fsdp}"
+        )
     if stage == 3 and dims.fsdp == 1:
-        raise ValueError("zero_stage 3 shards over fsdp, which is 1: give fsdp, with fewer dp")
+        raise ValueError(
+            "zero_stage 3 shards over fsdp, which is 1: use a larger fsdp and a smaller dp"
+        )
     if stage and dims.ep > 1:
         raise ValueError(
             f"zero_stage {stage} does not shard models with experts in parts (ep {dims.ep}): take"

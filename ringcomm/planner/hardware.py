@@ -135,7 +135,7 @@ def find_hardware(name: str) -> Hardware:
         return HARDWARE[name]
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"{name!r} is no file and none of {', '.join(HARDWARE)}")
+        raise ValueError(f"{name!r} is neither a file nor one of {', '.join(HARDWARE)}")
     content = read_object(path)
     like = content.pop("like", None)
     if like is not None and like not in HARDWARE:
@@ -262,8 +262,8 @@ class Cluster:
             object.__setattr__(self, name, value)
         if self.num_gpus % self.per_host:
             raise ValueError(
-                f"{self.num_gpus} gpus are no whole number of hosts of {self.per_host}: say how"
-                " many a host has (--per-host)"
+                f"{self.num_gpus} gpus are not a whole number of hosts of {self.per_host}: say "
+                "how many a host has (--per-host)"
             )
         if self.usable_bytes < 1:
             raise ValueError(

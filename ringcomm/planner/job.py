@@ -95,7 +95,7 @@ class Job:
             raise ValueError(f"tokens are positive, got {self.tokens} of {self.sequence}")
         if self.sequence and self.tokens % self.sequence:
             raise ValueError(
-                f"{self.tokens} tokens are no whole number of sequences of {self.sequence}"
+                f"{self.tokens} tokens are not a whole number of sequences of {self.sequence}"
             )
         known: dict[str, tuple[str, ...]] = {
             "precision": get_args(Precision),

@@ -196,7 +196,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: wants an object, got {content!r:.40}")
+        raise ValueError(f"{path}: expected an object, got {content!r:.40}")
     return content
 
 
@@ -211,7 +211,9 @@ def find_model(name: str) -> ModelShape:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{name!r} is no model and no config.json; known are {', '.join(MODELS)}")
+        raise ValueError(
+            f"{name!r} is neither a model nor a config.json; known are {', '.join(MODELS)}"
+        )
     config = read_object(path)
     kind = config.get("model_type")
     if kind not in ("gpt2", "llama", "mistral", "mixtral", "qwen2"):

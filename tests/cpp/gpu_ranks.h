@@ -3,7 +3,9 @@
 // Kernels of GPUs on threads: ranks, their blocks, and the blocks' threads are threads of one
 // process, on one memory, where ThreadSanitizer sees all that nothing orders.
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <barrier>
 #include <cstddef>
 #include <cstring>
@@ -58,7 +60,11 @@ class GpuRanks {
         num_threads_(num_threads),
         options_(options),
         layout_(cuda::make_staging_layout(facts)),
+        turn_(world_size),
         controls_(static_cast<std::size_t>(world_size)) {
+    // So that pieces follow each other in calls of few bytes.
+    layout_.region_bytes = 20 << 10;
+    layout_.mail_slot_bytes = 16 << 10;
     for (int rank = 0; rank < world_size; ++rank) {
       const std::size_t bytes = layout_.num_bytes();
       memory_.emplace_back(bytes + kLineBytes);
@@ -86,6 +92,34 @@ class GpuRanks {
   /// nowhere.
   Traffic run(int rank, const Collective& call, std::uint64_t lent_input = 0,
               std::uint64_t lent_output = 0) {
+    cuda::KernelCall kernel = kernel_call(rank);
+    kernel.lent = lent_;
+    kernel.lent_input = lent_input;
+    kernel.lent_output = lent_output;
+    const cuda::LaunchPlan plan = plan_call(call, false, kernel);
+    run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
+    return plan.traffic;
+  }
+  /// The same as ranks do that take turns: a launch for each step, between which they meet.
+  void run_in_turns(int rank, const Collective& call) {
+    cuda::KernelCall kernel = kernel_call(rank);
+    const cuda::LaunchPlan plan = plan_call(call, true, kernel);
+    std::uint32_t num_turns = plan.num_turns;
+    if (kernel.longest_bytes == cuda::KernelCall::kUnknown) {
+      for (int peer = 0; peer < world_size_; ++peer)
+        raise_longest(std::max(kernel.input_bytes[peer], kernel.output_bytes[peer]));
+      turn_.arrive_and_wait();
+      kernel.longest_bytes = longest_bytes_;
+      num_turns = cuda::turns_of_move(layout_, longest_bytes_, plan.num_blocks,
+                                      plan.kernel == "ringcomm_move_same");
+    }
+    for (std::uint32_t turn = 0; turn < num_turns; ++turn) {
+      kernel.first_step = kernel.last_step = turn;
+      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
+      turn_.arrive_and_wait();
+    }
+  }
+  cuda::LaunchPlan plan_call(const Collective& call, bool takes_turns, cuda::KernelCall& kernel) {
     CallHeader header{.num_elems = call.num_elems,
                       .root = call.root,
                       .op = call.op,
@@ -94,14 +128,8 @@ class GpuRanks {
                       .is_uneven = call.is_uneven(world_size_),
                       .has_update = call.update != nullptr,
                       .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
-    cuda::plan_header(call, options_, layout_, false, header);
-    cuda::KernelCall kernel = kernel_call(rank);
-    kernel.lent = lent_;
-    kernel.lent_input = lent_input;
-    kernel.lent_output = lent_output;
-    const cuda::LaunchPlan plan = cuda::plan_launch(call, header, kernel);
-    run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
-    return plan.traffic;
+    cuda::plan_header(call, options_, layout_, takes_turns, header);
+    return cuda::plan_launch(call, header, kernel);
   }
   void exchange(int rank, const std::vector<cuda::Mail>& messages) {
     cuda::MailCall call;
@@ -109,14 +137,24 @@ class GpuRanks {
     const cuda::LaunchPlan plan = cuda::plan_exchange(messages, 2, call);
     run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
   }
-  void run_case(int rank, const Case& c) {
+  void run_case(int rank, const Case& c, bool takes_turns = false) {
     CaseBuffers buffers(c, rank, world_size_);
-    run(rank, buffers.call());
+    if (takes_turns)
+      run_in_turns(rank, buffers.call());
+    else
+      run(rank, buffers.call());
     expect(control(rank).stop == 0, "a kernel that does not give up in " + c.to_text());
     buffers.check();
   }
 
  private:
+  // Of the longest share of any call: more turns than a call needs do no harm.
+  void raise_longest(std::uint64_t num_bytes) {
+    std::uint64_t longest = longest_bytes_;
+    while (longest < num_bytes && !longest_bytes_.compare_exchange_weak(longest, num_bytes)) {
+    }
+  }
+
   void fill(int rank, cuda::GroupFrame& call) {
     call.staging = staging_;
     call.control = &control(rank);
@@ -129,6 +167,8 @@ class GpuRanks {
   unsigned num_threads_;
   CommunicatorOptions options_;
   cuda::StagingLayout layout_;
+  std::barrier<> turn_;
+  std::atomic<std::uint64_t> longest_bytes_ = 0;
   cuda::Staging staging_;
   cuda::Lent lent_;
   std::vector<std::vector<std::byte>> memory_;

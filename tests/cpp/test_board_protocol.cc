@@ -67,8 +67,8 @@ struct Plan {
 void run_rank(BoardMemory& memory, const Plan& plan, int rank) {
   testing::Patience patience;
   Arch arch(patience, 0, 2);
-  SpinBudget budget = plan.is_parking ? SpinBudget::none() : SpinBudget();
-  Board<Arch> board(arch, budget, memory.geometry(plan.world_size), rank);
+  if (plan.is_parking) arch.budget() = SpinBudget::none();
+  Board<Arch> board(arch, memory.geometry(plan.world_size), rank);
   for (std::uint64_t phase = 0; phase < plan.num_phases; ++phase) {
     const int writer = static_cast<int>(phase % static_cast<std::uint64_t>(plan.world_size));
     if (rank == plan.slow_rank && phase % 5 == 0)
@@ -126,10 +126,10 @@ TEST_CASE("a wait on a board names whom it waited for") {
   BoardMemory memory;
   testing::Refusal refusal(Stop::kTimeout);
   Arch arch(refusal, 0, 2);
-  SpinBudget budget = SpinBudget::none();
+  arch.budget() = SpinBudget::none();
   const BoardGeometry geometry = memory.geometry(3);
-  Board<Arch> board(arch, budget, geometry, 0);
-  Board<Arch> prompt(arch, budget, geometry, 1);
+  Board<Arch> board(arch, geometry, 0);
+  Board<Arch> prompt(arch, geometry, 1);
   std::byte* region = nullptr;
   CHECK(board.open(region) == Stop::kNone);  // the first phase needs nobody
   board.publish();
@@ -147,14 +147,13 @@ TEST_CASE("a region filled too early is seen by this test") {
   BoardMemory memory;
   testing::Patience patience;
   Arch arch(patience, 0, 2);
-  SpinBudget budget;
   const BoardGeometry geometry = memory.geometry(2);
-  Board<Arch> hasty(arch, budget, geometry, 0);
+  Board<Arch> hasty(arch, geometry, 0);
   for (std::uint64_t phase = 0; phase < 3; ++phase) {
     fill(geometry.region(0, phase), 0, phase);
     hasty.publish();
   }
-  Board<Arch> late(arch, budget, geometry, 1);
+  Board<Arch> late(arch, geometry, 1);
   late.publish();
   const std::byte* region = nullptr;
   CHECK(late.wait(0, region) == Stop::kNone);

@@ -475,11 +475,14 @@ TEST_CASE("child: a rank ends at every step" * doctest::skip()) {
   ::_exit(num_failed == 0 ? 0 : 1);
 }
 
-// Every `sample`-th step, or all of them where RINGCOMM_ALL_DEATHS asks for it.
+bool asked(const char* for_deaths) {
+  const char* found = std::getenv("RINGCOMM_DEATHS");
+  return found != nullptr && std::string(found) == for_deaths;
+}
+
+// Every `sample`-th step, or all where RINGCOMM_DEATHS asks for "all"; without "many" fewer.
 bool run_child(int world_size, End end, Over over, int sample, bool aborts = false) {
-  const int stride = std::getenv("RINGCOMM_ALL_DEATHS") != nullptr ? 1
-                     : kIsSanitized && !aborts                     ? 4 * sample
-                                                                   : sample;
+  const int stride = asked("all") ? 1 : aborts || asked("many") ? sample : 4 * sample;
   const std::string text = std::to_string(world_size) + " " +
                            std::to_string(static_cast<int>(end)) + " " +
                            std::to_string(static_cast<int>(over)) + " " +
@@ -525,8 +528,7 @@ TEST_CASE("deaths: a rank that ends while it gives up") {
 }
 
 // All that a sample has no time for.
-TEST_CASE("deaths: whatever the number of ranks" *
-          doctest::skip(std::getenv("RINGCOMM_ALL_DEATHS") == nullptr)) {
+TEST_CASE("deaths: whatever the number of ranks" * doctest::skip(!asked("all"))) {
   for (const End end : {End::kReplaced, End::kStopped})
     for (const int world_size : {2, 4})
       for (const Over over : {Over::kMemory, Over::kMessages, Over::kHosts})

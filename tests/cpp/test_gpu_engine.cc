@@ -61,7 +61,7 @@ class Rank {
                       .reduction = call.reduction,
                       .is_uneven = call.is_uneven(communicator_.world_size())};
     engine_->plan(call, header);
-    engine_->enqueue(call, header, stream_);
+    engine_->enqueue(call, header, cuda::StreamPlace::of(stream_));
   }
   void finish() { cuda::check(cuda::driver().stream_synchronize(stream_), "wait"); }
   void run_case(const Case& c) {
@@ -99,6 +99,25 @@ TEST_CASE("gpu engine: every op on the emulated device") {
                        .root = rooted(op) ? 1 : -1,
                        .num_elems = num_elems,
                        .salt = ++salt});
+  });
+}
+
+// More shapes than plans are kept, again and again, so that plans are found, replaced and made
+// anew.
+TEST_CASE("gpu engine: all_reduces that come again use their plans with other buffers") {
+  use_emulator();
+  run_ranks(2, [](Communicator& communicator) {
+    Rank rank(communicator);
+    std::uint32_t salt = 0;
+    for (int round = 0; round < 3; ++round)
+      for (const DType dtype : {DType::kFloat32, DType::kInt64})
+        for (const Reduction reduction : {Reduction::kSum, Reduction::kMax})
+          for (std::size_t num_elems = 1; num_elems < 200'000; num_elems *= 7)
+            rank.run_case({.op = OpKind::kAllReduce,
+                           .dtype = dtype,
+                           .reduction = reduction,
+                           .num_elems = num_elems,
+                           .salt = ++salt});
   });
 }
 

@@ -102,12 +102,51 @@ TEST_CASE("kernels: threads of a block, and blocks, share the work of every algo
   run_cases(2, 3, 4, cases);
 }
 
-TEST_CASE("kernels: a call that differs is told to the host with both headers") {
-  GpuRanks ranks(2, facts_of(2, 2), 1);
+TEST_CASE("kernels: any number of ranks, of vectors at once, and elements that fill none") {
+  std::uint32_t salt = 0;
+  for (const int world_size : {1, 2, 4, 5, 8, 9}) {
+    std::vector<Case> cases;
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat32})
+      for (const Reduction reduction : {Reduction::kSum, Reduction::kAvg, Reduction::kMax})
+        for (const std::size_t num_elems : {std::size_t{77}, std::size_t{13'001}})
+          for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduceScatter})
+            cases.push_back({.op = op,
+                             .dtype = dtype,
+                             .reduction = reduction,
+                             .algorithm = Algorithm::kTwoShot,
+                             .num_elems = num_elems,
+                             .is_in_place = op == OpKind::kAllReduce && salt % 2 == 0,
+                             .salt = ++salt});
+    run_cases(world_size, 2, kHasThreadSanitizer ? 2 : 3, cases);
+  }
+}
+
+TEST_CASE("kernels: ranks that take turns do a step at a time") {
+  std::uint32_t salt = 0;
+  std::vector<Case> cases;
+  for (const std::size_t num_elems : {std::size_t{5}, std::size_t{30'000}})
+    for (const OpKind op :
+         {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+          OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
+      cases.push_back({.op = op,
+                       .dtype = reduces(op) ? DType::kFloat32 : DType::kByte,
+                       .root = rooted(op) ? 1 : -1,
+                       .num_elems = num_elems,
+                       .salt = ++salt});
+  GpuRanks ranks(3, facts_of(3, 2), 2);
+  run_threads(3, [&](int rank) {
+    for (const Case& c : cases) ranks.run_case(rank, c, true);
+  });
+}
+
+// Of packets also where the data of the two is not as long, so that some never comes.
+void meet_another_call(Algorithm algorithm) {
+  CAPTURE(static_cast<int>(algorithm));
+  GpuRanks ranks(2, facts_of(2, 2), 2);
   run_threads(2, [&](int rank) {
     const Case c{.dtype = rank == 0 ? DType::kFloat32 : DType::kInt32,
-                 .algorithm = Algorithm::kTwoShot,
-                 .num_elems = 5000,
+                 .algorithm = algorithm,
+                 .num_elems = algorithm == Algorithm::kOneShot && rank == 1 ? 3u : 500u,
                  .salt = 2};
     CaseBuffers buffers(c, rank, 2);
     const oracle::Bytes before = buffers.result();
@@ -118,6 +157,11 @@ TEST_CASE("kernels: a call that differs is told to the host with both headers") 
     expect(theirs.dtype == (rank == 0 ? DType::kInt32 : DType::kFloat32), "the other's header");
     expect(buffers.result() == before, "an output that nothing was written to");
   });
+}
+
+TEST_CASE("kernels: a call that differs is told to the host with both headers") {
+  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+    meet_another_call(algorithm);
 }
 
 TEST_CASE("kernels: a rank that never comes is a time-out that names it, in all algorithms") {
@@ -327,7 +371,7 @@ TEST_CASE("kernels: an update alone has the host's bits") {
 TEST_CASE("kernels: the host's abort word ends their waits") {
   GpuRanks ranks(2, facts_of(2, 2), 2);
   std::thread host([&] {
-    while (__atomic_load_n(&ranks.control(0).num_asked, __ATOMIC_RELAXED) == 0)
+    while (__atomic_load_n(&ranks.control(0).asked_at, __ATOMIC_RELAXED) == 0)
       std::this_thread::yield();
     __atomic_store_n(&ranks.control(0).abort, 1u, __ATOMIC_RELEASE);
   });
@@ -339,16 +383,23 @@ TEST_CASE("kernels: the host's abort word ends their waits") {
   CHECK(ranks.control(0).awaited_peer == 1);
 }
 
-TEST_CASE("kernels: staging for all ranks on one device is 24 MiB at most, and cursors lie apart") {
-  for (const int world_size : {2, 4, 8}) {
+TEST_CASE("kernels: staging for all ranks on one device is 24 MiB at most, in whole pieces") {
+  for (int world_size = 1; world_size <= 12; ++world_size) {
     const cuda::StagingLayout layout =
         cuda::make_staging_layout({.world_size = world_size,
                                    .max_ranks_per_device = world_size,
+                                   .is_on_one_device = true,
                                    .min_multiprocessors = 132,
                                    .blocks_per_multiprocessor = 2});
+    const std::size_t piece = 2 << 20;
+    const std::size_t num_bytes = (layout.num_bytes() + piece - 1) / piece * piece;
+    CAPTURE(world_size);
     CHECK(layout.num_blocks * static_cast<unsigned>(world_size) <= 264);
-    CHECK(layout.num_bytes() * static_cast<std::size_t>(world_size) <= 24u << 20);
-    MESSAGE(world_size, " ranks: ", layout.num_blocks, " blocks, ", layout.num_bytes(), " bytes");
+    CHECK(num_bytes * static_cast<std::size_t>(world_size) <= 24u << 20);
+    if (world_size <= 8 && world_size != 7) CHECK(layout.region_bytes == 64 << 10);
+    CHECK(layout.region_bytes >= 32 << 10);
+    MESSAGE(world_size, " ranks: ", layout.num_blocks, " blocks, ", layout.num_bytes(), " bytes, ",
+            layout.num_mail_channels, " channels with slots of ", layout.mail_slot_bytes);
   }
 }
 

@@ -45,9 +45,8 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
     expect(group.pid_of((rank + 1) % 3) == ::getpid(), "the peer's pid");
     WaitScope scope(group);
     HostArch arch(scope, 0, 2);
-    SpinBudget budget;
     scope.begin(testing::kPatient);
-    Board<HostArch> board(arch, budget, group.board(), rank);
+    Board<HostArch> board(arch, group.board(), rank);
     std::byte* region = nullptr;
     expect(board.open(region) == Stop::kNone, "an open region");
     region[0] = static_cast<std::byte>(rank + 1);
@@ -81,13 +80,42 @@ TEST_CASE("different options are a mismatch on every rank, with both texts") {
   CHECK(num_errors == 4);
 }
 
+TEST_CASE("different numbers of ranks are a mismatch that says both") {
+  MemoryStore store;
+  run_threads(2, [&](int rank) {
+    const Error error =
+        error_of([&] { Group(store, identity(rank, 2 + rank), {}, milliseconds(20'000)); });
+    const std::string both = rank == 0 ? "2 and 3 ranks" : "3 and 2 ranks";
+    expect_error(error, ErrorKind::kMismatch, {both, "the same world size"});
+  });
+}
+
 TEST_CASE("a rank that does not come is a time-out that names it") {
   MemoryStore store;
   run_threads(3, [&](int rank) {  // the fourth is missing: rank 3
     const Error error = error_of([&] { Group(store, identity(rank, 4), {}, milliseconds(100)); });
-    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "100 ms"});
+    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "100 ms", "start 4 ranks"});
     expect(error.info().rank == 3, "the missing rank");
   });
+}
+
+TEST_CASE("two processes of one rank are told of each other") {
+  MemoryStore store;
+  const Error error = error_of([&] {
+    std::thread twin([&] {
+      std::this_thread::sleep_for(milliseconds(50));
+      store.set("ringcomm/rank/0", "of another process");
+    });
+    try {
+      Group(store, identity(0, 2), {}, milliseconds(200));
+    } catch (...) {
+      twin.join();
+      throw;
+    }
+    twin.join();
+  });
+  expect_error(error, ErrorKind::kTimeout,
+               {"rank 1 did not join", "another process joined as rank 0 too"});
 }
 
 // As where rank 1 waits for rank 2 itself.
@@ -97,8 +125,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
     Group group(store, identity(rank, 3), {}, testing::kBound);
     WaitScope scope(group);
     HostArch arch(scope, 0, 2);
-    SpinBudget budget;
-    Board<HostArch> board(arch, budget, group.board(), rank);
+    Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
     if (rank < 2) board.publish();
     store.set("published" + std::to_string(rank), "");
@@ -149,9 +176,19 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
     InterruptedStore interrupted(store, milliseconds(100));
     expect_interrupted(interrupted, 0);
   }
+  // The record of rank 0 of a group of two, which has ended: its hub offers no memory any more.
+  const auto leave_record = [](KeyValueStore& store, const std::string& hub_address) {
+    const Group any(store, identity(0, 1), {}, testing::kBound);
+    std::string text;
+    store.try_get("ringcomm/rank/0", text);
+    RankRecord record = RankRecord::from_text(text);
+    record.world_size = 2;
+    if (!hub_address.empty()) record.hub_address = hub_address;
+    store.set("ringcomm/rank/0", record.to_text());
+  };
   {
-    MemoryStore store;  // for memory that its hub does not offer any more, and then for a rank
-    const Group earlier(store, identity(0, 1), {}, testing::kBound);
+    MemoryStore store;  // for memory, and then for a rank
+    leave_record(store, "");
     InterruptedStore interrupted(store, milliseconds(100));
     expect_interrupted(interrupted, 1);
     InterruptedStore again(store, milliseconds(100));
@@ -159,15 +196,9 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
   }
   {
     MemoryStore store;  // for memory that a hub that has stopped does not send
-    const UniqueFd silent = listen_at("ringcomm-test-silent-" + std::to_string(::getpid()));
-    RankRecord record = RankRecord::from_text([&] {
-      const Group any(store, identity(0, 1), {}, testing::kBound);
-      std::string text;
-      store.try_get("ringcomm/rank/0", text);
-      return text;
-    }());
-    record.hub_address = "ringcomm-test-silent-" + std::to_string(::getpid());
-    store.set("ringcomm/rank/0", record.to_text());
+    const std::string name = "ringcomm-test-silent-" + std::to_string(::getpid());
+    const UniqueFd silent = listen_at(name);
+    leave_record(store, name);
     InterruptedStore interrupted(store, milliseconds(200));
     expect_interrupted(interrupted, 1);
   }
@@ -180,7 +211,8 @@ TEST_CASE("ranks on different hosts are told so") {
                       .hub_address = "ringcomm-far-away",
                       .pid = 1,
                       .memory_key = {},
-                      .options = "o=1"};
+                      .options = "o=1",
+                      .world_size = 2};
   store.set("ringcomm/rank/1", stranger.to_text());
   expect_error(error_of([&] { Group(store, identity(0, 2), {}, milliseconds(1000)); }),
                ErrorKind::kSystem, {"share no memory", "far-away", "elsewhere"});
@@ -206,6 +238,11 @@ TEST_CASE("memory that rank 0 never hands over is a time-out that says so") {
   {
     const Group earlier(store, identity(0, 1), {}, testing::kBound);
   }
+  std::string text;
+  REQUIRE(store.try_get("ringcomm/rank/0", text));
+  RankRecord record = RankRecord::from_text(text);
+  record.world_size = 2;
+  store.set("ringcomm/rank/0", record.to_text());
   expect_error(error_of([&] { Group(store, identity(1, 2), {}, milliseconds(100)); }),
                ErrorKind::kTimeout, {"rank 0 did not hand over", "100 ms"});
 }

@@ -172,7 +172,8 @@ TEST_CASE("hostile: another user at the name of a hub is refused") {
                           .hub_address = name,
                           .pid = pid,
                           .memory_key = "key",
-                          .options = "o=1"};
+                          .options = "o=1",
+                          .world_size = 2};
   store.set("ringcomm/rank/0", record.to_text());
   expect_error(error_of([&] {
                  Group(store, {.rank = 1, .world_size = 2, .options = "o=1"}, {}, kPatience);
@@ -279,7 +280,8 @@ TEST_CASE("hostile: a group's memory that can be resized, or is short, is not us
                             .hub_address = hub.name(),
                             .pid = ::getpid(),
                             .memory_key = "key",
-                            .options = "o=1"};
+                            .options = "o=1",
+                            .world_size = 2};
     store.set("ringcomm/rank/0", record.to_text());
     const GroupIdentity identity{.rank = 1, .world_size = 2, .options = "o=1"};
     expect_error(error_of([&] { Group(store, identity, config, kPatience); }), c.kind, {c.text});

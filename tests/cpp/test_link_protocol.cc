@@ -66,7 +66,8 @@ void nap(const Pace& pace, std::uint64_t n) {
 void send_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_messages, Pace pace) {
   testing::Patience patience;
   Arch arch(patience, 0, 2);
-  SendLink<Arch> link(arch, pace.budget, memory.geometry(num_slots), 1);
+  arch.budget() = pace.budget;
+  SendLink<Arch> link(arch, memory.geometry(num_slots), 1);
   for (std::uint64_t n = 0; n < num_messages; ++n) {
     nap(pace, n);
     std::byte* slot = nullptr;
@@ -81,7 +82,8 @@ void send_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_mes
 void recv_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_messages, Pace pace) {
   testing::Patience patience;
   Arch arch(patience, 0, 2);
-  RecvLink<Arch> link(arch, pace.budget, memory.geometry(num_slots), 0);
+  arch.budget() = pace.budget;
+  RecvLink<Arch> link(arch, memory.geometry(num_slots), 0);
   for (std::uint64_t n = 0; n < num_messages; ++n) {
     const std::byte* slot = nullptr;
     if (!pace.is_trying || !link.try_wait(slot))
@@ -127,9 +129,8 @@ TEST_CASE("try_acquire and try_wait say no where acquire and wait would sleep") 
   LinkMemory memory;
   testing::Patience patience;
   Arch arch(patience, 0, 2);
-  SpinBudget budget;
-  SendLink<Arch> to(arch, budget, memory.geometry(2), 1);
-  RecvLink<Arch> from(arch, budget, memory.geometry(2), 0);
+  SendLink<Arch> to(arch, memory.geometry(2), 1);
+  RecvLink<Arch> from(arch, memory.geometry(2), 0);
   std::byte* slot = nullptr;
   const std::byte* received = nullptr;
   CHECK_FALSE(from.try_wait(received));
@@ -152,9 +153,9 @@ TEST_CASE("a wait on a link ends with the reason to stop") {
   LinkMemory memory;
   testing::Refusal refusal(Stop::kPeerDied);
   Arch arch(refusal, 0, 2);
-  SpinBudget budget = SpinBudget::none();
-  SendLink<Arch> to(arch, budget, memory.geometry(2), 1);
-  RecvLink<Arch> from(arch, budget, memory.geometry(2), 0);
+  arch.budget() = SpinBudget::none();
+  SendLink<Arch> to(arch, memory.geometry(2), 1);
+  RecvLink<Arch> from(arch, memory.geometry(2), 0);
   const std::byte* received = nullptr;
   std::byte* slot = nullptr;
   CHECK(from.wait(received) == Stop::kPeerDied);
@@ -187,9 +188,8 @@ TEST_CASE("ends of different geometry are seen by this test") {
   LinkMemory memory;
   testing::Patience patience;
   Arch arch(patience, 0, 2);
-  SpinBudget budget;
-  SendLink<Arch> to(arch, budget, memory.geometry(3), 1);
-  RecvLink<Arch> from(arch, budget, memory.geometry(2), 0);
+  SendLink<Arch> to(arch, memory.geometry(3), 1);
+  RecvLink<Arch> from(arch, memory.geometry(2), 0);
   bool is_seen = false;
   for (std::uint64_t n = 0; n < 3; ++n) {
     std::byte* slot = nullptr;

@@ -161,6 +161,25 @@ TEST_CASE("the death of a watched process is seen, before anybody reaps it") {
   CHECK(hub.watch(child.address()) == nullptr);
 }
 
+// Here the process is its own peer, as ranks that are threads are.
+TEST_CASE("what a process says before it ends is kept, and stays printable") {
+  ProcessHub& hub = ProcessHub::instance();
+  const std::shared_ptr<PeerProcess> process = hub.watch(hub.address());
+  CHECK(process->last_words().empty());
+  const auto says = [&](const std::string& words, const std::string& heard) {
+    testing::wait_until(
+        [&] {
+          ProcessHub::say_last_words(words);  // again: the connection may not be accepted yet
+          return process->last_words() == heard;
+        },
+        "the words");
+  };
+  says("ValueError: no row 7", "ValueError: no row 7");
+  says("one\ntwo \xff", "one?two ?");
+  says(std::string(1000, 'x'), std::string(256, 'x'));
+  CHECK_FALSE(process->is_dead.load());
+}
+
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
 TEST_CASE("a forked child has a hub of its own and none of the parent's descriptors") {
   ProcessHub& hub = ProcessHub::instance();

@@ -148,7 +148,8 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
                           .hub_address = "ringcomm-0123",
                           .pid = 4711,
                           .memory_key = "",
-                          .options = "algorithm=auto num_slots=2"};
+                          .options = "algorithm=auto num_slots=2",
+                          .world_size = 3};
   const RankRecord copy = RankRecord::from_text(record.to_text());
   CHECK(copy.host_id == record.host_id);
   CHECK(copy.host == record.host);
@@ -156,6 +157,7 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   CHECK(copy.pid == record.pid);
   CHECK(copy.memory_key.empty());
   CHECK(copy.options == record.options);
+  CHECK(copy.world_size == 3);
   expect_error(error_of([] { RankRecord::from_text("ringcomm-shm-0\nx\n"); }), ErrorKind::kMismatch,
                {"different version", "ringcomm-shm-0"});
   expect_error(error_of([] { RankRecord::from_text(""); }), ErrorKind::kMismatch, {});
@@ -184,7 +186,7 @@ std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std:
   const BoardGeometry board = layout.board(base);
   for (int rank = 0; rank < world_size; ++rank) {
     regions.push_back(region_of(&layout.control(base, rank), sizeof(RankControl)));
-    CHECK(&board.cursor(rank) == &layout.control(base, rank).published);
+    CHECK(&board.cursor(0, rank) == &layout.control(base, rank).published);
     for (std::uint64_t phase = 0; phase < 2; ++phase)
       regions.push_back(region_of(board.region(rank, phase), board.region_bytes));
     add_link(regions, layout.ring_link(base, rank));

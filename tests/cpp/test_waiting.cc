@@ -29,9 +29,16 @@ struct ScriptedArch {
     word += static_cast<std::uint32_t>(delta);
   }
   void copy(void*, const void*, std::size_t) {}
+  SpinBudget budget() { return {}; }
   template <class F>
   Stop once(const F& function) {
     return function();
+  }
+  template <class F>
+  Stop each(int num, const F& function) {
+    Stop stop = Stop::kNone;
+    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+    return stop;
   }
   void pause() {}
   Yielded yield() {

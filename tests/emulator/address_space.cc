@@ -2,7 +2,6 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace ringcomm::emulator {
@@ -12,14 +11,6 @@ constexpr std::size_t kPageBytes = 4096;
 
 std::size_t whole_pages(std::size_t num_bytes) {
   return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
-
-/// What all devices together may do: 0, 1 (read) or 3 (read and write).
-int access_of(const Piece& piece) {
-  if (piece.origin != Origin::kMapped) return kAccessReadWrite;
-  int access = 0;
-  for (const auto& [device, flags] : piece.access) access |= flags;
-  return access;
 }
 
 }  // namespace
@@ -57,23 +48,21 @@ bool AddressSpace::find(DevicePtr address, Piece* found) {
   return piece != nullptr;
 }
 
-bool AddressSpace::may_access(DevicePtr address, std::size_t num_bytes, bool writes) {
+bool AddressSpace::may_access(DevicePtr address, std::size_t num_bytes) {
   const std::lock_guard lock(mutex_);
-  const int needed = writes ? kAccessReadWrite : 1;
-  for (const DevicePtr end = address + num_bytes; address < end;) {
-    const Piece* piece = at(address);
-    if (piece == nullptr || (access_of(*piece) & needed) != needed) return false;
-    address = piece->base + piece->num_bytes;
-  }
-  return true;
+  const Piece* piece = at(address);
+  return piece != nullptr && num_bytes <= piece->base + piece->num_bytes - address &&
+         (piece->origin != Origin::kMapped || piece->is_accessible);
 }
 
-void AddressSpace::erase_mapped(DevicePtr address, std::size_t num_bytes) {
+DevicePtr AddressSpace::reopen(ino_t inode) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(pieces_, [&](const auto& entry) {
-    return entry.second.origin == Origin::kMapped && entry.first >= address &&
-           entry.first - address < num_bytes;
-  });
+  for (auto& [base, piece] : pieces_)
+    if (piece.origin == Origin::kIpc && piece.memory->inode() == inode) {
+      ++piece.num_opened;
+      return base;
+    }
+  return 0;
 }
 
 void* map_whole(const PhysicalMemory& memory) {

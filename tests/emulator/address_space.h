@@ -4,7 +4,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "emulator/physical_memory.h"
 
@@ -18,9 +17,9 @@ struct Piece {
   DevicePtr base = 0;
   std::size_t num_bytes = 0;
   Origin origin = Origin::kAllocated;
-  std::shared_ptr<PhysicalMemory> memory;    // none for the host's
-  std::map<DeviceOrdinal, int> access = {};  // kMapped: who may do what
-  int num_opened = 1;                        // kIpc
+  std::shared_ptr<PhysicalMemory> memory;  // none for the host's
+  bool is_accessible = false;              // kMapped: somebody has access
+  int num_opened = 1;                      // kIpc
 
   bool contains(DevicePtr address) const { return address >= base && address - base < num_bytes; }
 };
@@ -34,19 +33,18 @@ class AddressSpace {
   /// Removes the piece that begins at `base` and is of `origin`; false where there is none.
   bool remove(DevicePtr base, Origin origin, Piece* removed);
   bool find(DevicePtr address, Piece* found);
-  /// Whether every byte is of a piece that may be read and, if `writes`, written.
-  bool may_access(DevicePtr address, std::size_t num_bytes, bool writes);
-  /// Calls `change(pieces)` with those that touch the range, under the lock, and returns its
-  /// Result.
+  /// Whether all of it is in one piece that may be read and written.
+  bool may_access(DevicePtr address, std::size_t num_bytes);
+  /// Calls `change(piece)` with the one that begins at `base`, or null, under the lock, and returns
+  /// its Result.
   template <class Change>
-  Result change(DevicePtr address, std::size_t num_bytes, Change change) {
+  Result change(DevicePtr base, Change change) {
     const std::lock_guard lock(mutex_);
-    std::vector<Piece*> touched;
-    for (auto& [base, piece] : pieces_)
-      if (base < address + num_bytes && address < base + piece.num_bytes) touched.push_back(&piece);
-    return change(touched);
+    const auto found = pieces_.find(base);
+    return change(found != pieces_.end() ? &found->second : nullptr);
   }
-  void erase_mapped(DevicePtr address, std::size_t num_bytes);
+  /// Where memory that another process has made was opened; counts once more. 0: nowhere.
+  DevicePtr reopen(ino_t inode);
 
  private:
   const Piece* at(DevicePtr address) const;

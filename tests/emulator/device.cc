@@ -15,8 +15,6 @@
 namespace ringcomm::emulator {
 namespace {
 
-constexpr int kVersion = 13000;
-
 struct Device {
   ContextTag context;
 };
@@ -44,18 +42,8 @@ bool is_context(Context context) {
 int attribute_value(int attribute, bool* is_known) {
   *is_known = true;
   switch (attribute) {
-    case 1:  // threads per block
-      return 1024;
-    case 10:  // threads per warp
-      return 32;
     case kMultiprocessorCount:
       return settings().num_sms;
-    case kCooperativeLaunch:
-      return 1;
-    case kComputeCapabilityMajor:
-      return 9;
-    case kComputeCapabilityMinor:
-      return 0;
     case kVirtualMemoryManagementSupported:
     case kHandleTypePosixFdSupported:
       return settings().has_vmm;
@@ -111,33 +99,10 @@ Result api::init(unsigned flags) {
   return kSuccess;
 }
 
-Result api::driver_get_version(int* version) {
-  if (version == nullptr) return kInvalidValue;
-  *version = kVersion;
-  return kSuccess;
-}
-
-Result api::device_get(DeviceOrdinal* device, int ordinal) {
-  RINGCOMM_TRY(require_device(ordinal));
-  if (device == nullptr) return kInvalidValue;
-  *device = ordinal;
-  return kSuccess;
-}
-
 Result api::device_get_count(int* count) {
   RINGCOMM_TRY(require_initialized());
   if (count == nullptr) return kInvalidValue;
   *count = static_cast<int>(settings().devices.size());
-  return kSuccess;
-}
-
-Result api::device_get_name(char* name, int num_bytes, DeviceOrdinal device) {
-  RINGCOMM_TRY(require_device(device));
-  if (name == nullptr || num_bytes <= 0) return kInvalidValue;
-  const std::string text = "Emulated GPU " + std::to_string(physical_device(device));
-  const std::size_t length = std::min(text.size(), static_cast<std::size_t>(num_bytes) - 1);
-  std::memcpy(name, text.data(), length);
-  name[length] = '\0';
   return kSuccess;
 }
 
@@ -162,14 +127,6 @@ Result api::device_get_attribute(int* value, int attribute, DeviceOrdinal device
   return kSuccess;
 }
 
-Result api::device_can_access_peer(int* can_access, DeviceOrdinal device, DeviceOrdinal peer) {
-  RINGCOMM_TRY(require_device(device));
-  RINGCOMM_TRY(require_device(peer));
-  if (can_access == nullptr) return kInvalidValue;
-  *can_access = device != peer && settings().has_peer_access;
-  return kSuccess;
-}
-
 Result api::device_primary_ctx_retain(Context* context, DeviceOrdinal device) {
   RINGCOMM_TRY(require_device(device));
   if (context == nullptr) return kInvalidValue;
@@ -191,16 +148,6 @@ Result api::ctx_set_current(Context context) {
   if (context != nullptr && !is_context(context)) return kInvalidContext;
   current = context;
   return kSuccess;
-}
-
-Result api::ctx_enable_peer_access(Context peer, unsigned flags) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
-  if (flags != 0) return kInvalidValue;
-  if (peer == context || !is_context(peer)) return kInvalidContext;
-  if (!can_map(context->device, physical_device(peer->device))) return kPeerAccessUnsupported;
-  const std::lock_guard lock(context->mutex);
-  return context->peers.insert(peer).second ? kSuccess : kErrorPeerAccessAlreadyEnabled;
 }
 
 }  // namespace ringcomm::emulator

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mutex>
-#include <set>
 
 #include "emulator/errors.h"
 #include "emulator/exports.h"
@@ -11,7 +10,6 @@ struct ringcomm::cuda::ContextTag {
   DeviceOrdinal device = 0;
   std::mutex mutex;
   bool is_retained = false;
-  std::set<Context> peers;  // whose memory it may map
   StreamHandle null_stream = nullptr;
 };
 

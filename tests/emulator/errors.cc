@@ -11,14 +11,10 @@ struct Words {
   const char* text;
 };
 
-constexpr Words kWords[] = {
-    {kSuccess, "CUDA_SUCCESS", "no error"},
-    {kErrorOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {kErrorNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
-    {kErrorPeerAccessAlreadyEnabled, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED",
-     "peer access is already enabled"},
+constexpr Words kWords[] = {{kSuccess, "CUDA_SUCCESS", "no error"},
+                            {kErrorNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
 #define RINGCOMM_WORDS(constant, number, name, text) {constant, #name, text},
-    RINGCOMM_EMULATED_ERRORS(RINGCOMM_WORDS)
+                            RINGCOMM_EMULATED_ERRORS(RINGCOMM_WORDS)
 #undef RINGCOMM_WORDS
 };
 

@@ -6,10 +6,10 @@ namespace ringcomm::emulator {
 
 using cuda::Result;
 
-/// X(constant, number, CUDA's name, CUDA's words). Success, out of memory, not ready and peer
-/// access already enabled stand in driver_api.h.
+/// X(constant, number, CUDA's name, CUDA's words). Success and not ready are in driver_api.h.
 #define RINGCOMM_EMULATED_ERRORS(X)                                                 \
   X(kInvalidValue, 1, CUDA_ERROR_INVALID_VALUE, "invalid argument")                 \
+  X(kErrorOutOfMemory, 2, CUDA_ERROR_OUT_OF_MEMORY, "out of memory")                \
   X(kNotInitialized, 3, CUDA_ERROR_NOT_INITIALIZED, "initialization error")         \
   X(kNoDevice, 100, CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")     \
   X(kInvalidDevice, 101, CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")       \

@@ -140,7 +140,8 @@ Result api::stream_wait_event(StreamHandle stream_handle, EventHandle handle, un
     stream->capture->is_invalidated = true;
     return kCaptureIsolation;
   }
-  stream->enqueue([completion = event->completion, record] { completion->wait(record); });
+  stream->enqueue([completion = event->completion, record] { completion->wait(record); },
+                  /*is_wait=*/true);
   return kSuccess;
 }
 

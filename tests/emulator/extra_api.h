@@ -2,21 +2,25 @@
 
 #include "transport/cuda/driver_api.h"
 
-// What the emulator has beyond what ringcomm calls: graphs, which its users make.
+// What the emulator has beyond what ringcomm calls: what its torch device and its own tests need.
 
 namespace ringcomm::emulator {
 
-using cuda::Context;
-using cuda::kCaptureGlobal;
-using cuda::kCaptureRelaxed;
-using cuda::kCaptureThreadLocal;
 using cuda::Result;
 using cuda::StreamHandle;
 using Graph = struct GraphTag*;
 using GraphExec = struct GraphExecTag*;
 
+/// Beside those that ringcomm knows.
+inline constexpr int kCaptureInvalidated = 2;
+inline constexpr int kCaptureGlobal = 0;
+inline constexpr int kCaptureThreadLocal = 1;
+
 /// X(member, symbol, parameters), as RINGCOMM_DRIVER_FUNCTIONS.
 #define RINGCOMM_EXTRA_DRIVER_FUNCTIONS(X)                                            \
+  X(device_get_count, "cuDeviceGetCount", (int* count))                               \
+  X(mem_get_info, "cuMemGetInfo_v2", (std::size_t* num_free, std::size_t* num_total)) \
+  X(stream_query, "cuStreamQuery", (StreamHandle stream))                             \
   X(ctx_synchronize, "cuCtxSynchronize", ())                                          \
   X(launch_host_func, "cuLaunchHostFunc",                                             \
     (StreamHandle stream, void (*function)(void*), void* data))                       \

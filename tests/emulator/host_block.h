@@ -20,8 +20,9 @@ class HostBlock {
  public:
   /// `answers` is of the whole block.
   struct Shared {
-    std::uint32_t answers[2] = {};
-    std::uint32_t any[2] = {};
+    std::uint32_t answers[2];
+    std::uint32_t agreed;
+    cuda::Tables tables;
   };
 
   HostBlock(const cuda::GroupFrame& call, BlockContext& context, Shared& shared)
@@ -33,16 +34,7 @@ class HostBlock {
   unsigned num_blocks() const { return context_.num_blocks; }
   void sync() const { context_.sync(); }
 
-  bool any(bool value) {
-    any_turn_ ^= 1;
-    std::uint32_t& answer = shared_.any[any_turn_];
-    if (value) __atomic_store_n(&answer, 1u, __ATOMIC_RELAXED);
-    context_.sync();
-    const bool result = __atomic_load_n(&answer, __ATOMIC_RELAXED) != 0;
-    context_.sync();
-    if (context_.thread_idx == 0) __atomic_store_n(&answer, 0u, __ATOMIC_RELAXED);
-    return result;
-  }
+  cuda::Tables& tables() const { return shared_.tables; }
 
   template <class F>
   Stop once(const F& function) {
@@ -50,6 +42,29 @@ class HostBlock {
     if (context_.thread_idx == 0) shared_.answers[turn_] = static_cast<std::uint32_t>(function());
     context_.sync();
     return static_cast<Stop>(shared_.answers[turn_]);
+  }
+  template <class F>
+  Stop each(int num, const F& function) {
+    Stop stop = Stop::kNone;
+    for (auto i = static_cast<int>(thread_idx()); i < num && stop == Stop::kNone;
+         i += static_cast<int>(num_threads()))
+      stop = function(i);
+    return agree(stop);
+  }
+  Stop agree(Stop stop) {
+    if (stop != Stop::kNone)
+      __atomic_store_n(
+          &shared_.agreed,
+          static_cast<std::uint32_t>(stop) | static_cast<std::uint32_t>(awaited_peer_ + 1) << 8,
+          __ATOMIC_RELAXED);
+    context_.sync();
+    const std::uint32_t agreed = __atomic_load_n(&shared_.agreed, __ATOMIC_RELAXED);
+    context_.sync();
+    if (agreed == 0) return Stop::kNone;
+    if (thread_idx() == 0) __atomic_store_n(&shared_.agreed, 0u, __ATOMIC_RELAXED);
+    context_.sync();
+    awaited_peer_ = static_cast<int>(agreed >> 8) - 1;
+    return static_cast<Stop>(agreed & 0xff);
   }
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
@@ -61,6 +76,12 @@ class HostBlock {
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
     context_.sync();
     if (context_.thread_idx == 0) __atomic_store_n(&word, value, __ATOMIC_RELEASE);
+  }
+  template <class WordOf>
+  void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) const {
+    context_.sync();
+    for (auto i = static_cast<int>(thread_idx()); i < num; i += static_cast<int>(num_threads()))
+      __atomic_store_n(&word_of(i), value, __ATOMIC_RELEASE);
   }
 
   void store_packet(Packet& packet, std::uint64_t low, std::uint64_t high) const {
@@ -76,6 +97,7 @@ class HostBlock {
     cuda::copy_by_block(*this, to, from, num_bytes);
   }
 
+  SpinBudget budget() const { return {}; }
   void pause() const { sched_yield(); }
   Yielded yield() const {
     sched_yield();
@@ -89,7 +111,8 @@ class HostBlock {
   Stop stopped(int peer) {
     using Clock = std::chrono::steady_clock;
     awaited_peer_ = peer;
-    call_.control->note_wait(peer);
+    const auto now_ns = static_cast<std::uint64_t>(Clock::now().time_since_epoch().count());
+    call_.control->note_wait(peer, static_cast<std::uint32_t>(now_ns >> 10) | 1);
     if (__atomic_load_n(&call_.control->abort, __ATOMIC_ACQUIRE) != 0) return Stop::kAborted;
     if (began_ == Clock::time_point{}) began_ = Clock::now();
     return Clock::now() - began_ > std::chrono::nanoseconds(call_.timeout_ns) ? Stop::kTimeout
@@ -111,7 +134,6 @@ class HostBlock {
   BlockContext& context_;
   Shared& shared_;
   unsigned turn_ = 0;
-  unsigned any_turn_ = 0;
   std::chrono::steady_clock::time_point began_;
   int awaited_peer_ = -1;
 };

@@ -16,7 +16,7 @@ struct BlockContext {
   std::function<void()> sync;
   /// Shared memory of the block: zeros when it starts.
   void* shared = nullptr;
-  static constexpr std::size_t kSharedBytes = 64;
+  static constexpr std::size_t kSharedBytes = 8 << 10;
   /// Of a launch with clusters: this block's place in its cluster, and what each block of it has of
   /// the shared memory that the launch asked for. meet_cluster is a barrier of all its threads.
   unsigned cluster_rank = 0;

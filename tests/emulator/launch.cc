@@ -9,11 +9,10 @@
 #include <string_view>
 #include <vector>
 
-#include "emulator/block_slots.h"
 #include "emulator/capture.h"
 #include "emulator/cluster_state.h"
 #include "emulator/kernel_registry.h"
-#include "emulator/kernel_turn.h"
+#include "emulator/residency.h"
 #include "emulator/settings.h"
 #include "emulator/stream.h"
 #include "emulator/thread_pool.h"
@@ -150,16 +149,6 @@ Result api::module_load_data(Module* module, const void* image) {
   return kSuccess;
 }
 
-Result api::module_unload(Module module) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
-  const std::shared_ptr<ModuleTag> removed = Handles<ModuleTag>::all().remove(module);
-  if (removed == nullptr) return kInvalidHandle;
-  for (const auto& [name, function] : removed->functions)
-    Handles<FunctionTag>::all().remove(function.get());
-  return kSuccess;
-}
-
 Result api::module_get_function(Function* function, Module module, const char* name) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
@@ -171,6 +160,7 @@ Result api::module_get_function(Function* function, Module module, const char* n
   const std::lock_guard lock(found->mutex);
   std::shared_ptr<FunctionTag>& known = found->functions[kernel->name];
   if (known == nullptr) {
+    if (settings().is_lazy) synchronize_context(context);
     known = std::make_shared<FunctionTag>(FunctionTag{found->context, kernel});
     Handles<FunctionTag>::all().add(known);
   }

@@ -18,20 +18,6 @@ constexpr unsigned kHostAllocFlags = kHostPortable | kHostDeviceMap | 4;  // 4: 
 /// What handles hand out; allocations of other sizes share it with others.
 constexpr std::size_t kSharedGranularity = std::size_t{2} << 20;
 
-/// The address of memory that this process has opened before, counted once more.
-bool reopen(ino_t inode, DevicePtr* address) {
-  const auto count = [&](const std::vector<Piece*>& pieces) {
-    for (Piece* piece : pieces)
-      if (piece->origin == Origin::kIpc && piece->memory->inode() == inode) {
-        ++piece->num_opened;
-        *address = piece->base;
-        return kSuccess;
-      }
-    return kNotFound;
-  };
-  return AddressSpace::of_process().change(0, ~std::size_t{0}, count) == kSuccess;
-}
-
 }  // namespace
 
 Result api::mem_get_info(std::size_t* num_free, std::size_t* num_total) {
@@ -70,15 +56,6 @@ Result api::mem_free(DevicePtr address) {
   return kSuccess;
 }
 
-Result api::mem_get_address_range(DevicePtr* base, std::size_t* num_bytes, DevicePtr address) {
-  RINGCOMM_TRY(require_initialized());
-  Piece piece;
-  if (!AddressSpace::of_process().find(address, &piece)) return kNotFound;
-  if (base != nullptr) *base = piece.base;
-  if (num_bytes != nullptr) *num_bytes = piece.num_bytes;
-  return kSuccess;
-}
-
 Result api::ipc_get_mem_handle(IpcMemHandle* handle, DevicePtr address) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
@@ -106,7 +83,7 @@ Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigne
   std::shared_ptr<PhysicalMemory> memory;
   RINGCOMM_TRY(PhysicalMemory::import(fd.get(), &memory));
   if (!can_map(context->device, memory->physical_device())) return kPeerAccessUnsupported;
-  if (reopen(memory->inode(), address)) return kSuccess;
+  if ((*address = AddressSpace::of_process().reopen(memory->inode())) != 0) return kSuccess;
   const void* mapped = map_whole(*memory);
   if (mapped == nullptr) return kMapFailed;
   *address = as_address(mapped);
@@ -118,13 +95,10 @@ Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigne
 Result api::ipc_close_mem_handle(DevicePtr address) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
-  const auto release = [&](const std::vector<Piece*>& pieces) {
-    const bool is_open =
-        pieces.size() == 1 && pieces[0]->base == address && pieces[0]->origin == Origin::kIpc;
-    if (!is_open) return kInvalidValue;
-    return --pieces[0]->num_opened > 0 ? kErrorNotReady : kSuccess;
-  };
-  const Result result = AddressSpace::of_process().change(address, 1, release);
+  const Result result = AddressSpace::of_process().change(address, [](Piece* piece) {
+    if (piece == nullptr || piece->origin != Origin::kIpc) return kInvalidValue;
+    return --piece->num_opened > 0 ? kErrorNotReady : kSuccess;
+  });
   if (result == kErrorNotReady) return kSuccess;  // opened more often than closed
   RINGCOMM_TRY(result);
   Piece piece;

@@ -29,8 +29,8 @@ long long number(const char* name, long long otherwise, long long minimum) {
   return text == nullptr || *text == '\0' ? otherwise : parse(name, text, minimum);
 }
 
-bool flag(const char* name) {
-  const long long value = number(name, 1, 0);
+bool flag(const char* name, bool otherwise = true) {
+  const long long value = number(name, otherwise, 0);
   if (value > 1) refuse(name, std::getenv(name));
   return value == 1;
 }
@@ -73,6 +73,8 @@ Settings read() {
   made.has_vmm = flag("RINGCOMM_EMULATOR_VMM");
   made.has_ipc = flag("RINGCOMM_EMULATOR_IPC");
   made.has_mps = flag("RINGCOMM_EMULATOR_MPS");
+  made.num_queues = static_cast<int>(number("RINGCOMM_EMULATOR_QUEUES", 0, 0));
+  made.is_lazy = flag("RINGCOMM_EMULATOR_LAZY", false);
   made.dies_at = number("RINGCOMM_EMULATOR_DIE_AT", 0, 0);
   made.max_delay_us = static_cast<int>(number("RINGCOMM_EMULATOR_DELAY_US", 0, 0));
   return made;

@@ -26,6 +26,9 @@ namespace ringcomm::emulator {
 /// - IPC (1): 0: the cuIpc functions fail; descriptors of cuMemCreate still travel
 /// - MPS (1): 0: kernels of different processes never run on a GPU at once, so that one that spins
 ///   for another process's never ends
+/// - QUEUES (0): hardware queues of each GPU, which streams share in turn; 0: each has its own
+/// - LAZY (0): 1: a kernel is loaded when it is first asked for, and waits for the device to be
+/// idle
 /// - DIE_AT (0): the call of the driver at which the process kills itself; 0: it does not
 /// - DELAY_US (0): before each step a stream sleeps a random time up to this
 ///
@@ -50,6 +53,8 @@ struct Settings {
   bool has_vmm = true;
   bool has_ipc = true;
   bool has_mps = true;
+  int num_queues = 0;
+  bool is_lazy = false;
   long long dies_at = 0;
   int max_delay_us = 0;
 };

@@ -1,6 +1,7 @@
 #include "emulator/stream.h"
 
 #include <chrono>
+#include <map>
 #include <random>
 #include <thread>
 #include <utility>
@@ -20,6 +21,18 @@ void sleep_at_random(std::minstd_rand& random) {
   std::this_thread::sleep_for(std::chrono::microseconds(delay(random)));
 }
 
+/// For the next stream of a device; null where each has one of its own.
+HardwareQueue* next_queue(DeviceOrdinal device) {
+  if (settings().num_queues == 0) return nullptr;
+  static auto& mutex = *new std::mutex();
+  static auto& all =
+      *new std::map<DeviceOrdinal, std::pair<std::deque<HardwareQueue>, std::size_t>>();
+  const std::lock_guard lock(mutex);
+  auto& [queues, num_streams] = all[device];
+  if (queues.empty()) queues.resize(static_cast<std::size_t>(settings().num_queues));
+  return &queues[num_streams++ % queues.size()];
+}
+
 /// Every context has one, made when first used.
 std::shared_ptr<StreamTag> null_stream(Context context) {
   const std::lock_guard lock(context->mutex);
@@ -29,13 +42,34 @@ std::shared_ptr<StreamTag> null_stream(Context context) {
 }
 
 }  // namespace
+
+std::uint64_t HardwareQueue::take_ticket() {
+  const std::lock_guard lock(mutex_);
+  return num_taken_++;
+}
+
+void HardwareQueue::wait_for_turn(std::uint64_t ticket) {
+  std::unique_lock lock(mutex_);
+  has_passed_.wait(lock, [&] { return num_passed_ == ticket; });
+}
+
+void HardwareQueue::pass_on() {
+  const std::lock_guard lock(mutex_);
+  ++num_passed_;
+  has_passed_.notify_all();
+}
+
 }  // namespace ringcomm::emulator
 
 namespace ringcomm::cuda {
 
-void StreamTag::enqueue(std::function<void()> work) {
+StreamTag::StreamTag(Context of, unsigned with_flags)
+    : context(of), flags(with_flags), hardware_(emulator::next_queue(of->device)) {}
+
+void StreamTag::enqueue(std::function<void()> work, bool is_wait) {
   const std::lock_guard lock(mutex_);
-  queue_.push_back(std::move(work));
+  const std::uint64_t ticket = hardware_ != nullptr ? hardware_->take_ticket() : 0;
+  queue_.push_back({std::move(work), is_wait, ticket});
   ++num_enqueued_;
   has_news_.notify_all();
   if (has_thread_) return;
@@ -66,11 +100,14 @@ void StreamTag::run() {
     has_news_.wait(lock, [this] { return !queue_.empty() || is_closed_; });
     if (queue_.empty()) return;
     {
-      const std::function<void()> work = std::move(queue_.front());
+      const Item item = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
       emulator::sleep_at_random(random);
-      work();
+      if (hardware_ != nullptr) hardware_->wait_for_turn(item.ticket);
+      if (hardware_ != nullptr && !item.is_wait) hardware_->pass_on();
+      item.work();
+      if (hardware_ != nullptr && item.is_wait) hardware_->pass_on();
     }
     lock.lock();
     ++num_done_;

@@ -15,12 +15,33 @@ namespace ringcomm::emulator {
 struct Capture;
 }
 
+namespace ringcomm::emulator {
+
+/// What feeds a GPU: it starts the work of all its streams in the order of submission. Work that
+/// cannot start yet, behind other work of its stream, keeps back what comes after it; a wait for an
+/// event does until it is over.
+class HardwareQueue {
+ public:
+  std::uint64_t take_ticket();
+  void wait_for_turn(std::uint64_t ticket);
+  void pass_on();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable has_passed_;
+  std::uint64_t num_taken_ = 0;
+  std::uint64_t num_passed_ = 0;
+};
+
+}  // namespace ringcomm::emulator
+
 /// Work that a thread of its own runs one by one, in the order of submission.
 struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
  public:
-  StreamTag(Context of, unsigned with_flags) : context(of), flags(with_flags) {}
+  StreamTag(Context of, unsigned with_flags);
 
-  void enqueue(std::function<void()> work);
+  /// A wait keeps the stream's hardware queue until it is over.
+  void enqueue(std::function<void()> work, bool is_wait = false);
   /// Waits for what was submitted before.
   void synchronize();
   bool is_idle();
@@ -39,7 +60,13 @@ struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
 
   std::mutex mutex_;
   std::condition_variable has_news_;
-  std::deque<std::function<void()>> queue_;
+  struct Item {
+    std::function<void()> work;
+    bool is_wait;
+    std::uint64_t ticket;
+  };
+  emulator::HardwareQueue* const hardware_;  // null: one of its own
+  std::deque<Item> queue_;
   std::uint64_t num_enqueued_ = 0;
   std::uint64_t num_done_ = 0;
   bool has_thread_ = false;

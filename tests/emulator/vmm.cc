@@ -33,10 +33,8 @@ struct Vmm {
   }
   bool is_reserved(DevicePtr address, std::size_t num_bytes) {
     const std::lock_guard lock(mutex);
-    return std::any_of(reserved.begin(), reserved.end(), [&](const auto& range) {
-      return address >= range.first && num_bytes <= range.second &&
-             address - range.first <= range.second - num_bytes;
-    });
+    const auto found = reserved.find(address);
+    return found != reserved.end() && found->second == num_bytes;
   }
 };
 
@@ -52,35 +50,12 @@ Result require_vmm() {
 
 bool is_granular(std::uint64_t number) { return number % kGranularityBytes == 0; }
 
-bool is_granular_range(DevicePtr address, std::size_t num_bytes) {
-  return num_bytes > 0 && is_granular(address) && is_granular(num_bytes);
-}
-
 Result check_prop(const MemAllocationProp* prop) {
   if (prop == nullptr || prop->type != kAllocationPinned ||
       prop->location.type != kLocationDevice || prop->win32_metadata != nullptr)
     return kInvalidValue;
   if ((prop->requested_handle_types & ~kHandlePosixFd) != 0) return kNotSupported;
   return require_device(prop->location.id);
-}
-
-/// What the host's pages may do once every device's access is set.
-int protection(const Piece& piece) {
-  int access = 0;
-  for (const auto& [device, flags] : piece.access) access |= flags;
-  return access == kAccessReadWrite ? PROT_READ | PROT_WRITE : access == 1 ? PROT_READ : PROT_NONE;
-}
-
-/// Whether the pieces are what was mapped in the range, whole, and fill it.
-bool are_whole(const std::vector<Piece*>& pieces, DevicePtr address, std::size_t num_bytes) {
-  std::size_t num_covered = 0;
-  for (const Piece* piece : pieces) {
-    if (piece->origin != Origin::kMapped || piece->base < address ||
-        piece->base + piece->num_bytes > address + num_bytes)
-      return false;
-    num_covered += piece->num_bytes;
-  }
-  return num_covered == num_bytes;
 }
 
 }  // namespace
@@ -134,13 +109,11 @@ Result api::mem_address_reserve(DevicePtr* address, std::size_t num_bytes, std::
 
 Result api::mem_address_free(DevicePtr address, std::size_t num_bytes) {
   RINGCOMM_TRY(require_vmm());
-  const auto is_empty = [](const std::vector<Piece*>& pieces) {
-    return pieces.empty() ? kSuccess : kInvalidValue;
-  };
   const std::lock_guard lock(vmm().mutex);
   const auto found = vmm().reserved.find(address);
   if (found == vmm().reserved.end() || found->second != num_bytes) return kInvalidValue;
-  RINGCOMM_TRY(AddressSpace::of_process().change(address, num_bytes, is_empty));
+  RINGCOMM_TRY(AddressSpace::of_process().change(
+      address, [](const Piece* piece) { return piece == nullptr ? kSuccess : kInvalidValue; }));
   munmap(as_pointer(address), num_bytes);
   vmm().reserved.erase(found);
   return kSuccess;
@@ -150,12 +123,12 @@ Result api::mem_map(DevicePtr address, std::size_t num_bytes, std::size_t offset
                     MemoryHandle handle, unsigned long long flags) {
   RINGCOMM_TRY(require_vmm());
   const std::shared_ptr<PhysicalMemory> memory = vmm().find(handle);
-  if (memory == nullptr || flags != 0 || offset != 0 || !is_granular_range(address, num_bytes) ||
-      num_bytes > memory->num_bytes() || !vmm().is_reserved(address, num_bytes))
+  if (memory == nullptr || flags != 0 || offset != 0 || num_bytes > memory->num_bytes() ||
+      !vmm().is_reserved(address, num_bytes))
     return kInvalidValue;
   AddressSpace& space = AddressSpace::of_process();
-  RINGCOMM_TRY(space.change(address, num_bytes, [&](const std::vector<Piece*>& pieces) {
-    if (!pieces.empty()) return kAlreadyMapped;
+  RINGCOMM_TRY(space.change(address, [&](const Piece* piece) {
+    if (piece != nullptr) return kAlreadyMapped;
     const void* mapped =
         mmap(as_pointer(address), num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd(), 0);
     return mapped != MAP_FAILED ? kSuccess : kMapFailed;
@@ -166,45 +139,34 @@ Result api::mem_map(DevicePtr address, std::size_t num_bytes, std::size_t offset
 
 Result api::mem_unmap(DevicePtr address, std::size_t num_bytes) {
   RINGCOMM_TRY(require_vmm());
-  if (!is_granular_range(address, num_bytes)) return kInvalidValue;
   AddressSpace& space = AddressSpace::of_process();
-  RINGCOMM_TRY(space.change(address, num_bytes, [&](const std::vector<Piece*>& pieces) {
-    if (!are_whole(pieces, address, num_bytes)) return kInvalidValue;
+  RINGCOMM_TRY(space.change(address, [&](const Piece* piece) {
+    if (piece == nullptr || piece->origin != Origin::kMapped || piece->num_bytes != num_bytes)
+      return kInvalidValue;
     const void* mapped = mmap(as_pointer(address), num_bytes, PROT_NONE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     return mapped != MAP_FAILED ? kSuccess : kOperatingSystem;
   }));
-  space.erase_mapped(address, num_bytes);
+  Piece removed;
+  space.remove(address, Origin::kMapped, &removed);
   return kSuccess;
 }
 
 Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAccessDesc* access,
                            std::size_t num_access) {
   RINGCOMM_TRY(require_vmm());
-  if (!is_granular_range(address, num_bytes) || access == nullptr || num_access == 0)
+  if (access == nullptr || num_access != 1 || access->location.type != kLocationDevice ||
+      access->flags != kAccessReadWrite)
     return kInvalidValue;
-  for (std::size_t i = 0; i < num_access; ++i) {
-    const int flags = access[i].flags;
-    if (access[i].location.type != kLocationDevice ||
-        (flags != 0 && flags != 1 && flags != kAccessReadWrite))
+  RINGCOMM_TRY(require_device(access->location.id));
+  return AddressSpace::of_process().change(address, [&](Piece* piece) {
+    if (piece == nullptr || piece->origin != Origin::kMapped || piece->num_bytes != num_bytes)
       return kInvalidValue;
-    RINGCOMM_TRY(require_device(access[i].location.id));
-  }
-  return AddressSpace::of_process().change(
-      address, num_bytes, [&](const std::vector<Piece*>& pieces) {
-        if (!are_whole(pieces, address, num_bytes)) return kInvalidValue;
-        for (Piece* piece : pieces)
-          for (std::size_t i = 0; i < num_access; ++i)
-            if (!can_map(access[i].location.id, piece->memory->physical_device()))
-              return kInvalidDevice;
-        for (Piece* piece : pieces) {
-          for (std::size_t i = 0; i < num_access; ++i)
-            piece->access[access[i].location.id] = access[i].flags;
-          if (mprotect(as_pointer(piece->base), piece->num_bytes, protection(*piece)) != 0)
-            return kOperatingSystem;
-        }
-        return kSuccess;
-      });
+    if (!can_map(access->location.id, piece->memory->physical_device())) return kInvalidDevice;
+    piece->is_accessible = true;
+    return mprotect(as_pointer(address), num_bytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
+                                                                                 : kOperatingSystem;
+  });
 }
 
 Result api::mem_export_to_shareable_handle(void* shareable, MemoryHandle handle, int type,

@@ -51,7 +51,7 @@ class DeviceUpdate {
 
  private:
   c10::Device device_;
-  std::optional<cuda::Kernels*> kernels_;  // once they were looked for; null: there are none
+  std::optional<const cuda::Kernels*> kernels_;  // once they were looked for; null: there are none
 };
 
 }  // namespace ringcomm

@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "bindings/driver_device.h"
-#include "collectives/cuda/events.h"
 #include "collectives/messages/collectives.h"
 #include "collectives/reduction.h"
 #include "core/chunk_layout.h"
@@ -26,12 +24,18 @@ MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
   return result;
 }
 
+CommunicatorOptions cut_for_devices(const GroupOptions& options) {
+  CommunicatorOptions cut = options.engine;
+  cut.slot_bytes = options.device_slot_bytes;
+  return cut;
+}
+
 }  // namespace
 
 MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend,
                                            const DeviceCarrierGroup& group, c10::Device device)
     : communicator_(*group.communicator),
-      options_(group.options.engine),
+      options_(cut_for_devices(group.options)),
       name_(backend != nullptr ? "p2p over " + backend->getBackendName() : "none: a group of one"),
       engine_(std::move(backend), group.rank, group.world_size, device,
               {.num_slots = options_.num_slots,
@@ -88,12 +92,6 @@ bool MessageDeviceCarrier::may_have_given_up() const noexcept {
   return engine_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
 }
 
-bool MessageDeviceCarrier::is_captured(const c10::Stream& stream) const {
-  if (!is_of_driver(stream.device()) || !cuda::has_driver()) return false;
-  const cuda::ContextGuard guard(stream.device_index());
-  return cuda::capture_of(handle_of(stream)) != 0;
-}
-
 void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
   if (engine_.world_size() > 1)
@@ -101,15 +99,15 @@ void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) cons
 }
 
 Traffic MessageDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
-                                      const c10::Stream& stream) {
-  if (watch_) watch_->note_call(&header, is_captured(stream));
+                                      const DevicePlace& place) {
+  if (watch_) watch_->note_call(&header, place.is_captured());
   const std::uint64_t sent_bytes = in_order([&] { run(call, header); });
   return {.sent_bytes = sent_bytes, .algorithm = header.algorithm};
 }
 
 void MessageDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
-                                    const c10::Stream& stream) {
-  if (watch_) watch_->note_call(nullptr, is_captured(stream));
+                                    const DevicePlace& place) {
+  if (watch_) watch_->note_call(nullptr, place.is_captured());
   in_order([&] {
     for (const DeviceMessage& message : messages) {
       if (message.is_send)

@@ -23,10 +23,9 @@ class MessageDeviceCarrier final : public DeviceCarrier {
 
   const std::string& name() const override { return name_; }
   Traffic enqueue(const Collective& call, const CallHeader& header,
-                  const c10::Stream& stream) override;
-  void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
+                  const DevicePlace& place) override;
+  void exchange(const std::vector<DeviceMessage>& messages, const DevicePlace& place) override;
   void plan(const Collective& call, CallHeader& header) const override;
-  bool is_captured(const c10::Stream& stream) const override;
   std::vector<c10::intrusive_ptr<c10d::Work>> take_works() override { return engine_.take_works(); }
   bool may_have_given_up() const noexcept override;
   void abort() noexcept override { engine_.abort(); }

@@ -40,6 +40,17 @@ void exchange_all(DeviceEngine& engine, const Body& body) {
   engine.post_and_wait();
 }
 
+// Of the staging of one call that receives from all peers at a time.
+constexpr std::size_t kMaxStagingBytes = std::size_t{64} << 20;
+
+// Elements of the pieces in which a part is sent, as both ends know.
+std::size_t piece_elems_of(const DeviceEngine& engine, std::size_t element_bytes) {
+  const std::size_t num_pieces = 2 * static_cast<std::size_t>(engine.world_size() - 1);
+  const std::size_t piece_bytes =
+      std::min(engine.cut().num_slots * engine.cut().slot_bytes, kMaxStagingBytes / num_pieces);
+  return std::max<std::size_t>(1, piece_bytes / element_bytes);
+}
+
 // Staging for one piece of every peer's part, twice: one half is filled while the other is read.
 class Parts {
  public:
@@ -47,9 +58,8 @@ class Parts {
       : engine_(engine),
         element_bytes_(element_bytes(call.dtype)),
         reduce_(call.reduction, call.dtype, engine.device()),
-        piece_elems_(std::max<std::size_t>(
-            1, std::min(most_elems,
-                        engine.cut().num_slots * engine.cut().slot_bytes / element_bytes_))) {
+        piece_elems_(
+            std::clamp<std::size_t>(most_elems, 1, piece_elems_of(engine, element_bytes_))) {
     const auto num_peers = static_cast<std::size_t>(engine.world_size()) - 1;
     half_bytes_ = num_peers * piece_elems_ * element_bytes_;
     if (most_elems > 0 && num_peers > 0) staging_ = engine.stage(2 * half_bytes_);
@@ -139,7 +149,7 @@ void device_direct_reduce(DeviceEngine& engine, const Collective& call) {
   const std::size_t bytes = element_bytes(call.dtype);
   if (engine.rank() != call.root) {
     // In the pieces in which the root receives.
-    const std::size_t piece_elems = engine.cut().num_slots * engine.cut().slot_bytes / bytes;
+    const std::size_t piece_elems = piece_elems_of(engine, bytes);
     for (std::size_t piece = 0; piece < num_slices(call.num_elems, piece_elems); ++piece) {
       const ElemRange elems = slice_of({0, call.num_elems}, piece, piece_elems);
       engine.send(at(call.inputs[0], elems.begin_elems, bytes), elems.num_elems * bytes, call.root);

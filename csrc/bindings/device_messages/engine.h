@@ -29,7 +29,7 @@ class DeviceEngine {
   /// How data is cut where it goes in pieces.
   struct Cut {
     std::size_t num_slots = 2;
-    std::size_t slot_bytes = 256 << 10;
+    std::size_t slot_bytes = std::size_t{4} << 20;
     bool is_rank_ordered = false;  ///< reductions go from left to right over the ranks
   };
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;

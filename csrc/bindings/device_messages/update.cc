@@ -77,7 +77,7 @@ void update_by_operators(const Collective& call, const void* grad, void* param,
 }
 
 // Null where there are none for the device.
-cuda::Kernels* find_kernels(c10::Device device) {
+const cuda::Kernels* find_kernels(c10::Device device) {
   if (!is_of_driver(device)) return nullptr;
   try {
     const cuda::RelaxedCapture relaxed;
@@ -93,13 +93,13 @@ void DeviceUpdate::run(const Collective& call, const void* grad, void* param,
                        std::size_t num_elems) {
   if (num_elems == 0) return;
   if (!kernels_) kernels_ = find_kernels(device_);
-  cuda::Kernels* const kernels = *kernels_;
+  const cuda::Kernels* const kernels = *kernels_;
   if (kernels == nullptr) return update_by_operators(call, grad, param, num_elems, device_);
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   const cuda::ContextGuard guard(device_.index());
   cuda::KernelCall kernel_call;
   const cuda::LaunchPlan plan = cuda::plan_own_update(call, grad, param, num_elems, kernel_call);
-  kernels->launch(plan, kernel_call, handle_of(stream));
+  kernels->launch(kernels->find(plan.kernel), plan.num_blocks, kernel_call, handle_of(stream));
 }
 
 }  // namespace ringcomm

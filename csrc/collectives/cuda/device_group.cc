@@ -166,7 +166,7 @@ std::size_t DeviceGroup::own_host_bytes() const {
 
 void DeviceGroup::share_staging(RecordExchange& exchange) {
   segment_ = std::make_unique<Segment>(exchange, device_, places_, kind_,
-                                       staging_.layout.num_bytes(), *leaving_);
+                                       staging_.layout.num_bytes(), *leaving_, *word_);
   for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
 }
 
@@ -180,6 +180,7 @@ void DeviceGroup::share_host_memory(RecordExchange& exchange, std::size_t num_by
   mine.problem = attempt([&] {
     control_ = std::make_unique<MappedHostMemory>(device_, sizeof(Control));
     new (control_->host()) Control;
+    word_ = std::make_unique<MappedHostMemory>(device_, sizeof(std::uint64_t));
     if (exchange.rank() != 0) return;
     const std::string key = new_offer_key();
     shm::UniqueFd fd = shm::create_memfd(num_bytes, "ringcomm-cuda");

@@ -42,6 +42,8 @@ class DeviceGroup {
   /// `host_bytes` of host memory that all ranks have mapped, zeroed at first.
   std::byte* host_memory() const { return host_memory_.data() + own_host_bytes(); }
   Leaving& leaving() const { return *leaving_; }
+  /// For Segments of the group.
+  MappedHostMemory& word() const { return *word_; }
   /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
   const std::string& description() const { return description_; }
 
@@ -65,6 +67,7 @@ class DeviceGroup {
   std::vector<RankPlace> places_;
   HandleKind kind_ = HandleKind::kFd;
   std::unique_ptr<MappedHostMemory> control_;
+  std::unique_ptr<MappedHostMemory> word_;
   shm::SharedMemory host_memory_;
   std::unique_ptr<Leaving> leaving_;  // goes when all is closed
   Staging staging_;

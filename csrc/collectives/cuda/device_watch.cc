@@ -102,8 +102,8 @@ void DeviceWatch::look_at_record() {
 
 void DeviceWatch::look_at_wait() {
   Control& control = subject_.control;
-  const std::uint32_t num_asked = __atomic_load_n(&control.num_asked, __ATOMIC_RELAXED);
-  if (std::exchange(num_asked_, num_asked) == num_asked) return;
+  const std::uint32_t asked_at = __atomic_load_n(&control.asked_at, __ATOMIC_RELAXED);
+  if (std::exchange(asked_at_, asked_at) == asked_at) return;
   const int peer = __atomic_load_n(&control.awaited_peer, __ATOMIC_RELAXED);
   const Stop stop = subject_.members.state_of(peer);
   if (stop != Stop::kNone) raise_stopped(stop, peer);

@@ -58,7 +58,7 @@ class DeviceWatch {
   Subject subject_;
   std::function<void(const std::string&)> report_;
   std::uint64_t num_compared_ = 0;
-  std::uint32_t num_asked_ = 0;
+  std::uint32_t asked_at_ = 0;
 
   WatchThread thread_;  // last: it uses all of the above
 };

@@ -13,7 +13,6 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr std::chrono::microseconds kTurnPoll{20};
-constexpr std::size_t kMaxLentSegments = 256;
 
 WaitLimits limits_of(std::chrono::milliseconds timeout) {
   return {.timeout = timeout, .is_interrupted = {}};
@@ -34,10 +33,15 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
     : communicator_(communicator),
       limits_(limits_of(timeout)),
       exchange_(communicator, limits_),
-      group_(std::make_shared<DeviceGroup>(exchange_, device,
-                                           CallBoard::num_bytes(communicator.world_size()))),
+      group_(std::make_shared<DeviceGroup>(
+          exchange_, device,
+          CallBoard::num_bytes(communicator.world_size()) + LentMemory::num_bytes())),
       kernels_(Kernels::of(device)),
+      events_(EventPool::of(device)),
+      plans_(kernels_, frame()),
       calls_(group_->host_memory(), communicator.rank()),
+      lent_(exchange_, *group_,
+            group_->host_memory() + CallBoard::num_bytes(communicator.world_size())),
       turns_(group_->takes_turns() ? std::make_shared<TurnEvents>(exchange_, group_->leaving())
                                    : nullptr),
       watch_({.control = group_->control(),
@@ -74,27 +78,21 @@ void Engine::plan(const Collective& call, CallHeader& header) const {
               header);
 }
 
-bool Engine::is_captured(StreamHandle stream) const {
-  const ContextGuard guard(group_->device());
-  return capture_of(stream) != 0;
-}
-
 void Engine::check_alive() { communicator_.failure().rethrow_if_any(); }
 
-template <class Call>
-Call Engine::new_call() const {
-  Call call;
-  call.staging = group_->staging();
-  call.control = group_->control_on_device();
-  call.timeout_ns = static_cast<std::uint64_t>(
+GroupFrame Engine::frame() const {
+  GroupFrame frame;
+  frame.staging = group_->staging();
+  frame.control = group_->control_on_device();
+  frame.timeout_ns = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(limits_.timeout).count());
-  call.rank = communicator_.rank();
-  call.world_size = communicator_.world_size();
-  return call;
+  frame.rank = communicator_.rank();
+  frame.world_size = communicator_.world_size();
+  return frame;
 }
 
-void Engine::check_collective(StreamHandle stream) const {
-  if (turns_ != nullptr && is_captured(stream))
+void Engine::check_collective(const StreamPlace& place) const {
+  if (turns_ != nullptr && place.capture != 0)
     throw std::invalid_argument(
         "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, whose hosts "
         "meet in each call; " +
@@ -108,81 +106,44 @@ void Engine::check_messages(const std::vector<Mail>& messages) const {
   check_batch(messages);
 }
 
-std::shared_ptr<const DeviceMemory> Engine::lend(std::size_t num_bytes) {
+std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
   check_alive();
   if (turns_ != nullptr)
     throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers; " +
                                 group_->why_turns());
-  if (lent_.size() == kMaxLentSegments)
-    throw std::invalid_argument("a group shares " + std::to_string(kMaxLentSegments) +
-                                " tensors at most; they stay as long as it does");
   const ContextGuard guard(group_->device());
   const RelaxedCapture relaxed;
-  auto segment = std::make_shared<Segment>(exchange_, group_->device(), group_->places(),
-                                           group_->handle_kind(),
-                                           std::max<std::size_t>(num_bytes, 1), group_->leaving());
-  const auto world_size = static_cast<std::size_t>(communicator_.world_size());
-  const std::size_t row_bytes = world_size * sizeof(std::byte*);
-  agree(exchange_, attempt([&] {
-          if (lent_bases_ == nullptr)
-            lent_bases_ = std::make_unique<DeviceMemory>(
-                group_->device(), kMaxLentSegments * row_bytes, HandleKind::kIpc);
-          if (lent_row_ == nullptr)
-            lent_row_ = std::make_unique<MappedHostMemory>(group_->device(), row_bytes);
-          for (std::size_t rank = 0; rank < world_size; ++rank)
-            static_cast<std::byte**>(lent_row_->host())[rank] = segment->of(static_cast<int>(rank));
-          const SideStream stream;
-          check(driver().memcpy_async(
-                    reinterpret_cast<DevicePtr>(lent_bases_->data() + lent_.size() * row_bytes),
-                    reinterpret_cast<DevicePtr>(lent_row_->device()), row_bytes, stream.get()),
-                "tell kernels of shared memory");
-          stream.finish();
-        }));
-  lent_.push_back(segment);
-  return segment->own();
+  return lent_.lend(num_bytes);
 }
 
-// Where a buffer lies in lent memory; 0 where it does not.
-std::uint64_t Engine::place_of(const void* data, std::size_t num_bytes) const {
-  const auto* begin = static_cast<const std::byte*>(data);
-  for (std::size_t i = 0; i < lent_.size(); ++i) {
-    const std::byte* base = lent_[i]->of(communicator_.rank());
-    if (begin >= base && begin + num_bytes <= base + lent_[i]->num_bytes())
-      return Lent::place(i, static_cast<std::uint64_t>(begin - base));
-  }
-  return 0;
-}
-
-Traffic Engine::enqueue(const Collective& call, const CallHeader& header, StreamHandle stream) {
+Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
+                        const StreamPlace& place) {
   check_alive();
-  const ContextGuard guard(group_->device());
-  auto kernel_call = new_call<KernelCall>();
-  const LaunchPlan plan = plan_launch(call, header, kernel_call);
-  if (header.algorithm == Algorithm::kTwoShot && !lent_.empty()) {
-    const std::uint64_t input = place_of(call.inputs[0], call.num_bytes());
-    const std::uint64_t output = place_of(call.outputs[0], call.num_bytes());
-    kernel_call.lent.bases = reinterpret_cast<std::byte* const*>(lent_bases_->data());
-    kernel_call.lent_input = output != 0 ? input : 0;
-    kernel_call.lent_output = input != 0 ? output : 0;
-  }
-  const std::uint64_t capture = capture_of(stream);
-  collectives_.wait(stream, capture);
-  if (capture == 0) {
-    kernel_call.launch = num_launches_;
-    calls_.note(num_launches_++, to_words(header));
+  PlannedCall& planned = plans_.plan(call, header);
+  lent_.collect();
+  if (header.algorithm == Algorithm::kTwoShot)
+    lent_.find_buffers(call, place.capture != 0, planned.call);
+  collectives_.wait(place);
+  planned.call.launch = GroupFrame::kNoNumber;
+  if (place.capture == 0) {
+    planned.call.launch = num_launches_;
+    calls_.note(num_launches_++, planned.header);
   }
   if (turns_ != nullptr)
-    launch_in_turns(plan, kernel_call, stream);
+    launch_in_turns(planned, place.stream);
   else
-    kernels_.launch(plan, kernel_call, stream);
-  collectives_.note(stream, capture);
+    kernels_.launch(planned.kernel, planned.plan.num_blocks, planned.call, place.stream);
+  last_end_ = events_.record(place.stream);
+  collectives_.note(last_end_, place);
   watch_.note_launch();
-  return plan.traffic;
+  return planned.plan.traffic;
 }
 
 // ---- ranks that take turns
 
-void Engine::launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream) {
+void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
+  const LaunchPlan& plan = planned.plan;
+  KernelCall& call = planned.call;
   std::uint32_t num_launches = plan.num_turns;
   if (call.longest_bytes == KernelCall::kUnknown) {
     // Hosts meet in each turn in any case: here with the longest share that each knows of.
@@ -198,7 +159,7 @@ void Engine::launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHan
   }
   for (std::uint32_t turn = 0; turn < num_launches; ++turn) {
     call.first_step = call.last_step = turn;
-    kernels_.launch(plan, call, stream);
+    kernels_.launch(planned.kernel, plan.num_blocks, call, stream);
     take_turn(stream, 0);
   }
 }
@@ -256,21 +217,21 @@ unsigned Engine::blocks_of_messages(int peer) {
 
 bool Engine::has_room_for_messages(int peer) { return blocks_of_messages(peer) > 0; }
 
-void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
+void Engine::exchange(const std::vector<Mail>& messages, const StreamPlace& place) {
   if (messages.empty()) return;
   check_alive();
-  const ContextGuard guard(group_->device());
-  auto call = new_call<MailCall>();
+  MailCall call;
+  static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
   for (const Mail& mail : messages) peers.insert(mail.peer);
   unsigned blocks_per_lane = std::numeric_limits<unsigned>::max();
   for (const int peer : peers)
     blocks_per_lane = std::min(blocks_per_lane, blocks_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, blocks_per_lane, call);
-  const std::uint64_t capture = capture_of(stream);
-  for (const int peer : peers) messages_[peer].wait(stream, capture);
-  kernels_.launch(plan, call, stream);
-  for (const int peer : peers) messages_[peer].note(stream, capture);
+  for (const int peer : peers) messages_[peer].wait(place);
+  kernels_.launch(kernels_.find(plan.kernel), plan.num_blocks, call, place.stream);
+  last_end_ = events_.record(place.stream);
+  for (const int peer : peers) messages_[peer].note(last_end_, place);
   for (const Mail& mail : messages)
     communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv,
                         {.sent_bytes = mail.is_send ? mail.num_bytes : 0});

@@ -15,6 +15,8 @@
 #include "collectives/cuda/device_watch.h"
 #include "collectives/cuda/events.h"
 #include "collectives/cuda/kernels.h"
+#include "collectives/cuda/lent_memory.h"
+#include "collectives/cuda/plan_cache.h"
 
 namespace ringcomm::cuda {
 
@@ -41,23 +43,22 @@ class Engine {
 
   void plan(const Collective& call, CallHeader& header) const;
   /// Throw std::invalid_argument where what follows cannot be.
-  void check_collective(StreamHandle stream) const;
+  void check_collective(const StreamPlace& place) const;
   void check_messages(const std::vector<Mail>& messages) const;
   /// Whether the GPU has room for kernels that wait for messages of `peer`, as both ranks see it.
   /// Throws Error where that rank ends while it decides.
   bool has_room_for_messages(int peer);
-  /// By one thread at a time. Throws Error.
-  Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
+  /// By one thread at a time, with the device's context current. Throws Error.
+  Traffic enqueue(const Collective& call, const CallHeader& header, const StreamPlace& place);
   /// Messages of which none waits for another, and which check_messages() takes, with ranks that
-  /// there is room for.
-  void exchange(const std::vector<Mail>& messages, StreamHandle stream);
+  /// there is room for. By one thread at a time, with the device's context current.
+  void exchange(const std::vector<Mail>& messages, const StreamPlace& place);
+  /// Behind the last of these two, on its stream; not null after one.
+  const std::shared_ptr<const Event>& last_end() const { return last_end_; }
   /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
-  /// lie. Collective; kept as long as this engine, and this rank's part as long as what is
-  /// returned. Throws Unavailable, Error, std::invalid_argument.
-  std::shared_ptr<const DeviceMemory> lend(std::size_t num_bytes);
+  /// are. Collective. Throws Unavailable, Error, std::invalid_argument.
+  std::shared_ptr<const Loan> lend(std::size_t num_bytes);
 
-  /// Whether what is enqueued there is captured in a graph.
-  bool is_captured(StreamHandle stream) const;
   /// For ever: kernels that wait give up. From any thread.
   void abort() noexcept { watch_.end_waits(); }
   /// Whether they do, or one has by itself, or one of another rank. From any thread.
@@ -74,10 +75,9 @@ class Engine {
   Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
          std::function<void(const std::string&)> report);
 
-  template <class Call>
-  Call new_call() const;
-  std::uint64_t place_of(const void* data, std::size_t num_bytes) const;
-  void launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
+  /// What the parameters of all kernels have in common.
+  GroupFrame frame() const;
+  void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   void take_turn(StreamHandle stream, std::uint64_t value);
   void wait_for_turn(std::uint64_t turn);
   unsigned blocks_of_messages(int peer);
@@ -90,14 +90,15 @@ class Engine {
   WaitLimits limits_;
   RecordExchange exchange_;
   std::shared_ptr<DeviceGroup> group_;
-  Kernels& kernels_;
+  const Kernels& kernels_;
+  EventPool& events_;
+  PlanCache plans_;
   CallBoard calls_;
+  LentMemory lent_;
   std::shared_ptr<TurnEvents> turns_;  // where ranks take turns
   DeviceWatch watch_;
-  std::vector<std::shared_ptr<const Segment>> lent_;
-  std::unique_ptr<DeviceMemory> lent_bases_;    // of all ranks' parts, for kernels
-  std::unique_ptr<MappedHostMemory> lent_row_;  // kept, as giving it back waits for the GPU
   std::uint64_t num_launches_ = 0;
+  std::shared_ptr<const Event> last_end_;
   StreamOrder collectives_;
   std::map<int, StreamOrder> messages_;  // with each peer
   std::uint64_t num_turns_ = 0;

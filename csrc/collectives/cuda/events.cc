@@ -18,6 +18,39 @@ void Event::block(StreamHandle stream) const {
   check(driver().stream_wait_event(stream, event_, 0), "make a stream wait for an event");
 }
 
+bool Event::is_over() const {
+  const Result result = driver().event_query(event_);
+  if (result != kErrorNotReady) check(result, "ask whether an event is over");
+  return result == kSuccess;
+}
+
+EventPool& EventPool::of(DeviceOrdinal device) {
+  // Never destroyed: owners of events may outlive all else.
+  static auto& mutex = *new std::mutex;
+  static auto& pools = *new std::map<DeviceOrdinal, std::unique_ptr<EventPool>>;
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<EventPool>& pool = pools[device];
+  if (pool == nullptr) pool.reset(new EventPool);
+  return *pool;
+}
+
+std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
+  std::unique_ptr<Event> event;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      event = std::move(free_.back());
+      free_.pop_back();
+    }
+  }
+  if (event == nullptr) event = std::make_unique<Event>();
+  event->record(stream);
+  return {event.release(), [this](Event* used) {
+            const std::lock_guard lock(mutex_);
+            free_.emplace_back(used);
+          }};
+}
+
 SideStream::SideStream() {
   check(driver().stream_create(&stream_, kStreamNonBlocking), "make a stream");
 }
@@ -36,24 +69,21 @@ std::uint64_t capture_of(StreamHandle stream) {
   return status == kCaptureNone ? 0 : status == kCaptureActive ? id : kBroken;
 }
 
-void StreamOrder::wait(StreamHandle stream, std::uint64_t capture) {
-  const auto found = captured_.find(capture);
-  if (capture != 0 && found == captured_.end()) return;
-  const Last& last = capture == 0 ? run_ : found->second;
-  if (last.is_recorded && last.stream != stream) last.event.block(stream);
+void StreamOrder::wait(const StreamPlace& place) const {
+  const auto found = captured_.find(place.capture);
+  if (place.capture != 0 && found == captured_.end()) return;
+  const Last& last = place.capture == 0 ? run_ : found->second;
+  if (last.end != nullptr && last.stream != place.stream) last.end->block(place.stream);
 }
 
-void StreamOrder::note(StreamHandle stream, std::uint64_t capture) {
+void StreamOrder::note(std::shared_ptr<const Event> end, const StreamPlace& place) {
   constexpr std::size_t kMostCaptures = 16;
-  Last& last = capture == 0 ? run_ : captured_[capture];
-  last.event.record(stream);
-  last.stream = stream;
-  last.is_recorded = true;
+  (place.capture == 0 ? run_ : captured_[place.capture]) = {std::move(end), place.stream};
   if (captured_.size() > kMostCaptures) captured_.erase(captured_.begin());
 }
 
-void StreamOrder::synchronize() {
-  if (run_.is_recorded) check(driver().event_synchronize(run_.event.get()), "wait for the GPU");
+void StreamOrder::synchronize() const {
+  if (run_.end != nullptr) check(driver().event_synchronize(run_.end->get()), "wait for the GPU");
 }
 
 namespace {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <type_traits>
 #include <vector>
 
@@ -25,9 +26,29 @@ class Event {
   EventHandle get() const { return event_; }
   void record(StreamHandle stream);
   void block(StreamHandle stream) const;
+  /// Whether the stream has passed it. In a relaxed capture mode where a capture may be under way.
+  bool is_over() const;
 
  private:
   EventHandle event_ = nullptr;
+};
+
+/// The events of a device that are used again. Recording one costs one call of the driver. From any
+/// thread; kept as long as the process.
+class EventPool {
+ public:
+  static EventPool& of(DeviceOrdinal device);
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+
+  /// An event behind what the stream holds now. It is recorded again when its last owner has let
+  /// it go: streams that were told to wait for it wait for what was recorded then.
+  std::shared_ptr<Event> record(StreamHandle stream);
+
+ private:
+  EventPool() = default;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
 /// A stream of its own.
@@ -49,23 +70,30 @@ class SideStream {
 /// Which capture a stream is in, of those that are under way; 0: none.
 std::uint64_t capture_of(StreamHandle stream);
 
+/// A stream, and the capture that it is in while one call is enqueued: asked once for each call.
+struct StreamPlace {
+  StreamHandle stream = nullptr;
+  std::uint64_t capture = 0;
+
+  static StreamPlace of(StreamHandle stream) { return {stream, capture_of(stream)}; }
+};
+
 /// Work that runs in the order in which it is enqueued, whatever streams it is enqueued on. What is
 /// captured has an order among what is captured with it alone: when a graph runs, its user says.
 class StreamOrder {
  public:
   /// Makes the stream wait for what was noted last, if that is on another one.
-  void wait(StreamHandle stream, std::uint64_t capture);
-  /// Work has been enqueued.
-  void note(StreamHandle stream, std::uint64_t capture);
+  void wait(const StreamPlace& place) const;
+  /// Work has been enqueued, and `end` recorded behind it.
+  void note(std::shared_ptr<const Event> end, const StreamPlace& place);
   /// The host waits for all of it but what is captured.
-  void synchronize();
+  void synchronize() const;
 
  private:
   /// An event that was recorded in a capture is of use there alone.
   struct Last {
-    Event event;
+    std::shared_ptr<const Event> end;
     StreamHandle stream = nullptr;
-    bool is_recorded = false;
   };
   Last run_;
   std::map<std::uint64_t, Last> captured_;  // by capture, of the newest few

@@ -1,6 +1,8 @@
 #pragma once
 
-#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
 
 #include "collectives/cuda/launch_plan.h"
 #include "transport/cuda/driver.h"
@@ -8,25 +10,29 @@
 namespace ringcomm::cuda {
 
 /// The kernels of this process on a device: loaded with the first group that uses it, and kept.
+/// Nothing changes after that, so that any thread may use them.
 class Kernels {
  public:
   /// Throws Error where ringcomm was built without them, or the device is too old for them.
   /// RINGCOMM_CUDA_IMAGE names a file to load instead of what was built in.
-  static Kernels& of(DeviceOrdinal device);
+  static const Kernels& of(DeviceOrdinal device);
 
-  /// Throws Error where there is none of this name. From any thread.
-  Function find(const std::string& name);
-  /// `call` is the kernel's parameter.
-  void launch(const LaunchPlan& plan, GroupFrame& call, StreamHandle stream);
+  /// Throws Error where there is none of this name.
+  Function find(std::string_view name) const;
+  /// `call` is the kernel's parameter; its device's context is current.
+  void launch(Function kernel, unsigned num_blocks, GroupFrame& call, StreamHandle stream) const;
   /// Blocks of a kernel that fit a multiprocessor at once.
-  int blocks_per_multiprocessor(const std::string& name);
+  int blocks_per_multiprocessor(std::string_view name) const;
 
  private:
   explicit Kernels(DeviceOrdinal device);
-  void load_all();
+  void load_image(const void* image);
+  void find_all();
+  Function find_in_images(const char* name) const;
+
   DeviceOrdinal device_;
-  struct Modules;
-  Modules* modules_;
+  std::vector<Module> modules_;
+  std::unordered_map<std::string_view, Function> functions_;
 };
 
 }  // namespace ringcomm::cuda

@@ -19,7 +19,19 @@ namespace {
 constexpr int kMaxBlocks = 132;
 // Of a rank with a device of its own: enough for its links, and little of what it computes on.
 constexpr int kMaxBlocksAlone = 32;
-constexpr std::uint32_t kRegionBytes = 40 << 10;
+// Of all ranks on a device together, so that its L2 cache keeps it; the driver hands out pieces.
+constexpr std::size_t kStagingBytes = std::size_t{24} << 20;
+constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
+// What the threads of a block have under way at once: 8 vectors of 16 bytes each. Half of that
+// doubles the hand-overs of a large call, twice of it adds a turn of loads to every step
+// (tests/cpp/test_gpu_latency.cc).
+constexpr std::size_t kRegionBytes = 64 << 10;
+constexpr std::size_t kMinRegionBytes = 16 << 10;
+// Slots of messages have what is left: as many channels as get slots of one turn of a block's copy.
+constexpr std::size_t kWantedSlotBytes = 32 << 10;
+constexpr std::size_t kMinSlotBytes = 8 << 10;
+constexpr std::size_t kMaxSlotBytes = 128 << 10;
+constexpr std::size_t kMaxMailChannels = 8;
 // The first group leaves half of a device's blocks to others.
 constexpr int kShareOfFirst = 2;
 // What a further group takes of the seats that are left, and a pair of ranks for its messages.
@@ -29,7 +41,9 @@ constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all block
 // Of an update alone: some loads for each thread, and some blocks for each place on the device.
 constexpr std::size_t kOwnUpdateElems = 8 << 10;
 constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
-constexpr std::uint32_t kPacketBlockBytes = 2 << 10;  // of data: 256 packets
+// Of data, in a block's packets: from all ranks together, and from one at most.
+constexpr std::size_t kPacketBytesOfAll = 8 << 10;
+constexpr std::size_t kMaxPacketBytes = 2 << 10;
 
 const char* optimizer_name(Optimizer optimizer) {
   switch (optimizer) {
@@ -42,9 +56,16 @@ const char* optimizer_name(Optimizer optimizer) {
   }
 }
 
+// Of what the kernels that reduce a type are named after.
+std::string kernel_suffix(DType dtype) {
+  const bool has_own = dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
+                       dtype == DType::kFloat32 || dtype == DType::kSoftmaxStats;
+  return has_own ? name_of(dtype) : "any";
+}
+
 std::size_t packet_data_bytes(const StagingLayout& layout) {
   return std::size_t{layout.num_packet_blocks} * (layout.packets_per_block - kHeaderPackets) *
-         kPacketBytes;
+         kWordBytes;
 }
 
 unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
@@ -59,14 +80,22 @@ std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks) {
   return static_cast<std::uint32_t>(most) + 1;
 }
 
+void deal_slices(KernelCall& call, LaunchPlan& plan) {
+  plan.num_blocks = blocks_for(call.num_slices, call.staging.layout);
+  plan.num_turns = turns_for(call.num_slices, plan.num_blocks);
+  call.slices_each = static_cast<std::uint32_t>(call.num_slices / plan.num_blocks);
+  call.num_longer = static_cast<std::uint32_t>(call.num_slices % plan.num_blocks);
+}
+
 template <ReduceShape kShape>
 void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const std::size_t input_bytes = element_bytes(call.dtype);
   const std::size_t output_bytes =
       call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
+  Chunks<kShape>::cut(kernel_call, input_bytes, output_bytes);
   const Chunks<kShape> chunks(kernel_call, input_bytes, output_bytes);
-  plan.num_blocks = blocks_for(chunks.max_slices(), kernel_call.staging.layout);
-  plan.num_turns = turns_for(chunks.max_slices(), plan.num_blocks) + (gathers(kShape) ? 1 : 0);
+  deal_slices(kernel_call, plan);
+  plan.num_turns += gathers(kShape) ? 1 : 0;
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
     const std::size_t elems = chunks.chunk(rank).num_elems;
     if (rank != kernel_call.rank) plan.traffic.sent_bytes += elems * input_bytes;
@@ -92,7 +121,7 @@ void plan_ring(const Collective& call, const CallHeader& header, KernelCall& ker
 
 void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const std::size_t most =
-      (kernel_call.staging.layout.packets_per_block - kHeaderPackets) * kPacketBytes;
+      (kernel_call.staging.layout.packets_per_block - kHeaderPackets) * kWordBytes;
   plan.num_blocks =
       static_cast<unsigned>(std::max<std::size_t>(1, num_slices(call.num_bytes(), most)));
   plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_bytes();
@@ -160,15 +189,17 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
     if (rank != kernel_call.rank) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
   }
   const StagingLayout& layout = kernel_call.staging.layout;
+  kernel_call.part_bytes = static_cast<std::uint32_t>(move_part_bytes(layout, is_shared));
+  kernel_call.staged_stride = CopyList::stride_of(kernel_call.part_bytes);
   if (has_private_sizes(call.op)) {
     kernel_call.longest_bytes = KernelCall::kUnknown;
     plan.num_blocks = layout.num_blocks;
     return;
   }
   kernel_call.longest_bytes = longest_bytes;
-  const std::size_t pieces = num_slices(longest_bytes, move_part_bytes(layout, is_shared));
-  plan.num_blocks = blocks_for(pieces, layout);
-  plan.num_turns = turns_for(pieces, plan.num_blocks);
+  kernel_call.num_slices =
+      std::max<std::uint64_t>(num_slices(longest_bytes, kernel_call.part_bytes), 1);
+  deal_slices(kernel_call, plan);
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -181,14 +212,18 @@ void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
   kernel_call.states[1] = update.states[1];
 }
 
+// One word more of a digest: any difference in a word changes about half of the bits.
+std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
+  digest = (digest ^ word) * 0x9e3779b97f4a7c15u;
+  return digest ^ digest >> 29;
+}
+
 // Of lists of sizes that are the same on all ranks: the header has room for no more.
 std::uint64_t digest_of_shares(const Collective& call, int world_size) {
-  std::uint64_t digest = 0xcbf29ce484222325u;  // FNV-1a, by words
-  for (int rank = 0; rank < world_size; ++rank) {
-    const std::size_t share =
-        call.op == OpKind::kAllGather ? call.output_share(rank) : call.input_share(rank);
-    digest = (digest ^ share) * 0x100000001b3u;
-  }
+  std::uint64_t digest = 1;
+  for (int rank = 0; rank < world_size; ++rank)
+    digest = digest_with(
+        digest, call.op == OpKind::kAllGather ? call.output_share(rank) : call.input_share(rank));
   return digest;
 }
 
@@ -240,14 +275,35 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
   // Packets lie with every rank for every rank: their memory grows with the square of the ranks.
   layout.num_packet_blocks = std::min(
       layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)));
-  layout.packets_per_block = kHeaderPackets + kPacketBlockBytes / kPacketBytes;
-  layout.region_bytes = facts.takes_turns
-                            ? static_cast<std::uint32_t>(kTurnRegionBytes / layout.num_blocks /
-                                                         kLineBytes * kLineBytes)
-                            : kRegionBytes;
+  layout.packets_per_block =
+      kHeaderPackets +
+      static_cast<std::uint32_t>(
+          std::clamp(kPacketBytesOfAll / world, std::size_t{256}, kMaxPacketBytes) / kWordBytes);
+  layout.mail_slot_bytes = kMinSlotBytes;
+  if (facts.takes_turns) {
+    layout.region_bytes =
+        static_cast<std::uint32_t>(kTurnRegionBytes / layout.num_blocks / kLineBytes * kLineBytes);
+    return layout;
+  }
+  const auto ranks = static_cast<std::size_t>(facts.max_ranks_per_device);
+  const std::size_t most = std::max(kStagingBytes / ranks / kPieceBytes * kPieceBytes, kPieceBytes);
+  const auto rest = [&] {
+    return most > layout.num_bytes() ? most - layout.num_bytes() : std::size_t{0};
+  };
+  const auto in_lines = [](std::size_t num_bytes) {
+    return static_cast<std::uint32_t>(num_bytes / kLineBytes * kLineBytes);
+  };
+  layout.region_bytes =
+      in_lines(std::clamp(rest() / (2 * layout.num_blocks), kMinRegionBytes, kRegionBytes));
+  // What the slots have already is theirs.
+  const std::size_t slots = StagingLayout::kMailSlots * world;
+  const std::size_t of_slots = rest() + slots * kMinSlotBytes;
   layout.num_mail_channels = static_cast<std::uint32_t>(
-      std::clamp<std::size_t>(32 / (world * world), 1, std::min(8u, layout.num_blocks)));
-  layout.mail_slot_bytes = 16 << 10;
+      std::clamp<std::size_t>(of_slots / (slots * (kWantedSlotBytes + sizeof(LinkCursors))), 1,
+                              std::min<std::size_t>(kMaxMailChannels, layout.num_blocks)));
+  layout.mail_slot_bytes = 0;
+  layout.mail_slot_bytes = in_lines(
+      std::clamp(rest() / (slots * layout.num_mail_channels), kMinSlotBytes, kMaxSlotBytes));
   return layout;
 }
 
@@ -294,6 +350,9 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   LaunchPlan plan;
   const HeaderWords words = to_words(header);
   std::copy(words.begin(), words.end(), kernel_call.header);
+  kernel_call.header_digest = 1;
+  for (const std::uint32_t word : words)
+    kernel_call.header_digest = digest_with(kernel_call.header_digest, word);
   kernel_call.root = call.root;
   kernel_call.dtype = call.dtype;
   kernel_call.reduction = call.reduction;
@@ -304,7 +363,7 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
     plan_move(call, kernel_call, plan);
     return plan;
   }
-  const std::string element = name_of(call.dtype);
+  const std::string element = kernel_suffix(call.dtype);
   const bool has_shares = call.op == OpKind::kReduceScatter;
   for (int rank = 0; rank < (has_shares ? kernel_call.world_size : 1); ++rank) {
     kernel_call.inputs[rank] = static_cast<const std::byte*>(call.inputs[rank]);

@@ -80,8 +80,12 @@ void check_problems(const std::vector<RecordText<256>>& problems) {
 
 Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
                  const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes,
-                 Leaving& leaving)
-    : device_(device), num_bytes_(num_bytes), theirs_(places.size()), parts_(places.size()) {
+                 Leaving& leaving, MappedHostMemory& word)
+    : device_(device),
+      num_bytes_(num_bytes),
+      word_(word),
+      theirs_(places.size()),
+      parts_(places.size()) {
   const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind, leaving));
   try {
     std::vector<RecordText<256>> problems;
@@ -97,7 +101,7 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
     agree(exchange, attempt([&] { clear_own(); }));
   } catch (const Unavailable&) {
     if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
-    theirs_.clear();
+    close_others();
     exchange.all_gather(0);  // all ranks are here, and none has a part of another's open after this
     leaving.drop(own_);
     throw;
@@ -153,11 +157,10 @@ void Segment::map(int peer, const RankPlace& place, const Part& part) {
 
 void Segment::sign_own(int rank) {
   const SideStream stream;
-  word_ = std::make_unique<MappedHostMemory>(device_, sizeof(std::uint64_t));
   const std::uint64_t value = signature(rank);
-  std::memcpy(word_->host(), &value, sizeof value);
+  std::memcpy(word_.host(), &value, sizeof value);
   check(driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
-                              reinterpret_cast<DevicePtr>(word_->device()), sizeof value,
+                              reinterpret_cast<DevicePtr>(word_.device()), sizeof value,
                               stream.get()),
         "write to memory of the GPU");
   stream.finish();
@@ -165,13 +168,13 @@ void Segment::sign_own(int rank) {
 
 void Segment::probe(int peer) {
   const SideStream stream;
-  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word_->device()),
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word_.device()),
                               reinterpret_cast<DevicePtr>(parts_[static_cast<std::size_t>(peer)]),
                               sizeof(std::uint64_t), stream.get()),
         "read another rank's memory");
   stream.finish();
   std::uint64_t value = 0;
-  std::memcpy(&value, word_->host(), sizeof value);
+  std::memcpy(&value, word_.host(), sizeof value);
   if (value != signature(peer))
     throw Error({.kind = ErrorKind::kSystem, .rank = peer},
                 "ringcomm: the memory that rank " + std::to_string(peer) +

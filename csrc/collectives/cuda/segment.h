@@ -17,11 +17,12 @@ namespace ringcomm::cuda {
 /// Memory of which every rank of a group has a part on its device, and which all have mapped.
 class Segment {
  public:
-  /// Collective; `num_bytes` may differ from rank to rank. `leaving` is the group's. Throws
-  /// Unavailable, with the same reason on all ranks, where the memory cannot be had or mapped, or
-  /// is not what its owner says.
+  /// Collective; `num_bytes` may differ from rank to rank. `leaving` is the group's, and so is
+  /// `word`, eight bytes that outlive this object: to free them waits for all that the GPU does.
+  /// Throws Unavailable, with the same reason on all ranks, where the memory cannot be had or
+  /// mapped, or is not what its owner says.
   Segment(RecordExchange& exchange, DeviceOrdinal device, const std::vector<RankPlace>& places,
-          HandleKind kind, std::size_t num_bytes, Leaving& leaving);
+          HandleKind kind, std::size_t num_bytes, Leaving& leaving, MappedHostMemory& word);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -29,6 +30,8 @@ class Segment {
   std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
   /// Of this rank's part.
   std::size_t num_bytes() const { return num_bytes_; }
+  /// Unmaps the other ranks' parts, which nothing uses any more.
+  void close_others() { theirs_.clear(); }
   /// This rank's part alone, which may outlive the segment.
   const std::shared_ptr<DeviceMemory>& own() const { return own_; }
 
@@ -43,7 +46,7 @@ class Segment {
 
   DeviceOrdinal device_;
   std::size_t num_bytes_;
-  std::unique_ptr<MappedHostMemory> word_;  // kept: giving it back waits for all that the GPU does
+  MappedHostMemory& word_;
   std::shared_ptr<DeviceMemory> own_;
   /// Of the others: mapped, or, of a thread of this process, the memory itself.
   std::vector<std::shared_ptr<DeviceMemory>> theirs_;

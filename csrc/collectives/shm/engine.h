@@ -10,7 +10,6 @@
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
 #include "core/stop.h"
-#include "core/wait_policy.h"
 #include "device/reduce_op.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
@@ -45,13 +44,12 @@ class Engine {
   Engine(shm::Group& group, shm::WaitScope& scope)
       : group_(group),
         arch_(scope, group.rank(), group.world_size()),
-        board_(arch_, budget_, group.board(), group.rank()) {}
+        board_(arch_, group.board(), group.rank()) {}
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
   const shm::Group& group() const { return group_; }
   Arch& arch() { return arch_; }
-  SpinBudget& budget() { return budget_; }
 
   /// Bytes of data that one phase can carry.
   std::size_t phase_bytes() const { return board_.region_bytes() - kHeaderBytes; }
@@ -113,7 +111,6 @@ class Engine {
 
   shm::Group& group_;
   Arch arch_;
-  SpinBudget budget_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;
   std::uint64_t copied_bytes_ = 0;

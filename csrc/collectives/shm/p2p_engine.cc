@@ -54,9 +54,9 @@ void P2pEngine::close(const Interrupted& is_interrupted) {
 P2pMailbox& P2pEngine::mailbox(int rank) {
   auto& mailbox = mailboxes_[static_cast<std::size_t>(rank)];
   if (mailbox == nullptr)
-    mailbox = std::make_unique<P2pMailbox>(
-        arch_, budget_, rank, group_.p2p_link(group_.rank(), rank),
-        group_.p2p_link(rank, group_.rank()), [this, rank] { ring(rank); });
+    mailbox = std::make_unique<P2pMailbox>(arch_, rank, group_.p2p_link(group_.rank(), rank),
+                                           group_.p2p_link(rank, group_.rank()),
+                                           [this, rank] { ring(rank); });
   return *mailbox;
 }
 
@@ -171,7 +171,7 @@ void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
     }
     lock.unlock();
     slice_.begin();
-    has_slept = wait_at_least(arch_, has_slept ? no_spin : budget_, doorbell, seen + 1,
+    has_slept = wait_at_least(arch_, has_slept ? no_spin : arch_.budget(), doorbell, seen + 1,
                               group_.rank()) != Stop::kNone;
     lock.lock();
   }

@@ -81,7 +81,6 @@ class P2pEngine final : public PointToPoint {
   Stats& stats_;
   OneSlice slice_;
   shm::HostArch arch_;
-  SpinBudget budget_;
 
   std::atomic<int> num_at_door_ = 0;  // threads that want the lock while somebody drives
   std::mutex mutex_;                  // guards all below, and the links

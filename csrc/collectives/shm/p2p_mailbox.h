@@ -10,7 +10,6 @@
 
 #include "collectives/p2p_op.h"
 #include "core/link_protocol.h"
-#include "core/wait_policy.h"
 #include "transport/shm/host_arch.h"
 
 namespace ringcomm {
@@ -35,13 +34,13 @@ class P2pMailbox {
   };
 
   /// `ring` tells the peer that a slot was filled or drained.
-  P2pMailbox(Arch& arch, SpinBudget& budget, int peer, const LinkGeometry& to,
-             const LinkGeometry& from, std::function<void()> ring)
+  P2pMailbox(Arch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
+             std::function<void()> ring)
       : peer_(peer),
         ring_(std::move(ring)),
         arch_(arch),
-        to_(arch, budget, to, peer),
-        from_(arch, budget, from, peer),
+        to_(arch, to, peer),
+        from_(arch, from, peer),
         num_slots_(to.num_slots),
         slot_bytes_(to.slot_bytes) {}
 

@@ -17,10 +17,9 @@ struct RingLinks {
   /// On links cut as `header` says.
   RingLinks(Engine& engine, const CallHeader& header)
       : schedule(engine.rank(), engine.world_size()),
-        to_next(engine.arch(), engine.budget(),
-                cut(engine.group().ring_link(engine.rank()), header), schedule.next()),
-        from_previous(engine.arch(), engine.budget(),
-                      cut(engine.group().ring_link(schedule.previous()), header),
+        to_next(engine.arch(), cut(engine.group().ring_link(engine.rank()), header),
+                schedule.next()),
+        from_previous(engine.arch(), cut(engine.group().ring_link(schedule.previous()), header),
                       schedule.previous()) {}
 
  private:

@@ -7,6 +7,7 @@
 #include "core/arch.h"
 #include "core/packet_protocol.h"
 #include "core/stop.h"
+#include "device/cuda/tables.h"
 
 namespace ringcomm::cuda {
 
@@ -15,7 +16,10 @@ namespace ringcomm::cuda {
 /// the host.
 ///
 /// - thread_idx, num_threads, block_idx, num_blocks: where this thread is.
-/// - sync is the barrier of the block's threads; any is one that tells whether any of them says so.
+/// - sync is the barrier of the block's threads.
+/// - agree is one that returns the same to all: kNone if all threads say so, or else one of the
+///   other Stops, with awaited_peer() of the thread that said it.
+/// - tables is memory of the block, the same for all of its threads.
 /// - store_packet and load_packet move the two words of a Packet, each whole, in no order.
 /// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0
 ///   again; publish_word makes one of the control block, and all that this thread wrote before,
@@ -29,7 +33,8 @@ concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there
   { block.block_idx() } -> std::same_as<unsigned>;
   { block.num_blocks() } -> std::same_as<unsigned>;
   block.sync();
-  { block.any(bool{}) } -> std::same_as<bool>;
+  { block.agree(Stop{}) } -> std::same_as<Stop>;
+  { block.tables() } -> std::same_as<Tables&>;
   block.store_packet(packet, std::uint64_t{}, std::uint64_t{});
   block.load_packet(there, word, word);
   { block.claim(flag) } -> std::same_as<bool>;

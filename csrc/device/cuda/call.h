@@ -7,6 +7,7 @@
 #include "core/types.h"
 #include "device/cuda/control.h"
 #include "device/cuda/staging.h"
+#include "device/cuda/tables.h"
 #include "device/update_op.h"
 
 namespace ringcomm::cuda {
@@ -49,6 +50,7 @@ struct GroupFrame {
 /// that.
 struct KernelCall : GroupFrame {
   std::uint32_t header[kHeaderWords] = {};
+  std::uint64_t header_digest = 0;
 
   int root = -1;
   DType dtype = DType::kByte;
@@ -58,6 +60,15 @@ struct KernelCall : GroupFrame {
   /// Bytes of the longest share of any pair; kUnknown where ranks may know different sizes.
   static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
   std::uint64_t longest_bytes = 0;
+  /// Of a reduction, how it is cut; see Chunks. Worked out by the host: threads would divide.
+  std::uint64_t chunk_elems = 0;
+  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 where the host does not know them all
+  std::uint32_t slices_each = 0;  ///< of each block; the first `num_longer` have one more
+  std::uint32_t num_longer = 0;
+  std::uint32_t slice_elems = 0;
+  std::uint32_t part_bytes = 0;
+  Stride staged_stride;
+  Stride taken_stride;
   std::uint32_t ring_num_slots = 0;
   std::uint32_t ring_slot_bytes = 0;
   /// Which steps of its phases a launch does, where launches take turns instead of waiting for each

@@ -1,38 +1,15 @@
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
+#include "device/cuda/call.h"
 #include "device/cuda/elements.h"
 #include "device/cuda/memory.h"
+#include "device/cuda/words.h"
 
 namespace ringcomm::cuda {
-
-/// Calls `body` with the type of a reduction's operator. What has no meaning for the type is
-/// refused by the host.
-template <class Element, class Body>
-RINGCOMM_HD void with_operator(Reduction reduction, const Body& body) {
-  if constexpr (std::is_same_v<Element, SoftmaxElement>) {
-    body(Merge{});
-  } else if constexpr (std::is_same_v<Element, BoolElement>) {
-    // Of truth values the sum is "any" and the product "all".
-    if (reduction == Reduction::kProduct || reduction == Reduction::kMin ||
-        reduction == Reduction::kBitAnd)
-      return body(BitAnd{});
-    if (reduction == Reduction::kBitXor) return body(BitXor{});
-    body(BitOr{});
-  } else {
-    if (reduction == Reduction::kSum || reduction == Reduction::kAvg) return body(Sum{});
-    if (reduction == Reduction::kProduct) return body(Product{});
-    if (reduction == Reduction::kMin) return body(Min{});
-    if (reduction == Reduction::kMax) return body(Max{});
-    if constexpr (Element::kIsBitwise) {
-      if (reduction == Reduction::kBitAnd) return body(BitAnd{});
-      if (reduction == Reduction::kBitOr) return body(BitOr{});
-      if (reduction == Reduction::kBitXor) return body(BitXor{});
-    }
-  }
-}
 
 /// Several elements that one load brings.
 template <class Element, int kElems>
@@ -49,91 +26,253 @@ struct Outputs {
   RINGCOMM_HD std::byte* at(int output) const { return output == 0 ? to : also_to; }
 };
 
-/// Pack `idx` of every source, left to right. All are read before anything is stored, so that an
-/// output may be a source.
-template <class Element, class Operator, int kElems, int kSources, class To, class Sources>
-RINGCOMM_HD void combine_pack(const To& outputs, const Sources& sources, std::size_t idx,
-                              int divisor) {
-  using P = Pack<Element, kElems>;
-  constexpr int kAtOnce = kSources > 0 ? kSources : 4;
-  const int num_sources = kSources > 0 ? kSources : sources.num();
-  typename Element::Acc acc[kElems] = {};
-  for (int first = 0; first < num_sources; first += kAtOnce) {
-    P loaded[kAtOnce] = {};
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-    for (int s = 0; s < kAtOnce; ++s)
-      if (first + s < num_sources)
-        loaded[s] = reinterpret_cast<const P*>(sources.at(first + s))[idx];
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-    for (int s = 0; s < kAtOnce; ++s) {
-      if (first + s >= num_sources) break;
-      for (int e = 0; e < kElems; ++e) {
-        const typename Element::Acc next = Element::load(loaded[s].of[e]);
-        acc[e] = first + s == 0 ? next : Operator::apply(acc[e], next);
+/// The same range of several arrays, of which a table has the addresses.
+template <class Pointer>
+struct TableRange {
+  const Pointer* of;
+  int num_arrays;
+  std::size_t offset = 0;
+  RINGCOMM_HD int num() const { return num_arrays; }
+  RINGCOMM_HD Pointer at(int idx) const { return of[idx] + offset; }
+};
+
+template <class To, class Sources>
+RINGCOMM_HD bool are_aligned(const To& outputs, const Sources& sources) {
+  std::uintptr_t bits = 0;
+  RINGCOMM_ROLLED
+  for (int o = 0; o < outputs.num(); ++o) bits |= reinterpret_cast<std::uintptr_t>(outputs.at(o));
+  RINGCOMM_ROLLED
+  for (int s = 0; s < sources.num(); ++s) bits |= reinterpret_cast<std::uintptr_t>(sources.at(s));
+  return bits % sizeof(Vector) == 0;
+}
+
+template <class Element>
+RINGCOMM_HD void add_vector(float* acc, const Vector& vector, bool is_first) {
+  constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
+  const auto pack = bits_as<Pack<Element, kElems>>(vector);
+  RINGCOMM_UNROLL
+  for (int e = 0; e < kElems; ++e) {
+    const float next = Element::load(pack.of[e]);
+    acc[e] = is_first ? next : acc[e] + next;
+  }
+}
+
+template <class Element, class To>
+RINGCOMM_HD void store_sums(const To& outputs, std::uint32_t idx, const float* acc,
+                            bool is_wanted) {
+  // Word by word: an array of elements would take a register for each.
+  using Stored = typename Element::Stored;
+  using Bits = std::conditional_t<sizeof(Stored) == 2, std::uint16_t, std::uint32_t>;
+  constexpr int kPerWord = 4 / static_cast<int>(sizeof(Stored));
+  Vector vector = {};
+  RINGCOMM_UNROLL
+  for (int e = 0; e < 4 * kPerWord; ++e)
+    vector.words[e / kPerWord] |= std::uint32_t{bits_as<Bits>(Element::store(acc[e]))}
+                                  << (e % kPerWord * 16);
+  const std::size_t offset = std::size_t{idx} * sizeof(Vector);
+  store_vector<Cached::kNo>(outputs.at(0) + offset, vector, is_wanted);
+  RINGCOMM_ROLLED
+  for (int o = 1; o < outputs.num(); ++o)
+    store_vector<Cached::kYes>(outputs.at(o) + offset, vector, is_wanted);
+}
+
+/// Sums of elements of a type that is accumulated in fp32: what gradients and activations are made
+/// of. An average is a sum times the inverse of a power of two, which is exact: 2, 4 or 8 ranks.
+///
+/// A thread has kUnroll vectors of kSources sources under way at a time, and stores nothing before
+/// it has all of them, so that an output may be a source. Eight vectors fit the 64 registers that
+/// two blocks on a multiprocessor leave a thread.
+template <class Element, int kSources, int kUnroll>
+struct ExactSums {
+  static constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
+
+  template <class B, class To, class Sources>
+  RINGCOMM_HD static void run(const B& block, const To& outputs, const Sources& sources,
+                              std::uint32_t num_vectors, float scale) {
+    RINGCOMM_ROLLED
+    for (std::uint32_t first = 0; first < num_vectors; first += kUnroll * block.num_threads())
+      several(block, outputs, sources, first + block.thread_idx(), num_vectors, scale);
+  }
+
+ private:
+  template <class B, class To, class Sources>
+  RINGCOMM_HD static void several(const B& block, const To& outputs, const Sources& sources,
+                                  std::uint32_t first, std::uint32_t num_vectors, float scale) {
+    Vector loaded[kUnroll][kSources];
+    RINGCOMM_UNROLL
+    for (int s = 0; s < kSources; ++s) {
+      const std::byte* const source = sources.at(s);
+      RINGCOMM_UNROLL
+      for (int u = 0; u < kUnroll; ++u) {
+        const std::uint32_t idx = opaque(first + static_cast<unsigned>(u) * block.num_threads());
+        loaded[u][s] = load_vector<Cached::kYes>(source + std::size_t{idx} * sizeof(Vector),
+                                                 idx < num_vectors);
+      }
+    }
+    end_of_loads();
+    RINGCOMM_UNROLL
+    for (int u = 0; u < kUnroll; ++u) {
+      float acc[kElems];
+      RINGCOMM_UNROLL
+      for (int s = 0; s < kSources; ++s) add_vector<Element>(acc, loaded[u][s], s == 0);
+      RINGCOMM_UNROLL
+      for (int e = 0; e < kElems; ++e) acc[e] *= scale;
+      const std::uint32_t idx = opaque(first + static_cast<unsigned>(u) * block.num_threads());
+      store_sums<Element>(outputs, idx, acc, idx < num_vectors);
+    }
+  }
+};
+
+/// The same of any number of sources, a few at a time, and with any divisor.
+template <class Element, class B, class To, class Sources>
+RINGCOMM_HD void sum_any(const B& block, const To& outputs, const Sources& sources,
+                         std::uint32_t num_vectors, int divisor) {
+  constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
+  constexpr int kAtOnce = 4;
+  const int num_sources = sources.num();
+  RINGCOMM_ROLLED
+  for (std::uint32_t i = block.thread_idx(); i < num_vectors; i += block.num_threads()) {
+    float acc[kElems] = {};
+    RINGCOMM_ROLLED
+    for (int first = 0; first < num_sources; first += kAtOnce) {
+      Vector loaded[kAtOnce];
+      RINGCOMM_UNROLL
+      for (int s = 0; s < kAtOnce; ++s) {
+        const bool is_there = first + s < num_sources;
+        loaded[s] = load_vector<Cached::kYes>(
+            sources.at(is_there ? first + s : 0) + std::size_t{i} * sizeof(Vector), is_there);
+      }
+      RINGCOMM_UNROLL
+      for (int s = 0; s < kAtOnce; ++s)
+        if (first + s < num_sources) add_vector<Element>(acc, loaded[s], first + s == 0);
+    }
+    RINGCOMM_UNROLL
+    for (int e = 0; e < kElems; ++e)
+      if (divisor > 1) acc[e] = Element::divide(acc[e], divisor);
+    store_sums<Element>(outputs, i, acc, true);
+  }
+}
+
+/// Reduces elements of one type, known to the compiler.
+template <class Element>
+class TypedReducer {
+ public:
+  using Stored = typename Element::Stored;
+  using Acc = typename Element::Acc;
+
+  RINGCOMM_HD TypedReducer(DType, Reduction reduction) : reduction_(reduction) {}
+
+  RINGCOMM_HD static constexpr std::size_t elem_bytes() { return sizeof(Stored); }
+
+  // ---- eight bytes of elements
+
+  static constexpr int kWordElems =
+      kWordBytes % sizeof(Stored) == 0 ? static_cast<int>(kWordBytes / sizeof(Stored)) : 1;
+  struct Word {
+    Acc of[kWordElems];
+  };
+  RINGCOMM_HD Word first(std::uint64_t word) const {
+    const auto pack = bits_as<Pack<Element, kWordElems>>(word);
+    Word result;
+    RINGCOMM_UNROLL
+    for (int e = 0; e < kWordElems; ++e) result.of[e] = Element::load(pack.of[e]);
+    return result;
+  }
+  RINGCOMM_HD void add(Word& acc, std::uint64_t word) const {
+    const Word next = first(word);
+    RINGCOMM_UNROLL
+    for (int e = 0; e < kWordElems; ++e) acc.of[e] = apply(acc.of[e], next.of[e]);
+  }
+  RINGCOMM_HD std::uint64_t result(const Word& acc, int divisor) const {
+    // An array of parts of a word would be in memory.
+    using Bits = std::conditional_t<sizeof(Stored) == 2, std::uint16_t, std::uint32_t>;
+    std::uint64_t word = 0;
+    RINGCOMM_UNROLL
+    for (int e = 0; e < kWordElems; ++e)
+      word |= std::uint64_t{bits_as<Bits>(finished(acc.of[e], divisor))}
+              << (8 * sizeof(Stored) * static_cast<unsigned>(e));
+    return word;
+  }
+
+  /// As AnyReducer's. A thread holds `kMaxVectors` of 16 bytes.
+  template <int kMaxVectors = 8, class B, class To, class Sources>
+  RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
+                           std::size_t num_elems, int divisor) const {
+    std::size_t done = 0;
+    if constexpr (std::is_same_v<Acc, float>) {
+      constexpr std::size_t kElems = sizeof(Vector) / sizeof(Stored);
+      const bool is_sum = reduction_ == Reduction::kSum || reduction_ == Reduction::kAvg;
+      if (is_sum && are_aligned(outputs, sources)) {
+        const auto num_vectors = static_cast<std::uint32_t>(num_elems / kElems);
+        done = num_vectors * kElems;
+        sum<kMaxVectors>(block, outputs, sources, num_vectors, divisor);
+      }
+    }
+    RINGCOMM_ROLLED
+    for (std::size_t i = done + block.thread_idx(); i < num_elems; i += block.num_threads()) {
+      Acc acc = element(sources.at(0), i);
+      RINGCOMM_ROLLED
+      for (int s = 1; s < sources.num(); ++s) acc = apply(acc, element(sources.at(s), i));
+      const Stored stored = finished(acc, divisor);
+      RINGCOMM_ROLLED
+      for (int o = 0; o < outputs.num(); ++o) store_element(outputs.at(o), i, stored);
+    }
+  }
+
+ private:
+  template <int kMaxVectors, class B, class To, class Sources>
+  RINGCOMM_HD static void sum(const B& block, const To& outputs, const Sources& sources,
+                              std::uint32_t num_vectors, int divisor) {
+    const bool is_power = (divisor & (divisor - 1)) == 0;
+    const int num = is_power ? sources.num() : 0;
+    const float scale = bits_as<float>(
+        (127u << 23) -
+        (static_cast<unsigned>(std::countr_zero(static_cast<unsigned>(divisor))) << 23));
+    if (num == 2)
+      ExactSums<Element, 2, kMaxVectors / 2>::run(block, outputs, sources, num_vectors, scale);
+    else if (num == 4)
+      ExactSums<Element, 4, kMaxVectors / 4>::run(block, outputs, sources, num_vectors, scale);
+    else if (num == 8)
+      ExactSums<Element, 8, 1>::run(block, outputs, sources, num_vectors, scale);
+    else
+      sum_any<Element>(block, outputs, sources, num_vectors, divisor);
+  }
+
+  RINGCOMM_HD Acc apply(const Acc& a, const Acc& b) const {
+    if constexpr (std::is_same_v<Element, SoftmaxElement>) {
+      return Merge::apply(a, b);
+    } else {
+      switch (reduction_) {
+        case Reduction::kProduct:
+          return Product::apply(a, b);
+        case Reduction::kMin:
+          return Min::apply(a, b);
+        case Reduction::kMax:
+          return Max::apply(a, b);
+        default:
+          return Sum::apply(a, b);
       }
     }
   }
-  P result;
-  for (int e = 0; e < kElems; ++e)
-    result.of[e] = Element::store(divisor > 1 ? Element::divide(acc[e], divisor) : acc[e]);
-  for (int o = 0; o < outputs.num(); ++o) reinterpret_cast<P*>(outputs.at(o))[idx] = result;
-}
-
-template <class Element, int kElems, class To, class Sources>
-RINGCOMM_HD bool are_aligned(const To& outputs, const Sources& sources) {
-  using P = Pack<Element, kElems>;
-  bool result = true;
-  for (int o = 0; o < outputs.num(); ++o) result = result && is_aligned(outputs.at(o), alignof(P));
-  for (int s = 0; s < sources.num(); ++s) result = result && is_aligned(sources.at(s), alignof(P));
-  return result;
-}
-
-template <class Element, class Operator, int kSources, class B, class To, class Sources>
-RINGCOMM_HD void combine_elems(const B& block, const To& outputs, const Sources& sources,
-                               std::size_t num_elems, int divisor) {
-  constexpr int kVectorElems = sizeof(Vector) % sizeof(typename Element::Stored) == 0
-                                   ? sizeof(Vector) / sizeof(typename Element::Stored)
-                                   : 1;
-  std::size_t done = 0;
-  if (kVectorElems > 1 && are_aligned<Element, kVectorElems>(outputs, sources)) {
-    const std::size_t num_packs = num_elems / kVectorElems;
-    for (std::size_t i = block.thread_idx(); i < num_packs; i += block.num_threads())
-      combine_pack<Element, Operator, kVectorElems, kSources>(outputs, sources, i, divisor);
-    done = num_packs * kVectorElems;
+  // Records are no power of two.
+  static constexpr bool kIsPack = sizeof(Vector) % sizeof(Stored) == 0;
+  RINGCOMM_HD static Acc element(const std::byte* from, std::size_t idx) {
+    if constexpr (kIsPack)
+      return Element::load(load_pack<Cached::kYes, Stored>(from + idx * sizeof(Stored)));
+    else
+      return Element::load(reinterpret_cast<const Stored*>(from)[idx]);
   }
-  for (std::size_t i = done + block.thread_idx(); i < num_elems; i += block.num_threads())
-    combine_pack<Element, Operator, 1, kSources>(outputs, sources, i, divisor);
-}
+  RINGCOMM_HD static void store_element(std::byte* to, std::size_t idx, const Stored& stored) {
+    if constexpr (kIsPack)
+      store_pack<Cached::kYes>(to + idx * sizeof(Stored), stored);
+    else
+      reinterpret_cast<Stored*>(to)[idx] = stored;
+  }
+  RINGCOMM_HD static Stored finished(const Acc& acc, int divisor) {
+    return Element::store(divisor > 1 ? Element::divide(acc, divisor) : acc);
+  }
 
-/// The same for what need not be fast: any number of sources, any operator.
-template <class Element, class Operator, class B, class To, class Sources>
-RINGCOMM_APART RINGCOMM_HD void combine_elems_apart(const B& block, const To& outputs,
-                                                    const Sources& sources, std::size_t num_elems,
-                                                    int divisor) {
-  combine_elems<Element, Operator, 0>(block, outputs, sources, num_elems, divisor);
-}
-
-/// outputs[...][i] = sources[0][i] (+) ... by all threads of a block, as ReduceOp::combine says.
-/// Both have num() and at(idx).
-template <class Element, class B, class To, class Sources>
-RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
-                         std::size_t num_elems, Reduction reduction, int divisor) {
-  with_operator<Element>(reduction, [&](auto op) {
-    using Operator = decltype(op);
-    // Where the number is known, so many loads are under way at once; for what sums are made of.
-    constexpr bool kIsHot = std::is_same_v<Operator, Sum> && !Element::kIsBitwise;
-    if constexpr (kIsHot) {
-      if (sources.num() == 2)
-        return combine_elems<Element, Operator, 2>(block, outputs, sources, num_elems, divisor);
-      combine_elems<Element, Operator, 0>(block, outputs, sources, num_elems, divisor);
-    } else {
-      combine_elems_apart<Element, Operator>(block, outputs, sources, num_elems, divisor);
-    }
-  });
-}
+  Reduction reduction_;
+};
 
 }  // namespace ringcomm::cuda

@@ -20,19 +20,19 @@ struct Control {
   std::uint32_t stop = 0;  ///< a core Stop, or kMismatch; 0: nothing has happened
   std::int32_t peer = -1;  ///< the rank waited for, or that called something else
   std::uint64_t launch = 0;
-  /// A wait that is not over at once asks whether to go on, and says here whom it waits for: the
-  /// watch sees the count grow while kernels stand still.
+  /// A wait that is not over at once asks whether to go on, and says here whom it waits for, and
+  /// when it asked, by a clock of its own: the watch sees that change while kernels stand still.
   std::int32_t awaited_peer = -1;
-  std::uint32_t num_asked = 0;
+  std::uint32_t asked_at = 0;
   std::uint32_t theirs[kHeaderWords] = {};  ///< with kMismatch: the peer's header
 
-  RINGCOMM_HD void note_wait(int peer_waited_for) {
+  RINGCOMM_HD void note_wait(int peer_waited_for, std::uint32_t now) {
 #ifdef __CUDA_ARCH__
     *static_cast<volatile std::int32_t*>(&awaited_peer) = peer_waited_for;
-    *static_cast<volatile std::uint32_t*>(&num_asked) = num_asked + 1;
+    *static_cast<volatile std::uint32_t*>(&asked_at) = now;
 #else
     __atomic_store_n(&awaited_peer, peer_waited_for, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&num_asked, 1u, __ATOMIC_RELAXED);
+    __atomic_store_n(&asked_at, now, __ATOMIC_RELAXED);
 #endif
   }
 };

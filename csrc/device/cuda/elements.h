@@ -7,6 +7,7 @@
 #include "core/types.h"
 #include "device/softmax_merge.h"
 #ifdef __CUDACC__
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
 
@@ -36,8 +37,13 @@ RINGCOMM_HD inline float bfloat16_to_fp32(std::uint16_t bits) {
   return bits_as<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 RINGCOMM_HD inline std::uint16_t fp32_to_bfloat16(float value) {
+#ifdef __CUDA_ARCH__
+  // Of NaN the instruction makes another one than the host.
+  return value == value ? __bfloat16_as_ushort(__float2bfloat16_rn(value)) : std::uint16_t{0x7fc0};
+#else
   const auto bits = bits_as<std::uint32_t>(quiet(value));
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
 }
 
 RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
@@ -58,7 +64,6 @@ RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
 }
 RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
 #ifdef __CUDA_ARCH__
-  // Of NaN the instruction makes another one than the host.
   return value == value ? __half_as_ushort(__float2half_rn(value)) : std::uint16_t{0x7e00};
 #else
   const auto bits = bits_as<std::uint32_t>(quiet(value));
@@ -78,39 +83,9 @@ RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
 // ---- what the types have in common: Stored lies in memory, Acc is what is combined
 
 template <class T>
-struct IntElement {
-  using Stored = T;
-  using Acc = T;
-  static constexpr bool kIsBitwise = true;
-  RINGCOMM_HD static Acc load(Stored value) { return value; }
-  RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return static_cast<T>(acc / divisor); }
-  RINGCOMM_HD static Stored store(Acc acc) { return acc; }
-};
-
-/// Unsigned numbers of 32 bits and more are divided as such; others in int, which holds them.
-template <>
-RINGCOMM_HD inline std::uint32_t IntElement<std::uint32_t>::divide(std::uint32_t acc, int divisor) {
-  return acc / static_cast<std::uint32_t>(divisor);
-}
-template <>
-RINGCOMM_HD inline std::uint64_t IntElement<std::uint64_t>::divide(std::uint64_t acc, int divisor) {
-  return acc / static_cast<std::uint64_t>(divisor);
-}
-
-struct BoolElement {
-  using Stored = std::uint8_t;
-  using Acc = std::uint8_t;
-  static constexpr bool kIsBitwise = true;
-  RINGCOMM_HD static Acc load(Stored value) { return value != 0 ? 1 : 0; }
-  RINGCOMM_HD static Acc divide(Acc acc, int) { return acc; }
-  RINGCOMM_HD static Stored store(Acc acc) { return acc; }
-};
-
-template <class T>
 struct FloatElement {
   using Stored = T;
   using Acc = T;
-  static constexpr bool kIsBitwise = false;
   RINGCOMM_HD static Acc load(Stored value) { return value; }
   RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<T>(divisor); }
   RINGCOMM_HD static Stored store(Acc acc) { return quiet(acc); }
@@ -120,7 +95,6 @@ struct FloatElement {
 struct WideElement {
   using Stored = std::uint16_t;
   using Acc = float;
-  static constexpr bool kIsBitwise = false;
   RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<float>(divisor); }
 };
 
@@ -137,7 +111,6 @@ struct BFloat16Element : WideElement {
 struct SoftmaxElement {
   using Stored = SoftmaxStats;
   using Acc = SoftmaxStats;
-  static constexpr bool kIsBitwise = false;
   RINGCOMM_HD static Acc load(const Stored& value) { return value; }
   RINGCOMM_HD static Acc divide(const Acc& acc, int) { return acc; }
   RINGCOMM_HD static Stored store(const Acc& acc) { return acc; }

@@ -9,29 +9,65 @@
 
 namespace ringcomm::cuda {
 
-/// A block of threads of a GPU. Thread 0 waits and publishes for all: what it has acquired is
-/// ordered before what the others do after the barrier, and what they did before the barrier is
-/// ordered before what it releases.
+/// A block of threads of a GPU. What a thread has acquired is ordered before what the others do
+/// after the barrier, and what they did before a barrier is ordered before what one releases after
+/// it; docs/design/gpu.md has the argument.
 class GpuBlock {
  public:
-  /// `answers` is shared memory of the block, for two answers in turn: the threads that have not
-  /// read one yet and the one that writes the next never meet.
-  __device__ GpuBlock(const GroupFrame& call, volatile std::uint32_t* answers)
-      : call_(call), answers_(answers) {}
+  /// In memory that the threads of a block share.
+  struct Clock {
+    volatile std::uint32_t began;  ///< to wait; 0: not yet
+    volatile std::uint32_t asked;
+    volatile std::uint32_t stop;  ///< what a thread was told
+  };
+  struct Shared {
+    Clock clock;
+    std::uint32_t answers[2];  ///< in turn: who has not read one yet never meets the next
+    std::uint32_t agreed;
+    Tables tables;
+  };
+
+  __device__ GpuBlock(const GroupFrame& call, Shared& shared) : call_(call), shared_(shared) {
+    if (threadIdx.x == 0) {
+      shared.clock.began = 0;
+      shared.clock.asked = 0;
+      shared.clock.stop = 0;
+    }
+    __syncthreads();
+  }
 
   __device__ unsigned thread_idx() const { return threadIdx.x; }
-  __device__ unsigned num_threads() const { return blockDim.x; }
+  __device__ unsigned num_threads() const { return kBlockThreads; }
   __device__ unsigned block_idx() const { return blockIdx.x; }
   __device__ unsigned num_blocks() const { return gridDim.x; }
   __device__ void sync() const { __syncthreads(); }
-  __device__ bool any(bool value) const { return __syncthreads_or(value) != 0; }
+  __device__ Tables& tables() const { return shared_.tables; }
 
   template <class F>
   __device__ Stop once(const F& function) {
     turn_ ^= 1;
-    if (threadIdx.x == 0) answers_[turn_] = static_cast<std::uint32_t>(function());
+    if (threadIdx.x == 0) shared_.answers[turn_] = static_cast<std::uint32_t>(function());
     __syncthreads();
-    return static_cast<Stop>(answers_[turn_]);
+    return static_cast<Stop>(shared_.answers[turn_]);
+  }
+  /// For `num` up to the threads of a block.
+  template <class F>
+  __device__ Stop each(int num, const F& function) {
+    Stop stop = Stop::kNone;
+    if (static_cast<int>(threadIdx.x) < num) stop = function(static_cast<int>(threadIdx.x));
+    return agree(stop);
+  }
+  __device__ Stop agree(Stop stop) {
+    if (__syncthreads_or(stop != Stop::kNone) == 0) return Stop::kNone;
+    // Whichever of them is the last to say so has its way.
+    if (stop != Stop::kNone)
+      shared_.agreed =
+          static_cast<std::uint32_t>(stop) | static_cast<std::uint32_t>(awaited_peer_ + 1) << 8;
+    __syncthreads();
+    const std::uint32_t agreed = shared_.agreed;
+    __syncthreads();
+    awaited_peer_ = static_cast<int>(agreed >> 8) - 1;
+    return static_cast<Stop>(agreed & 0xff);
   }
 
   __device__ std::uint64_t load_acquire(const std::uint64_t& word) const {
@@ -47,8 +83,14 @@ class GpuBlock {
   __device__ void add_seq_cst(std::uint32_t&, std::int32_t) const {}
   __device__ void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
     __syncthreads();
-    if (threadIdx.x == 0)
-      asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
+    if (threadIdx.x == 0) store_release(word, value);
+  }
+  /// A thread for each: one fence of their warp, and all stores after it.
+  template <class WordOf>
+  __device__ void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) const {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < num)
+      store_release(word_of(static_cast<int>(threadIdx.x)), value);
   }
 
   __device__ void store_packet(Packet& packet, std::uint64_t low, std::uint64_t high) const {
@@ -66,6 +108,7 @@ class GpuBlock {
     copy_by_block(*this, to, from, num_bytes);
   }
 
+  __device__ SpinBudget budget() const { return {}; }
   __device__ void pause() const {}
   __device__ Yielded yield() const {
     __nanosleep(20);
@@ -76,16 +119,28 @@ class GpuBlock {
   __device__ void note_core(std::uint32_t&) const {}
   __device__ void leave_core(const std::uint32_t&) const {}
 
+  /// A block asks the host every 0.13 ms at most: each question is two writes and a read over PCIe,
+  /// and as many blocks ask as wait. What one thread is told holds for all.
   __device__ Stop stopped(int peer) {
     awaited_peer_ = peer;
-    call_.control->note_wait(peer);
-    std::uint32_t abort;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(abort) : "l"(&call_.control->abort));
-    if (abort != 0) return Stop::kAborted;
+    Clock& clock = shared_.clock;
+    if (clock.stop != 0) return static_cast<Stop>(clock.stop);
     std::uint64_t now_ns;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns));
-    if (began_ns_ == 0) began_ns_ = now_ns;
-    return now_ns - began_ns_ > call_.timeout_ns ? Stop::kTimeout : Stop::kNone;
+    const std::uint32_t now = static_cast<std::uint32_t>(now_ns >> kTickBits) | 1;
+    if (clock.began == 0) clock.began = now;
+    if (now - clock.asked < kAskEveryTicks) return Stop::kNone;
+    clock.asked = now;
+    call_.control->note_wait(peer, now);
+    std::uint32_t abort;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(abort) : "l"(&call_.control->abort));
+    Stop stop = Stop::kNone;
+    if (abort != 0)
+      stop = Stop::kAborted;
+    else if (std::uint64_t{now - clock.began} << kTickBits > call_.timeout_ns)
+      stop = Stop::kTimeout;
+    if (stop != Stop::kNone) clock.stop = static_cast<std::uint32_t>(stop);
+    return stop;
   }
   __device__ int awaited_peer() const { return awaited_peer_; }
   __device__ void note_awaited(int peer) { awaited_peer_ = peer; }
@@ -99,11 +154,20 @@ class GpuBlock {
   }
 
  private:
+  // Times are kept in ticks of 65.5 us, of which a register holds three days.
+  static constexpr int kTickBits = 16;
+  static constexpr std::uint32_t kAskEveryTicks = 2;
+
+  __device__ static void store_release(std::uint64_t& word, std::uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
+  }
+
   const GroupFrame& call_;
-  volatile std::uint32_t* answers_;
+  Shared& shared_;
   unsigned turn_ = 0;
-  std::uint64_t began_ns_ = 0;
   int awaited_peer_ = -1;
 };
+
+static_assert(Block<GpuBlock>);
 
 }  // namespace ringcomm::cuda

@@ -11,7 +11,7 @@
 #define RINGCOMM_GPU_KERNEL(name, Call, body)                                      \
   extern "C" __global__ void __launch_bounds__(::ringcomm::cuda::kBlockThreads, 2) \
       name(const __grid_constant__::ringcomm::cuda::Call call) {                   \
-    __shared__ volatile std::uint32_t answers[2];                                  \
-    ::ringcomm::cuda::GpuBlock block(call, answers);                               \
+    __shared__::ringcomm::cuda::GpuBlock::Shared shared;                           \
+    ::ringcomm::cuda::GpuBlock block(call, shared);                                \
     RINGCOMM_BARE body(block, call);                                               \
   }

@@ -7,9 +7,7 @@
           ":\n.incbin \"" RINGCOMM_CUDA_IMAGES "/" #name ".fatbin\"\n.popsection\n"); \
   extern "C" const char ringcomm_image_##name[];
 
-RINGCOMM_EMBED(float_kernels)
-RINGCOMM_EMBED(signed_kernels)
-RINGCOMM_EMBED(unsigned_kernels)
+RINGCOMM_EMBED(reduction_kernels)
 RINGCOMM_EMBED(update_kernels)
 RINGCOMM_EMBED(other_kernels)
 RINGCOMM_EMBED(loss_kernels)
@@ -19,8 +17,7 @@ namespace ringcomm::cuda {
 
 std::span<const void* const> kernel_images() {
 #ifdef RINGCOMM_CUDA_IMAGES
-  static const void* const images[] = {ringcomm_image_float_kernels, ringcomm_image_signed_kernels,
-                                       ringcomm_image_unsigned_kernels,
+  static const void* const images[] = {ringcomm_image_reduction_kernels,
                                        ringcomm_image_update_kernels, ringcomm_image_other_kernels};
   return images;
 #else

@@ -13,16 +13,6 @@
 
 namespace ringcomm::cuda {
 
-/// In front of loops of kernels: all turns in a row, so that what they hold stays in registers, or
-/// one at a time.
-#ifdef __CUDACC__
-#define RINGCOMM_UNROLL _Pragma("unroll")
-#define RINGCOMM_ROLLED _Pragma("unroll 1")
-#else
-#define RINGCOMM_UNROLL
-#define RINGCOMM_ROLLED
-#endif
-
 inline constexpr float kLog2E = 1.44269504F;
 /// Stands for no logit: less than all numbers but -infinity, and a difference to it is no NaN.
 inline constexpr float kLowestLogit = -std::numeric_limits<float>::max();

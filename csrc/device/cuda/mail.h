@@ -24,22 +24,20 @@ struct alignas(16) MailHeading {
 
 /// The slices of a message, which its channels have in turn. An empty one has one.
 struct MailSlices {
-  std::size_t slice_bytes;
-  std::size_t num;
+  std::uint32_t slice_bytes;
+  std::uint32_t num;
   unsigned num_channels;
   RINGCOMM_HD MailSlices(const StagingLayout& layout, std::uint64_t num_bytes)
       : slice_bytes(layout.mail_slot_bytes - sizeof(MailHeading)),
-        num(num_bytes == 0 ? 1 : num_slices(num_bytes, slice_bytes)),
-        num_channels(num < layout.num_mail_channels ? static_cast<unsigned>(num)
-                                                    : layout.num_mail_channels) {}
+        num(num_bytes == 0 ? 1 : static_cast<std::uint32_t>(num_slices(num_bytes, slice_bytes))),
+        num_channels(num < layout.num_mail_channels ? num : layout.num_mail_channels) {}
 };
 
 template <Block B>
 RINGCOMM_HD Stop send_channel(B& block, const MailCall& call, const Mail& mail,
                               const MailSlices& slices, unsigned channel) {
-  SpinBudget budget;
-  SendLink<B> link(block, budget, call.staging.mail_link(call.rank, mail.peer, channel), mail.peer);
-  for (std::size_t i = channel; i < slices.num; i += slices.num_channels) {
+  SendLink<B> link(block, call.staging.mail_link(call.rank, mail.peer, channel), mail.peer);
+  for (std::uint32_t i = channel; i < slices.num; i += slices.num_channels) {
     std::byte* slot = nullptr;
     if (const Stop stop = link.acquire(slot); stop != Stop::kNone) return stop;
     if (block.thread_idx() == 0) *reinterpret_cast<MailHeading*>(slot) = {mail.num_bytes, mail.tag};
@@ -53,17 +51,16 @@ RINGCOMM_HD Stop send_channel(B& block, const MailCall& call, const Mail& mail,
 template <Block B>
 RINGCOMM_HD Stop recv_channel(B& block, const MailCall& call, const Mail& mail,
                               const MailSlices& slices, unsigned channel) {
-  SpinBudget budget;
-  RecvLink<B> link(block, budget, call.staging.mail_link(mail.peer, call.rank, channel), mail.peer);
-  for (std::size_t i = channel; i < slices.num; i += slices.num_channels) {
+  RecvLink<B> link(block, call.staging.mail_link(mail.peer, call.rank, channel), mail.peer);
+  for (std::uint32_t i = channel; i < slices.num; i += slices.num_channels) {
     const std::byte* slot = nullptr;
     if (const Stop stop = link.wait(slot); stop != Stop::kNone) return stop;
     const MailHeading theirs = *reinterpret_cast<const MailHeading*>(slot);
     if (theirs.num_bytes != mail.num_bytes || theirs.tag != mail.tag) {
-      const std::uint32_t words[kHeaderWords] = {static_cast<std::uint32_t>(theirs.num_bytes),
-                                                 static_cast<std::uint32_t>(theirs.num_bytes >> 32),
-                                                 static_cast<std::uint32_t>(theirs.tag)};
-      tell(block, call, kMailDiffers, mail.peer, words);
+      tell(block, call, kMailDiffers, mail.peer,
+           FewWords{static_cast<std::uint32_t>(theirs.num_bytes),
+                    static_cast<std::uint32_t>(theirs.num_bytes >> 32),
+                    static_cast<std::uint32_t>(theirs.tag)});
       return Stop::kAborted;
     }
     const ElemRange bytes = slice_of({0, mail.num_bytes}, i, slices.slice_bytes);
@@ -78,20 +75,23 @@ template <Block B>
 RINGCOMM_HD Stop exchange_lane(B& block, const MailCall& call) {
   const unsigned lane = block.block_idx() / call.blocks_per_lane;
   const unsigned first_channel = block.block_idx() % call.blocks_per_lane;
+  RINGCOMM_ROLLED
   for (unsigned m = call.first_of_lane[lane]; m < call.first_of_lane[lane + 1]; ++m) {
     const Mail& mail = call.messages[m];
     const MailSlices slices(call.staging.layout, mail.num_bytes);
+    RINGCOMM_ROLLED
     for (unsigned channel = first_channel; channel < slices.num_channels;
          channel += call.blocks_per_lane) {
       // Of the channel's last message a thread may not yet have seen what another has published;
-      // end() has them meet.
+      // the end of the claim has them meet.
       std::uint32_t& busy = call.staging.word_at(
-          call.rank, call.staging.layout.busy_mail_offset(static_cast<std::size_t>(mail.peer),
+          call.rank, call.staging.layout.busy_mail_offset(static_cast<std::uint32_t>(mail.peer),
                                                           mail.is_send, channel));
-      begin(block, call, busy);
+      const Claim<B> claim(block, busy);
+      claim.check(block, call);
       const Stop stop = mail.is_send ? send_channel(block, call, mail, slices, channel)
                                      : recv_channel(block, call, mail, slices, channel);
-      end(block, busy);
+      claim.end(block, busy);
       if (stop != Stop::kNone) return stop;
     }
   }

@@ -8,64 +8,24 @@
 
 namespace ringcomm::cuda {
 
-inline constexpr int kHeaderPackets = kHeaderWords / 2;
-inline constexpr std::size_t kPacketBytes = 8;  ///< of data
+/// The digest of a call's header, which every rank compares, and the header, which is read where it
+/// differs.
+inline constexpr int kHeaderPackets = 1 + kHeaderWords / 2;
 
 /// The packets of a block from and to each rank, in the call of which this is the number.
 struct PacketPlaces {
   const KernelCall& call;
   unsigned block;
-  std::size_t turn;
+  std::uint32_t turn;
 
   /// Where this rank finds, or `to` will find, what `from` has put there.
   RINGCOMM_HD Packet* at(int to, int from) const {
     const Staging& staging = call.staging;
     return reinterpret_cast<Packet*>(
         staging.of[to] +
-        staging.layout.packets_offset(block, turn, static_cast<std::size_t>(from)));
+        staging.layout.packets_offset(block, turn, static_cast<std::uint32_t>(from)));
   }
 };
-
-/// Eight bytes of an array of `num_bytes`, filled up with zeros where it ends before.
-RINGCOMM_HD inline std::uint64_t load_data(const std::byte* from, std::size_t idx,
-                                           std::size_t num_bytes) {
-  const std::size_t begin = idx * kPacketBytes;
-  std::uint64_t data = 0;
-  if (begin + kPacketBytes <= num_bytes && is_aligned(from, kPacketBytes))
-    return reinterpret_cast<const std::uint64_t*>(from)[idx];
-  for (std::size_t i = 0; i < kPacketBytes && begin + i < num_bytes; ++i)
-    data |= static_cast<std::uint64_t>(from[begin + i]) << (8 * i);
-  return data;
-}
-RINGCOMM_HD inline void store_data(std::byte* to, std::size_t idx, std::size_t num_bytes,
-                                   std::uint64_t data) {
-  const std::size_t begin = idx * kPacketBytes;
-  if (begin + kPacketBytes <= num_bytes && is_aligned(to, kPacketBytes)) {
-    reinterpret_cast<std::uint64_t*>(to)[idx] = data;
-    return;
-  }
-  for (std::size_t i = 0; i < kPacketBytes && begin + i < num_bytes; ++i)
-    to[begin + i] = static_cast<std::byte>(data >> (8 * i));
-}
-
-/// The elements of eight bytes, combined with others, or divided.
-template <class Element, class Operator>
-RINGCOMM_HD void add_data(typename Element::Acc* acc, std::uint64_t data, bool is_first) {
-  constexpr int kElems = kPacketBytes / sizeof(typename Element::Stored);
-  const auto pack = bits_as<Pack<Element, kElems>>(data);
-  for (int e = 0; e < kElems; ++e) {
-    const typename Element::Acc next = Element::load(pack.of[e]);
-    acc[e] = is_first ? next : Operator::apply(acc[e], next);
-  }
-}
-template <class Element>
-RINGCOMM_HD std::uint64_t result_data(const typename Element::Acc* acc, int divisor) {
-  constexpr int kElems = kPacketBytes / sizeof(typename Element::Stored);
-  Pack<Element, kElems> pack;
-  for (int e = 0; e < kElems; ++e)
-    pack.of[e] = Element::store(divisor > 1 ? Element::divide(acc[e], divisor) : acc[e]);
-  return bits_as<std::uint64_t>(pack);
-}
 
 /// Waits for one packet. Each thread waits for its own, so each finds its own reason to stop.
 template <Block B>
@@ -73,6 +33,7 @@ RINGCOMM_HD Stop await_packet(B& block, const Packet& packet, std::uint32_t flag
                               std::uint64_t& data) {
   constexpr int kLooks = 1000;  // between two questions of whether to go on: they go to the host
   for (;;) {
+    RINGCOMM_ROLLED
     for (int i = 0; i < kLooks; ++i) {
       if (take_packet(block, packet, flag, data)) return Stop::kNone;
       block.pause();
@@ -81,118 +42,149 @@ RINGCOMM_HD Stop await_packet(B& block, const Packet& packet, std::uint32_t flag
   }
 }
 
-/// What the threads of a block found, as one answer; in a time-out all of them name one rank that
-/// some of them waited for.
-template <Block B>
-RINGCOMM_HD Stop agreed(B& block, const KernelCall& call, Stop stop) {
-  if (!block.any(stop == Stop::kTimeout))
-    return block.any(stop != Stop::kNone) ? Stop::kAborted : Stop::kNone;
-  for (int peer = 0; peer < call.world_size; ++peer)
-    if (block.any(stop == Stop::kTimeout && block.awaited_peer() == peer)) {
-      block.note_awaited(peer);
-      break;
-    }
-  return Stop::kTimeout;
-}
-
-template <class Element, class Operator, Block B>
-RINGCOMM_HD Stop reduce_packets(B& block, const KernelCall& call, const PacketPlaces& places,
-                                std::uint32_t flag, std::size_t begin, std::size_t num_packets) {
-  const std::size_t num_bytes = call.num_elems * sizeof(typename Element::Stored);
-  for (std::size_t i = block.thread_idx(); i < num_packets; i += block.num_threads()) {
-    typename Element::Acc acc[kPacketBytes / sizeof(typename Element::Stored)] = {};
-    for (int rank = 0; rank < call.world_size; ++rank) {
-      std::uint64_t data = 0;
-      if (rank == call.rank) {
-        data = load_data(call.inputs[0], begin + i, num_bytes);
-      } else {
-        const Packet& packet = places.at(call.rank, rank)[kHeaderPackets + i];
-        if (const Stop stop = await_packet(block, packet, flag, rank, data); stop != Stop::kNone)
-          return stop;
-      }
-      add_data<Element, Operator>(acc, data, rank == 0);
-    }
-    store_data(call.outputs[0], begin + i, num_bytes, result_data<Element>(acc, call.divisor));
-  }
-  return Stop::kNone;
-}
-
 RINGCOMM_HD inline std::uint64_t header_data(const KernelCall& call, std::size_t packet) {
-  return call.header[2 * packet] | std::uint64_t{call.header[2 * packet + 1]} << 32;
+  if (packet == 0) return call.header_digest;
+  return call.header[2 * (packet - 1)] | std::uint64_t{call.header[2 * (packet - 1) + 1]} << 32;
 }
 
-/// Waits for all peers' headers, and compares them with this rank's.
-template <Block B>
-RINGCOMM_HD Stop check_packet_headers(B& block, const KernelCall& call, const PacketPlaces& places,
-                                      std::uint32_t flag) {
-  Stop stop = Stop::kNone;
-  bool differs = false;
-  const auto num_packets = static_cast<std::size_t>(call.world_size) * kHeaderPackets;
-  for (std::size_t i = block.thread_idx(); i < num_packets && stop == Stop::kNone;
-       i += block.num_threads()) {
-    const auto rank = static_cast<int>(i / kHeaderPackets);
-    if (rank == call.rank) continue;
+/// A block's part of the call. Item i of its work is to compare the digest of rank i's header, item
+/// world_size + i to reduce packet i: so in the first turn of the threads all digests have come, or
+/// in the first few where there are few threads, and nothing is stored before.
+template <class Reducer, Block B>
+class OneShot {
+ public:
+  RINGCOMM_HD OneShot(B& block, const KernelCall& call)
+      : block_(block),
+        call_(call),
+        reducer_(call.dtype, call.reduction),
+        number_(*reinterpret_cast<std::uint64_t*>(
+            call.staging.of[call.rank] +
+            call.staging.layout.packet_calls_offset(block.block_idx()))),
+        calls_before_(number_),  // no other block's, and of this rank alone
+        flag_(packet_flag(calls_before_ + 1)),
+        places_{call, block.block_idx(),
+                static_cast<std::uint32_t>(packet_turn(calls_before_ + 1))},
+        num_bytes_(call.num_elems * reducer_.elem_bytes()) {
+    const std::size_t all_packets = (num_bytes_ + kWordBytes - 1) / kWordBytes;
+    const std::size_t most = call.staging.layout.packets_per_block - kHeaderPackets;
+    begin_ = block.block_idx() * most;
+    if (begin_ < all_packets)
+      num_packets_ = all_packets - begin_ < most ? all_packets - begin_ : most;
+    put_all();
+  }
+
+  RINGCOMM_HD Stop run() {
+    const auto num_ranks = static_cast<std::size_t>(call_.world_size);
+    const std::size_t num_items = num_ranks + num_packets_;
+    Stop last = Stop::kNone;
+    RINGCOMM_ROLLED
+    for (std::size_t first = 0; first < num_items; first += block_.num_threads()) {
+      const std::size_t item = first + block_.thread_idx();
+      Stop stop = Stop::kNone;
+      std::uint64_t result = 0;
+      if (item < num_ranks)
+        stop = compare_digest(static_cast<int>(item));
+      else if (item < num_items)
+        stop = reduce(item - num_ranks, result);
+      last = stop;
+      if (first < num_ranks) {
+        if (stop = block_.agree(stop); stop != Stop::kNone) return stop;
+      } else if (stop != Stop::kNone) {
+        break;
+      }
+      if (item >= num_ranks && item < num_items)
+        store_word(call_.outputs[0], begin_ + item - num_ranks, num_bytes_, result);
+    }
+    if (num_items > block_.num_threads()) last = block_.agree(last);
+    if (last == Stop::kNone && block_.thread_idx() == 0) number_ = calls_before_ + 1;
+    return last;
+  }
+
+ private:
+  RINGCOMM_HD void put_all() {
+    RINGCOMM_ROLLED
+    for (std::size_t i = block_.thread_idx(); i < kHeaderPackets + num_packets_;
+         i += block_.num_threads()) {
+      const std::uint64_t data =
+          i < kHeaderPackets ? header_data(call_, i)
+                             : load_word(call_.inputs[0], begin_ + i - kHeaderPackets, num_bytes_);
+      RINGCOMM_ROLLED
+      for (int distance = 1; distance < call_.world_size; ++distance) {
+        const int peer = (call_.rank + distance) % call_.world_size;
+        put_packet(block_, places_.at(peer, call_.rank)[i], data, flag_);
+      }
+    }
+  }
+
+  /// The thread that finds another call tells the host at once, which ends the waits of the others
+  /// for data that may never come. Their header is behind their digest.
+  RINGCOMM_HD Stop compare_digest(int rank) {
+    if (rank == call_.rank) return Stop::kNone;
+    const Packet* packets = places_.at(call_.rank, rank);
     std::uint64_t data = 0;
-    stop = await_packet(block, places.at(call.rank, rank)[i % kHeaderPackets], flag, rank, data);
-    differs = differs || (stop == Stop::kNone && data != header_data(call, i % kHeaderPackets));
-  }
-  stop = agreed(block, call, stop);
-  if (stop != Stop::kNone || !block.any(differs)) return stop;
-  for (int rank = 0; rank < call.world_size; ++rank) {
-    std::uint32_t theirs[kHeaderWords] = {};
-    bool is_same = true;
-    for (std::size_t i = 0; rank != call.rank && i < kHeaderPackets; ++i) {
-      std::uint64_t data = 0;
-      take_packet(block, places.at(call.rank, rank)[i], flag, data);
-      is_same = is_same && data == header_data(call, i);
-      theirs[2 * i] = static_cast<std::uint32_t>(data);
-      theirs[2 * i + 1] = static_cast<std::uint32_t>(data >> 32);
-    }
-    if (is_same) continue;
-    tell(block, call, kMismatch, rank, theirs);
-    break;
-  }
-  return Stop::kAborted;
-}
-
-template <class Element, Block B>
-RINGCOMM_HD void all_reduce_one_shot(B& block, const KernelCall& call) {
-  const StagingLayout& layout = call.staging.layout;
-  std::uint32_t& busy = call.staging.busy(call.rank, block.block_idx());
-  begin(block, call, busy);
-  auto& number = *reinterpret_cast<std::uint64_t*>(call.staging.of[call.rank] +
-                                                   layout.packet_calls_offset(block.block_idx()));
-  const std::uint64_t calls_before = number;  // no other block's, and of this rank alone
-  const std::uint32_t flag = packet_flag(calls_before + 1);
-  const PacketPlaces places{call, block.block_idx(), packet_turn(calls_before + 1)};
-
-  const std::size_t num_bytes = call.num_elems * sizeof(typename Element::Stored);
-  const std::size_t all_packets = (num_bytes + kPacketBytes - 1) / kPacketBytes;
-  const std::size_t most = layout.packets_per_block - kHeaderPackets;
-  const std::size_t begin = block.block_idx() * most;
-  const std::size_t num_packets =
-      begin >= all_packets ? 0 : (all_packets - begin < most ? all_packets - begin : most);
-
-  const std::size_t with_header = kHeaderPackets + num_packets;
-  for (std::size_t i = block.thread_idx(); i < with_header; i += block.num_threads()) {
-    const std::uint64_t data =
-        i < kHeaderPackets ? header_data(call, i)
-                           : load_data(call.inputs[0], begin + i - kHeaderPackets, num_bytes);
-    for (int distance = 1; distance < call.world_size; ++distance) {
-      const int peer = (call.rank + distance) % call.world_size;
-      put_packet(block, places.at(peer, call.rank)[i], data, flag);
-    }
-  }
-  Stop stop = check_packet_headers(block, call, places, flag);
-  if (stop == Stop::kNone) {
-    with_operator<Element>(call.reduction, [&](auto op) {
-      stop = reduce_packets<Element, decltype(op)>(block, call, places, flag, begin, num_packets);
+    const Stop stop = await_packet(block_, packets[0], flag_, rank, data);
+    if (stop != Stop::kNone || data == call_.header_digest) return stop;
+    tell_alone(block_, call_, kMismatch, rank, [&](int word) {
+      std::uint64_t words = 0;
+      const Stop is_late = await_packet(block_, packets[1 + word / 2], flag_, rank, words);
+      return is_late == Stop::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32)) : 0;
     });
-    stop = agreed(block, call, stop);
+    return Stop::kAborted;
   }
-  if (stop == Stop::kNone && block.thread_idx() == 0) number = calls_before + 1;
-  finish(block, call, stop);
-  end(block, busy);
+
+  /// Looks at the packets of several ranks at once, and waits for those that were not there yet.
+  RINGCOMM_HD Stop reduce(std::size_t packet, std::uint64_t& result) {
+    constexpr int kAtOnce = 4;
+    typename Reducer::Word acc = {};
+    RINGCOMM_ROLLED
+    for (int first = 0; first < call_.world_size; first += kAtOnce) {
+      std::uint64_t low[kAtOnce];
+      std::uint64_t high[kAtOnce];
+      RINGCOMM_UNROLL
+      for (int s = 0; s < kAtOnce; ++s) {
+        // Instead of ranks that there are not, the last one again.
+        const int rank = first + s < call_.world_size ? first + s : call_.world_size - 1;
+        block_.load_packet(place(rank, packet), low[s], high[s]);
+      }
+      RINGCOMM_UNROLL
+      for (int s = 0; s < kAtOnce; ++s) {
+        const int rank = first + s;
+        if (rank >= call_.world_size) break;
+        std::uint64_t data = 0;
+        if (rank == call_.rank) {
+          data = load_word(call_.inputs[0], begin_ + packet, num_bytes_);
+        } else if (!open_packet(low[s], high[s], flag_, data)) {
+          const Stop stop = await_packet(block_, place(rank, packet), flag_, rank, data);
+          if (stop != Stop::kNone) return stop;
+        }
+        if (rank == 0)
+          acc = reducer_.first(data);
+        else
+          reducer_.add(acc, data);
+      }
+    }
+    result = reducer_.result(acc, call_.divisor);
+    return Stop::kNone;
+  }
+  RINGCOMM_HD const Packet& place(int rank, std::size_t packet) const {
+    return places_.at(call_.rank, rank)[kHeaderPackets + packet];
+  }
+
+  B& block_;
+  const KernelCall& call_;
+  Reducer reducer_;
+  std::uint64_t& number_;
+  std::uint64_t calls_before_;
+  std::uint32_t flag_;
+  PacketPlaces places_;
+  std::size_t num_bytes_;
+  std::size_t begin_ = 0;
+  std::size_t num_packets_ = 0;
+};
+
+template <class Reducer, Block B>
+RINGCOMM_HD void all_reduce_one_shot(B& block, const KernelCall& call) {
+  run_collective<OneShot<Reducer, B>>(block, call);
 }
 
 }  // namespace ringcomm::cuda

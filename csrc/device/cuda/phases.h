@@ -6,18 +6,20 @@
 #include "core/board_protocol.h"
 #include "device/cuda/block.h"
 #include "device/cuda/call.h"
+#include "device/cuda/memory.h"
 
 namespace ringcomm::cuda {
 
-/// What one thread of a block does in tell().
-template <Block B>
+/// What one thread of a block does in tell(): `word_of` gives the words of Control::theirs.
+template <Block B, class WordOf>
 RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
-                            const std::uint32_t* theirs = nullptr) {
+                            const WordOf& word_of) {
   Control& control = *call.control;
   if (block.claim(call.staging.claim(call.rank))) {
     control.peer = peer;
     control.launch = call.launch;
-    for (int i = 0; theirs != nullptr && i < kHeaderWords; ++i) control.theirs[i] = theirs[i];
+    RINGCOMM_ROLLED
+    for (int i = 0; i < kHeaderWords; ++i) control.theirs[i] = word_of(i);
     block.publish_word(control.stop, stop);
   }
   block.publish_word(control.abort, 1);  // for the other blocks of this rank
@@ -25,25 +27,51 @@ RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop
 
 /// Tells the host that this kernel has given up, unless another block was faster. Not for
 /// Stop::kAborted, which the host knows.
-template <Block B>
+template <Block B, class WordOf>
 RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
-                      const std::uint32_t* theirs = nullptr) {
+                      const WordOf& word_of) {
   block.sync();
-  if (block.thread_idx() == 0) tell_alone(block, call, stop, peer, theirs);
+  if (block.thread_idx() == 0) tell_alone(block, call, stop, peer, word_of);
 }
 
-/// Between begin() and end() what `busy` is of is this kernel's alone. Two kernels of a rank that
-/// run at a time would mix their data: a replayed graph beside calls on another stream, which
-/// nothing orders.
+/// Of a reason that has no more to it.
+struct NoWords {
+  RINGCOMM_HD std::uint32_t operator()(int) const { return 0; }
+};
+/// Up to six words, then zeros.
+struct FewWords {
+  std::uint32_t first, second, third, fourth = 0, fifth = 0, sixth = 0;
+  RINGCOMM_HD std::uint32_t operator()(int i) const {
+    return i == 0   ? first
+           : i == 1 ? second
+           : i == 2 ? third
+           : i == 3 ? fourth
+           : i == 4 ? fifth
+           : i == 5 ? sixth
+                    : 0;
+  }
+};
+
+/// While one exists, what `busy` is of is this kernel's alone. Two kernels of a rank that run at a
+/// time would mix their data: a replayed graph beside calls on another stream, which nothing
+/// orders. The answer of the memory is looked at in check(), so that other loads are under way
+/// meanwhile.
 template <Block B>
-RINGCOMM_HD void begin(B& block, const GroupFrame& call, std::uint32_t& busy) {
-  if (block.thread_idx() == 0 && !block.claim(busy)) tell_alone(block, call, kOverlap, call.rank);
-}
-template <Block B>
-RINGCOMM_HD void end(B& block, std::uint32_t& busy) {
-  block.sync();
-  if (block.thread_idx() == 0) block.unclaim(busy);
-}
+class Claim {
+ public:
+  RINGCOMM_HD Claim(B& block, std::uint32_t& busy)
+      : was_free_(block.thread_idx() != 0 || block.claim(busy)) {}
+  RINGCOMM_HD void check(B& block, const GroupFrame& call) const {
+    if (!was_free_) tell_alone(block, call, kOverlap, call.rank, NoWords());
+  }
+  RINGCOMM_HD static void end(B& block, std::uint32_t& busy) {
+    block.sync();
+    if (block.thread_idx() == 0) block.unclaim(busy);
+  }
+
+ private:
+  bool was_free_;
+};
 
 /// The phases of one call, as a block sees them: its board, and the headings of the first.
 template <Block B>
@@ -53,7 +81,7 @@ class Phases {
       : block_(block),
         call_(call),
         boards_(call.staging, block.block_idx()),
-        board_(block, budget_, boards_, call.rank) {}
+        board_(block, boards_, call.rank) {}
 
   /// Waits until this rank's region of the coming phase may be filled. The call's first phase has
   /// its heading, too.
@@ -73,26 +101,26 @@ class Phases {
   /// Waits for all peers in the phase published last; in the call's first compares their headers
   /// with this rank's.
   RINGCOMM_HD Stop wait_all(bool is_first) {
-    for (int peer = 0; peer < call_.world_size; ++peer) {
-      if (peer == call_.rank) continue;
-      const std::byte* region = nullptr;
-      if (const Stop stop = board_.wait(peer, region); stop != Stop::kNone) return stop;
-    }
+    if (const Stop stop = board_.wait_all(); stop != Stop::kNone) return stop;
     return is_first ? compare_headers() : Stop::kNone;
   }
 
   /// Whether all ranks made this call, once all have published its first phase. Ends in kAborted
   /// where one did not, and the host is told.
   RINGCOMM_HD Stop compare_headers() {
-    bool differs = false;
+    Stop stop = Stop::kNone;
     const int num_words = call_.world_size * kHeaderWords;
+    RINGCOMM_ROLLED
     for (auto i = static_cast<int>(block_.thread_idx()); i < num_words;
          i += static_cast<int>(block_.num_threads()))
-      differs = differs || !is_same(i / kHeaderWords, i % kHeaderWords);
-    if (!block_.any(differs)) return Stop::kNone;
+      if (!is_same(i / kHeaderWords, i % kHeaderWords)) stop = Stop::kAborted;
+    if (block_.agree(stop) == Stop::kNone) return Stop::kNone;
+    RINGCOMM_ROLLED
     for (int i = 0; i < num_words; ++i) {
       if (is_same(i / kHeaderWords, i % kHeaderWords)) continue;
-      tell(block_, call_, kMismatch, i / kHeaderWords, heading(i / kHeaderWords).header);
+      const Heading& theirs = heading(i / kHeaderWords);
+      tell(block_, call_, kMismatch, i / kHeaderWords,
+           [&](int word) { return theirs.header[word]; });
       break;
     }
     return Stop::kAborted;
@@ -102,6 +130,10 @@ class Phases {
   RINGCOMM_HD const std::byte* region(int peer) const {
     return boards_.region(peer, board_.phase() - 1);
   }
+  /// Where this rank's data of any phase is, and that of others.
+  RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
+    return boards_.region(rank, phase);
+  }
   RINGCOMM_HD const Heading& heading(int peer) const {
     return call_.staging.heading(peer, block_.block_idx(), board_.phase() - 1);
   }
@@ -110,8 +142,10 @@ class Phases {
   RINGCOMM_HD void write(Heading& heading) {
     const auto thread_idx = static_cast<int>(block_.thread_idx());
     const auto num_threads = static_cast<int>(block_.num_threads());
+    RINGCOMM_ROLLED
     for (int i = thread_idx; i < kHeaderWords; i += num_threads)
       heading.header[i] = call_.header[i];
+    RINGCOMM_ROLLED
     for (int i = thread_idx; i < call_.world_size; i += num_threads) {
       heading.input_bytes[i] = call_.input_bytes[i];
       heading.output_bytes[i] = call_.output_bytes[i];
@@ -126,7 +160,6 @@ class Phases {
   }
   B& block_;
   const KernelCall& call_;
-  SpinBudget budget_;
   BlockBoards boards_;
   Board<B, BlockBoards> board_;
 };
@@ -140,17 +173,20 @@ RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
 template <Block B>
 RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop != Stop::kNone && stop != Stop::kAborted)
-    tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer());
+    tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), NoWords());
 }
 
 /// A block's part of a collective, which `Run` is made for.
 template <class Run, Block B, class... Arguments>
 RINGCOMM_HD void run_collective(B& block, const KernelCall& call, const Arguments&... arguments) {
-  std::uint32_t& busy = call.staging.busy(call.rank, block.block_idx());
-  begin(block, call, busy);
+  const auto busy = [&]() -> std::uint32_t& {
+    return call.staging.busy(call.rank, opaque(block.block_idx()));
+  };
+  const Claim<B> claim(block, busy());
   Run run(block, call, arguments...);
+  claim.check(block, call);
   finish(block, call, run.run());
-  end(block, busy);
+  claim.end(block, busy());
 }
 
 }  // namespace ringcomm::cuda

@@ -21,27 +21,25 @@ struct PairSources {
   RINGCOMM_HD const std::byte* at(int source) const { return source == 0 ? received : local; }
 };
 
-template <class Element, Block B>
+template <class Reducer, Block B>
 class Ring {
  public:
   RINGCOMM_HD Ring(B& block, const KernelCall& call)
       : block_(block),
         call_(call),
-        phases_(block, call),
         schedule_(call.rank, call.world_size),
-        to_next_(block, budget_, link(call.rank, schedule_.next()), schedule_.next()),
-        from_previous_(block, budget_, link(schedule_.previous(), call.rank), schedule_.previous()),
+        to_next_(block, link(call.rank, schedule_.next()), schedule_.next()),
+        from_previous_(block, link(schedule_.previous(), call.rank), schedule_.previous()),
         layout_(call.num_elems, call.world_size),
-        slice_elems_(call.ring_slot_bytes / kElemBytes) {}
+        reducer_(call.dtype, call.reduction),
+        slice_elems_(call.ring_slot_bytes / reducer_.elem_bytes()) {}
 
   RINGCOMM_HD Stop run() {
     // Slots lie in the regions of boards. Once all ranks have published a phase of this call, none
     // reads a region of an earlier one.
-    std::byte* region = nullptr;
-    if (const Stop stop = phases_.open(region, true); stop != Stop::kNone) return stop;
-    phases_.publish();
-    if (const Stop stop = phases_.wait_all(true); stop != Stop::kNone) return stop;
+    if (const Stop stop = meet(); stop != Stop::kNone) return stop;
     const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
+    RINGCOMM_ROLLED
     for (std::size_t slice_idx = block_.block_idx(); slice_idx < slices;
          slice_idx += block_.num_blocks()) {
       if (const Stop stop = reduce_scatter(slice_idx); stop != Stop::kNone) return stop;
@@ -51,7 +49,13 @@ class Ring {
   }
 
  private:
-  static constexpr std::size_t kElemBytes = sizeof(typename Element::Stored);
+  RINGCOMM_HD Stop meet() {
+    Phases<B> phases(block_, call_);
+    std::byte* region = nullptr;
+    if (const Stop stop = phases.open(region, true); stop != Stop::kNone) return stop;
+    phases.publish();
+    return phases.wait_all(true);
+  }
 
   RINGCOMM_HD LinkGeometry link(int from, int to) const {
     return call_.staging.ring_link(from, to, block_.block_idx(), call_.ring_num_slots,
@@ -65,8 +69,9 @@ class Ring {
   };
   RINGCOMM_HD Span span(int chunk_idx, std::size_t slice_idx) const {
     const ElemRange slice = slice_of(layout_.chunk(chunk_idx), slice_idx, slice_elems_);
-    const std::size_t offset = slice.begin_elems * kElemBytes;
-    return {call_.inputs[0] + offset, call_.outputs[0] + offset, slice.num_elems * kElemBytes};
+    const std::size_t offset = slice.begin_elems * reducer_.elem_bytes();
+    return {call_.inputs[0] + offset, call_.outputs[0] + offset,
+            slice.num_elems * reducer_.elem_bytes()};
   }
 
   RINGCOMM_HD Stop reduce_scatter(std::size_t slice_idx) {
@@ -77,10 +82,12 @@ class Ring {
     const auto add = [&](int divisor) {
       return [this, divisor](std::byte* to, std::byte* also_to, const std::byte* received,
                              const std::byte* local, std::size_t num_bytes) {
-        combine<Element>(block_, Outputs{to, also_to}, PairSources{received, local},
-                         num_bytes / kElemBytes, call_.reduction, divisor);
+        // With all of a ring's state beside them, half as many vectors fit the registers.
+        reducer_.template combine<4>(block_, Outputs{to, also_to}, PairSources{received, local},
+                                     num_bytes / reducer_.elem_bytes(), divisor);
       };
     };
+    RINGCOMM_ROLLED
     for (int step = 0; step < last_step; ++step) {
       const Span part = span(schedule_.reduce_scatter_recv_chunk(step), slice_idx);
       const Stop stop =
@@ -94,6 +101,7 @@ class Ring {
 
   RINGCOMM_HD Stop all_gather(std::size_t slice_idx) {
     const int last_step = schedule_.num_steps() - 1;
+    RINGCOMM_ROLLED
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(schedule_.all_gather_recv_chunk(step), slice_idx);
       const Stop stop =
@@ -106,18 +114,17 @@ class Ring {
 
   B& block_;
   const KernelCall& call_;
-  SpinBudget budget_;
-  Phases<B> phases_;
   RingSchedule schedule_;
   SendLink<B> to_next_;
   RecvLink<B> from_previous_;
   ChunkLayout layout_;
+  Reducer reducer_;
   std::size_t slice_elems_;
 };
 
-template <class Element, Block B>
+template <class Reducer, Block B>
 RINGCOMM_HD void all_reduce_ring(B& block, const KernelCall& call) {
-  run_collective<Ring<Element, B>>(block, call);
+  run_collective<Ring<Reducer, B>>(block, call);
 }
 
 }  // namespace ringcomm::cuda

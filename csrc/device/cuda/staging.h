@@ -9,10 +9,9 @@
 #include "core/link_protocol.h"
 #include "core/packet_protocol.h"
 #include "device/cuda/control.h"
+#include "device/cuda/limits.h"
 
 namespace ringcomm::cuda {
-
-inline constexpr int kMaxRanks = 32;
 
 /// What stands with the data of a call's first phase.
 struct alignas(kLineBytes) Heading {
@@ -41,44 +40,48 @@ struct StagingLayout {
   static constexpr std::uint32_t kMailSlots = 2;
 
   /// In front of all: which block was the first to give up.
-  RINGCOMM_HD constexpr std::size_t published_offset(std::size_t block) const {
-    return kLineBytes + block * sizeof(Cursor);
+  RINGCOMM_HD constexpr std::size_t published_offset(std::uint32_t block,
+                                                     std::uint32_t writer) const {
+    return kLineBytes + std::size_t{block * world_size + writer} * sizeof(Cursor);
   }
-  RINGCOMM_HD constexpr std::size_t ring_offset(std::size_t block) const {
-    return published_offset(num_blocks) + block * sizeof(LinkCursors);
+  RINGCOMM_HD constexpr std::size_t ring_offset(std::uint32_t block) const {
+    return published_offset(num_blocks, 0) + std::size_t{block} * sizeof(LinkCursors);
   }
   /// Numbers of calls by packets, one per block.
-  RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::size_t block) const {
-    return ring_offset(num_blocks) + block * kLineBytes;
+  RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::uint32_t block) const {
+    return ring_offset(num_blocks) + std::size_t{block} * kLineBytes;
   }
   /// Words that say whether a kernel is at it: of each block of collectives, then of each channel
   /// of messages to a rank, and from one.
-  RINGCOMM_HD constexpr std::size_t busy_offset(std::size_t idx) const {
-    return packet_calls_offset(num_packet_blocks) + idx * sizeof(std::uint32_t);
+  RINGCOMM_HD constexpr std::size_t busy_offset(std::uint32_t idx) const {
+    return packet_calls_offset(num_packet_blocks) + std::size_t{idx} * sizeof(std::uint32_t);
   }
-  RINGCOMM_HD constexpr std::size_t busy_mail_offset(std::size_t peer, bool is_send,
-                                                     std::size_t channel) const {
-    return busy_offset(num_blocks + (2 * peer + (is_send ? 1 : 0)) * num_mail_channels + channel);
+  RINGCOMM_HD constexpr std::size_t busy_mail_offset(std::uint32_t peer, bool is_send,
+                                                     std::uint32_t channel) const {
+    return busy_offset(num_blocks + (2 * peer + (is_send ? 1u : 0u)) * num_mail_channels + channel);
   }
-  /// A link of those by which `sender` sends to this rank: cursors, then slots.
-  RINGCOMM_HD constexpr std::size_t mail_offset(std::size_t sender, std::size_t channel) const {
+  /// A link of those by which `sender` sends to this rank: its tail, then slots. The head that
+  /// stands beside the tail is that of the link to `sender`, which this rank waits for.
+  RINGCOMM_HD constexpr std::size_t mail_offset(std::uint32_t sender, std::uint32_t channel) const {
     return num_slices(busy_mail_offset(world_size, false, 0), kLineBytes) * kLineBytes +
-           (sender * num_mail_channels + channel) *
+           std::size_t{sender * num_mail_channels + channel} *
                (sizeof(LinkCursors) + kMailSlots * std::size_t{mail_slot_bytes});
   }
   /// What `sender` has for this rank in calls whose number is odd, or even.
-  RINGCOMM_HD constexpr std::size_t packets_offset(std::size_t block, std::size_t turn,
-                                                   std::size_t sender) const {
+  RINGCOMM_HD constexpr std::size_t packets_offset(std::uint32_t block, std::uint32_t turn,
+                                                   std::uint32_t sender) const {
     return mail_offset(world_size, 0) +
-           ((block * 2 + turn) * world_size + sender) * packets_per_block * sizeof(Packet);
+           std::size_t{((block * 2 + turn) * world_size + sender) * packets_per_block} *
+               sizeof(Packet);
   }
   /// In front of both regions of a block, which so are one piece of memory for a ring's slots.
-  RINGCOMM_HD constexpr std::size_t heading_offset(std::size_t block, std::size_t phase) const {
+  RINGCOMM_HD constexpr std::size_t heading_offset(std::uint32_t block, std::uint64_t phase) const {
     return packets_offset(num_packet_blocks, 0, 0) +
-           block * 2 * (sizeof(Heading) + std::size_t{region_bytes}) + phase % 2 * sizeof(Heading);
+           std::size_t{block} * (2 * (sizeof(Heading) + std::size_t{region_bytes})) +
+           (phase & 1) * sizeof(Heading);
   }
-  RINGCOMM_HD constexpr std::size_t region_offset(std::size_t block, std::size_t phase) const {
-    return heading_offset(block, 0) + 2 * sizeof(Heading) + phase % 2 * region_bytes;
+  RINGCOMM_HD constexpr std::size_t region_offset(std::uint32_t block, std::uint64_t phase) const {
+    return heading_offset(block, 0) + 2 * sizeof(Heading) + (phase & 1) * std::size_t{region_bytes};
   }
   RINGCOMM_HD constexpr std::size_t num_bytes() const { return heading_offset(num_blocks, 0); }
 };
@@ -95,8 +98,10 @@ struct Staging {
   RINGCOMM_HD std::uint32_t& busy(int rank, unsigned block) const {
     return word_at(rank, layout.busy_offset(block));
   }
-  RINGCOMM_HD Cursor& published(int rank, unsigned block) const {
-    return *reinterpret_cast<Cursor*>(of[rank] + layout.published_offset(block));
+  /// What the writer has published, in the memory of the reader, which waits for it there.
+  RINGCOMM_HD Cursor& published(int reader, int writer, unsigned block) const {
+    return *reinterpret_cast<Cursor*>(
+        of[reader] + layout.published_offset(block, static_cast<std::uint32_t>(writer)));
   }
   RINGCOMM_HD Heading& heading(int rank, unsigned block, std::uint64_t phase) const {
     return *reinterpret_cast<Heading*>(of[rank] + layout.heading_offset(block, phase));
@@ -110,10 +115,11 @@ struct Staging {
             of[to] + layout.region_offset(block, 0), num_slots, slot_bytes};
   }
   RINGCOMM_HD LinkGeometry mail_link(int from, int to, unsigned channel) const {
-    auto* there = of[to] + layout.mail_offset(static_cast<std::size_t>(from), channel);
-    auto* cursors = reinterpret_cast<LinkCursors*>(there);
-    return {&cursors->tail, &cursors->head, there + sizeof(LinkCursors), StagingLayout::kMailSlots,
-            layout.mail_slot_bytes};
+    auto* there = of[to] + layout.mail_offset(static_cast<std::uint32_t>(from), channel);
+    auto* here = of[from] + layout.mail_offset(static_cast<std::uint32_t>(to), channel);
+    return {&reinterpret_cast<LinkCursors*>(there)->tail,
+            &reinterpret_cast<LinkCursors*>(here)->head, there + sizeof(LinkCursors),
+            StagingLayout::kMailSlots, layout.mail_slot_bytes};
   }
 };
 
@@ -130,7 +136,10 @@ struct BlockBoards {
         world_size(static_cast<int>(all.layout.world_size)),
         region_bytes(all.layout.region_bytes) {}
 
-  RINGCOMM_HD Cursor& cursor(int rank) const { return staging.published(rank, block); }
+  static constexpr bool kHasCopies = true;
+  RINGCOMM_HD Cursor& cursor(int reader, int writer) const {
+    return staging.published(reader, writer, block);
+  }
   RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
     return staging.of[rank] + staging.layout.region_offset(block, phase);
   }

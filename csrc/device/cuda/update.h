@@ -13,6 +13,7 @@
 namespace ringcomm::cuda {
 
 struct SgdStep {
+  static constexpr int kNumStates = 1;
   RINGCOMM_HD static void apply(const UpdateScalars& s, bool has_momentum, float& weight,
                                 float grad, float& momentum, float&) {
     if (s.weight_decay != 0) grad = fmaf(weight, s.weight_decay, grad);
@@ -25,6 +26,7 @@ struct SgdStep {
 };
 
 struct AdamWStep {
+  static constexpr int kNumStates = 2;
   RINGCOMM_HD static void apply(const UpdateScalars& s, bool, float& weight, float grad,
                                 float& first, float& second) {
     weight = weight * s.decay;
@@ -39,6 +41,7 @@ struct AdamWStep {
 };
 
 struct LomoStep {
+  static constexpr int kNumStates = 0;
   RINGCOMM_HD static void apply(const UpdateScalars& s, bool, float& weight, float grad, float&,
                                 float&) {
     grad = grad > s.clip_value ? s.clip_value : grad;
@@ -53,84 +56,114 @@ template <class Grad, class Param, class Step>
 struct UpdatingOwner {
   template <class B, class To, class Sources>
   RINGCOMM_HD void operator()(B& block, const KernelCall& call, const To& outputs,
-                              const Sources& sources, const ElemRange& elems) const {
-    const std::size_t num_elems = elems.num_elems;
-    const std::size_t begin =
-        elems.begin_elems -
-        ChunkLayout(call.num_elems, call.world_size).chunk(call.rank).begin_elems;
-    const auto moved = [begin](float* array) { return array != nullptr ? array + begin : nullptr; };
-    float* const master = moved(call.master);
-    float* const first = moved(call.states[0]);
-    float* const second = moved(call.states[1]);
-    constexpr int kElems = 4;
-    const bool is_wide = are_aligned<Grad, kElems>(Outputs{nullptr}, sources) &&
-                         are_aligned<Param, kElems>(outputs, NoSources{}) &&
-                         is_aligned(master, sizeof(Vector)) && is_aligned(first, sizeof(Vector)) &&
-                         is_aligned(second, sizeof(Vector));
-    const std::size_t num_packs = is_wide ? num_elems / kElems : 0;
-    for (std::size_t i = block.thread_idx(); i < num_packs; i += block.num_threads())
-      update<kElems>(call, outputs, sources, master, first, second, i);
-    for (std::size_t i = num_packs * kElems + block.thread_idx(); i < num_elems;
-         i += block.num_threads())
-      update<1>(call, outputs, sources, master, first, second, i);
+                              const Sources& sources, std::size_t begin_in_chunk,
+                              std::size_t num_elems) const {
+    const auto moved = [&](float* array) {
+      return array != nullptr ? array + begin_in_chunk : nullptr;
+    };
+    const Arrays arrays{moved(call.master), moved(call.states[0]), moved(call.states[1])};
+    const bool is_wide = are_aligned(outputs, sources) && is_aligned(arrays.master, 16) &&
+                         is_aligned(arrays.first, 16) && is_aligned(arrays.second, 16);
+    // A block's part has less than 2^32 elements.
+    const auto num = static_cast<std::uint32_t>(num_elems);
+    const std::uint32_t num_packs = is_wide ? num / kElems : 0;
+    RINGCOMM_ROLLED
+    for (std::uint32_t first = 0; first < num_packs; first += block.num_threads())
+      update<kElems>(call, outputs, sources, arrays, opaque(first + block.thread_idx()), num_packs);
+    RINGCOMM_ROLLED
+    for (std::uint32_t first = num_packs * kElems; first < num; first += block.num_threads())
+      update<1>(call, outputs, sources, arrays, opaque(first + block.thread_idx()), num);
   }
 
  private:
-  template <int kElems>
-  using Floats = Pack<FloatElement<float>, kElems>;
+  static constexpr int kElems = 4;  ///< of fp32 states 16 bytes
+  /// Loads of gradients under way at once, beside those of the states.
+  static constexpr int kAtOnce = sizeof(typename Grad::Stored) == 4 ? 2 : 4;
 
-  template <int kElems>
-  RINGCOMM_HD static void load(Floats<kElems>& to, const float* from, std::size_t idx) {
-    if (from != nullptr) to = reinterpret_cast<const Floats<kElems>*>(from)[idx];
+  struct Arrays {
+    float* master;
+    float* first;
+    float* second;
+  };
+  template <int kNum>
+  using Floats = Pack<FloatElement<float>, kNum>;
+
+  template <int kNum>
+  RINGCOMM_HD static Floats<kNum> load_floats(const float* from, std::size_t idx, bool is_there) {
+    return load_pack<Cached::kNo, Floats<kNum>>(from + idx * kNum, is_there && from != nullptr);
   }
-  template <int kElems>
-  RINGCOMM_HD static void store(float* to, Floats<kElems> from, std::size_t idx) {
-    if (to == nullptr) return;
+  template <int kNum>
+  RINGCOMM_HD static void store_floats(float* to, Floats<kNum> from, std::size_t idx,
+                                       bool is_there) {
     for (float& value : from.of) value = quiet(value);
-    reinterpret_cast<Floats<kElems>*>(to)[idx] = from;
+    store_pack<Cached::kNo>(to + idx * kNum, from, is_there && to != nullptr);
   }
 
-  template <int kElems, class To, class Sources>
+  /// The reduced gradient, of which the first sources have been loaded.
+  template <int kNum, class Sources>
+  RINGCOMM_HD static Pack<Grad, kNum> reduced(const Sources& sources, std::size_t idx, int divisor,
+                                              bool is_there, Pack<Grad, kNum>* loaded) {
+    typename Grad::Acc acc[kNum] = {};
+    const int num_sources = sources.num();
+    RINGCOMM_ROLLED
+    for (int first = 0; first < num_sources; first += kAtOnce) {
+      if (first > 0) load_sources<kNum>(sources, first, idx, is_there, loaded);
+      RINGCOMM_UNROLL
+      for (int s = 0; s < kAtOnce; ++s)
+        for (int e = 0; e < kNum; ++e) {
+          const typename Grad::Acc next = Grad::load(loaded[s].of[e]);
+          if (first + s < num_sources) acc[e] = first + s == 0 ? next : Sum::apply(acc[e], next);
+        }
+    }
+    Pack<Grad, kNum> result;
+    for (int e = 0; e < kNum; ++e)
+      result.of[e] = Grad::store(divisor > 1 ? Grad::divide(acc[e], divisor) : acc[e]);
+    return result;
+  }
+  template <int kNum, class Sources>
+  RINGCOMM_HD static void load_sources(const Sources& sources, int first, std::size_t idx,
+                                       bool is_there, Pack<Grad, kNum>* loaded) {
+    RINGCOMM_UNROLL
+    for (int s = 0; s < kAtOnce; ++s) {
+      const bool is_source = first + s < sources.num();
+      loaded[s] = load_pack<Cached::kYes, Pack<Grad, kNum>>(
+          sources.at(is_source ? first + s : 0) + idx * sizeof(Pack<Grad, kNum>),
+          is_source && is_there);
+    }
+  }
+
+  /// All that it reads is under way before any of it is used.
+  template <int kNum, class To, class Sources>
   RINGCOMM_HD static void update(const KernelCall& call, const To& outputs, const Sources& sources,
-                                 float* master, float* first, float* second, std::size_t idx) {
-    Pack<Grad, kElems> reduced;
-    combine_pack<Grad, Sum, kElems, 0>(Outputs{reinterpret_cast<std::byte*>(&reduced)},
-                                       At<Sources, kElems>{sources, idx}, 0, call.divisor);
-    auto params = reinterpret_cast<const Pack<Param, kElems>*>(outputs.at(0))[idx];
-    Floats<kElems> weights = {};
-    Floats<kElems> states[2] = {};
-    load(weights, master, idx);
-    load(states[0], first, idx);
-    load(states[1], second, idx);
-    for (int e = 0; e < kElems; ++e) {
-      if (master == nullptr) weights.of[e] = Param::load(params.of[e]);
-      Step::apply(call.update, first != nullptr, weights.of[e],
-                  Grad::load(reduced.of[e]) * call.update.grad_scale, states[0].of[e],
-                  states[1].of[e]);
+                                 const Arrays& arrays, std::uint32_t idx, std::uint32_t num) {
+    const bool is_there = idx < num;
+    Pack<Grad, kNum> loaded[kAtOnce];
+    load_sources<kNum>(sources, 0, idx, is_there, loaded);
+    const bool has_master = arrays.master != nullptr;
+    const std::size_t offset = std::size_t{idx} * sizeof(Pack<Param, kNum>);
+    auto params =
+        load_pack<Cached::kNo, Pack<Param, kNum>>(outputs.at(0) + offset, is_there && !has_master);
+    Floats<kNum> weights = load_floats<kNum>(arrays.master, idx, is_there);
+    Floats<kNum> first = {};
+    Floats<kNum> second = {};
+    if constexpr (Step::kNumStates > 0) first = load_floats<kNum>(arrays.first, idx, is_there);
+    if constexpr (Step::kNumStates > 1) second = load_floats<kNum>(arrays.second, idx, is_there);
+    end_of_loads();
+    const Pack<Grad, kNum> grads = reduced<kNum>(sources, idx, call.divisor, is_there, loaded);
+    for (int e = 0; e < kNum; ++e) {
+      if (!has_master) weights.of[e] = Param::load(params.of[e]);
+      Step::apply(call.update, arrays.first != nullptr, weights.of[e],
+                  Grad::load(grads.of[e]) * call.update.grad_scale, first.of[e], second.of[e]);
       params.of[e] = Param::store(weights.of[e]);
     }
-    for (int o = 0; o < outputs.num(); ++o)
-      reinterpret_cast<Pack<Param, kElems>*>(outputs.at(o))[idx] = params;
-    store(master, weights, idx);
-    store(first, states[0], idx);
-    store(second, states[1], idx);
+    store_pack<Cached::kNo>(outputs.at(0) + offset, params, is_there);
+    RINGCOMM_ROLLED
+    for (int o = 1; o < outputs.num(); ++o)
+      store_pack<Cached::kYes>(outputs.at(o) + offset, params, is_there);
+    store_floats<kNum>(arrays.master, weights, idx, is_there);
+    if constexpr (Step::kNumStates > 0) store_floats<kNum>(arrays.first, first, idx, is_there);
+    if constexpr (Step::kNumStates > 1) store_floats<kNum>(arrays.second, second, idx, is_there);
   }
-
-  struct NoSources {
-    RINGCOMM_HD int num() const { return 0; }
-    RINGCOMM_HD const std::byte* at(int) const { return nullptr; }
-  };
-
-  /// Sources whose pack 0 is pack `idx` of others.
-  template <class Sources, int kElems>
-  struct At {
-    const Sources& sources;
-    std::size_t idx;
-    RINGCOMM_HD int num() const { return sources.num(); }
-    RINGCOMM_HD const std::byte* at(int source) const {
-      return sources.at(source) + idx * sizeof(Pack<Grad, kElems>);
-    }
-  };
 };
 
 /// The one gradient of a group of one.
@@ -153,7 +186,8 @@ RINGCOMM_HD void reduce_update_gather(B& block, const KernelCall& call) {
                                      num_slices(fair_elems, kAlignElems) * kAlignElems);
     owner(block, call,
           Outputs{call.outputs[0] + elems.begin_elems * sizeof(typename Param::Stored)},
-          OwnGradient{call.inputs[0] + elems.begin_elems * sizeof(typename Grad::Stored)}, elems);
+          OwnGradient{call.inputs[0] + elems.begin_elems * sizeof(typename Grad::Stored)},
+          elems.begin_elems, elems.num_elems);
     return;
   }
   run_collective<ReduceGather<ReduceShape::kUpdate, Owner, B>>(

@@ -3,8 +3,8 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <atomic>
 #include <cstdlib>
-#include <mutex>
 
 #include "core/errors.h"
 
@@ -75,19 +75,31 @@ void check(Result result, const char* what) {
                   (text != nullptr ? std::string(", ") + text : std::string()));
 }
 
-ContextGuard::ContextGuard(DeviceOrdinal device) {
-  const DriverApi& api = driver();
-  check(api.ctx_get_current(&previous_), "ask for the current context");
-  // Primary contexts are counted; one that is in use stays for the life of the process.
-  static std::mutex mutex;
-  static std::array<Context, 64> contexts = {};
-  const std::lock_guard lock(mutex);
-  Context& context = contexts.at(static_cast<std::size_t>(device));
-  if (context == nullptr)
-    check(api.device_primary_ctx_retain(&context, device), "use the GPU's primary context");
-  check(api.ctx_set_current(context), "make the GPU's primary context current");
+namespace {
+
+// Primary contexts are counted; one that is in use stays for the life of the process.
+Context primary_context(DeviceOrdinal device) {
+  static std::array<std::atomic<Context>, 64> contexts = {};
+  std::atomic<Context>& known = contexts.at(static_cast<std::size_t>(device));
+  Context context = known.load(std::memory_order_acquire);
+  if (context != nullptr) return context;
+  check(driver().device_primary_ctx_retain(&context, device), "use the GPU's primary context");
+  known.store(context, std::memory_order_release);  // every thread finds the same
+  return context;
 }
 
-ContextGuard::~ContextGuard() { driver().ctx_set_current(previous_); }
+}  // namespace
+
+ContextGuard::ContextGuard(DeviceOrdinal device) {
+  const Context context = primary_context(device);
+  check(driver().ctx_get_current(&previous_), "ask for the current context");
+  if (previous_ == context) return;
+  check(driver().ctx_set_current(context), "make the GPU's primary context current");
+  is_changed_ = true;
+}
+
+ContextGuard::~ContextGuard() {
+  if (is_changed_) driver().ctx_set_current(previous_);
+}
 
 }  // namespace ringcomm::cuda

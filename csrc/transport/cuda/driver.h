@@ -19,7 +19,8 @@ bool has_driver(std::string* reason = nullptr);
 /// is what could not be done ("allocate 12 MiB of staging").
 void check(Result result, const char* what);
 
-/// Makes a device's primary context, which torch uses too, current while it lives.
+/// Makes a device's primary context, which torch uses too, current while it lives. Where it is
+/// already, as on threads that have used the device by torch, that is one call of the driver.
 class ContextGuard {
  public:
   explicit ContextGuard(DeviceOrdinal device);
@@ -29,6 +30,7 @@ class ContextGuard {
 
  private:
   Context previous_ = nullptr;
+  bool is_changed_ = false;
 };
 
 /// While it lives, this thread may do what might wait for the device, such as allocate, although a

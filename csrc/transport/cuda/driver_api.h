@@ -23,8 +23,6 @@ using CapturedGraph = struct CapturedGraphTag*;
 using CapturedNode = struct CapturedNodeTag*;
 
 inline constexpr Result kSuccess = 0;
-inline constexpr Result kErrorOutOfMemory = 2;
-inline constexpr Result kErrorPeerAccessAlreadyEnabled = 704;
 inline constexpr Result kErrorNotReady = 600;
 
 struct DeviceUuid {
@@ -39,9 +37,6 @@ struct IpcEventHandle {
 
 enum DeviceAttribute : int {
   kMultiprocessorCount = 16,
-  kCooperativeLaunch = 95,
-  kComputeCapabilityMajor = 75,
-  kComputeCapabilityMinor = 76,
   kVirtualMemoryManagementSupported = 102,
   kHandleTypePosixFdSupported = 103,
   kMpsEnabled = 133,
@@ -95,31 +90,23 @@ enum EventFlags : unsigned { kEventDisableTiming = 2, kEventInterprocess = 4 };
 enum StreamFlags : unsigned { kStreamNonBlocking = 1 };
 enum HostAllocFlags : unsigned { kHostPortable = 1, kHostDeviceMap = 2 };
 enum IpcFlags : unsigned { kIpcLazyPeerAccess = 1 };
-enum CaptureStatus : int { kCaptureNone = 0, kCaptureActive = 1, kCaptureInvalidated = 2 };
 enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8 };
 enum LaunchAttributeId : int { kClusterDimension = 4 };
-enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
+enum CaptureStatus : int { kCaptureNone = 0, kCaptureActive = 1 };
+enum CaptureMode : int { kCaptureRelaxed = 2 };
 
 /// X(member, symbol, parameters): every function returns a Result.
 #define RINGCOMM_DRIVER_FUNCTIONS(X)                                                             \
   X(init, "cuInit", (unsigned flags))                                                            \
-  X(driver_get_version, "cuDriverGetVersion", (int* version))                                    \
   X(get_error_name, "cuGetErrorName", (Result error, const char** name))                         \
   X(get_error_string, "cuGetErrorString", (Result error, const char** text))                     \
-  X(device_get, "cuDeviceGet", (DeviceOrdinal * device, int ordinal))                            \
-  X(device_get_count, "cuDeviceGetCount", (int* count))                                          \
-  X(device_get_name, "cuDeviceGetName", (char* name, int num_bytes, DeviceOrdinal device))       \
   X(device_get_uuid, "cuDeviceGetUuid_v2", (DeviceUuid * uuid, DeviceOrdinal device))            \
   X(device_get_attribute, "cuDeviceGetAttribute",                                                \
     (int* value, int attribute, DeviceOrdinal device))                                           \
-  X(device_can_access_peer, "cuDeviceCanAccessPeer",                                             \
-    (int* can_access, DeviceOrdinal device, DeviceOrdinal peer))                                 \
   X(device_primary_ctx_retain, "cuDevicePrimaryCtxRetain",                                       \
     (Context * context, DeviceOrdinal device))                                                   \
   X(ctx_get_current, "cuCtxGetCurrent", (Context * context))                                     \
   X(ctx_set_current, "cuCtxSetCurrent", (Context context))                                       \
-  X(ctx_enable_peer_access, "cuCtxEnablePeerAccess", (Context peer, unsigned flags))             \
-  X(mem_get_info, "cuMemGetInfo_v2", (std::size_t* num_free, std::size_t* num_total))            \
   X(mem_get_allocation_granularity, "cuMemGetAllocationGranularity",                             \
     (std::size_t* granularity, const MemAllocationProp* prop, int flags))                        \
   X(mem_create, "cuMemCreate",                                                                   \
@@ -143,8 +130,6 @@ enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRe
     (MemoryHandle * handle, void* shareable, int type))                                          \
   X(mem_alloc, "cuMemAlloc_v2", (DevicePtr * address, std::size_t num_bytes))                    \
   X(mem_free, "cuMemFree_v2", (DevicePtr address))                                               \
-  X(mem_get_address_range, "cuMemGetAddressRange_v2",                                            \
-    (DevicePtr * base, std::size_t* num_bytes, DevicePtr address))                               \
   X(ipc_get_mem_handle, "cuIpcGetMemHandle", (IpcMemHandle * handle, DevicePtr address))         \
   X(ipc_open_mem_handle, "cuIpcOpenMemHandle_v2",                                                \
     (DevicePtr * address, IpcMemHandle handle, unsigned flags))                                  \
@@ -160,7 +145,6 @@ enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRe
   X(stream_create, "cuStreamCreate", (StreamHandle * stream, unsigned flags))                    \
   X(stream_destroy, "cuStreamDestroy_v2", (StreamHandle stream))                                 \
   X(stream_synchronize, "cuStreamSynchronize", (StreamHandle stream))                            \
-  X(stream_query, "cuStreamQuery", (StreamHandle stream))                                        \
   X(stream_wait_event, "cuStreamWaitEvent",                                                      \
     (StreamHandle stream, EventHandle event, unsigned flags))                                    \
   X(stream_get_capture_info, "cuStreamGetCaptureInfo_v2",                                        \
@@ -175,7 +159,6 @@ enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRe
   X(ipc_get_event_handle, "cuIpcGetEventHandle", (IpcEventHandle * handle, EventHandle event))   \
   X(ipc_open_event_handle, "cuIpcOpenEventHandle", (EventHandle * event, IpcEventHandle handle)) \
   X(module_load_data, "cuModuleLoadData", (Module * module, const void* image))                  \
-  X(module_unload, "cuModuleUnload", (Module module))                                            \
   X(module_get_function, "cuModuleGetFunction",                                                  \
     (Function * function, Module module, const char* name))                                      \
   X(occupancy_max_active_blocks, "cuOccupancyMaxActiveBlocksPerMultiprocessor",                  \

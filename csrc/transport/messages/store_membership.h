@@ -44,6 +44,9 @@ class StoreMembership final : public Membership {
   Stop state_of(int rank) const override;
   bool has_died(int rank) const override;
   bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
+  std::string last_words_of(int rank) const override {
+    return shm::last_words_of(processes_, rank);
+  }
   /// Whether the process of `rank` is known to live.
   bool is_alive(int rank) const;
   /// The result of `make`, a part of making the group. Where that throws, the other ranks hear of

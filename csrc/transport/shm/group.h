@@ -63,6 +63,9 @@ class Group final : public Membership {
   Stop state_of(int peer) const override;
   bool has_died(int rank) const override;
   bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
+  std::string last_words_of(int rank) const override {
+    return shm::last_words_of(processes_, rank);
+  }
   /// A rank that is still being waited for by rank 0, which makes the group; -1 when all are there.
   int unjoined_rank() const;
   /// A rank that has ended, or left, before it published what this rank has: it cannot take part

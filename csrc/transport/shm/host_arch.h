@@ -7,6 +7,7 @@
 #include "core/arch.h"
 #include "core/stop.h"
 #include "core/test_steps.h"
+#include "core/wait_policy.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -58,7 +59,15 @@ class HostArch {
   Stop once(const F& function) const {
     return function();
   }
+  template <class F>
+  Stop each(int num, const F& function) const {
+    Stop stop = Stop::kNone;
+    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+    return stop;
+  }
 
+  /// Shared by all waits of a rank, since whether spinning pays is the same for all.
+  SpinBudget& budget() { return budget_; }
   void pause() const {
 #if defined(__x86_64__)
     _mm_pause();
@@ -83,6 +92,7 @@ class HostArch {
   int rank_;
   int num_ranks_;
   int num_cores_;
+  SpinBudget budget_;
 };
 static_assert(Arch<HostArch>);
 

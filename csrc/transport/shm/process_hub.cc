@@ -1,5 +1,6 @@
 #include "transport/shm/process_hub.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -31,6 +32,8 @@ constexpr const char* kWatchRequest = "watch";
 
 constexpr std::chrono::milliseconds kAcceptRetry{10};
 constexpr std::chrono::milliseconds kLookInterval{50};
+// A peer that talks without end must not keep the hub from its other work.
+constexpr int kMaxTextsAtOnce = 16;
 
 // Null until the first group, and again in a forked child: the thread does not survive a fork.
 std::atomic<ProcessHub*> current_hub = nullptr;
@@ -65,6 +68,19 @@ bool PeerProcess::is_stopped() const {
   return stat[name_end + 2] == 'T' || stat[name_end + 2] == 't';
 }
 
+std::string PeerProcess::last_words() const {
+  const std::lock_guard lock(mutex_);
+  return last_words_;
+}
+
+void PeerProcess::keep_last_words(std::string words) {
+  // They become a part of error messages, in which Python wants valid text.
+  for (char& letter : words)
+    if (letter < ' ' || letter > '~') letter = '?';
+  const std::lock_guard lock(mutex_);
+  last_words_ = std::move(words);
+}
+
 ProcessHub& ProcessHub::instance() {
   if (ProcessHub* hub = current_hub.load(std::memory_order_acquire)) return *hub;
   const std::lock_guard lock(creation_mutex);
@@ -94,6 +110,8 @@ ProcessHub& ProcessHub::instance() {
 ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_)) {
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_event_) throw_errno("eventfd");
+  // Two threads may accept (say_last_words()), of which one finds nothing.
+  if (::fcntl(listener_.get(), F_SETFL, O_NONBLOCK) != 0) throw_errno("fcntl(O_NONBLOCK)");
   try {
     start_background_thread("ringcomm-hub", [this] { run(); }).detach();
   } catch (const std::system_error& error) {
@@ -165,6 +183,19 @@ std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
   return process;
 }
 
+void ProcessHub::say_last_words(const std::string& text) noexcept {
+  ProcessHub* hub = current_hub.load(std::memory_order_acquire);
+  if (hub == nullptr) return;
+  try {  // also those that the hub's thread has not come to
+    while (hub->accept_connection()) {
+    }
+  } catch (const std::exception&) {
+    // The others are told.
+  }
+  const std::lock_guard lock(hub->mutex_);
+  for (const UniqueFd& connection : hub->connections_) try_send_text(connection.get(), text);
+}
+
 void ProcessHub::wake() {
   const std::uint64_t one = 1;
   if (::write(wake_event_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN)
@@ -181,7 +212,7 @@ void ProcessHub::run() {
       for (const auto& [address, watch] : watches_) {
         // poll() passes over the -1 of a pidfd that there is not.
         entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
-        entries.push_back({.fd = watch.socket.get(), .events = POLLRDHUP, .revents = 0});
+        entries.push_back({.fd = watch.socket.get(), .events = POLLIN | POLLRDHUP, .revents = 0});
       }
       first_connection = entries.size();
       for (const UniqueFd& connection : connections_)
@@ -207,30 +238,50 @@ void ProcessHub::run() {
   }
 }
 
+// Reads what a watched process says: what it said before its end is still there after it.
+void ProcessHub::listen_to(const Watch& watch) {
+  try {
+    std::string words;
+    for (int i = 0; i < kMaxTextsAtOnce; ++i) {
+      if (!recv_text(watch.socket.get(), std::chrono::milliseconds(0), words) || words.empty())
+        return;
+      watch.process->keep_last_words(words);
+    }
+  } catch (const std::exception&) {
+    // It may end without a word.
+  }
+}
+
 void ProcessHub::look_at_watches(const std::map<int, short>& events) {
   const std::lock_guard lock(mutex_);
   std::erase_if(watches_, [&](const auto& item) {
     const Watch& watch = item.second;
-    const auto has_event = [&](const UniqueFd& fd) {
+    const auto event_of = [&](const UniqueFd& fd) {
       const auto found = events.find(fd.get());
-      return fd && found != events.end() && found->second != 0;
+      return fd && found != events.end() ? int{found->second} : 0;
     };
-    if (!has_event(watch.pidfd) && !has_event(watch.socket)) return false;
+    const int heard = event_of(watch.socket);
+    const bool has_ended = event_of(watch.pidfd) != 0 || (heard & ~POLLIN) != 0;
+    if (heard == 0 && !has_ended) return false;
+    listen_to(watch);
+    if (!has_ended) return false;
     watch.process->is_dead.store(true, std::memory_order_release);
     return true;
   });
 }
 
-void ProcessHub::accept_connection() {
+// False where there was none to take.
+bool ProcessHub::accept_connection() {
   UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!connection) {
     // Out of descriptors, most likely; poll() would come back at once for as long as that lasts.
-    std::this_thread::sleep_for(kAcceptRetry);
-    return;
+    if (errno != EAGAIN) std::this_thread::sleep_for(kAcceptRetry);
+    return false;
   }
-  if (!is_trusted_peer(connection.get())) return;
+  if (!is_trusted_peer(connection.get())) return true;
   const std::lock_guard lock(mutex_);
   connections_.push_back(std::move(connection));
+  return true;
 }
 
 // The hub's thread has no caller to throw to: an error with a connection ends that connection.

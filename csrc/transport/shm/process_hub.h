@@ -22,6 +22,15 @@ struct PeerProcess {
 
   /// Whether it is stopped, by SIGSTOP or a debugger; false where the kernel does not say.
   bool is_stopped() const;
+
+  /// What it said last of why it ends, such as an uncaught exception: printable ASCII. Empty where
+  /// it said nothing.
+  std::string last_words() const;
+  void keep_last_words(std::string words);
+
+ private:
+  mutable std::mutex mutex_;
+  std::string last_words_;
 };
 
 /// This process's end of everything that is per pair of processes and not per group: it hands
@@ -58,6 +67,10 @@ class ProcessHub {
   /// Null when there is no such process any more.
   std::shared_ptr<PeerProcess> watch(const std::string& address);
 
+  /// Tells the processes that watch this one why it is about to end (256 bytes at most). Waits for
+  /// none of them, throws nothing, and does nothing in a process without a hub.
+  static void say_last_words(const std::string& text) noexcept;
+
  private:
   struct Watch {
     UniqueFd socket;
@@ -67,10 +80,11 @@ class ProcessHub {
 
   ProcessHub();
   void run();
-  void accept_connection();
+  bool accept_connection();
   void try_accept();
   bool try_serve(int connection);
   bool serve(int connection);
+  static void listen_to(const Watch& watch);
   void look_at_watches(const std::map<int, short>& events);
   void wake();
   void close_all_in_child();
@@ -79,7 +93,8 @@ class ProcessHub {
   UniqueFd listener_;
   UniqueFd wake_event_;
 
-  // Guards what follows; never held while another lock is taken or a callback runs.
+  // Guards what follows; never held while a callback runs or another lock is taken, but for a
+  // PeerProcess's.
   std::mutex mutex_;
   std::map<std::string, UniqueFd> offers_;
   std::map<std::string, Watch> watches_;  // by address

@@ -20,7 +20,7 @@ namespace {
 // the same sizes and kinds. Raise the number behind the name where neither tells of a change.
 const std::string& version() {
   static const std::string text = [] {
-    std::string joined = "ringcomm-4-" RINGCOMM_VERSION;
+    std::string joined = "ringcomm-5-" RINGCOMM_VERSION;
     for (const std::size_t number :
          {sizeof(SegmentHeader), sizeof(RankControl), sizeof(LinkCursors), kCallHeaderBytes,
           std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -50,13 +50,14 @@ std::string RankRecord::to_text() const {
        << pid << '\n'
        << memory_key << '\n'
        << options << '\n'
-       << machine_id << '\n';
+       << machine_id << '\n'
+       << world_size << '\n';
   return text.str();
 }
 
 RankRecord RankRecord::from_text(const std::string& text) {
   std::istringstream lines(text);
-  std::string theirs, pid;
+  std::string theirs, pid, world_size;
   RankRecord record;
   std::getline(lines, theirs);
   if (theirs != version())
@@ -70,7 +71,9 @@ RankRecord RankRecord::from_text(const std::string& text) {
   std::getline(lines, record.memory_key);
   std::getline(lines, record.options);
   std::getline(lines, record.machine_id);
+  std::getline(lines, world_size);
   record.pid = static_cast<pid_t>(std::strtol(pid.c_str(), nullptr, 10));
+  record.world_size = static_cast<int>(std::strtol(world_size.c_str(), nullptr, 10));
   return record;
 }
 

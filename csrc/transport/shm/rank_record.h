@@ -20,6 +20,7 @@ struct RankRecord {
   std::string memory_key;  ///< of rank 0: under what it offers the memory
   std::string options;
   std::string machine_id = {};  ///< equal for processes that can watch each other
+  int world_size = 0;           ///< of the group that it makes
 
   std::string to_text() const;
   /// Throws Error when the text is not such a record (another version of ringcomm on the other

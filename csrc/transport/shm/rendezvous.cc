@@ -25,6 +25,11 @@ bool is_stopped(const PeerProcesses& processes, int rank) {
   return process != nullptr && process->is_stopped();
 }
 
+std::string last_words_of(const PeerProcesses& processes, int rank) {
+  const auto& process = processes[static_cast<std::size_t>(rank)];
+  return process != nullptr ? process->last_words() : std::string();
+}
+
 Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, const Terms& terms,
                        std::chrono::milliseconds timeout)
     : store_(store),
@@ -41,7 +46,8 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, cons
             .pid = ::getpid(),
             .memory_key = {},
             .options = identity.options,
-            .machine_id = machine_id()} {}
+            .machine_id = machine_id(),
+            .world_size = identity.world_size} {}
 
 Rendezvous::~Rendezvous() {
   if (!mine_.memory_key.empty()) hub_.withdraw(mine_.memory_key);
@@ -240,6 +246,13 @@ void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
                   "]; the shm transport wants all ranks of a group on one host and in one network "
                   "namespace; with transport=None other hosts are reached over messages");
   }
+  if (mine_.world_size != theirs.world_size) {
+    info.kind = ErrorKind::kMismatch;
+    throw Error(info, "ringcomm: " + ranks +
+                          " made a group of different sizes: " + std::to_string(mine_.world_size) +
+                          " and " + std::to_string(theirs.world_size) +
+                          " ranks; start all ranks with the same world size");
+  }
   if (mine_.options != theirs.options) {
     info.kind = ErrorKind::kMismatch;
     throw Error(info, "ringcomm: " + ranks + " made the group with different options: {" +
@@ -263,13 +276,19 @@ void Rendezvous::check_time(int peer, const std::string& what) {
     if (is_stopped(stopped))
       throw Error(info_of(stopped, ErrorKind::kTimeout),
                   after + ", and the process of " + name_of(stopped) + " is stopped");
+  if (std::string record; store_.try_get(rank_key(rank_), record) && record != mine_.to_text())
+    throw Error(info_of(peer, ErrorKind::kTimeout),
+                after + "; another process joined as rank " + std::to_string(rank_) +
+                    " too: give each process a rank of its own");
   throw Error(info_of(peer, ErrorKind::kTimeout),
-              after + "; read its error, or raise the timeout of init_process_group");
+              after + "; start " + std::to_string(world_size_) +
+                  " ranks, read that rank's error, or raise the timeout of init_process_group");
 }
 
 void Rendezvous::throw_died(int peer) const {
   throw Error(info_of(peer, ErrorKind::kPeerDied),
-              prefix() + name_of(peer) + " died while the group was made");
+              prefix() + name_of(peer) + " died while the group was made" +
+                  why_it_ended(last_words_of(processes_, peer)));
 }
 
 ErrorInfo Rendezvous::info_of(int peer, ErrorKind kind) const {

@@ -23,6 +23,8 @@ using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
 /// Whether the process of `rank` is among them, and stopped.
 bool is_stopped(const PeerProcesses& processes, int rank);
+/// What the process of `rank` said before it ended; empty where it is none of them or said nothing.
+std::string last_words_of(const PeerProcesses& processes, int rank);
 
 /// Who this rank is in a group.
 struct GroupIdentity {

@@ -128,6 +128,11 @@ void send_text(int socket, const std::string& text) {
     throw_errno("send on a Unix socket");
 }
 
+void try_send_text(int socket, const std::string& text) noexcept {
+  [[maybe_unused]] const ssize_t ignored = ::send(
+      socket, text.data(), std::min(text.size(), kMaxTextBytes), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text) {
   if (!is_readable(socket, timeout)) return false;
   std::array<char, kMaxTextBytes> buffer;

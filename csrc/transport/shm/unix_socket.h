@@ -31,6 +31,9 @@ bool is_trusted_peer(int socket);
 bool is_readable(int socket, std::chrono::milliseconds timeout);
 
 void send_text(int socket, const std::string& text);
+/// The same of what fits a text, without a wait and without an error: it is dropped where the other
+/// end is closed or does not read.
+void try_send_text(int socket, const std::string& text) noexcept;
 /// One message; an empty text when the other end is closed or sent more than a text may have.
 /// False when none came in time.
 bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text);

@@ -81,7 +81,7 @@ def tensor_parallelize(
         raise ValueError("the model is split already")
     head = model.get_output_embeddings() if base is not model else None
     if sequence_parallel and head is None:
-        raise ValueError("sequence_parallel wants a model with an output layer over a vocabulary")
+        raise ValueError("sequence_parallel needs a model with an output layer over a vocabulary")
     blocks = _Blocks(base, plan)
     whole = model.get_input_embeddings()
     scale = _scale_of(whole)
@@ -177,7 +177,10 @@ class _Blocks:
             if name not in known and module not in self.summed and [*module.parameters()]:
                 raise ValueError(f"{name} of a {type(block).__name__} is not in the model's plan")
         if block not in self.rows:
-            raise ValueError(f"the plan splits a {type(block).__name__} that no row layer joins")
+            raise ValueError(
+                f"the plan splits a {type(block).__name__} by columns, and no row-parallel layer "
+                "sums its outputs"
+            )
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
@@ -185,8 +188,8 @@ def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
     is_plain = type(module).forward is kind.forward and "forward" not in vars(module)
     if not is_plain or module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
-            f"{name}, a {type(module).__name__}, computes something else than {kind.__name__}, or"
-            " has hooks, which its parts would not do"
+            f"{name}, a {type(module).__name__}, does not compute what {kind.__name__} computes, "
+            "or has hooks, which its shards would not run"
         )
 
 
@@ -225,7 +228,7 @@ def _ends_of_tokens(
     is_known = len(rest) == 1 and calls[-2:] == ["layers", *rest]
     if not isinstance(layers, nn.ModuleList) or not is_known:
         raise ValueError(
-            f"sequence_parallel wants an embedding, layers and one norm behind them, and {name} has"
+            f"sequence_parallel needs an embedding, layers and one norm after them, and {name} has"
             f" {[child for child, _ in base.named_children()]}, called as {calls}: leave it out"
         )
     split = {b.get_submodule(n) for of in (blocks.columns, blocks.rows) for b in of for n in of[b]}
@@ -234,7 +237,7 @@ def _ends_of_tokens(
             continue
         if [*module.parameters(recurse=False)] and "Norm" not in type(module).__name__:
             raise ValueError(
-                f"sequence_parallel wants layers of split blocks and norms, and {child} of {name}"
+                f"sequence_parallel needs layers of split blocks and norms, and {child} of {name}"
                 f" is a {type(module).__name__}: leave it out"
             )
     return layers[0], next(iter(rest.values()))
@@ -303,4 +306,4 @@ def _with_first(change: Change) -> Any:
 def refuse_embeddings(_: nn.Module, args: Any, kwargs: Any) -> None:
     """Raises ValueError where a model gets embeddings: with sequence_parallel it wants ids."""
     if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("sequence_parallel wants input_ids, and got inputs_embeds")
+        raise ValueError("sequence_parallel needs input_ids, got inputs_embeds")

@@ -81,7 +81,7 @@ def causal_lm_loss(
     """
     if shift_labels is None:
         if labels is None:
-            raise ValueError("the loss wants labels or shift_labels")
+            raise ValueError("the loss needs labels or shift_labels")
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     loss: Tensor = cross_entropy(
         logits,
@@ -133,8 +133,8 @@ def prepare(trainer: Any) -> Any:
             )
     elif args.save_strategy != "no" and not args.save_only_model:
         raise ValueError(
-            "Trainer saves the optimizer of process 0, which has its own shards alone: set"
-            " save_only_model=True, and save ringcomm.parallel.get_state_dict() yourself"
+            "Trainer would save the optimizer of process 0 only, which has only its own shards; "
+            "set save_only_model=True, and save ringcomm.parallel.get_state_dict() yourself"
         )
     adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps)
     # Trainer would take norms itself where some gradients are DTensors and others used up.

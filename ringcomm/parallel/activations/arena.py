@@ -157,8 +157,8 @@ def gradient_arena(params: Iterable[nn.Parameter]) -> list[Tensor]:
     for param in trained:
         if not (param.is_leaf and type(param.data) is Tensor):
             raise TypeError(
-                f"gradients of plain parameters have room in an arena, got a {type(param.data)}"
-                " or what is computed from others; give what is sharded to its own system"
+                f"an arena holds the gradients of plain parameters, got a {type(param.data)} or a "
+                "computed tensor; leave sharded parameters to the system that shards them"
             )
         kinds.setdefault((param.device, param.dtype), []).append(param)
     buffers = []

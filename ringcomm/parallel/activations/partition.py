@@ -135,11 +135,11 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
         if other is not None:
             raise ValueError(
-                f"partition() keeps one copy of what all ranks have alike, and a tensor of shape"
-                f" {tuple(kept.shape)} is saved that rank {other} has otherwise than rank 0. Inside"
-                " of tensor-parallel layers, sequence parallelism or data parallelism tensors"
-                " differ: put torch.utils.checkpoint.checkpoint() around each block whose input is"
-                " alike, or enter partition() for fewer layers"
+                "partition() shards saved tensors that are equal on all ranks, but one of shape "
+                f"{tuple(kept.shape)} differs between rank 0 and rank {other}. Inside of "
+                "tensor-parallel layers, sequence parallelism or data parallelism tensors differ: "
+                "put torch.utils.checkpoint.checkpoint() around each block whose input is the "
+                "same on all ranks, or enter partition() for fewer layers"
             )
 
 

@@ -21,6 +21,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.dispatch import plan_dispatch, rows_of_tokens, sums_of_rows
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import refuse_copy
 
 __all__ = ["MixtureOfExperts", "Routing", "TopKRouter"]
@@ -82,20 +83,20 @@ class TopKRouter(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         if num_experts < 1:
-            raise ValueError(f"num_experts is 1 or more, got {num_experts}")
+            raise ValueError(f"num_experts must be 1 or more, got {num_experts}")
         if not 1 <= top_k <= num_experts:
             raise ValueError(
                 f"top_k={top_k} of {num_experts} experts: choose 1 to {num_experts} of them"
             )
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(
-                f"capacity_factor={capacity_factor} leaves experts no tokens: give some 1.25, or"
-                " None, which drops none"
+                f"capacity_factor={capacity_factor} leaves no room for tokens: use about 1.25, or "
+                "None, which drops no token"
             )
         if normalize_weights and top_k == 1 < num_experts:
             raise ValueError(
-                "the weight of one expert, normalized, is always 1, and the router would learn"
-                " nothing: normalize_weights=False, or top_k=2"
+                "with top_k=1 a normalized weight is always 1, and the router would learn "
+                "nothing: set normalize_weights=False or top_k=2"
             )
         super().__init__(in_features, num_experts, bias, device=device, dtype=dtype)
         self.num_experts, self.top_k = num_experts, top_k
@@ -201,6 +202,8 @@ class MixtureOfExperts(nn.Module):
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
+    group = property(lambda self: self.experts.group)  # whose ranks share the experts
+
     def __init__(
         self,
         in_features: int,
@@ -233,6 +236,7 @@ class MixtureOfExperts(nn.Module):
                 param.requires_grad_(_router.get_parameter(name).requires_grad)
         made = (make_expert() for _ in range(num_experts))
         self.experts = LocalExperts(made, num_experts, resolved, replica_group)
+        register_part(self)  # not the experts: a rank may have none of them
         self.routing: Routing | None = None
         alike = {
             "number of experts": num_experts,

@@ -31,7 +31,7 @@ class Operands:
     def has_grad(self, param: Tensor) -> bool:
         """Whether a parameter is to be updated. Raises ValueError for a sparse gradient."""
         if param.grad is not None and param.grad.is_sparse:
-            raise ValueError("gradients are dense: an embedding with sparse=False")
+            raise ValueError("gradients must be dense: give the embedding sparse=False")
         return param.grad is not None
 
     def start(self, param: Tensor) -> None:
@@ -76,7 +76,7 @@ class _Offloaded(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         if options.get("fused"):  # GradScaler would leave it to such an optimizer to unscale
-            raise ValueError("fused is not to be had with offloaded state")
+            raise ValueError("fused is not supported with offloaded state")
         super().__init__(params, *args, **options)
         if chunk_elems < 1:
             raise ValueError(f"chunk_elems is positive, got {chunk_elems}")
@@ -91,7 +91,7 @@ class _Offloaded(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         for name in ("maximize", "amsgrad", "differentiable", "capturable"):
             if group.get(name):
-                raise ValueError(f"{name} is not to be had with offloaded state")
+                raise ValueError(f"{name} is not supported with offloaded state")
         _rule_of(self, group)
         for param in group["params"]:
             local = local_of(param.detach())

@@ -49,11 +49,11 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
         raise ValueError("there are no blocks")
     for name, block in found.items():
         if not isinstance(block, nn.Module):
-            raise TypeError(f"block {name} is a {type(block).__name__}, no nn.Module")
+            raise TypeError(f"block {name} is a {type(block).__name__}, not an nn.Module")
         for other in found:
             if other.startswith(f"{name}."):
                 raise ValueError(
-                    f"block {other} would be a part of block {name}: name it otherwise"
+                    f"block {other} would be a part of block {name}: give it another name"
                 )
     return found
 

@@ -81,22 +81,22 @@ class Pipeline:
         loss_fn: of the last block's output and a micro-batch of the target; a tensor without
             dimensions.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zero-bubble"
-            (1F1B whose backward is done in halves: ZB-H1 and its interleaved form), or "zbv"
-            (ZB-V). The last two have backwards in halves: gradients of inputs first, for which the
-            stage before waits, and of weights later.
+            (ZB-H1 and its interleaved form), or "zbv" (ZB-V). The last two split the backward pass:
+            first the gradients of inputs, for which the previous stage waits, and later those of
+            weights.
         num_microbatches: what a batch is cut into, along its first dimension.
         group: of the pipeline's ranks; None for the default group.
         mesh: of one dimension, in place of a group.
         num_stages_per_rank: default 2 for "interleaved" and "zbv", otherwise 1.
         costs: of each block, for the cut: times of a forward, say. Default: numbers of parameters,
             without tables of embeddings. See `pipeline.cut`.
-        recompute: keep the inputs of blocks only, and compute the rest again in the backward, of
-            which the halves are then done together.
+        recompute: keep only the inputs of blocks, and compute the rest again in the backward pass.
+            The backward pass is then not split.
         loss_reduction: "mean" if loss_fn is a mean over rows, "sum" if it is a sum.
         device: of the stages; default: that of the blocks, the CPU for those on the meta device.
-        wrap: makes of each stage what data parallelism wants, say
-            `lambda stage: DistributedDataParallel(stage, process_group=dp_group)`, which is not for
-            backwards in halves.
+        wrap: wraps each stage for data parallelism, such as
+            `lambda stage: DistributedDataParallel(stage, process_group=dp_group)`. That one does
+            not work with "zero-bubble" and "zbv".
 
     Attributes:
         module: this rank's blocks under their names in the whole model.
@@ -300,8 +300,8 @@ class Pipeline:
         loss = self._loss_fn(output, target)
         if loss.dim() != 0:
             raise ValueError(
-                f"loss_fn returns a tensor without dimensions, got {tuple(loss.shape)}: is it"
-                ' reduction="none"?'
+                f"loss_fn must return a scalar, got shape {tuple(loss.shape)}: does it have "
+                'reduction="none"?'
             )
         self._losses.append(loss.detach())
         return loss / self._divisor * self._loss_scale

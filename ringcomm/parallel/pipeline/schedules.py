@@ -117,13 +117,13 @@ def _check_numbers(plan: Plan) -> None:
         )
     if schedule == "1f1b" and num < num_ranks:
         raise ValueError(
-            f"1f1b wants as many micro-batches as ranks at least, {num_ranks}; got"
-            f' num_microbatches={num}: take more, or schedule="gpipe", which is no slower then'
+            f"1f1b needs at least as many micro-batches as ranks, {num_ranks}; got "
+            f'num_microbatches={num}: use more, or schedule="gpipe", which is no slower here'
         )
     if schedule in ("interleaved", "zero-bubble") and num % max(1, num // num_ranks):
         raise ValueError(
-            f"{schedule} over {num_ranks} ranks goes in rounds of equal size, and"
-            f" num_microbatches={num} does not divide: take a multiple of {num_ranks}"
+            f"{schedule} over {num_ranks} ranks needs num_microbatches to be a multiple of "
+            f"{num_ranks}, got {num}"
         )
 
 

@@ -81,8 +81,8 @@ def _metas_of(value: Any) -> Metas:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                "blocks hand on a tensor or a tuple of tensors, and this one returned a"
-                f" {type(tensor).__name__}"
+                "a block must return a tensor or a tuple of tensors, and this one returned a "
+                f"{type(tensor).__name__}"
             )
     return tuple(meta_like(t, t.requires_grad) for t in tensors)
 

@@ -35,7 +35,7 @@ def in_backward() -> bool:
 def refuse_copy(*_: Any) -> NoReturn:
     """Instead of copying and pickling what is sharded. Raises RuntimeError: always."""
     raise RuntimeError(
-        "sharded weights have no copy: copy the model before WeightShards, or after close()"
+        "sharded weights cannot be copied: copy the model before WeightShards, or after close()"
     )
 
 

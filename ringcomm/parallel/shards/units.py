@@ -70,7 +70,9 @@ def params_of_units(
     for module, own in params.items():
         if own and not _has_forward(module):
             kind = type(module).__name__
-            raise ValueError(f"a unit with parameters is a module one can call, got a {kind}")
+            raise ValueError(
+                f"a unit with parameters must be a module that can be called, got a {kind}"
+            )
     return [(module, own) for module, own in params.items() if own]
 
 
@@ -123,7 +125,7 @@ def check_can_materialize(model: nn.Module) -> None:
                 f"{kind} is on the meta device and has no reset_parameters() to give it values"
             )
         if not all(tensor.is_meta for tensor in tensors):
-            raise ValueError(f"{kind} is in parts on the meta device")
+            raise ValueError(f"{kind} is partly on the meta device")
 
 
 def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.device) -> None:

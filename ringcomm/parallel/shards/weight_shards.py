@@ -170,7 +170,9 @@ class WeightShards:
     def _hooks_of(self, param: Tensor) -> UnitHooks:
         hooks = self._hooks.get(param)  # type: ignore[call-overload]
         if hooks is None:
-            raise ValueError(f"no parameter of these shards: a tensor {tuple(param.shape)}")
+            raise ValueError(
+                f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
+            )
         return hooks
 
     # ---- whole weights
@@ -191,7 +193,9 @@ class WeightShards:
             RuntimeError: called within a backward.
         """
         if in_backward():
-            raise RuntimeError("release_all() within a backward, which needs the weights")
+            raise RuntimeError(
+                "release_all() was called in a backward pass, which needs the weights"
+            )
         for hooks in set(self._hooks.values()):
             hooks.forget_backward()
             hooks.unit.free()
@@ -257,7 +261,10 @@ class WeightShards:
             RuntimeError: inside of gather(), which holds whole weights.
         """
         if any(unit.is_held for unit in self.units):
-            raise RuntimeError("set_state_dict() inside of gather(), which holds the weights")
+            raise RuntimeError(
+                "set_state_dict() was called inside of gather(), which holds the weights: call it "
+                "outside"
+            )
         self.release_all()
         yield
 

@@ -144,7 +144,9 @@ class OptimizerParts:
         self._numbers = {param: number for number, param in enumerate(self._params)}
         strangers = [tuple(p.shape) for p in self._params if p not in model.name_of]
         if strangers:
-            raise ValueError(f"the optimizer has a weight of shape {strangers[0]}, no model's")
+            raise ValueError(
+                f"the optimizer has a weight of shape {strangers[0]} that is not the model's"
+            )
         if isinstance(optimizer, ZeroOptimizer):
             self._is_new = not any(map(optimizer.has_stepped, self._params))
             self._native: State = {"param_groups": optimizer.numbered_groups()}

@@ -76,7 +76,7 @@ def get_state_dict(
     have whole states.
     """
     if rank0_only and not full:
-        raise ValueError("rank0_only is for full=True: parts are every rank's own")
+        raise ValueError("rank0_only needs full=True: without it, every rank has its own shards")
     group = _group_of(optimizer, group, mesh)
     has_state = not rank0_only or group is None or group.rank() == 0
     server = optimizer if isinstance(optimizer, ParameterServer) else None
@@ -269,7 +269,7 @@ def _module_of(model: Any) -> nn.Module:
     for found in (model, getattr(model, "module", None), getattr(model, "model", None)):
         if isinstance(found, nn.Module):
             return found
-    raise TypeError(f"wants a model, a Pipeline, or what parallelize() made; got {type(model)}")
+    raise TypeError(f"expected a model, a Pipeline, or what parallelize() made; got {type(model)}")
 
 
 def _group_of(

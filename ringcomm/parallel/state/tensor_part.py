@@ -131,7 +131,7 @@ class TensorPart(torch.Tensor):
         if func is _aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]):
             first._local.copy_(args[1].to_local())
             return first
-        raise NotImplementedError(f"{func} of a TensorPart: take to_local()")
+        raise NotImplementedError(f"a TensorPart does not support {func}: use to_local()")
 
     # ---- what torch.distributed.checkpoint calls
 

@@ -59,7 +59,7 @@ def share_heads(num_heads: int, num_kv_heads: int, world_size: int) -> HeadShare
         ValueError: the heads are no multiple, or the ranks cannot share them.
     """
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} for keys")
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} for keys")
     if num_kv_heads >= world_size:
         return HeadShares(num_heads // num_kv_heads, 1)
     if world_size % num_kv_heads or num_heads % world_size:
@@ -341,7 +341,7 @@ class VocabParallelEmbedding(SplitModule):
         """
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             raise ValueError(
-                "an embedding with max_norm, scale_grad_by_freq or sparse=True is not split"
+                "an embedding with max_norm, scale_grad_by_freq or sparse=True cannot be split"
             )
         sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
         return cls(*sizes, **options, _whole=embedding)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ringcomm.parallel.parts_of_models import register_part
+
 __all__ = ["Split", "SplitModule", "refuse_copy", "split_params", "take_part"]
 
 # 16 MiB of fp32. torch's generator of the CPU fills vectors of 16 numbers, and an end that is
@@ -51,6 +53,10 @@ class SplitModule(nn.Module):
     sequence_dim: int | None = None  # along which ranks share tokens outside of such modules
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_part(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, DTensor) and self.sequence_dim is not None and self.group.size() > 1:

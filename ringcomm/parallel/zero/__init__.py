@@ -137,7 +137,7 @@ def shard(
     if stage not in (1, 2, 3):
         raise ValueError(f"stage is 1, 2 or 3, got {stage!r}")
     if units is not None and stage != 3:
-        raise ValueError("units are gathered together at stage 3 alone")
+        raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3")
     _check_model(model, optimizer, options, stage, mesh)
@@ -183,14 +183,14 @@ def _check_model(
 ) -> None:
     """Raises TypeError or ValueError where they cannot be sharded."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"wants a model and its optimizer, got a {type(model).__name__} first")
+        raise TypeError(f"expected a model and its optimizer, got a {type(model).__name__} first")
     if type(optimizer) not in _KINDS:
         raise TypeError(
-            "wants an AdamW or SGD of torch.optim or ringcomm.parallel.offload to shard, got"
-            f" {type(optimizer).__name__}"
+            "expected an AdamW or SGD of torch.optim or ringcomm.parallel.offload, got "
+            f"{type(optimizer).__name__}"
         )
     if options.offload_weights and not is_offloaded(optimizer):
-        raise ValueError("offload_weights wants an optimizer of ringcomm.parallel.offload")
+        raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
     refuse_experts(model, "zero.shard")
@@ -225,8 +225,8 @@ def _check_params(
     missing = sorted(n for p, n in names.items() if p.requires_grad and p not in set(params))
     if missing:
         raise ValueError(
-            f"{missing[0]} requires grad and is in no group of the optimizer, so that ranks would"
-            " drift apart: add it, or requires_grad_(False)"
+            f"{missing[0]} requires grad and is in no parameter group of the optimizer, so that "
+            "its replicas would diverge: add it, or call requires_grad_(False)"
         )
     uses_fsdp = stage == 3 and not options.offload_weights
     for param, name in names.items():
@@ -241,16 +241,19 @@ def _check_params(
         if isinstance(param, DTensor):
             _check_dtensor(model, param, name, mesh if uses_fsdp else None)
             if optimizer.state:
-                raise ValueError(f"{name} is a DTensor: zero.shard() takes a new optimizer of such")
+                raise ValueError(
+                    f"{name} is a DTensor, and the optimizer has made a step: give zero.shard() a "
+                    "new optimizer"
+                )
     if uses_fsdp and options.loss_scale is not None and options.grad_dtype == torch.float16:
         raise ValueError(
-            "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would lose"
-            " small ones: reduce_dtype=torch.float32, which is the default"
+            "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
+            "lose small ones: use reduce_dtype=torch.float32, the default"
         )
     for param in params:
         _check_param(param, names[param], options, stage)
     if len({param.device for param in params}) > 1:
-        raise ValueError("the parameters are on several devices: one per rank")
+        raise ValueError("the parameters of a rank must be on one device, and these are on several")
 
 
 def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh | None) -> None:
@@ -277,8 +280,8 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, stage: i
         raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
     if stage == 3 and summed_over(param) is not None:
         raise ValueError(
-            f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which"
-            " stages 1 and 2 keep up, and stage 3 does not"
+            f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which "
+            "stage 3 does not support: use stage 1 or 2"
         )
     takes_half = stage < 3 or options.offload_weights
     allowed = (torch.float32, torch.float16, torch.bfloat16) if takes_half else (torch.float32,)

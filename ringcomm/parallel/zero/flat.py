@@ -95,7 +95,8 @@ class FlatZero(ZeroOptimizer):
         for param, bucket in self._bucket_of.items():
             if not bucket.has_weight(param):
                 raise ValueError(
-                    f"a weight {tuple(param.shape)} has moved since zero.shard(): move it before"
+                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(): move "
+                    "the model before"
                 )
 
     def _set_sync(self, is_on: bool) -> None:

@@ -47,7 +47,7 @@ class ZeroInfinity(ZeroOptimizer):
         """Collective: a broadcast per unit."""
         super().__init__(model, optimizer, optimizer.param_groups, group, options)
         if not takes_uneven(group, torch.device("cpu")):
-            raise ValueError("offload_weights wants a group of backend ringcomm")
+            raise ValueError("offload_weights needs a group of backend ringcomm")
         device = self._device()
         if device.type not in ("cpu", "meta"):
             raise ValueError(f"offload_weights is for models of the CPU, got one on {device}")
@@ -193,8 +193,8 @@ class ZeroInfinity(ZeroOptimizer):
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:
             raise RuntimeError(
-                "no_sync() is not to be had with offload_weights, whose gradients leave memory in"
-                " each backward pass: accumulate without it"
+                "no_sync() is not supported with offload_weights, whose gradients leave memory in "
+                "each backward pass: accumulate without it"
             )
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -257,8 +257,9 @@ class ZeroInfinity(ZeroOptimizer):
     def state(self) -> Any:
         """Raises RuntimeError: torch.distributed.checkpoint would find nothing."""
         raise RuntimeError(
-            "states are elsewhere with offload_weights, where torch's own get_state_dict() cannot"
-            " find them: use ringcomm.parallel.get_state_dict(), or resume=True"
+            "with offload_weights the states are outside of the optimizer, where torch's own "
+            "get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict(), or "
+            "resume=True"
         )
 
     @state.setter

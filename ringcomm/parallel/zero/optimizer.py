@@ -62,7 +62,9 @@ class ShardOptions:
         if self.resume and not self.offload_weights:
             raise ValueError("resume is for offload_weights; load a state_dict() elsewhere")
         if self.offload_weights and self.param_dtype is not None:
-            raise ValueError("with offload_weights cast the model itself, in place of param_dtype")
+            raise ValueError(
+                "param_dtype is not supported with offload_weights: cast the model itself"
+            )
 
     @property
     def grad_dtype(self) -> torch.dtype:

@@ -98,7 +98,9 @@ def predict_traffic(
     chosen = ShardOptions(**options)
     ranks, others = _Ranks(stage, world_size, rank, chosen), world_size - 1
     if stage == 0:
-        raise ValueError("traffic without sharding is the all_reduce's: stage is 1, 2 or 3")
+        raise ValueError(
+            "stage 0 shards nothing, and its traffic is that of all_reduce: stage must be 1, 2 or 3"
+        )
     total = bytes_over_all_ranks(axes_of(model), 8, world_size) if chosen.looks_first else 0
     if stage < 3:
         buckets = _buckets(ranks, model, optimizer)

@@ -5,6 +5,7 @@
 
 #include "core/arch.h"
 #include "core/cursor.h"
+#include "core/wait_policy.h"
 #include "machine.h"
 
 namespace ringcomm {
@@ -33,6 +34,16 @@ class CheckerArch {
   }
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) {
     store(Op::kStoreSeqCst, Order::kSeqCst, word, value);
+  }
+  /// To readers one after the other; the rest of the group may go on between any two.
+  template <class WordOf>
+  void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) {
+    for (int i = 0; i < num; ++i) store_seq_cst(word_of(i), value);
+  }
+  /// For mutants.
+  template <class WordOf>
+  void store_relaxed_each(int num, const WordOf& word_of, std::uint64_t value) {
+    for (int i = 0; i < num; ++i) store_relaxed(word_of(i), value);
   }
   void add_seq_cst(std::uint32_t& count, std::int32_t delta) {
     machine_.point(rank_);
@@ -71,9 +82,17 @@ class CheckerArch {
   }
   bool stores_high_first = false;
 
+  /// Does not spin: every interleaving is explored without.
+  SpinBudget budget() { return SpinBudget::none(); }
   template <class F>
   Stop once(const F& function) {
     return function();
+  }
+  template <class F>
+  Stop each(int num, const F& function) {
+    Stop stop = Stop::kNone;
+    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+    return stop;
   }
 
   void pause() { machine_.point(rank_); }

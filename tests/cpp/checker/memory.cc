@@ -88,13 +88,13 @@ void Memory::own_as_link(std::byte* slots, int num_slots, int slot_blocks, const
 }
 
 void Memory::own_as_board(std::byte* regions, int region_blocks, const Cursor* published,
-                          int writer) {
+                          int writer, bool has_copies) {
   for (int i = 0; i < 2 * region_blocks; ++i) {
     CellInfo& info = cell_infos_[cell_idx(regions) + i];
     info.owner_idx = static_cast<int>(owners_.size());
     info.slot_idx = i / region_blocks;
   }
-  owners_.push_back({false, writer, -1, word_idx(&published->value), -1, 2});
+  owners_.push_back({false, writer, -1, word_idx(&published->value), -1, 2, has_copies});
 }
 
 int Memory::word_idx(const void* word) const {
@@ -229,14 +229,14 @@ bool Memory::owns_link(const Owner& owner, int rank, std::uint64_t slot_idx) con
 }
 
 bool Memory::owns_region(const Owner& owner, int rank, std::uint64_t parity) const {
-  const std::uint64_t mine = seen_by(rank, owner.tail_word_idx + 2 * rank);
+  const int first_word = owner.tail_word_idx + (owner.has_copies ? 2 * num_ranks_ * rank : 0);
+  const std::uint64_t mine = seen_by(rank, first_word + 2 * rank);
   if (rank != owner.writer) {  // in phase mine - 1, reading
-    return mine > 0 && (mine - 1) % 2 == parity &&
-           peek(owner.tail_word_idx + 2 * owner.writer) >= mine;
+    return mine > 0 && (mine - 1) % 2 == parity && peek(first_word + 2 * owner.writer) >= mine;
   }
   if (mine % 2 != parity) return false;
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer != rank && peek(owner.tail_word_idx + 2 * peer) < mine) return false;
+    if (peer != rank && peek(first_word + 2 * peer) < mine) return false;
   }
   return true;
 }

@@ -76,8 +76,10 @@ class Memory {
   /// `num_slots` slots from `slots` on belong to sender and receiver in turn, as tail and head say.
   void own_as_link(std::byte* slots, int num_slots, int slot_blocks, const Cursor& tail,
                    const Cursor& head, int sender, int receiver);
-  /// Two regions of `writer` from `regions` on are read by all, as the cursors (one per rank) say.
-  void own_as_board(std::byte* regions, int region_blocks, const Cursor* published, int writer);
+  /// Two regions of `writer` from `regions` on are read by all, as the cursors (one per rank) say;
+  /// with copies each reader, in the order of ranks, has as many of its own.
+  void own_as_board(std::byte* regions, int region_blocks, const Cursor* published, int writer,
+                    bool has_copies);
   void poke(const std::byte* block, std::uint64_t value) {
     state.cells[cell_idx(block)].value = value;
   }
@@ -122,6 +124,7 @@ class Memory {
     int tail_word_idx,
         head_word_idx;  // boards: tail is the cursor of rank 0, one cursor every two words
     std::uint64_t num_slots;
+    bool has_copies = false;
   };
 
   /// The two ends of a link's slots; anybody else is an error whatever the clocks say.

@@ -30,13 +30,10 @@ GIVE_UP = "    if (stop != Stop::kNone) return stop;\n"
 ANNOUNCE = "    arch.add_seq_cst(cursor.sleepers, 1);\n"
 LOOK_AGAIN = "    const std::uint64_t seen = arch.load_seq_cst(cursor.value);\n"
 RECEIVED = "from.wait(received); stop != Stop::kNone) return stop;\n"
-OPEN_WAIT = "if (peer == rank_) continue;\n      if (const Stop stop = wait_published(peer);"
-WAIT_WAIT = (
-    "Stop wait(int peer, const std::byte*& region) {\n"
-    "    if (const Stop stop = wait_published(peer);"
-)
-REJOIN = "publish();\n    return wait_all_published();"
-PHASE_EARLY = "wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_ - (phase_ > 0), peer)"
+OPEN_WAIT = "region = geometry_.region(rank_, phase_);\n    return wait_all();"
+OPEN_ALL = "cursor(rank_, peer); }, phase_);"
+WAIT_WAIT = "wait_at_least(arch_, geometry_.cursor(rank_, peer), phase_, peer)"
+REJOIN = "publish();\n    return wait_all();"
 
 MUTANTS = (
     Mutant(
@@ -126,8 +123,8 @@ MUTANTS = (
     Mutant(
         "read_before_published",
         "link_protocol.h",
-        "wait_at_least(arch_, budget_, *geometry_.tail, head_ + 1, peer_)",
-        "wait_at_least(arch_, budget_, *geometry_.tail, head_, peer_)",
+        "wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_)",
+        "wait_at_least(arch_, *geometry_.tail, head_, peer_)",
         (Run("link", "race"),),
     ),
     Mutant(
@@ -148,29 +145,29 @@ MUTANTS = (
         "board_open_unchecked",
         "board_protocol.h",
         OPEN_WAIT,
-        OPEN_WAIT.replace("wait_published(peer)", "Stop::kNone"),
+        OPEN_WAIT.replace("wait_all()", "Stop::kNone"),
         (Run("board3_first", "unowned"), Run("board3_first", "wrong_data", (NO_OWNER,))),
     ),
     Mutant(
         "board_open_phase_early",
         "board_protocol.h",
-        OPEN_WAIT,
-        OPEN_WAIT.replace("wait_published(peer)", PHASE_EARLY),
+        OPEN_ALL,
+        OPEN_ALL.replace("phase_)", "phase_ - (phase_ > 0))"),
         (Run("board3_first", "unowned"), Run("board3_first", "race", (NO_OWNER,))),
     ),
     # With two ranks there is only one to ask.
     Mutant(
         "board_one_reader_asked",
-        "board_protocol.h",
-        "peer < geometry_.world_size; ++peer",
-        "peer < 2; ++peer",
+        "wait_policy.h",
+        "arch.each(world_size - 1, [&]",
+        "arch.each(1, [&]",
         (Run("board2", "ok"), Run("board3_first", "wrong_data", (NO_OWNER,))),
     ),
     Mutant(
         "board_wait_phase_early",
         "board_protocol.h",
         WAIT_WAIT,
-        WAIT_WAIT.replace("wait_published(peer)", PHASE_EARLY),
+        WAIT_WAIT.replace("phase_,", "phase_ - (phase_ > 0),"),
         (
             Run("board2", "unowned"),
             Run("board2", "race", (NO_OWNER,)),
@@ -191,8 +188,38 @@ MUTANTS = (
         "rejoin_unpublished",
         "board_protocol.h",
         REJOIN,
-        "return wait_all_published();",
+        "return wait_all();",
         (Run("lend2", "race"), Run("lend3", "race")),
+    ),
+    # A reader that is not told waits for ever; one that is told too early reads what is not there.
+    Mutant(
+        "copies_one_missed",
+        "wait_policy.h",
+        "      num_readers, [&]",
+        "      num_readers - 1, [&]",
+        (Run("board2_copies", "deadlock"), Run("board3_copies", "deadlock")),
+    ),
+    Mutant(
+        "copies_relaxed",
+        "wait_policy.h",
+        "arch.store_seq_cst_each(",
+        "arch.store_relaxed_each(",
+        (Run("board2_copies", "race"), Run("board3_copies", "race")),
+    ),
+    # Believes its own cursor, and so waits for nobody.
+    Mutant(
+        "copies_own_asked",
+        "board_protocol.h",
+        "Cursor& { return geometry_.cursor(rank_, peer); }",
+        "Cursor& { return geometry_.cursor(rank_, rank_); }",
+        (Run("board3_copies", "unowned"), Run("board3_copies", "wrong_data", (NO_OWNER,))),
+    ),
+    Mutant(
+        "copies_sleepers_forgotten",
+        "wait_policy.h",
+        "wake_sleepers(arch, cursor_of(reader));",
+        "(void)reader;",
+        (Run("board2_copies", "deadlock"),),
     ),
     Mutant(
         "board_wrong_region",

@@ -7,6 +7,12 @@
 namespace ringcomm::checker {
 namespace {
 
+/// Boards of which each rank has cursors of its own, as a GPU's.
+struct CopiesGeometry : BoardGeometry {
+  static constexpr bool kHasCopies = true;
+  Cursor& cursor(int reader, int writer) const { return published[reader * world_size + writer]; }
+};
+
 /// Phases of boards: who writes in which, read by everybody else.
 struct Phases {
   enum class Writers { kAll, kFirst, kInTurn };
@@ -15,8 +21,9 @@ struct Phases {
   int num_phases;
   Writers writers;
   int region_blocks = 1;
+  bool has_copies = false;
 
-  BoardGeometry geometry;
+  CopiesGeometry geometry;
   std::vector<std::byte*> inputs;   ///< per rank: one region's worth for each phase
   std::vector<std::byte*> outputs;  ///< per rank: what each peer wrote in each phase
 
@@ -42,15 +49,17 @@ struct Phases {
 
   void lay_out(Memory& memory) {
     std::vector<std::string> names;
-    for (int rank = 0; rank < num_ranks; ++rank)
-      names.push_back("published " + std::to_string(rank));
-    Cursor* published = memory.add_cursors(num_ranks, names);
+    for (int reader = 0; reader < (has_copies ? num_ranks : 1); ++reader)
+      for (int rank = 0; rank < num_ranks; ++rank)
+        names.push_back("published " + std::to_string(rank) +
+                        (has_copies ? " to " + std::to_string(reader) : ""));
+    Cursor* published = memory.add_cursors(static_cast<int>(names.size()), names);
     std::byte* regions = memory.add_shared(2 * num_ranks * region_blocks, "regions");
-    geometry = {num_ranks, published, sizeof(Cursor), regions, region_bytes()};
+    geometry = {{num_ranks, published, sizeof(Cursor), regions, region_bytes()}};
     inputs.clear();
     outputs.clear();
     for (int rank = 0; rank < num_ranks; ++rank) {
-      memory.own_as_board(geometry.region(rank, 0), region_blocks, published, rank);
+      memory.own_as_board(geometry.region(rank, 0), region_blocks, published, rank, has_copies);
       inputs.push_back(memory.add_private(rank, num_phases * region_blocks, "input"));
       outputs.push_back(memory.add_private(rank, num_phases * num_ranks * region_blocks, "output"));
       for (int i = 0; i < num_phases * region_blocks; ++i) {
@@ -73,9 +82,9 @@ struct Phases {
   }
 };
 
-Stop run_phases(CheckerArch& arch, const Phases& phases, int rank) {
-  SpinBudget budget = SpinBudget::none();
-  Board<CheckerArch> board(arch, budget, phases.geometry, rank);
+template <class Geometry>
+Stop run_phases(CheckerArch& arch, const Phases& phases, const Geometry& geometry, int rank) {
+  Board<CheckerArch, Geometry> board(arch, geometry, rank);
   const std::uint64_t steps_per_phase = 8;
   for (int phase = 0; phase < phases.num_phases; ++phase) {
     std::uint64_t step = static_cast<std::uint64_t>(phase) * steps_per_phase;
@@ -104,23 +113,29 @@ Scenario board(std::string name, Phases parameters, bool has_death, bool steps_o
   const char* writers = shape->writers == Phases::Writers::kAll     ? "all write"
                         : shape->writers == Phases::Writers::kFirst ? "rank 0 writes"
                                                                     : "one writes in turn";
+  const char* copies = shape->has_copies ? ", cursors for each reader" : "";
   scenario.text = "boards, " + std::to_string(shape->num_ranks) + " ranks, " +
-                  std::to_string(shape->num_phases) + " phases, " + writers;
+                  std::to_string(shape->num_phases) + " phases, " + writers + copies;
   scenario.num_ranks = shape->num_ranks;
   scenario.has_death = has_death;
   scenario.steps_on_payload = steps_on_payload;
   scenario.setup = [shape](Memory& memory) { shape->lay_out(memory); };
-  scenario.body = [shape](CheckerArch& arch, int rank) { return run_phases(arch, *shape, rank); };
+  scenario.body = [shape](CheckerArch& arch, int rank) {
+    return shape->has_copies ? run_phases(arch, *shape, shape->geometry, rank)
+                             : run_phases<BoardGeometry>(arch, *shape, shape->geometry, rank);
+  };
   scenario.check = [shape](const Memory& memory, int rank) { return shape->check(memory, rank); };
   return scenario;
 }
 
-Phases phases(int num_ranks, int num_phases, Phases::Writers writers, int region_blocks) {
+Phases phases(int num_ranks, int num_phases, Phases::Writers writers, int region_blocks,
+              bool has_copies = false) {
   Phases shape{};
   shape.num_ranks = num_ranks;
   shape.num_phases = num_phases;
   shape.writers = writers;
   shape.region_blocks = region_blocks;
+  shape.has_copies = has_copies;
   return shape;
 }
 
@@ -135,6 +150,9 @@ std::vector<Scenario> board_scenarios() {
       board("board3_in_turn", phases(3, 4, Writers::kInTurn, 1), false, true),
       board("board3_all", phases(3, 3, Writers::kAll, 1), false, false),
       board("board3_first_death", phases(3, 3, Writers::kFirst, 1), true, true),
+      board("board2_copies", phases(2, 4, Writers::kAll, 2, true), false, true),
+      board("board2_copies_death", phases(2, 3, Writers::kAll, 1, true), true, true),
+      board("board3_copies", phases(3, 3, Writers::kFirst, 1, true), false, true),
   };
 }
 

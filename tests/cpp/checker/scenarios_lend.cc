@@ -68,8 +68,7 @@ void sum_own_block(CheckerArch& arch, const Lending& lending, int rank) {
 }
 
 Stop run_calls(CheckerArch& arch, const Lending& lending, int rank) {
-  SpinBudget budget = SpinBudget::none();
-  Board<CheckerArch> board(arch, budget, lending.geometry, rank);
+  Board<CheckerArch> board(arch, lending.geometry, rank);
   std::uint64_t step = 0;
   for (int call = 0; call < lending.num_calls; ++call) {
     const std::size_t offset = static_cast<std::size_t>(call) * lending.buffer_bytes();

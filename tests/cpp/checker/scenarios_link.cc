@@ -68,8 +68,7 @@ Stop recv_one(CheckerArch& arch, RecvLink<CheckerArch>& link, const OneWay& shap
 }
 
 Stop one_way_sender(CheckerArch& arch, const OneWay& shape) {
-  SpinBudget budget = SpinBudget::none();
-  SendLink<CheckerArch> link(arch, budget, shape.geometry, 1);
+  SendLink<CheckerArch> link(arch, shape.geometry, 1);
   for (int i = 0; i < shape.num_messages; ++i) {
     arch.checkpoint(i);
     const Stop stop = send_one(arch, link, shape, i);
@@ -85,8 +84,7 @@ Stop one_way_sender(CheckerArch& arch, const OneWay& shape) {
 }
 
 Stop one_way_receiver(CheckerArch& arch, const OneWay& shape) {
-  SpinBudget budget = SpinBudget::none();
-  RecvLink<CheckerArch> link(arch, budget, shape.geometry, 0);
+  RecvLink<CheckerArch> link(arch, shape.geometry, 0);
   for (int i = 0; i < shape.num_messages; ++i) {
     arch.checkpoint(i);
     const Stop stop = recv_one(arch, link, shape, i);
@@ -138,13 +136,12 @@ Scenario recut() {
   scenario.body = [narrow, wide](CheckerArch& arch, int rank) {
     const Stop stop = rank == 0 ? one_way_sender(arch, *narrow) : one_way_receiver(arch, *narrow);
     if (stop != Stop::kNone) return stop;
-    SpinBudget budget = SpinBudget::none();
     if (rank == 0) {
-      SendLink<CheckerArch> link(arch, budget, wide->geometry, 1);
+      SendLink<CheckerArch> link(arch, wide->geometry, 1);
       arch.checkpoint(100);
       return send_one(arch, link, *wide, 0);
     }
-    RecvLink<CheckerArch> link(arch, budget, wide->geometry, 0);
+    RecvLink<CheckerArch> link(arch, wide->geometry, 0);
     arch.checkpoint(100);
     return recv_one(arch, link, *wide, 0);
   };

@@ -97,9 +97,8 @@ Stop ring_slice(CheckerArch& arch, SendLink<CheckerArch>& to, RecvLink<CheckerAr
 Stop ring_all_reduce(CheckerArch& arch, const Ring& ring, int rank) {
   const RingSchedule schedule(rank, ring.num_ranks);
   const ChunkLayout layout(ring.num_elems, ring.num_ranks);
-  SpinBudget budget = SpinBudget::none();
-  SendLink<CheckerArch> to(arch, budget, ring.links[rank], schedule.next());
-  RecvLink<CheckerArch> from(arch, budget, ring.links[schedule.previous()], schedule.previous());
+  SendLink<CheckerArch> to(arch, ring.links[rank], schedule.next());
+  RecvLink<CheckerArch> from(arch, ring.links[schedule.previous()], schedule.previous());
   const std::size_t count = num_slices(layout.max_chunk_elems(), ring.slot_elems);
   for (std::size_t slice_idx = 0; slice_idx < count; ++slice_idx) {
     const Stop stop = ring_slice(arch, to, from, ring, rank, slice_idx);
@@ -111,9 +110,8 @@ Stop ring_all_reduce(CheckerArch& arch, const Ring& ring, int rank) {
 /// A reduce-scatter alone, to reach recv_reduce_copy(): each rank ends with its own chunk.
 Stop ring_reduce_scatter(CheckerArch& arch, const Ring& ring, int rank) {
   const RingSchedule schedule(rank, ring.num_ranks);
-  SpinBudget budget = SpinBudget::none();
-  SendLink<CheckerArch> to(arch, budget, ring.links[rank], schedule.next());
-  RecvLink<CheckerArch> from(arch, budget, ring.links[schedule.previous()], schedule.previous());
+  SendLink<CheckerArch> to(arch, ring.links[rank], schedule.next());
+  RecvLink<CheckerArch> from(arch, ring.links[schedule.previous()], schedule.previous());
   const ChunkLayout layout(ring.num_elems, ring.num_ranks);
   const auto combine = [&](std::byte* out, std::byte* also, const std::byte* received,
                            const std::byte* local, std::size_t num_bytes) {

@@ -9,7 +9,6 @@
 #include <algorithm>
 
 #include "emulator/torch/memory.h"
-#include "emulator/torch/pinned_memory.h"
 #include "emulator/torch/streams.h"
 
 namespace ringcomm::emulator {
@@ -101,8 +100,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, EmulatedGpuGuard)
 struct EmulatedGpuHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return num_devices() > 0; }
-  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  bool isPinnedPtr(const void*) const override { return false; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return num_devices(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { exchange_device(device); }

@@ -8,7 +8,7 @@
 #include <future>
 #include <utility>
 
-#include "emulator/torch/graph.h"
+#include "emulator/torch/extra_driver.h"
 #include "emulator/torch/memory.h"
 #include "emulator/torch/p2p.h"
 #include "emulator/torch/streams.h"
@@ -33,6 +33,51 @@ class Hold {
  private:
   std::promise<void> released_;
   bool is_released_ = false;
+};
+
+/// Work that a stream was given once and that runs again with each replay, on the same memory.
+/// What was allocated meanwhile is never used for anything else.
+class CapturedGraph {
+ public:
+  CapturedGraph() = default;
+  ~CapturedGraph() {
+    if (exec_ != nullptr) extra_driver().graph_exec_destroy(exec_);
+  }
+  CapturedGraph(const CapturedGraph&) = delete;
+  CapturedGraph& operator=(const CapturedGraph&) = delete;
+
+  /// From now on the current stream only notes what it is given. Not the null stream.
+  void begin() {
+    on_current_stream("begin to capture a stream", [](cuda::StreamHandle stream) {
+      return extra_driver().stream_begin_capture(stream, kCaptureGlobal);
+    });
+  }
+  /// Called with the same current stream. Throws where the capture was spoilt.
+  void end() {
+    Graph graph = nullptr;
+    on_current_stream("capture a stream", [&](cuda::StreamHandle stream) {
+      return extra_driver().stream_end_capture(stream, &graph);
+    });
+    const cuda::Result made = extra_driver().graph_instantiate(&exec_, graph, 0);
+    extra_driver().graph_destroy(graph);
+    cuda::check(made, "make a graph of what was captured");
+  }
+  /// Gives the work to the current stream.
+  void replay() {
+    on_current_stream("launch a graph", [this](cuda::StreamHandle stream) {
+      return extra_driver().graph_launch(exec_, stream);
+    });
+  }
+
+ private:
+  template <class Call>
+  static void on_current_stream(const char* what, const Call& call) {
+    const c10::Stream stream = current_stream(current_device());
+    const cuda::ContextGuard context(stream.device_index());
+    cuda::check(call(handle_of(stream)), what);
+  }
+
+  GraphExec exec_ = nullptr;
 };
 
 }  // namespace

@@ -38,6 +38,7 @@ Pool& pool_of(c10::DeviceIndex device) {
 }
 
 thread_local c10::DeviceIndex this_threads_device = 0;
+thread_local bool has_context = false;
 thread_local std::array<c10::StreamId, kMaxDevices> this_threads_streams = {};
 
 c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
@@ -110,10 +111,13 @@ void launch(c10::Stream stream, HostFunction function, const Give& give) {
 }  // namespace
 
 c10::DeviceIndex num_devices() noexcept {
-  if (!cuda::has_driver()) return 0;
-  int count = 0;
-  if (driver().device_get_count(&count) != cuda::kSuccess) return 0;
-  return static_cast<c10::DeviceIndex>(std::min(count, kMaxDevices));
+  static const int num_found = [] {
+    int count = 0;
+    const bool is_known =
+        cuda::has_driver() && extra_driver().device_get_count(&count) == cuda::kSuccess;
+    return is_known ? std::min(count, kMaxDevices) : 0;
+  }();
+  return static_cast<c10::DeviceIndex>(num_found);
 }
 
 c10::DeviceIndex current_device() { return this_threads_device; }
@@ -121,7 +125,14 @@ c10::DeviceIndex current_device() { return this_threads_device; }
 c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
   TORCH_CHECK(device < num_devices(), "there is no emugpu:", static_cast<int>(device), ": only ",
               static_cast<int>(num_devices()), " are emulated");
-  return device < 0 ? this_threads_device : std::exchange(this_threads_device, device);
+  if (device < 0) return this_threads_device;
+  if (device != this_threads_device || !std::exchange(has_context, true)) {
+    // As under CUDA's runtime, a thread that uses a device has its context from then on.
+    cuda::Context context = nullptr;
+    check(driver().device_primary_ctx_retain(&context, device), "use a context");
+    check(driver().ctx_set_current(context), "make a context current");
+  }
+  return std::exchange(this_threads_device, device);
 }
 
 c10::DeviceIndex index_of(c10::Device device) {
@@ -159,7 +170,7 @@ cuda::StreamHandle handle_of(c10::Stream stream) {
 
 bool is_idle(c10::Stream stream) {
   const ContextGuard context(stream.device_index());
-  const cuda::Result result = driver().stream_query(handle_of(stream));
+  const cuda::Result result = extra_driver().stream_query(handle_of(stream));
   if (result != cuda::kErrorNotReady) check(result, "ask whether a stream is done");
   return result == cuda::kSuccess;
 }

@@ -123,7 +123,7 @@ def test_what_differs_between_the_ranks_is_refused(rank: int) -> None:
         RowParallelLinear.from_linear(down),
     )
     x = torch.randn(6, 8)
-    match = r"a tensor of shape \(\d, \d+\) is saved that rank 1 has otherwise than rank 0"
+    match = r"one of shape \(\d, \d+\) differs between rank 0 and rank 1"
     for context in (
         activations.partition(min_elems=0),
         activations.auto(limit_bytes=0, min_elems=0),

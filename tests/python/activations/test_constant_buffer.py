@@ -152,7 +152,7 @@ def test_edges(rank: int) -> None:
     assert calls() == before
     good = torch.full([3], float(rank))
     wrong: list[tuple[Any, type[Exception], str]] = [
-        (torch.ones(2, dtype=torch.int64), TypeError, "floating point or complex .* torch.int64"),
+        (torch.ones(2, dtype=torch.int64), TypeError, "floating-point or complex .* torch.int64"),
         (torch.ones(1).expand(4), ValueError, "elements that share memory"),
         (torch.eye(2).to_sparse(), ValueError, "are strided"),
         (torch.ones(1, dtype=torch.complex64).conj(), ValueError, "have their own values"),

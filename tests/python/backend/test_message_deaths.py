@@ -91,12 +91,12 @@ def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: 
 def test_end_behind_operations_of_the_store(
     tmp_path: Path, env: str, victim: int, how: str
 ) -> None:
-    """Behind some operations, or every one where RINGCOMM_ALL_DEATHS asks for it."""
+    """Behind some operations, or every one where RINGCOMM_DEATHS asks for all."""
     kind: dict[str, Any] = {"backend": None, "fresh": True, "env": ENVS[env]}
     results = run_ranks(3, make_group_and_die, str(tmp_path / "0"), victim, 0, how, **kind)
     num_operations = results[victim][1]
     assert num_operations >= 5
-    stride = 1 if "RINGCOMM_ALL_DEATHS" in os.environ else 9 if num_operations > 20 else 3
+    stride = 1 if os.environ.get("RINGCOMM_DEATHS") == "all" else 9 if num_operations > 20 else 3
     for end_behind in range(1, num_operations + 1, stride):
         args = (victim, end_behind, how)
         path = str(tmp_path / str(end_behind))

@@ -7,6 +7,7 @@ Libraries are kept under build/emulated_gpu.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import importlib.machinery
@@ -17,8 +18,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,7 +67,7 @@ def build() -> tuple[Path, Path]:
     names = ("c10", "torch", "torch_cpu", "torch_python")
     libs = " ".join(f"-L{path}" for path in cpp_extension.library_paths())
     libs += "".join(f" -l{name}" for name in names)
-    with _locked(out / "lock"):
+    with _locked():
         _make(TESTS / "emulator", "library")
         _make(
             TESTS / "emulator" / "torch",
@@ -76,9 +79,19 @@ def build() -> tuple[Path, Path]:
     return driver, out / f"{EXTENSION}.so"
 
 
+@functools.cache
+def build_toys() -> Path:
+    """Returns the emulator of CUDA's driver with toy kernels (emulator_driver.py), up to date."""
+    with _locked():
+        _make(TESTS / "emulator", "toys")
+    return TESTS.parent / "build" / "emulator" / "plain" / "toy" / "libcuda_emulator.so"
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked() -> Iterator[None]:
     """Test runs build one after the other; a killed one leaves no lock."""
+    path = TESTS.parent / "build" / "emulator" / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -133,6 +146,17 @@ def with_kernels() -> dict[str, str]:
     image.parent.mkdir(parents=True, exist_ok=True)
     image.write_bytes(b"RINGCOMM-EMULATED")
     return {"RINGCOMM_CUDA_IMAGE": str(image)}
+
+
+def driver_calls() -> Counter[str]:
+    """How often this process has called each function of CUDA's driver."""
+    library = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
+    library.emulator_function_name.restype = ctypes.c_char_p
+    library.emulator_num_calls.restype = ctypes.c_longlong
+    names = iter(map(library.emulator_function_name, count()))
+    return Counter(
+        {name.decode(): library.emulator_num_calls(name) for name in iter(names.__next__, None)}
+    )
 
 
 def _import_extension(path: Path) -> Any:

@@ -203,6 +203,9 @@ def check_shared(rank: int, sharing: list[bool]) -> None:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
         work.wait()
         assert torch.equal(tensor.cpu(), oracle.total(inputs))
+        alone = inputs[rank].to(GPU)  # the same call, of memory that is not shared
+        dist.all_reduce(alone)
+        assert torch.equal(alone.cpu(), oracle.total(inputs))
 
 
 @pytest.mark.parametrize("sharing", [[True, False, True], [True, True, True]], ids=str)

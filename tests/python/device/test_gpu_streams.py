@@ -143,6 +143,22 @@ def test_works_and_tensors_that_nobody_keeps(rank: int) -> None:
     assert module().memory_allocated() <= before + 512
 
 
+@in_gpu_ranks(on_all_gpus)
+def test_works_outlive_their_group(rank: int) -> None:
+    """Also works that the group had let go of before."""
+    group = dist.new_group()
+    works: list[Any] = [dist.all_reduce(ones(), group=group, async_op=True) for _ in range(3)]
+    works[0].wait()
+    module().synchronize()
+    assert works[1].is_completed()
+    dist.all_reduce(ones(), group=group)
+    dist.destroy_process_group(group)
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+
+
 # ---- futures
 
 

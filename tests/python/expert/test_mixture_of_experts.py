@@ -365,8 +365,11 @@ def test_equal_probabilities_take_the_smaller_numbers() -> None:
 def test_arguments_of_the_router() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"top_k": 5}, "top_k=5 of 4 experts: choose 1 to 4 of them"),
-        ({"num_experts": 0}, "num_experts is 1 or more, got 0"),
-        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 leaves experts no tokens: give some 1.25"),
+        ({"num_experts": 0}, "num_experts must be 1 or more, got 0"),
+        (
+            {"capacity_factor": 0.0},
+            "capacity_factor=0.0 leaves no room for tokens: use about",
+        ),
         ({"capacity_factor": float("nan")}, "capacity_factor=nan"),
         ({"top_k": 1, "normalize_weights": True}, "the router would learn nothing"),
     ]

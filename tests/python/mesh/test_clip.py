@@ -227,9 +227,9 @@ def test_refusals(rank: int) -> None:
     for piece in (mine, nn.ModuleDict(alone)):
         with pytest.raises(ValueError, match="on other ranks: pass the Pipeline"):
             clip_grad_norm_(piece, 1.0)
-    with pytest.raises(TypeError, match="takes the model or its Pipeline"):
+    with pytest.raises(TypeError, match="needs the model or its Pipeline"):
         clip_grad_norm_(pipe.parameters(), 1.0)
-    with pytest.raises(TypeError, match="takes the model or its Pipeline"):
+    with pytest.raises(TypeError, match="needs the model or its Pipeline"):
         clip_grad_norm_(torch.optim.SGD(pipe.parameters(), 1.0), 1.0)
     with pytest.raises(ValueError, match="norm_type is 2, another positive number"):
         clip_grad_norm_(pipe, 1.0, norm_type=0)

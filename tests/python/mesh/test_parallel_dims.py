@@ -52,7 +52,7 @@ def test_the_ranks_that_are_left() -> None:
         ({"tp": -1}, "tp is a positive number, got -1"),
         ({"dp": -2}, "dp is a positive number or -1"),
         ({"dp": -1, "fsdp": -1}, "cannot both be -1"),
-        ({"tp": 4, "ep": 4}, "dp x fsdp has 2 ranks here: take a divisor"),
+        ({"tp": 4, "ep": 4}, "ep 4 must divide dp x fsdp, which has 2 ranks"),
         ({"ep": 0}, "ep 0"),
     ],
 )

@@ -194,7 +194,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("tp is 2, and Sequential has neither a plan", {"tp": 2}, own, **mse)
     refused("pp is 2, and Block is no nn.Sequential", {"pp": 2}, Block(), **mse)
     refused("Sequential is no model of transformers, which has a loss: give loss_fn", {}, own)
-    refused("fsdp 2 shards the model, and", {"dp": 2, "fsdp": 2}, llama, zero_stage=0)
+    refused("use dp in place of fsdp 2", {"dp": 2, "fsdp": 2}, llama, zero_stage=0)
     refused("zero_stage 3 shards over fsdp, which is 1", {}, llama, zero_stage=3)
     refused("zero_stage is 0, 1, 2 or 3, got 4", {}, llama, zero_stage=4)
     refused("num_microbatches is a positive number, got 0", {}, llama, num_microbatches=0)

@@ -130,7 +130,7 @@ def both(rank: int, device: str) -> None:
     with pytest.raises(ValueError, match="a group or a mesh, not both"):
         ColumnParallelLinear(6, 8, **groups[0], **meshes[0])
     with pytest.raises(
-        ValueError, match=r"wants a mesh of one dimension.*got \(pp, dp, fsdp, tp\)"
+        ValueError, match=r"the mesh must have one dimension.*got \(pp, dp, fsdp, tp\)"
     ):
         tensor.copy_to_tp(torch.ones(2), mesh=dims.mesh)
 

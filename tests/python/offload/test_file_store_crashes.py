@@ -153,7 +153,14 @@ def json_info(state: State) -> int:
     return step
 
 
-@pytest.mark.parametrize(("num_steps", "kind"), [(0, "steps"), (3, "steps"), (3, "roll_back")])
+@pytest.mark.parametrize(
+    ("num_steps", "kind"),
+    [
+        (0, "steps"),
+        pytest.param(3, "steps", marks=pytest.mark.slow),
+        pytest.param(3, "roll_back", marks=pytest.mark.slow),
+    ],
+)
 def test_two_crashes_at_every_operation(num_steps: int, kind: str, tmp_path: Path) -> None:
     values = itertools.count(1)
     names = (tmp_path / f"{i}" for i in itertools.count())

@@ -128,7 +128,7 @@ def no_class(ops: Any, device: str) -> None:
             with pytest.raises(IndexError, match="target 1 is 20, and there are 20 classes"):
                 cross_entropy(logits.clone(), target, inplace=inplace)
         patch.setenv("RINGCOMM_CHECK_TARGETS", "yes")
-        with pytest.raises(ValueError, match="RINGCOMM_CHECK_TARGETS wants 0 or 1"):
+        with pytest.raises(ValueError, match="RINGCOMM_CHECK_TARGETS must be 0 or 1"):
             cross_entropy(logits, target)
     weight = torch.ones(6, device=device)
     with pytest.raises(ValueError, match="one weight for each of the 5 classes"):

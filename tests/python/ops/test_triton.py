@@ -76,10 +76,12 @@ def test_compiled_kernels_move_vectors_and_keep_to_registers(arch: int, tmp_path
     assert {build["kernel"] for build in builds} == wanted
 
 
-def test_triton_is_imported_by_the_first_launch_and_asked_for_by_name() -> None:
+def test_what_is_slow_to_import_is_imported_by_who_needs_it() -> None:
     script = """
-import sys, torch, ringcomm
-assert "triton" not in sys.modules
+import sys, torch, ringcomm, ringcomm.optim, ringcomm.parallel
+parts_of_torch = {"_dynamo", "distributed.checkpoint", "distributed.pipelining"}
+slow = {"triton", *(f"torch.{name}" for name in parts_of_torch)}
+assert not slow & set(sys.modules), slow & set(sys.modules)
 sys.modules["triton"] = None
 from ringcomm.ops.losses import cross_entropy_cuda
 try:

@@ -80,7 +80,7 @@ def check_operator(rank: int) -> None:
             oracle.assert_equal(actual, expected)
 
 
-@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+@pytest.mark.parametrize("backend", ["ringcomm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_opcheck_and_compile(backend: str) -> None:
     run_ranks(2, check_operator, backend=backend, timeout_s=120)
 

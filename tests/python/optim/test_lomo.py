@@ -138,7 +138,7 @@ def test_compiled_models_keep_their_buffers_for_two_passes() -> None:
 
 def test_parameters_alone_say_that_nothing_is_fused() -> None:
     model, sgd = make("plain"), make("plain")
-    with pytest.warns(UserWarning, match="and no model"):
+    with pytest.warns(UserWarning, match="without their model"):
         opt = Lomo(model.parameters(), LR)
     assert type(model.up) is nn.Linear
     data = batches(3)
@@ -391,24 +391,24 @@ def test_a_loss_scale_wants_scale_and_two_passes_want_backward() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"lr": 0.0}, "lr is a positive"),
-        ({"lr": float("nan")}, "lr is a positive"),
-        ({"weight_decay": -1.0}, "weight_decay is 0 or more"),
-        ({"clip_grad_norm": 0.0}, "clip_grad_norm is a positive"),
-        ({"clip_grad_value": -1.0}, "clip_grad_value is a positive"),
+        ({"lr": 0.0}, "lr must be a positive"),
+        ({"lr": float("nan")}, "lr must be a positive"),
+        ({"weight_decay": -1.0}, "weight_decay must be 0 or more"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm must be a positive"),
+        ({"clip_grad_value": -1.0}, "clip_grad_value must be a positive"),
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "exclude each other"),
-        ({"clip_mode": "deferred"}, "nothing asks for it"),
+        ({"clip_mode": "deferred"}, "has no effect without clip_grad_norm or loss_scale"),
         ({"clip_mode": "later", "clip_grad_norm": 1.0}, "clip_mode is None or one of"),
-        ({"loss_scale": "big"}, "loss_scale is None"),
-        ({"loss_scale": -2.0}, "loss_scale is None"),
-        ({"accumulation_steps": 0}, "accumulation_steps is 1 or more"),
+        ({"loss_scale": "big"}, "loss_scale must be None"),
+        ({"loss_scale": -2.0}, "loss_scale must be None"),
+        ({"accumulation_steps": 0}, "accumulation_steps must be 1 or more"),
         (
             {"accumulation_steps": 2, "clip_grad_norm": 1.0, "clip_mode": "two_pass"},
             "cannot accumulate",
         ),
         ({"stochastic_rounding": True}, "for bfloat16 weights, and there are none"),
         ({"master": "split"}, "for bfloat16 weights, and there are none"),
-        ({"master": "split", "stochastic_rounding": True}, "has no use beside it"),
+        ({"master": "split", "stochastic_rounding": True}, "stochastic_rounding has no effect"),
         ({"master": "fp32"}, "master is None or one of split"),
         ({"seed": -1}, "seed is a number of 32 bits"),
     ],

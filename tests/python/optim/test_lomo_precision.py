@@ -83,7 +83,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*was given parameters and no model")
+@pytest.mark.filterwarnings("ignore:.*got parameters without their model")
 @pytest.mark.parametrize(("how", "options"), CASES, ids=str)
 def test_micro_batches_add_up_in_float32(how: str, options: dict[str, Any]) -> None:
     options = {**options, "accumulation_steps": NUM_PARTS}

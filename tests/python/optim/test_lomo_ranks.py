@@ -313,7 +313,7 @@ def test_weight_shards(world_size: int, name: str, kind: Any, options: dict[str,
 def test_weight_shards_come_and_go(rank: int) -> None:
     model = make("plain")
     shards = WeightShards(model)
-    with pytest.raises(ValueError, match="its shards know their group"):
+    with pytest.raises(ValueError, match="its shards have a group of their own"):
         Lomo(model, LR, group=dist.group.WORLD)
     opt = Lomo(model, LR)
     run(opt, model, parts(rank, 2, 1))

@@ -21,8 +21,7 @@ change of all weights with that of one process that has all rows and float32 mas
 is less than {tolerances} of its norm. All ranks end with equal bits.
 
 The first value of each feature is the plain one. What is not listed under "Refused" equals one
-process. One thing cannot be refused: torch.nn.utils.clip_grad_norm_ on a mesh counts what one rank
-has. Use ringcomm.parallel.clip_grad_norm_ there.
+process.
 """
 
 

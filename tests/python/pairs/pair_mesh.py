@@ -67,9 +67,8 @@ TABLE = Table(
         "optimizer": ("sgd", "adamw"),
         "dtype": ("float32", "bfloat16 weights"),
         "accumulation": ("1", "3"),
-        # Not torch.nn.utils.clip_grad_norm_, which cannot be kept from counting one rank's part.
-        "clipping": ("none", "function", "option"),
-        "loss scale": ("none", "fixed", "dynamic"),
+        "clipping": ("none", "function", "option", "torch"),
+        "loss scale": ("none", "fixed", "dynamic", "GradScaler"),
         "weights": ("plain", "frozen", "tied"),
         "groups": ("one", "no decay first"),
         "recompute": ("no", "yes"),
@@ -116,6 +115,20 @@ TABLE = Table(
             "trained by: Lomo; clipping: function",
             "RuntimeError: clip_grad_norm=",
             "the option clip_grad_norm= of Lomo",
+            is_late=True,
+        ),
+        Refused(
+            "clipping: torch",
+            r"RuntimeError: parallel\.clip_grad_norm_|optimizer\.clip_grad_norm_|clip_grad_norm=",
+            "ringcomm.parallel.clip_grad_norm_(model, max_norm)",
+            besides="mesh: tensor 2 x data 2 or pipeline 2 x data 2 or experts 4 x data 4",
+            is_late=True,
+        ),
+        Refused(
+            "loss scale: GradScaler",
+            "RuntimeError: loss_scale=",
+            "torch's ShardedGradScaler; the option loss_scale= of zero.shard() or Lomo",
+            besides="mesh: tensor 2 x data 2 or pipeline 2 x data 2 or experts 4 x data 4",
             is_late=True,
         ),
         Refused(
@@ -293,8 +306,10 @@ class MeshTraining(Training):
     def backward(self, batch: MicroBatch, share: float) -> None:
         if self.pipe is not None:
             scale = getattr(self.optimizer, "loss_scale", 1.0) * batch.factor * share
+            if self.case["loss scale"] == "GradScaler":
+                scale *= self.scaler.scale(torch.ones(())).item()
             self.pipe.step(batch.ids, batch.targets, loss_scale=scale)
-        elif hasattr(self.optimizer, "scale"):
+        elif hasattr(self.optimizer, "scale") or self.case["loss scale"] == "GradScaler":
             super().backward(batch, share)
         else:
             (batch.loss(self.wrapped) * share).backward()

@@ -73,7 +73,7 @@ TABLE = Table(
         ),
         Refused(
             "stage: infinity; dtype: bfloat16 or float16",
-            "ValueError: offload_weights .* param_dtype",
+            "ValueError: param_dtype",
             "a model of 16-bit weights: model.to(dtype)",
             besides="state: host",
         ),

@@ -17,7 +17,13 @@ from pair_table import Case
 from ranks import run_ranks
 
 TIMEOUT_S = 120.0  # the first case of a rank may import transformers
-EQUAL = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.covering]
+# The first cases of a table hold most of its pairs.
+NUM_QUICK = 12
+EQUAL = [
+    pytest.param(name, case, marks=[pytest.mark.slow] if idx >= NUM_QUICK else [])
+    for name, (table, _, _) in TABLES.items()
+    for idx, case in enumerate(table.covering)
+]
 REFUSED = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.refusals]
 
 

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "staleness": ({"staleness": -1}, "a number of steps >= 0, got -1"),
     "half a step": ({"staleness": 0.5}, "a number of steps >= 0, got 0.5"),
     "wire_dtype": ({"wire_dtype": torch.int8}, "a floating dtype"),
-    "loss_scale": ({"loss_scale": -1.0}, "loss_scale is None"),
+    "loss_scale": ({"loss_scale": -1.0}, "loss_scale must be None"),
 }
 
 

@@ -35,7 +35,7 @@ def test_what_is_no_pipeline(rank: int) -> None:
             make(*args, **options)
 
     refused(TypeError, "blocks are an nn.Sequential, .*got Named", Named())
-    refused(TypeError, "block 1 is a int, no nn.Module", [nn.Linear(8, 8), 3])
+    refused(TypeError, "block 1 is a int, not an nn.Module", [nn.Linear(8, 8), 3])
     refused(ValueError, "there are no blocks", nn.Sequential())
     refused(ValueError, "1 blocks are too few for 2 stages", [nn.Linear(8, 8)])
     refused(ValueError, "9 blocks are too few for 10 stages", None, "interleaved",

@@ -53,12 +53,12 @@ def test_stages_that_are_not_alike() -> None:
     ("arguments", "message"),
     [
         (("1f1", 2, 4, None), "schedule is one of gpipe, 1f1b, .*got '1f1'"),
-        (("1f1b", 4, 2, None), 'micro-batches as ranks at least, 4; .*schedule="gpipe"'),
+        (("1f1b", 4, 2, None), 'at least as many micro-batches as ranks, 4; .*schedule="gpipe"'),
         (("gpipe", 2, 0, None), "num_microbatches is a whole number, 1 or more; got 0"),
         (("gpipe", 2, 2.0, None), "num_microbatches is a whole number"),
         (("gpipe", 2, 4, 2), 'has num_stages_per_rank=1, got 2: .* schedule="interleaved"'),
         (("zbv", 2, 4, 3), "zbv has num_stages_per_rank=2, got 3"),
-        (("zero-bubble", 4, 17, None), "num_microbatches=17 does not divide: .* multiple of 4"),
+        (("zero-bubble", 4, 17, None), "num_microbatches to be a multiple of 4, got 17"),
     ],
 )
 def test_numbers_that_do_not_go_together(

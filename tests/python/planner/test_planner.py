@@ -91,10 +91,10 @@ def test_refusals_say_why() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Cluster(12), "12 gpus are no whole number of hosts of 8"),
+        (lambda: Cluster(12), "12 gpus are not a whole number of hosts of 8"),
         (lambda: Cluster(0), "are positive"),
-        (lambda: Cluster(8, "tpu"), "no file and none of h100, h200"),
-        (lambda: Job(1000, sequence=300), "1000 tokens are no whole number of sequences of 300"),
+        (lambda: Cluster(8, "tpu"), "neither a file nor one of h100, h200"),
+        (lambda: Job(1000, sequence=300), "1000 tokens are not a whole number of sequences of 300"),
         (lambda: Job(0), "tokens are positive"),
         (lambda: Job(8, precision="fp8"), "precision: known are bf16, fp32, got 'fp8'"),  # type: ignore[arg-type]
         (lambda: Job(8, systems=("zero4",)), "systems: known are single, ddp, .*got 'zero4'"),
@@ -123,7 +123,7 @@ def test_hardware_files(tmp_path: Path) -> None:
     ("find", "content", "message"),
     [
         (find_hardware, "{", "not JSON"),
-        (find_hardware, "[]", "wants an object"),
+        (find_hardware, "[]", "expected an object"),
         (find_hardware, '{"like": "b100"}', "like is one of"),
         (find_hardware, '{"like": "a100", "speed": 1}', "speed"),
         (find_hardware, '{"like": "a100", "memory_bytes": -1}', "memory_bytes is a positive"),

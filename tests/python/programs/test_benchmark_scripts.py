@@ -84,6 +84,7 @@ def test_records_of_a_script(script: str, tmp_path: Path) -> None:
     assert (list(dict.fromkeys(found)) if script == "device_kernels" else found) == expected
 
 
+@pytest.mark.slow
 def test_footprint(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     argv = ["--seconds", "0.02", "--repeats", "0", "--world", "2", "--groups", "3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,15 +11,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from collectives import AVAILABLE
-from report import read_records
+from report import fitted, make_table, read_records
+from rich.console import Console
 
 from ringcomm import cli, tuning
-from ringcomm.measure import doctor, machine
-from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from ringcomm.measure import algorithms, doctor, machine
+from ringcomm.measure.algorithms import measure_algorithms
+from ringcomm.measure.ranks import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PIPE_CLOSED,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0
@@ -149,41 +159,110 @@ def test_doctor_says_why_a_group_cannot_be_made() -> None:
     assert "all_reduce" not in out
 
 
-def test_ctrl_c_ends_all_processes() -> None:
+def test_ctrl_c_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -> None:
     # ringcomm alone: what other backends say when a peer goes while they connect is not ours.
-    command = ("bench", "barrier", "--world-size", "3", "--seconds", "600")
-    process = start(*COMMAND, *command, "--peers", "none")
+    path, page = tmp_path / "bench.jsonl", tmp_path / "bench.html"
+    sizes = ",".join(str(1024 * number) for number in range(1, 200))
+    files = ["--json", str(path), "--html", str(page)]
+    line = ["bench", "all_reduce", "--world-size", "3", "--sizes", sizes, "--peers", "none"]
+    process = start(*COMMAND, *line, *files, *QUICK, OMP_NUM_THREADS="1")
     deadline = time.monotonic() + TIMEOUT_S
-    while len(members(process.pid)) < 4 and process.poll() is None:
+    while not (page.exists() and page.stat().st_size) and process.poll() is None:
         assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    status, _, err = finish(process)
-    assert (status, err) == (EXIT_INTERRUPTED, "")
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    status, out, err = finish(process)
+    assert (status, err) == (EXIT_INTERRUPTED, "ringcomm: interrupted\n")
+    records = read_records([path])
+    assert 0 < len(records) < 199
+    assert f"interrupted after {len(records)} records:" in out
+    assert f"{records[-1]['bytes']:,} " in out
+    assert '"isPartial": true' in page.read_text(encoding="utf-8")
+
+
+def test_ctrl_c_keeps_numbers_of_ranks_that_are_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(world_size: int, sizes: list[int], *_: Any) -> list[Any]:
+        if world_size > 2:
+            raise KeyboardInterrupt
+        return measure_algorithms(world_size, sizes, 0.0, 0)
+
+    monkeypatch.setattr(algorithms, "measure_algorithms", measure)
+    path = tmp_path / "tuning.json"
+    path.write_text("of an earlier run")
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(["tune", "--sizes", "1k,4k", "--json", str(path), *QUICK])
+    assert path.read_text() == "of an earlier run"
+    partial = tmp_path / "tuning.json.interrupted"
+    assert f"interrupted: {partial} has the numbers of ranks above" in capsys.readouterr().out
+    assert [world.world_size for world in tuning.load(partial).worlds] == [2]
 
 
 LLAMA = "plan --model llama-7b --gpus 8"
+
+
+def test_output_to_a_pipe_that_closes_and_to_a_terminal_of_ascii() -> None:
+    process = start(*COMMAND, *LLAMA.split())
+    assert process.stdout is not None
+    process.stdout.close()  # as of `| head -0`
+    assert process.wait(TIMEOUT_S) == EXIT_PIPE_CLOSED
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    status, out, err = run(*LLAMA.split(), PYTHONIOENCODING="ascii", COLUMNS="40")
+    assert (status, err) == (EXIT_OK, "")
+    assert "8 ? h100" in out  # for a multiplication sign
+
+
+def test_a_narrow_terminal_gets_lines_in_place_of_columns() -> None:
+    table = make_table(["op", "p50 µs", "time over ringcomm's"], "Medians.")
+    table.add_row("all_reduce", "4.66", "19.2× (18.9–19.2)")
+    table.add_row("all_gather", "5.25", "")
+    screen = io.StringIO()
+    for width in (200, 30):
+        options: Any = {"force_terminal": True, "no_color": True, "highlight": False}
+        console = Console(file=screen, width=width, **options)
+        console.print(fitted(console, table))
+    wide, _, narrow = screen.getvalue().partition("\nop  ")
+    assert "┃" in wide
+    lines = ["all_reduce", "p50 µs                4.66"]
+    lines += ["time over ringcomm's  19.2×", "(18.9–19.2)", "all_gather", "Medians."]
+    for line in lines:
+        assert line in narrow
+    assert "…" not in screen.getvalue()
+    assert "\x1b[3" not in screen.getvalue()  # a color, which NO_COLOR forbids
+
+
 OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+UNWRITABLE = [
+    *(f"bench all_reduce --peers none --{name}" for name in ("json", "html")),
+    "bench systems --plot",
+    "bench cross_entropy --json",
+    "tune --json",
+]
 BAD_INPUT = [
     ("", "COMMAND"),
     ("juggle", "invalid choice: 'juggle'"),
     ("bench juggle", "invalid choice: 'juggle'"),
     ("bench all_reduce,systems", "systems is measured alone"),
     ("bench all_reduce --peers nccl", "add --device cuda"),
-    ("bench all_reduce --sizes many", "'many' is no amount: write 4096, 16k"),
+    ("bench all_reduce --sizes many", "'many' is not an amount: write 4096, 16k"),
     ("bench all_reduce --peers carrier_pigeon", "knows no backend 'carrier_pigeon'"),
     ("bench all_reduce --peers gloo", "built without gloo"),
     ("bench sendrecv --world-size 1", "two ranks at least"),
     ("tune --world-sizes 1,2", "2 to 64, got 1"),
     ("tune --sizes 1k,1024", "2 different ones at least"),
     ("tune --json /nowhere/tuning.json", "no folder '/nowhere'"),
+    *((f"{line} /proc/it.png", "/proc/it.png cannot be written") for line in UNWRITABLE),
+    ("bench systems --plot it.doc", "--plot it.doc: the name ends in none of"),
     ("doctor --world-size 0", "1 to 64, got 0"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
-    ("plan --gpus 8", "--model and --gpus are wanted"),
+    ("plan --gpus 8", "--model and --gpus are required"),
     (f"{LLAMA} --memory 80", "less than the driver's 1.07 GB"),
-    (f"{LLAMA} --tokens much", "'much' is no amount"),
+    (f"{LLAMA} --tokens much", "'much' is not an amount"),
     (f"{LLAMA} --tuning no.json", "no tuning file"),
-    (f"{LLAMA} --top -1", "--top is not negative"),
+    (f"{LLAMA} --top -1", "--top must not be negative"),
     *((line, "torchrun") for line in ("bench barrier --world-size 2", "tune", "doctor")),
     ("bench all_gather", "not in an installed wheel: clone ringcomm's repository"),
 ]

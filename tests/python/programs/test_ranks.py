@@ -50,6 +50,7 @@ def test_dead_rank_is_named_and_its_pool_is_gone() -> None:
     assert run_ranks(2, die_on_1, fresh=True, may_die=[1])[1] is None
 
 
+@pytest.mark.slow
 def test_first_error_ends_the_wait_and_has_its_traceback() -> None:
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)rank 1: Traceback.*in wait_for_1.*\[0\] did not"):

@@ -109,7 +109,7 @@ def test_layers(rank: int) -> None:
         few(torch.tensor([2]))
     with pytest.raises(ValueError, match="no whole number of units of 3"):
         ColumnParallelLinear(10, 7, shard_multiple=3)
-    with pytest.raises(ValueError, match="is not split"):
+    with pytest.raises(ValueError, match="cannot be split"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(3, 3, sparse=True))
     with pytest.raises(ValueError, match=r"cannot share 7 tokens evenly: pad"):
         tensor.reduce_from_tp(torch.zeros(1, 7, 2), sequence_dim=1)

@@ -154,7 +154,7 @@ def split_families(rank: int) -> dict[str, Any]:
             model = make_family(kind)
             if refused == "always" or (refused == "tokens" and is_sequence_split):
                 before = looks_of(model)
-                with pytest.raises(ValueError, match=r"not supported|sequence_parallel wants"):
+                with pytest.raises(ValueError, match=r"not supported|sequence_parallel needs"):
                     tensor_parallelize(model, sequence_parallel=is_sequence_split)
                 assert looks_of(model) == before, kind
                 continue
@@ -227,7 +227,7 @@ def test_what_cannot_be_split(rank: int) -> None:
     model = tensor_parallelize(make("multi-head"), sequence_parallel=True)
     with pytest.raises(ValueError, match="split already"):
         tensor_parallelize(model)
-    with pytest.raises(ValueError, match="wants input_ids"):
+    with pytest.raises(ValueError, match="needs input_ids"):
         model(inputs_embeds=torch.zeros(1, 4, DIM))
     with pytest.raises(ValueError, match="4 ranks cannot share 6 tokens evenly"):
         model(input_ids=torch.zeros(1, 6, dtype=torch.long))
@@ -237,11 +237,11 @@ def test_what_cannot_be_split(rank: int) -> None:
         tensor_parallelize(odd)
     strange: Any = make("multi-head")
     strange.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj, a Linear, computes something"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj, a Linear, does not compute"):
         tensor_parallelize(strange)
     strange = make("multi-head")
     strange.model.embed_tokens.forward = lambda ids: ids
-    with pytest.raises(ValueError, match="the embedding, a Embedding, computes something else"):
+    with pytest.raises(ValueError, match="the embedding, a Embedding, does not compute"):
         tensor_parallelize(strange)
     dropping = tensor_parallelize(make("multi-head", attention_dropout=0.1)).train()
     with pytest.raises(ValueError, match=r"self_attn has a dropout of 0\.1, whose masks"):

@@ -100,7 +100,7 @@ def wrong_models() -> Iterator[tuple[nn.Module, type[Exception], str]]:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = nn.Parameter(one.weight.data)
     yield nn.Sequential(one, two), ValueError, "0.weight are two parameters in the same memory"
-    yield nn.ParameterList([torch.ones(2)]), ValueError, "one can call, got a ParameterList"
+    yield nn.ParameterList([torch.ones(2)]), ValueError, "that can be called, got a ParameterList"
 
 
 @in_ranks(2)
@@ -126,9 +126,9 @@ def test_errors(rank: int) -> None:
     with shards.gather(), pytest.raises(RuntimeError, match="inside of gather"):
         load_full_weights(shards, state)
     for duplicate in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(RuntimeError, match="sharded weights have no copy"):
+        with pytest.raises(RuntimeError, match="sharded weights cannot be copied"):
             duplicate(net.blocks[0].get_parameter("up.weight"))
-    with pytest.raises(RuntimeError, match="sharded weights have no copy"):
+    with pytest.raises(RuntimeError, match="sharded weights cannot be copied"):
         copy.deepcopy(net)
     moves: list[Any] = [net.bfloat16, lambda: net.to(torch.device("cpu", 0)), net.head.double]
     for move in moves:
@@ -138,13 +138,13 @@ def test_errors(rank: int) -> None:
         net.head(torch.ones(1, DIM))
     other = nn.Parameter(torch.ones(2))
     for call in (shards.shard_of, shards.range_of, shards.release):
-        with pytest.raises(ValueError, match=r"no parameter of these shards: a tensor \(2,\)"):
+        with pytest.raises(ValueError, match=r"\(2,\) is not a parameter of these shards"):
             call(other)
     for grad in (torch.ones(3), torch.ones(DIM).to_sparse()):
         with pytest.raises(ValueError, match=r"gradient is dense, \(130,\) on cpu, got"):
             shards.reduce_scatter(net.norm.bias, grad)
     handle = net.norm.bias.register_post_accumulate_grad_hook(lambda _: shards.release_all())
-    with pytest.raises(RuntimeError, match="within a backward"):
+    with pytest.raises(RuntimeError, match="in a backward pass"):
         loss_of(net, 0, rank).backward()
     handle.remove()
     shards.close()

@@ -41,18 +41,18 @@ def test_errors(rank: int) -> None:
     frozen = Net()
     half, scalar = nn.Linear(3, 3).to(torch.bfloat16), Towers()
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
-        (model, adam, {"stage": 1}, TypeError, " to shard, got Adam"),
+        (model, adam, {"stage": 1}, TypeError, ", got Adam"),
         (model, sgd, {"stage": 4}, ValueError, "stage is 1, 2 or 3, got 4"),
-        (sgd, model, {"stage": 1}, TypeError, "wants a model and its optimizer"),
+        (sgd, model, {"stage": 1}, TypeError, "expected a model and its optimizer"),
         (DistributedDataParallel(Net()), sgd, {"stage": 1}, ValueError, "give model.module"),
         (Net(), sgd, {"stage": 1}, ValueError, "is not the model's"),
-        (model, torch.optim.SGD([model.scale]), {"stage": 1}, ValueError, "in no group"),
+        (model, torch.optim.SGD([model.scale]), {"stage": 1}, ValueError, "in no parameter group"),
         (model, sgd, {"stage": 1, "bucket_bytes": 0}, ValueError, "bucket_bytes is positive"),
         (model, sgd, {"stage": 1, "param_dtype": torch.int8}, ValueError, "param_dtype is None"),
         (model, sgd, {"stage": 1, "reduce_dtype": torch.bfloat16}, ValueError, "reduce_dtype is"),
-        (model, sgd, {"stage": 1, "loss_scale": -1.0}, ValueError, "loss_scale is None"),
+        (model, sgd, {"stage": 1, "loss_scale": -1.0}, ValueError, "loss_scale must be None"),
         (model, sgd, {"stage": 1, "clip_grad_norm": 0}, ValueError, "clip_grad_norm is a positive"),
-        (model, sgd, {"stage": 2, "units": []}, ValueError, "at stage 3 alone"),
+        (model, sgd, {"stage": 2, "units": []}, ValueError, "for stage 3 only"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 3}, ValueError, "are float32"),
         (scalar, torch.optim.SGD(scalar.parameters()), {"stage": 3}, ValueError, "no dimensions"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 1, "param_dtype": torch.bfloat16},
@@ -92,7 +92,7 @@ def test_errors(rank: int) -> None:
         model.to(torch.float64)
     sharded.zero_grad()
     model.to(torch.float64)
-    with pytest.raises(ValueError, match="has moved since"):
+    with pytest.raises(ValueError, match="was moved after"):
         sharded.step()
 
 

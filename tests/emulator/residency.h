@@ -5,7 +5,23 @@
 
 #include "emulator/device.h"
 
+// What is on a GPU at a time. Processes of a box agree on it by locks on bytes of this library's
+// file, which the system takes from a process that ends.
+
 namespace ringcomm::emulator {
+
+/// Holds a GPU for the kernels of this process while it lives, where there is no MPS; kernels of
+/// one process share it.
+class KernelTurn {
+ public:
+  explicit KernelTurn(int physical_device);
+  ~KernelTurn();
+  KernelTurn(const KernelTurn&) = delete;
+  KernelTurn& operator=(const KernelTurn&) = delete;
+
+ private:
+  const int device_;
+};
 
 /// Where the blocks of a GPU are: kernels of all streams of all processes of the box compete for
 /// them. It orders nothing, so that ThreadSanitizer sees kernels race that no event keeps apart.

@@ -2,5 +2,5 @@
 #include "device/cuda/kernel_list.h"
 
 namespace ringcomm::cuda {
-RINGCOMM_UNSIGNED_KERNELS(RINGCOMM_GPU_KERNEL)
+RINGCOMM_REDUCTION_KERNELS(RINGCOMM_GPU_KERNEL)
 }  // namespace ringcomm::cuda

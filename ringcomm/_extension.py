@@ -1,0 +1,68 @@
+"""Loads the compiled extension ringcomm._C when it is imported; its error says what to do."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).resolve().parent
+BUILD = "pip install --no-build-isolation"
+# A sentence in the extension (csrc/bindings/module.cc), to be found also where it cannot be loaded.
+BUILT_FOR = re.compile(rb"ringcomm is built for torch (\d+\.\d+)")
+
+
+def _load() -> None:
+    """Imports ringcomm._C.
+
+    Raises:
+        ImportError: it is missing, built for another Python, or built for another torch.
+    """
+    try:
+        from ringcomm import _C
+    except ImportError as error:
+        raise ImportError(_reason(str(error))) from None
+    if why := _other_torch(_C.BUILT_FOR.encode()):
+        # It was loaded by luck: the layout of c10d's classes changes between minor versions.
+        raise ImportError(why)
+
+
+def _reason(error: str) -> str:
+    """Why the import failed with `error`."""
+    names = [f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
+    found = next((FOLDER / name for name in names if (FOLDER / name).exists()), None)
+    if found is not None:
+        return _other_torch(found.read_bytes()) or (
+            f"ringcomm: the extension cannot be loaded ({error}). Build it again: {BUILD} ."
+        )
+    others = sorted(path.name for path in FOLDER.glob("_C*.so"))
+    if others:
+        return (
+            f"ringcomm: the extension is built for another Python ({', '.join(others)}); this is"
+            f" {sys.implementation.cache_tag}. Build it with this one: {BUILD} ."
+        )
+    if (FOLDER.parent / "setup.py").exists():
+        return (
+            f"ringcomm: Python has found the source folder {FOLDER}, which has no compiled"
+            f" extension. If ringcomm is installed, start Python in another folder than"
+            f" {FOLDER.parent}; or build it there: {BUILD} -e ."
+        )
+    return f"ringcomm: {FOLDER} has no compiled extension. Install ringcomm again: {BUILD} ."
+
+
+def _other_torch(extension: bytes) -> str:
+    """What to do about an extension that says it is for another torch than this one; else empty."""
+    built_for = BUILT_FOR.search(extension)
+    minor = ".".join(torch.__version__.split(".")[:2])
+    if built_for is None or built_for[1].decode() == minor:
+        return ""
+    return (
+        f"ringcomm: the extension is built for torch {built_for[1].decode()}, and this is torch"
+        f" {torch.__version__}. Build it again with this torch, in a checkout: {BUILD} ."
+    )
+
+
+_load()

@@ -1,0 +1,76 @@
+"""Functions of torch that would take a rank's part of a model for all of it raise instead.
+
+torch.nn.utils.clip_grad_norm_ counts the gradients that it is given, and torch.amp.GradScaler skips
+the steps in which it finds an overflow in them. Ranks with different parts of one model would clip
+by different factors and skip different steps, and weights that all of them hold would drift apart.
+Both know parameters alone. So the check is put around torch's functions, when the first module that
+has a part is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+__all__ = ["register_part"]
+
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def register_part(module: nn.Module) -> None:
+    """Notes that a module has a part of what the ranks of its attribute `group` hold together."""
+    _modules.add(module)
+    _check_torch()
+
+
+@functools.cache
+def _check_torch() -> None:
+    """Puts the check around torch's functions, once in a process."""
+    _check(
+        clip_grad,
+        "_clip_grads_with_norm_",  # also what clip_grad_norm_() ends with
+        lambda params, *_, **__: [params] if isinstance(params, Tensor) else list(params),
+        "torch.nn.utils.clip_grad_norm_ counts the gradients of this rank, which has a part of the"
+        " model: use ringcomm.parallel.clip_grad_norm_(model, max_norm)",
+    )
+    _check(
+        torch.amp.GradScaler,
+        "_unscale_grads_",  # ShardedGradScaler, whose ranks agree on overflows, has its own
+        lambda _, optimizer, *__, **___: [
+            param for group in optimizer.param_groups for param in group["params"]
+        ],
+        "torch.amp.GradScaler sees the overflows of this rank, which has a part of the model, and"
+        " ranks would skip different steps: take ShardedGradScaler of"
+        " torch.distributed.fsdp.sharded_grad_scaler, the option loss_scale= of zero.shard() or"
+        " Lomo, or bfloat16",
+    )
+
+
+def _check(owner: Any, name: str, params_of: Callable[..., list[Any]], message: str) -> None:
+    wrapped = getattr(owner, name)
+
+    @functools.wraps(wrapped)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if _are_of_a_part(params_of(*args, **kwargs)):
+            raise RuntimeError(message)
+        return wrapped(*args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
+def _are_of_a_part(params: Iterable[Any]) -> bool:
+    given = {id(param) for param in params}
+    parts = (module for module in list(_modules) if _is_part(module))
+    return any(id(param) in given for module in parts for param in module.parameters())
+
+
+def _is_part(module: nn.Module) -> bool:
+    group = getattr(module, "group", None)  # None where its constructor has raised
+    return isinstance(group, dist.ProcessGroup) and group.size() > 1

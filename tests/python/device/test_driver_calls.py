@@ -1,0 +1,115 @@
+"""What a call costs the host on a GPU: calls of CUDA's driver, counted by the emulator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import emugpu
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import driver_calls, run_on_gpus, with_kernels
+
+import ringcomm
+from ringcomm.torch_names import all_gather_single
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+GPU = "emugpu"
+# Of a call on the caller's stream: which context, which capture, the kernel, the event behind it.
+ONE_CALL = ("cuCtxGetCurrent", "cuStreamGetCaptureInfo_v2", "cuLaunchKernel", "cuEventRecord")
+# Of one on the group's own stream, besides: it waits for the caller's, and the other way round.
+OWN_STREAM = ("cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent", "cuStreamWaitEvent")
+# Whether an earlier call is over, whose tensors this rank still keeps.
+ONE_LOOK = ("cuThreadExchangeStreamCaptureMode", "cuEventQuery")
+
+
+def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
+    """The driver's calls of `times` calls, after two that make what is used again."""
+    for _ in range(2):
+        body()
+    emugpu.synchronize()
+    before = driver_calls()
+    for _ in range(times):
+        body()
+    return driver_calls() - before
+
+
+def check_synchronous(rank: int) -> None:
+    """Four calls of the driver each, and none more as calls add up."""
+    world_size = dist.get_world_size()
+    small, large = torch.ones(10, device=GPU), torch.ones(100_000, device=GPU)
+    gathered = torch.empty(world_size * 10, device=GPU)
+    ring = dist.new_group(pg_options=ringcomm.Options(algorithm="ring"))
+    bodies: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(small),
+        lambda: dist.all_reduce(large),
+        lambda: dist.all_reduce(large, group=ring),
+        lambda: dist.broadcast(large, 0),
+        lambda: all_gather_single(gathered, small),
+    ]
+    for body in bodies:
+        assert calls_of(body, 50) == Counter(dict.fromkeys(ONE_CALL, 50))
+
+
+def check_asynchronous(rank: int) -> None:
+    """Eight calls of the driver each; two or three more where earlier ones are not waited for."""
+    tensor = torch.ones(100_000, device=GPU)
+
+    def one() -> None:
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+
+    def bucketed() -> None:
+        for work in [dist.all_reduce(tensor, async_op=True) for _ in range(3)]:
+            work.wait()
+
+    expected = Counter(ONE_CALL + OWN_STREAM)
+    assert calls_of(one, 20) == Counter({name: 20 * num for name, num in expected.items()})
+    found = calls_of(bucketed, 20)
+    for name, num in expected.items():
+        assert found.pop(name) == 60 * num
+    assert set(found) <= set(ONE_LOOK)  # two of three calls look once or more
+    assert found["cuEventQuery"] <= 3 * 60
+    assert found["cuThreadExchangeStreamCaptureMode"] == 2 * found["cuEventQuery"]
+
+
+def check_messages(rank: int) -> None:
+    """A batch of messages is one kernel and one event, whatever ranks they are with."""
+    world_size = dist.get_world_size()
+    peers = [peer for peer in range(world_size) if peer != rank]
+    sent, received = torch.ones(1000, device=GPU), torch.empty(world_size, 1000, device=GPU)
+
+    def batch() -> None:
+        ops = [dist.P2POp(dist.isend, sent, peer) for peer in peers]
+        ops += [dist.P2POp(dist.irecv, received[peer], peer) for peer in peers]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    found = calls_of(batch, 10)
+    assert found["cuLaunchKernel"] == 10
+    assert found["cuEventRecord"] == 2 * 10
+    assert found["cuEventCreate"] == found["cuEventDestroy_v2"] == 0
+
+
+def check_batches(rank: int) -> None:
+    """Over messages: a batch for each 4 MiB of a chunk and step, not for each 256 KiB."""
+    tensor = torch.ones(4 << 20, device=GPU)  # 16 MiB: two chunks of two slots, two steps
+    found = calls_of(lambda: dist.all_reduce(tensor), 1)
+    assert found["cuLaunchHostFunc"] == 4
+
+
+def test_batches_over_messages() -> None:
+    run_on_gpus(2, check_batches)
+
+
+@pytest.mark.parametrize(
+    ("check", "world_size"),
+    [(check_synchronous, 2), (check_asynchronous, 2), (check_messages, 3)],
+    ids=["synchronous", "asynchronous", "messages"],
+)
+def test_calls(check: Callable[[int], None], world_size: int) -> None:
+    run_on_gpus(world_size, check, env={**with_kernels(), "RINGCOMM_EMULATOR_SMS": "48"})

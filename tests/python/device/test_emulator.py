@@ -1,0 +1,444 @@
+"""The emulator of CUDA's driver: the rules of CUDA that tests of GPU code rely on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import emulated_gpu
+import emulator_driver as cuda
+import pytest
+from emulator_driver import PIECE, Driver, Handle, Peer, number, put, run
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+
+# ---- streams and events
+
+
+def streams(gpu: Driver, peer: Peer) -> None:
+    """A stream keeps its order; another one waits for the record that was last when it asked."""
+    first, second, idle = (gpu.stream() for _ in range(3))
+    data, flag, event = gpu.zeros(), gpu.zeros(), gpu.event()
+    assert gpu.call("EventQuery", event) == cuda.SUCCESS  # never recorded
+    assert gpu.call("StreamWaitEvent", second, event, 0) == cuda.SUCCESS
+    gpu.wait_for(flag, first)
+    gpu.add(data, 2, first)
+    gpu.scale(data, 5, first)
+    gpu.check("EventRecord", event, first)
+    gpu.check("StreamWaitEvent", second, event, 0)
+    gpu.scale(data, 3, second)
+    assert gpu.call("EventQuery", event) == cuda.NOT_READY
+    gpu.check("EventRecord", event, idle)  # again: what waits, waits for the old record
+    gpu.check("EventSynchronize", event)
+    assert gpu.call("StreamQuery", second) == cuda.NOT_READY
+    gpu.check("EventDestroy_v2", event)
+    put(flag, 1)
+    gpu.synchronize(second)
+    assert number(data) == 30
+    assert gpu.call("EventQuery", event) == cuda.INVALID_HANDLE
+
+
+def freeing_waits(gpu: Driver, peer: Peer) -> None:
+    stream, data, flag = gpu.stream(), gpu.zeros(), gpu.zeros()
+    gpu.wait_for(flag, stream)
+    gpu.add(data, 1, stream)
+    timer = threading.Timer(0.02, put, (flag, 1))
+    timer.start()
+    gpu.check("MemFree_v2", data)
+    assert gpu.call("StreamQuery", stream) == cuda.SUCCESS
+    timer.join()
+
+
+# ---- captures
+
+
+def begin(gpu: Driver, stream: int, mode: int = cuda.GLOBAL) -> None:
+    gpu.check("StreamBeginCapture_v2", stream, mode)
+
+
+def end(gpu: Driver, stream: int) -> int:
+    graph = ctypes.c_uint64()
+    return gpu.call("StreamEndCapture", stream, ctypes.byref(graph))
+
+
+def ended(gpu: Driver, stream: int) -> int:
+    """What can be launched."""
+    graph = ctypes.c_uint64()
+    gpu.check("StreamEndCapture", stream, ctypes.byref(graph))
+    return gpu.made("GraphInstantiateWithFlags", graph, 0)
+
+
+def graphs(gpu: Driver, peer: Peer) -> None:
+    """Nothing runs before a launch; branches of a capture run at once, in the order of events."""
+    stream, side, data, flag = gpu.stream(), gpu.stream(), gpu.zeros(), gpu.zeros()
+    fork, join = gpu.event(), gpu.event()
+    begin(gpu, stream)
+    gpu.add(data, 1, stream)
+    gpu.check("EventRecord", fork, stream)
+    gpu.check("StreamWaitEvent", side, fork, 0)
+    gpu.wait_for(flag, stream)  # for the other branch
+    gpu.scale(data, 10, side)
+    gpu.signal(flag, side)
+    gpu.check("EventRecord", join, side)
+    gpu.check("StreamWaitEvent", stream, join, 0)
+    gpu.add(data, 5, stream)
+    graph = ended(gpu, stream)
+    assert number(data) == 0
+    for _ in range(3):
+        put(flag, 0)
+        gpu.check("GraphLaunch", graph, stream)
+        gpu.synchronize(stream)
+    assert number(data) == ((15 + 1) * 10 + 5 + 1) * 10 + 5
+    assert number(flag, 2) == 0  # none gave up
+    begin(gpu, stream)
+    gpu.check("EventRecord", fork, stream)
+    gpu.check("StreamWaitEvent", side, fork, 0)
+    gpu.add(data, 1, side)
+    assert end(gpu, stream) == cuda.CAPTURE_UNJOINED
+
+
+def spoilt_captures(gpu: Driver, peer: Peer) -> None:
+    """What ends a capture with an error, and leaves the stream usable."""
+    stream, other, data = gpu.stream(), gpu.stream(), gpu.zeros()
+    event, shared = gpu.event(), gpu.event(shared=True)
+    host = ctypes.c_uint64()
+
+    def after(expected: int, *spoil: Callable[[], int]) -> None:
+        begin(gpu, stream)
+        for step in spoil[:-1]:
+            assert step() == cuda.SUCCESS
+        assert spoil[-1]() == expected
+        assert gpu.add(data, 1, stream) == cuda.CAPTURE_INVALIDATED
+        assert end(gpu, stream) == cuda.CAPTURE_INVALIDATED
+        gpu.synchronize(stream)
+
+    for name, argument in (
+        ("StreamSynchronize", stream),
+        ("StreamSynchronize", other),
+        ("StreamQuery", stream),
+        ("MemFree_v2", data),
+    ):
+        after(cuda.CAPTURE_UNSUPPORTED, partial(gpu.call, name, argument))
+    after(cuda.CAPTURE_UNSUPPORTED, partial(gpu.call, "MemAlloc_v2", ctypes.byref(host), 16))
+    after(cuda.CAPTURE_UNSUPPORTED, partial(gpu.call, "EventRecord", shared, stream))
+    record = partial(gpu.call, "EventRecord", event, stream)
+    after(cuda.CAPTURED_EVENT, record, partial(gpu.call, "EventQuery", event))
+    gpu.check("EventRecord", event, other)
+    after(cuda.CAPTURE_ISOLATION, partial(gpu.call, "StreamWaitEvent", stream, event, 0))
+    begin(gpu, stream)
+    begin(gpu, other)
+    gpu.check("EventRecord", event, other)
+    assert gpu.call("StreamWaitEvent", stream, event, 0) == cuda.CAPTURE_MERGE
+    assert [end(gpu, other), end(gpu, stream)] == [cuda.CAPTURE_INVALIDATED] * 2
+
+
+def modes(gpu: Driver, peer: Peer) -> None:
+    """Which threads a capture keeps from what might wait for the device."""
+    stream, event = gpu.stream(), gpu.event()
+
+    def asks(mode: int) -> int:
+        exchanged = ctypes.c_int(mode)
+        gpu.check("ThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
+        result = gpu.call("EventQuery", event)
+        gpu.check("ThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
+        return result
+
+    for mode, allows_itself, allows_others in (
+        (cuda.GLOBAL, False, False),
+        (cuda.THREAD_LOCAL, False, True),
+        (cuda.RELAXED, True, True),
+    ):
+        for asking, elsewhere, allowed in (
+            (cuda.GLOBAL, False, allows_itself),
+            (cuda.RELAXED, False, True),
+            (cuda.GLOBAL, True, allows_others),
+            (cuda.THREAD_LOCAL, True, True),
+            (cuda.RELAXED, True, True),
+        ):
+            begin(gpu, stream, mode)
+            if elsewhere:
+                with ThreadPoolExecutor(1) as others:
+                    result = others.submit(asks, asking).result()
+            else:
+                result = asks(asking)
+            assert result == (cuda.SUCCESS if allowed else cuda.CAPTURE_UNSUPPORTED)
+            assert end(gpu, stream) == (cuda.SUCCESS if allowed else cuda.CAPTURE_INVALIDATED)
+
+
+# ---- kernels
+
+
+def blocks(gpu: Driver, peer: Peer) -> None:
+    """Each block runs once; as many as fit run at once, of all streams of a GPU together."""
+    stream, other, data = gpu.stream(), gpu.stream(), gpu.zeros()
+    for num_blocks in (1, 3, 5, 64):
+        gpu.add(data, 1, stream, num_elems=1000, blocks=num_blocks)
+    gpu.synchronize(stream)
+    assert [number(data, i) for i in range(1000)] == [4] * 1000
+    for num_blocks, limit_ms in ((4, cuda.LIMIT_MS), (5, cuda.SHORT_MS)):
+        meet = gpu.zeros()
+        gpu.launch("meet", struct.pack("QQII", meet, meet + 4, limit_ms, 0), stream, num_blocks)
+        gpu.synchronize(stream)
+        assert (number(meet, 1) == num_blocks) == (num_blocks == 4)
+    # One that fills a multiprocessor waits until one is empty.
+    for num_waiting in (1, 2, 4):
+        flag = gpu.zeros()
+        gpu.wait_for(flag, stream, cuda.SHORT_MS, blocks=num_waiting)
+        while number(flag, 1) < num_waiting:
+            time.sleep(0.001)
+        gpu.signal(flag, other, shared=227 << 10)
+        gpu.synchronize(other)
+        gpu.synchronize(stream)
+        assert (number(flag, 2) > 0) == (num_waiting > 1)
+
+
+def shared_queue(gpu: Driver, peer: Peer, is_in_vain: bool) -> None:
+    """What cannot start yet keeps back what comes later in its hardware queue."""
+    first, second, flag, data = gpu.stream(), gpu.stream(), gpu.zeros(), gpu.zeros()
+    gpu.wait_for(flag, first, cuda.SHORT_MS if is_in_vain else cuda.LIMIT_MS)
+    gpu.add(data, 1, first)  # behind the one that spins
+    gpu.signal(flag, second)
+    gpu.synchronize(first)
+    gpu.synchronize(second)
+    assert number(flag, 2) == int(is_in_vain)
+
+
+def lazy_loading(gpu: Driver, peer: Peer) -> None:
+    """To ask for a kernel for the first time waits for all that the device does."""
+    stream, flag = gpu.stream(), gpu.zeros()
+    module = gpu.made("ModuleLoadData", ctypes.c_char_p(b"RINGCOMM-EMULATED"))
+    gpu.wait_for(flag, stream, cuda.SHORT_MS)
+    gpu.made("ModuleGetFunction", module, ctypes.c_char_p(b"toy_add"))
+    assert number(flag, 2) == 1  # it has given up meanwhile
+    gpu.wait_for(flag, stream, cuda.SHORT_MS)
+    gpu.made("ModuleGetFunction", module, ctypes.c_char_p(b"toy_add"))
+    assert number(flag, 2) == 1
+
+
+def threads_of_blocks(gpu: Driver, peer: Peer) -> None:
+    slots, sums, stream = gpu.zeros(), gpu.zeros(), gpu.stream()
+    gpu.launch("threads", struct.pack("QQ", slots, sums), stream, 8)
+    gpu.synchronize(stream)
+    assert [number(sums, block) for block in range(8)] == [6] * 8
+
+
+def spins_for_another(gpu: Driver, peer: Peer, limit_ms: int) -> int:
+    """Rank 0's kernel spins for one of rank 1 on the same GPU; whether in vain."""
+    stream = gpu.stream()
+    if peer.rank == 1:
+        handle = Handle.from_buffer_copy(peer.hear(0))
+        gpu.signal(gpu.made("IpcOpenMemHandle_v2", handle, 1), stream)
+        gpu.synchronize(stream)
+        return 0
+    flag = gpu.zeros(PIECE)
+    gpu.wait_for(flag, stream, limit_ms)
+    while number(flag, 1) == 0:
+        time.sleep(0.001)
+    peer.tell(1, bytes(handle_of(gpu, flag)))
+    gpu.synchronize(stream)
+    return number(flag, 2)
+
+
+def handle_of(gpu: Driver, address: int) -> Handle:
+    handle = Handle()
+    gpu.check("IpcGetMemHandle", ctypes.byref(handle), address)
+    return handle
+
+
+def dies_in_a_kernel(gpu: Driver, peer: Peer) -> None:
+    """Its turn on the GPU goes to the other."""
+    stream, flag = gpu.stream(), gpu.zeros()
+    if peer.rank == 1:
+        peer.hear(0)
+        gpu.add(flag, 1, stream)
+        gpu.synchronize(stream)
+        return
+    gpu.wait_for(flag, stream)
+    while number(flag, 1) == 0:
+        time.sleep(0.001)
+    peer.tell(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- memory
+
+
+def little_memory(gpu: Driver, peer: Peer) -> None:
+    address = ctypes.c_uint64()
+    assert gpu.call("MemAlloc_v2", ctypes.byref(address), PIECE + 1) == cuda.OUT_OF_MEMORY
+    first = gpu.zeros(PIECE)
+    assert number(first, 100) == 0
+    assert gpu.call("MemAlloc_v2", ctypes.byref(address), 1) == cuda.OUT_OF_MEMORY
+    gpu.check("MemFree_v2", first)
+    gpu.zeros(PIECE)
+
+
+def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
+    """Memory and an event by handles; what is freed while it is open ends its owner."""
+    stream, shared = gpu.stream(), gpu.event(shared=True)
+    if peer.rank == 0:
+        data = gpu.zeros(PIECE)
+        small = Handle()  # it would hand out what others have in the same piece
+        assert gpu.call("IpcGetMemHandle", ctypes.byref(small), gpu.zeros()) == cuda.INVALID_VALUE
+        gpu.check("IpcGetEventHandle", ctypes.byref(small), shared)
+        gpu.add(data, 9, stream)
+        gpu.check("EventRecord", shared, stream)
+        peer.tell(1, bytes(handle_of(gpu, data)) + bytes(small))
+        peer.hear(1)
+        assert number(data) == 27
+        gpu.check("MemFree_v2", data)
+        gpu.check("EventDestroy_v2", shared)
+        return
+    told = peer.hear(0)
+    data = gpu.made("IpcOpenMemHandle_v2", Handle.from_buffer_copy(told[:64]), 1)
+    event = gpu.made("IpcOpenEventHandle", Handle.from_buffer_copy(told[64:]))
+    gpu.check("StreamWaitEvent", stream, event, 0)
+    gpu.scale(data, 3, stream)
+    gpu.synchronize(stream)
+    assert gpu.call("EventQuery", event) == cuda.SUCCESS
+    assert gpu.call("MemFree_v2", data) == cuda.INVALID_VALUE  # it is another's
+    if is_closed:
+        gpu.check("IpcCloseMemHandle", data)
+        gpu.check("EventDestroy_v2", event)
+    peer.tell(0)
+    time.sleep(0.0 if is_closed else 1.0)
+
+
+def cannot_open(gpu: Driver, peer: Peer, expected: int) -> None:
+    """Rank 1 may not open what rank 0 has on device 1."""
+    if peer.rank == 0:
+        gpu.use(1)
+        peer.tell(1, bytes(handle_of(gpu, gpu.zeros(PIECE))))
+        peer.hear(1)
+        return
+    handle, address = Handle.from_buffer_copy(peer.hear(0)), ctypes.c_uint64()
+    assert gpu.call("IpcOpenMemHandle_v2", ctypes.byref(address), handle, 1) == expected
+    peer.tell(0)
+
+
+def mapped(gpu: Driver, handle: int) -> int:
+    address = gpu.made("MemAddressReserve", PIECE, 0, 0, 0)
+    gpu.check("MemMap", address, PIECE, 0, handle, 0)
+    access = cuda.Access(cuda.Location(1, 0), 3)
+    gpu.check("MemSetAccess", address, PIECE, ctypes.byref(access), 1)
+    return address
+
+
+def descriptors(gpu: Driver, peer: Peer, folder: str) -> None:
+    """Memory travels as a descriptor, and lives as long as somebody has it mapped."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        if peer.rank == 0:
+            prop = cuda.AllocationProp(1, 1, cuda.Location(1, 0))
+            handle = gpu.made("MemCreate", PIECE, ctypes.byref(prop), 0)
+            address = mapped(gpu, handle)
+            put(address, 6)
+            end.bind(f"{folder}/socket")
+            end.listen()
+            peer.tell(1)
+            fd = ctypes.c_int()
+            gpu.check("MemExportToShareableHandle", ctypes.byref(fd), handle, 1, 0)
+            socket.send_fds(end.accept()[0], [b"fd"], [fd.value])
+            gpu.check("MemUnmap", address, PIECE)
+            gpu.check("MemRelease", handle)
+            peer.tell(1)
+            return
+        peer.hear(0)
+        end.connect(f"{folder}/socket")
+        fds = socket.recv_fds(end, 2, 1)[1]
+        handle = gpu.made("MemImportFromShareableHandle", ctypes.c_void_p(fds[0]), 1)
+        peer.hear(0)
+        address = mapped(gpu, handle)
+        gpu.check("MemRelease", handle)
+        assert number(address) == 6
+        gpu.check("MemUnmap", address, PIECE)
+        number(address)  # ends this process
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [streams, freeing_waits, graphs, spoilt_captures, modes, blocks],
+    ids=lambda rules: rules.__name__,
+)
+def test_one_process(rules: Callable[..., None], tmp_path: Path) -> None:
+    run(rules, folder=tmp_path, env={"RINGCOMM_EMULATOR_DELAY_US": "200"})
+
+
+def test_settings(tmp_path: Path) -> None:
+    run(threads_of_blocks, folder=tmp_path, env={"RINGCOMM_EMULATOR_THREADS": "3"})
+    run(little_memory, folder=tmp_path, env={"RINGCOMM_EMULATOR_MEMORY": str(PIECE)})
+    run(shared_queue, False, folder=tmp_path)
+    run(shared_queue, False, folder=tmp_path, env={"RINGCOMM_EMULATOR_QUEUES": "2"})
+    run(shared_queue, True, folder=tmp_path, env={"RINGCOMM_EMULATOR_QUEUES": "1"})
+    run(lazy_loading, folder=tmp_path, env={"RINGCOMM_EMULATOR_LAZY": "1"})
+    nonsense = {"RINGCOMM_EMULATOR_SMS": "two"}
+    assert run(blocks, folder=tmp_path, env=nonsense, may_die=[0]) == [None]
+    dies = {"RINGCOMM_EMULATOR_DIE_AT": "20"}
+    assert run(streams, folder=tmp_path, env=dies, may_die=[0]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_in_vain"),
+    [
+        ({}, False),
+        ({"MPS": "0"}, True),
+        ({"SMS": "1", "BLOCKS_PER_SM": "1"}, True),  # blocks of all processes share the GPU
+        ({"REAL_SMS": "1", "BLOCKS_PER_SM": "1"}, True),  # whatever it says that it holds
+    ],
+    ids=str,
+)
+def test_kernels_of_two_processes(
+    settings: dict[str, str], is_in_vain: bool, tmp_path: Path
+) -> None:
+    env = {f"RINGCOMM_EMULATOR_{name}": value for name, value in settings.items()}
+    limit_ms = cuda.SHORT_MS if is_in_vain else cuda.LIMIT_MS
+    found = run(spins_for_another, limit_ms, world_size=2, folder=tmp_path, env=env)
+    assert found == [int(is_in_vain), 0]
+
+
+def test_a_process_that_dies_in_a_kernel_gives_the_gpu_back(tmp_path: Path) -> None:
+    env = {"RINGCOMM_EMULATOR_MPS": "0"}
+    run(dies_in_a_kernel, world_size=2, folder=tmp_path, env=env, may_die=[0])
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_handles(is_closed: bool, tmp_path: Path) -> None:
+    dead = [] if is_closed else [0]
+    run(opened, is_closed, world_size=2, folder=tmp_path, may_die=dead)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("IPC", cuda.NOT_SUPPORTED), ("PEER_ACCESS", cuda.NO_PEER)]
+)
+def test_handles_that_cannot_be_opened(name: str, expected: int, tmp_path: Path) -> None:
+    env = [{}, {f"RINGCOMM_EMULATOR_{name}": "0"}]
+    run(cannot_open, expected, world_size=2, folder=tmp_path, env=env)
+
+
+def test_descriptors(tmp_path: Path) -> None:
+    run(descriptors, str(tmp_path), world_size=2, folder=tmp_path, may_die=[1])
+
+
+def counts(gpu: Driver, peer: Peer) -> None:
+    """By name, each call once."""
+    num_calls: Any = gpu.library.emulator_num_calls
+    before = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamIsCapturing")
+    status, id_ = ctypes.c_int(), ctypes.c_uint64()
+    written = ctypes.byref(status), ctypes.byref(id_)
+    gpu.check("StreamGetCaptureInfo_v2", gpu.stream(), *written, None, None, None)
+    after = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamIsCapturing")
+    assert after == (before[0] + 1, before[1])
+
+
+def test_calls_are_counted(tmp_path: Path) -> None:
+    run(counts, folder=tmp_path)

@@ -1,0 +1,364 @@
+"""docs/how-to/mistakes.md: each mistake is made, and says what the page has.
+
+Others are in test_errors.py (arguments and options), test_cli.py (command lines) and
+test_without_optional.py (missing packages).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, NoReturn
+
+import buildconfig
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from ringcomm import _C, _extension
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "how-to" / "mistakes.md"
+ROW = re.compile(r"^\| (?!mistake|---)(.+?) \| (.+?) \| .+ \|$", re.M)
+ROWS: dict[str, str] = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
+TIMEOUT_S = 60
+TORCH_SAYS = "torch: "
+
+
+def assert_said(mistake: str, message: str) -> None:
+    """The page's words are in a line of the message; ringcomm's own has no other line."""
+    row = ROWS[mistake]
+    (words,) = re.findall(r"`(.+)`", row)
+    parts = [re.escape(part.strip()) for part in words.split("…")]
+    if not row.startswith(TORCH_SAYS):
+        assert "\n" not in message
+    assert re.search(".*".join(parts), message), message
+
+
+# ---- mistakes of one process: each returns what is said
+
+
+def said_by(*command: str, **env: str) -> str:
+    """The last line of a program that fails."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+def said_of_build(check: Callable[[], Any]) -> str:
+    with pytest.raises(buildconfig.BuildProblem) as problem:
+        check()
+    return str(problem.value)
+
+
+def no_compiler(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    patch.delenv("CXX", raising=False)
+    patch.setenv("PATH", str(folder))
+    return said_of_build(buildconfig.check_compiler)
+
+
+def old_compiler(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    old = folder / "g++-9"
+    old.write_text('#!/bin/sh\necho "error: unrecognized option -std=c++20" >&2\nexit 1\n')
+    old.chmod(0o755)
+    patch.setenv("CXX", str(old))
+    return said_of_build(buildconfig.check_compiler)
+
+
+def no_headers(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    patch.setattr("sysconfig.get_path", lambda _: str(folder))
+    return said_of_build(buildconfig.check_python_headers)
+
+
+def build_isolation(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    (folder / "torch.py").write_text("raise ImportError('hidden')\n")
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); sys.argv = ['setup.py', 'build']\n"
+    code += f"import runpy; runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')\n"
+    return said_by(sys.executable, "-c", code)
+
+
+def package(folder: Path) -> Path:
+    """ringcomm without its extension, beside a torch that has a version and nothing else."""
+    package = folder / "ringcomm"
+    package.mkdir()
+    for name in ("__init__.py", "_extension.py"):
+        shutil.copy(ROOT / "ringcomm" / name, package)
+    shutil.copy(ROOT / "_ringcomm_autoload.py", folder)
+    (folder / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
+    return package
+
+
+def import_of(folder: Path) -> str:
+    """What `import ringcomm` of a package in a folder says; nothing else is on its path."""
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); import ringcomm"
+    return said_by(sys.executable, "-S", "-c", code).removeprefix("ImportError: ")
+
+
+def other_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    extension = package(folder) / f"_C{EXTENSION_SUFFIXES[0]}"
+    extension.write_bytes(b"\x7fELF... ringcomm is built for torch 2.10.1 ...")
+    return import_of(folder)
+
+
+def other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    (package(folder) / "_C.cpython-39-x86_64-linux-gnu.so").write_bytes(b"")
+    return import_of(folder)
+
+
+def in_checkout(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    package(folder)
+    (folder / "setup.py").write_text("")
+    return import_of(folder)
+
+
+def no_permission(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    """Of a user to whom permissions apply, with a Python that this one may start."""
+    python: str = sys.executable
+    drop: tuple[str, ...] = ()
+    if os.geteuid() == 0:
+        python = shutil.which("python3", path="/usr/bin") or ""
+        drop = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+        if not python or shutil.which("setpriv") is None:
+            pytest.skip("root needs setpriv and a Python that others may start")
+    with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to others
+        shutil.copytree(ROOT / "tools", Path(name, "tools"))
+        Path(name).chmod(0o555)
+        return said_by(*drop, python, str(Path(name, "tools", "bootstrap.py")))
+
+
+def no_torchrun(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        patch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK") as error:
+        dist.init_process_group("ringcomm")
+    return str(error.value)
+
+
+def unknown_backend(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    code = "import torch.distributed as dist\n"
+    code += "dist.init_process_group('ringcomm', store=dist.HashStore(), rank=0, world_size=1)"
+    return said_by(sys.executable, "-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
+    "no compiler": no_compiler,
+    "a compiler that is too old": old_compiler,
+    "no Python headers": no_headers,
+    "pip with build isolation": build_isolation,
+    "another torch than at build time": other_torch,
+    "another Python than at build time": other_python,
+    "Python started in the checkout": in_checkout,
+    "a checkout without write permission": no_permission,
+    "started without torchrun": no_torchrun,
+    "the backend is unknown to torch": unknown_backend,
+}
+
+
+@pytest.mark.parametrize("mistake", ALONE)
+def test_a_mistake_of_one_process(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_said(mistake, ALONE[mistake](monkeypatch, tmp_path))
+
+
+def test_an_extension_of_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it can be loaded."""
+    assert _C.BUILT_FOR.rpartition(" ")[2].split(".")[:2] == torch.__version__.split(".")[:2]
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(ImportError, match=r"built for torch 2\.\d+, and this is torch 2.99.0"):
+        _extension._load()
+
+
+# ---- mistakes of ranks: each takes the rank and a folder, and may raise
+
+
+def init(
+    rank: int, world_size: int, folder: Path, backend: str = "ringcomm", timeout_s: float = 20.0
+) -> None:
+    store = dist.FileStore(str(folder / "store"), world_size)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
+    dist.init_process_group(backend, store=store, **place)
+
+
+def all_reduce(num_elems: int = 4, group: Any = None) -> None:
+    dist.all_reduce(torch.ones(num_elems), group=group)
+
+
+def end_uncaught() -> NoReturn:
+    """As the interpreter ends a program."""
+    try:
+        raise ValueError("no row 7\nof the data set")
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
+    os._exit(1)
+
+
+def another_raises(rank: int, folder: Path) -> None:
+    init(rank, 3, folder)
+    all_reduce()  # after it, all ranks watch each other
+    if rank == 1:
+        end_uncaught()
+    all_reduce()
+
+
+def another_is_killed(rank: int, folder: Path) -> None:
+    init(rank, 3, folder)
+    if rank == 1:
+        os._exit(9)
+    all_reduce()
+
+
+def another_ends(rank: int, folder: Path) -> None:
+    init(rank, 3, folder)
+    for _ in range(2 if rank == 1 else 3):
+        all_reduce()
+    dist.destroy_process_group()
+
+
+def different_shapes(rank: int, folder: Path) -> None:
+    init(rank, 2, folder)
+    all_reduce(4 + rank)
+
+
+def different_order(rank: int, folder: Path) -> None:
+    init(rank, 2, folder)
+    if rank == 0:
+        all_reduce()
+    dist.broadcast(torch.ones(4), 0)
+
+
+def use_after_destroy(rank: int, folder: Path) -> None:
+    init(rank, 2, folder)
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    all_reduce(group=group)
+
+
+def use_in_a_fork(rank: int, folder: Path) -> None:
+    init(rank, 2, folder)
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, said_in_rank(all_reduce).encode())
+        os._exit(0)
+    os.wait()
+    raise RuntimeError(os.read(reader, 10_000).decode())
+
+
+def cpu_tensor_on_cuda_group(rank: int, folder: Path) -> None:
+    init(rank, 2, folder, backend="cuda:ringcomm")
+    all_reduce()
+
+
+def too_few_ranks(rank: int, folder: Path) -> None:
+    init(rank, 3, folder, timeout_s=1.0)
+
+
+def different_world_sizes(rank: int, folder: Path) -> None:
+    init(rank, 2 + rank, folder)
+
+
+def same_rank_twice(rank: int, folder: Path) -> None:
+    init(0, 2, folder, timeout_s=1.0)
+
+
+def rank_outside(rank: int, folder: Path) -> None:
+    init(2, 2, folder)
+
+
+def unwritable_store(rank: int, folder: Path) -> None:
+    (folder / "closed").mkdir(mode=0o500)
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    place: dict[str, Any] = {"rank": 0, "world_size": 1}
+    dist.init_process_group("ringcomm", f"file://{folder}/closed/store", **place)
+
+
+# A name of the page, how many ranks, what they do, and which says the line; -1: any of them.
+RANKS: dict[str, tuple[int, Callable[[int, Path], None], int]] = {
+    "another rank raised an exception": (3, another_raises, 2),
+    "another rank was killed": (3, another_is_killed, 2),
+    "another rank ended early": (3, another_ends, 2),
+    "ranks that pass different shapes": (2, different_shapes, 0),
+    "ranks that call in a different order": (2, different_order, 0),
+    "a group used after `destroy_process_group`": (2, use_after_destroy, 0),
+    "a group used in a fork, such as a `DataLoader` worker": (2, use_in_a_fork, 0),
+    "a CPU tensor on a group for `cuda:ringcomm` only": (2, cpu_tensor_on_cuda_group, 0),
+    "fewer ranks than the world size": (2, too_few_ranks, 1),
+    "ranks with different world sizes": (2, different_world_sizes, 0),
+    "two processes with one rank": (2, same_rank_twice, -1),
+    "a rank outside of the world size": (1, rank_outside, 0),
+    "a `file://` store that cannot be written": (1, unwritable_store, 0),
+}
+
+
+def said_in_rank(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mistake", RANKS)
+def test_a_mistake_of_ranks(mistake: str, tmp_path: Path) -> None:
+    world_size, program, teller = RANKS[mistake]
+    options: dict[str, Any] = {"backend": None, "fresh": True, "module": __name__}
+    said = run_ranks(world_size, run_program, program, tmp_path, may_die=[1], **options)
+    if teller < 0:  # the rank whose record was replaced knows of it; the other comes later
+        said.sort(key=lambda text: "another process" in text)
+    assert_said(mistake, said[teller])
+
+
+def run_program(rank: int, program: Callable[[int, Path], None], folder: Path) -> str:
+    return said_in_rank(program, rank, folder)
+
+
+# ---- what is no mistake
+
+
+def in_little_memory(rank: int, folder: Path) -> list[float] | None:
+    """Sums of a group whose processes see a /dev/shm of 64 KiB; None where that is refused."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private = 0x00020000, 0x4C000
+    if libc.unshare(new_mounts) or libc.mount(b"none", b"/", None, private, None):
+        return None
+    if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k"):
+        return None
+    init(rank, 2, folder)
+    tensor = torch.ones(4 << 20)
+    dist.all_reduce(tensor)
+    return [float(tensor.min()), float(tensor.max())]
+
+
+def test_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
+    found = run_ranks(2, in_little_memory, tmp_path, backend=None, fresh=True)
+    if None in found:
+        pytest.skip("mounting needs root")
+    assert found == [[2.0, 2.0]] * 2
+
+
+def test_every_row_of_the_page_is_tried() -> None:
+    elsewhere = {
+        "a container with a small `/dev/shm`",  # above
+        "a CUDA tensor, and a build without nvcc",  # needs a GPU
+    }
+    assert ROWS.keys() == ALONE.keys() | RANKS.keys() | elsewhere
