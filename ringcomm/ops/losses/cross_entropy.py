@@ -73,7 +73,8 @@ def cross_entropy(
         class_weight: shape (vocab_size,), float32: of all classes, on every rank.
         num_items: what "mean" divides by instead: a number, or a tensor of one.
         inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
-            it, and one pass over them is saved. For "mean" and "sum". Of float16 it is a multiple
+            it, and one pass over them is saved. For "mean" and "sum". The same on all ranks of a
+            group, whose shards on GPUs are no longer than an even one and an eighth then. Of float16 it is a multiple
             until the backward pass, by a power of two: its numbers end at 6e-8.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
@@ -241,6 +242,9 @@ class _InPlace(torch.autograd.Function):
         if shard.group_name is None and not is_narrow:
             more = (*grad_options[1:], options.reduction, options.wants_more)
             loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
+        elif rows.is_cuda and not is_narrow:
+            more = (*grad_options, options.reduction, options.wants_more, shard.group_name)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_over_shards_(*given, num_items, *more)
         else:
             stats = _ops.softmax_stats(*given, *options.for_stats(shard))
             stats, loss, by_token, denominator = loss_of_all_classes(
@@ -297,6 +301,11 @@ def _(stats: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Ten
 @torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
 def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_losses(target, options[-2])
+
+
+@torch.library.register_fake("ringcomm::cross_entropy_and_grad_over_shards_")
+def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_losses(target, options[-3])
 
 
 @torch.library.register_fake("ringcomm::cross_entropy_grad")

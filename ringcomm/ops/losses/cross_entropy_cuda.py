@@ -29,6 +29,7 @@ from ringcomm.ops.triton_kernels import (
 )
 from ringcomm.options import checks_targets
 
+_ops: Any = torch.ops.ringcomm
 _NUM_STATS = 6
 # In place of the number of classes, where shards do not fit together; as kernels/token_losses.py.
 _DISAGREEMENT, _GAP = -1, -2
@@ -353,6 +354,41 @@ def cross_entropy_and_grad_(
     return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
 
 
+def cross_entropy_and_grad_over_shards_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of logits of which each rank of a group has a shard, which becomes its gradient.
+
+    By one kernel that exchanges what ranks know of a row, where that serves; else by the stats of
+    all rows, their all_reduce, and the gradient. Collective.
+    """
+    *terms, group_name = options
+    ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = terms
+    # Errors for targets and shards need the stats of all ranks on the host.
+    if not checks_targets():
+        given = (target.contiguous(), _checked_weight(weight, vocab_size), num_items)
+        where = (group_name, vocab_start, vocab_size)
+        results = _C.cross_entropy_over_shards(logits, *given, *where, *terms)
+        if results is not None:
+            return results
+    shard = (vocab_start, vocab_size, ignore_index, logit_scale, softcap)
+    stats = softmax_stats(logits, target, weight, *shard, label_smoothing > 0, wants_more)
+    stats = _ops.merge_softmax_stats(stats, group_name)
+    results = cross_entropy_loss(
+        stats, target, weight, num_items, vocab_size, ignore_index, label_smoothing, z_loss, reduction
+    )
+    upstream, denominator = torch.ones_like(results[0]), results[2]
+    grad_options = (*shard, label_smoothing, z_loss)
+    cross_entropy_grad_(upstream, logits, target, weight, stats, denominator, *grad_options)
+    return results
+
+
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiplies rows in place by a number that the device reads; by 1 it touches nothing."""
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
@@ -377,6 +413,7 @@ for _launcher in (
     cross_entropy_grad,
     cross_entropy_grad_,
     cross_entropy_and_grad_,
+    cross_entropy_and_grad_over_shards_,
     scale_,
 ):
     _CUDA.impl(_launcher.__name__, _launcher)
