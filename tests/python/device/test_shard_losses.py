@@ -54,7 +54,8 @@ def all_logits(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     generator = torch.Generator().manual_seed(width + tokens)
     logits = (torch.randn(tokens, width, generator=generator) * 3).to(dtype)
     target = torch.randint(width, (tokens,), generator=generator)
-    target[tokens // 2] = -100
+    if tokens > 1:
+        target[tokens // 2] = -100
     return logits, target
 
 
