@@ -33,7 +33,8 @@ UNTOUCHED = -1
 class Place:
     """Where a buffer lives: the rank, how many there are, and the tensors' kind.
 
-    ``num_elems`` is a multiple of world_size where the collective divides it.
+    ``num_elems`` is a multiple of world_size where the collective divides it. ``group`` is
+    ringcomm's, whose ranks share memory of GPUs; None is the default group.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Place:
     num_elems: int
     dtype: torch.dtype
     device: torch.device
+    group: Any = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ def _verify_barrier(call: Callable[[], object], buffers: Buffers, team: Team) ->
 
 
 def _in_place_shared(place: Place) -> Buffers:
-    buffer = ringcomm.empty_shared(place.num_elems, dtype=place.dtype, device=place.device).zero_()
+    where = {"dtype": place.dtype, "device": place.device, "group": place.group}
+    buffer = ringcomm.empty_shared(place.num_elems, **where).zero_()
     return Buffers(place, buffer, buffer)
 
 

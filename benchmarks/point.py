@@ -55,7 +55,8 @@ def make_bench(team: Team, groups: dict[str, Any], device: torch.device) -> Benc
 def make_buffers(bench: Bench, operation: Operation, num_bytes: int, dtype: torch.dtype) -> Buffers:
     """This rank's tensors of about that many bytes."""
     num_elems = operation.num_elems(num_bytes, dtype, bench.team.world_size)
-    place = Place(bench.team.rank, bench.team.world_size, num_elems, dtype, bench.device)
+    kind = (num_elems, dtype, bench.device)
+    place = Place(bench.team.rank, bench.team.world_size, *kind, bench.groups.get(RINGCOMM))
     return operation.setup(place)
 
 

@@ -22,6 +22,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,7 +58,10 @@ LAYOUTS: dict[str, tuple[int | None, str, bool]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the page: a shell command, or why there is none; seconds; what it needs."""
+    """A row of the page: a shell command, or why there is none; seconds; what it needs.
+
+    That is "MPS", "2 GPUs", a module or a program.
+    """
 
     name: str
     how: str
@@ -95,7 +99,13 @@ def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
         return "one GPU here"
     if "MPS" in needs and find_control() is None:
         return "MPS is missing: there is no nvidia-cuda-mps-control"
-    missing = [n for n in needs if n not in ("2 GPUs", "MPS") and not importlib.util.find_spec(n)]
+    missing = [
+        name
+        for name in needs
+        if name not in ("2 GPUs", "MPS")
+        and not importlib.util.find_spec(name)
+        and not shutil.which(name)
+    ]
     return f"{missing[0]} is not installed" if missing else None
 
 
@@ -220,7 +230,7 @@ def verify(
 
 def run_row(row: Row, limit_s: float, log: Path, env: dict[str, str]) -> str:
     """Runs a row's command; its output goes to the log as it comes."""
-    command = re.sub(r"(^|&& )python ", rf"\1{shlex.quote(sys.executable)} ", row.command)
+    command = re.sub(r"(?<!\S)python ", f"{shlex.quote(sys.executable)} ", row.command)
     env = {**env, "LAYOUTS_S": str(max(1.0, limit_s - END_S))}
     begin = time.monotonic()
     with log.open("a", encoding="utf-8") as output:

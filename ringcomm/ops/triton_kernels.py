@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -36,6 +37,15 @@ def kernels() -> ModuleType:
     for name in f"{modules} weight_update matrix_update".split():
         importlib.import_module(f"ringcomm.kernels.{name}")
     return importlib.import_module("ringcomm.kernels")
+
+
+_CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
+
+
+def register_on_cuda(*launchers: Callable[..., Any]) -> None:
+    """Makes each the operator of its name for tensors on CUDA."""
+    for launcher in launchers:
+        _CUDA.impl(launcher.__name__, launcher)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

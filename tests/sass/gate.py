@@ -37,8 +37,28 @@ HOT = (
     "reduce_scatter_bfloat16", "reduce_scatter_float32", "reduce_bfloat16", "move", "move_same",
     "exchange", "update_adamw_bfloat16_bfloat16", "update_adamw_float32_float32",
     "update_sgd_bfloat16_bfloat16", "update_lomo_bfloat16_bfloat16",
+    "loss_rows_bfloat16", "loss_rows_float32", "smooth_loss_rows_bfloat16",
+    "smooth_loss_rows_float32", "shard_loss_rows_bfloat16", "shard_loss_rows_float32",
+    "smooth_shard_loss_rows_bfloat16", "smooth_shard_loss_rows_float32",
 )  # fmt: skip
 OTHERS = ("ring_bfloat16", "ring_float32", "one_shot_any", "two_shot_any")
+GROUP_SOURCE = """
+#include "device/cuda/gpu_kernel.cuh"
+#include "device/cuda/kernel_list.h"
+namespace ringcomm::cuda {{
+RINGCOMM_GPU_KERNEL(ringcomm_{name}, {rest})
+}}
+"""
+LOSS_SOURCE = """
+#include "device/cuda/loss_kernel_list.h"
+#undef RINGCOMM_LOSS_KERNELS
+#undef RINGCOMM_SHARD_LOSS_KERNELS
+#define RINGCOMM_LOSS_KERNELS(X)
+#define RINGCOMM_SHARD_LOSS_KERNELS(X)
+#undef RINGCOMM_{kind}
+#define RINGCOMM_{kind}(X) X(ringcomm_{name}, {rest})
+#include "device/cuda/loss_kernels.cu"
+"""
 COLUMNS = ("registers", "stack", "spills", "generic", "local", "fences", "single", "at_once")
 
 
@@ -142,26 +162,34 @@ def facts_of(report: str, sass: str) -> Facts:
 
 
 @functools.cache
-def kernel_list() -> dict[str, tuple[str, str]]:
-    """Of every kernel its call's type and its body, as kernel_list.h has them."""
+def kernel_list() -> dict[str, str]:
+    """Of every kernel a source that has it alone, from kernel_list.h and loss_kernel_list.h."""
     done = subprocess.run(
         ["c++", "-E", "-P", "-std=c++20", f"-I{buildconfig.CSRC}",
-         "-imacros", "device/cuda/kernel_list.h", "-x", "c++", "-"],
-        input="RINGCOMM_ALL_KERNELS(KERNEL)", capture_output=True, text=True, check=True,
+         "-imacros", "device/cuda/kernel_list.h", "-imacros", "device/cuda/loss_kernel_list.h",
+         "-x", "c++", "-"],
+        input="RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(LOSS)\n"
+        "RINGCOMM_SHARD_LOSS_KERNELS(SHARD)",
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
-    found = re.findall(r"KERNEL\(ringcomm_(\w+), (\w+), \(([^()]*)\)\)", done.stdout)
-    return {name: (call, body) for name, call, body in found}
+    of_groups = re.findall(r"KERNEL\(ringcomm_(\w+), (\w+, \([^()]*\))\)", done.stdout)
+    of_losses = re.findall(r"LOSS\(ringcomm_(\w+), (\([^()]*\))\)", done.stdout)
+    of_shards = re.findall(r"SHARD\(ringcomm_(\w+), (\([^()]*\))\)", done.stdout)
+
+    def of_kind(kind: str, found: list[tuple[str, str]]) -> dict[str, str]:
+        return {n: LOSS_SOURCE.format(kind=kind, name=n, rest=rest) for n, rest in found}
+
+    return {
+        **{name: GROUP_SOURCE.format(name=name, rest=rest) for name, rest in of_groups},
+        **of_kind("LOSS_KERNELS", of_losses),
+        **of_kind("SHARD_LOSS_KERNELS", of_shards),
+    }
 
 
 def compile_one(nvcc: Path, nvdisasm: str, folder: Path, name: str, arch: str) -> Facts:
     """Raises subprocess.CalledProcessError where a tool fails."""
-    call, body = kernel_list()[name]
     source = folder / f"{name}-{arch}.cu"
-    source.write_text(
-        '#include "device/cuda/gpu_kernel.cuh"\n#include "device/cuda/kernel_list.h"\n'
-        "namespace ringcomm::cuda {\n"
-        f"RINGCOMM_GPU_KERNEL(ringcomm_{name}, {call}, ({body}))\n}}\n"
-    )
+    source.write_text(kernel_list()[name])
     cubin = source.with_suffix(".cubin")
     flags = [*cuda_kernels.FLAGS, "-O3", f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin"]
     command = [str(nvcc), *flags, "-I", str(buildconfig.CSRC), str(source), "-o", str(cubin)]

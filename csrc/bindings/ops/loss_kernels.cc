@@ -8,12 +8,7 @@
 #include <array>
 #include <bit>
 #include <cfloat>
-#include <cstdlib>
-#include <fstream>
-#include <iterator>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -25,6 +20,8 @@
 #include "device/cuda/loss_call.h"
 #include "device/cuda/shard_loss_call.h"
 #include "transport/cuda/driver.h"
+#include "transport/cuda/kernel_modules.h"
+#include "transport/cuda/per_device.h"
 
 namespace ringcomm {
 namespace {
@@ -56,21 +53,12 @@ LaunchConfig config_of(unsigned num_blocks, unsigned shared_bytes, LaunchAttribu
 /// The kernels of losses on a GPU: loaded by their first call there, and kept.
 class LossKernels {
  public:
-  /// Null where the GPU, or this build, has none.
-  static const LossKernels* find(cuda::DeviceOrdinal device) {
-    // Never destroyed: threads may use them until the process has ended.
-    static auto& mutex = *new std::mutex;
-    static auto& all = *new std::map<cuda::DeviceOrdinal, std::unique_ptr<const LossKernels>>;
-    const std::lock_guard lock(mutex);
-    const auto [entry, is_new] = all.try_emplace(device);
-    if (is_new && cuda::has_driver()) {
-      auto kernels = std::make_unique<LossKernels>();
-      if (kernels->load(device)) entry->second = std::move(kernels);
-    }
-    return entry->second.get();
+  static const LossKernels& of(cuda::DeviceOrdinal device) {
+    return cuda::per_device<const LossKernels>(
+        device, [&] { return std::unique_ptr<const LossKernels>(new LossKernels(device)); });
   }
 
-  /// Clusters of a plan that the GPU runs at a time; 0: it has no room for one.
+  /// Clusters of a plan that the GPU runs at a time; 0: it has no room for one, or no such kernels.
   int num_clusters(const LossPlan& plan) const {
     return num_clusters_[static_cast<std::size_t>(std::countr_zero(plan.cluster_blocks))];
   }
@@ -84,36 +72,25 @@ class LossKernels {
   cuda::Function sum() const { return sum_; }
 
  private:
-  bool load(cuda::DeviceOrdinal device) {
+  explicit LossKernels(cuda::DeviceOrdinal device) {
+    if (!cuda::has_driver()) return;
     const cuda::ContextGuard guard(device);
     // Loading may wait for the device; nothing of it is for a capture.
     const cuda::RelaxedCapture relaxed;
-    const std::string file = image_of_environment();
-    const void* image = file.empty() ? cuda::loss_kernel_image() : file.data();
-    if (image == nullptr) return false;
-    cuda::Module module = nullptr;
-    cuda::check(cuda::driver().module_load_data(&module, image), "load the kernels of losses");
-    const auto find = [module](cuda::Function& function, const char* name) {
-      return cuda::driver().module_get_function(&function, module, name) == cuda::kSuccess;
-    };
-    // Not in images for GPUs before sm_90.
-    return find(rows_[0][0], "ringcomm_loss_rows_bfloat16") &&
-           find(rows_[0][1], "ringcomm_smooth_loss_rows_bfloat16") &&
-           find(rows_[1][0], "ringcomm_loss_rows_float32") &&
-           find(rows_[1][1], "ringcomm_smooth_loss_rows_float32") &&
-           find(shard_rows_[0][0], "ringcomm_shard_loss_rows_bfloat16") &&
-           find(shard_rows_[0][1], "ringcomm_smooth_shard_loss_rows_bfloat16") &&
-           find(shard_rows_[1][0], "ringcomm_shard_loss_rows_float32") &&
-           find(shard_rows_[1][1], "ringcomm_smooth_shard_loss_rows_float32") &&
-           find(sum_, "ringcomm_sum_losses") && find_room(rows_, kMostBytes, num_clusters_) &&
-           find_room(shard_rows_, kMostShardBytes, num_shard_clusters_);
-  }
-
-  static std::string image_of_environment() {
-    const char* path = std::getenv("RINGCOMM_CUDA_IMAGE");
-    if (path == nullptr) return {};
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
+    const cuda::KernelModules modules(cuda::loss_kernel_images());
+    rows_ = {{{modules.find("ringcomm_loss_rows_bfloat16"),
+               modules.find("ringcomm_smooth_loss_rows_bfloat16")},
+              {modules.find("ringcomm_loss_rows_float32"),
+               modules.find("ringcomm_smooth_loss_rows_float32")}}};
+    shard_rows_ = {{{modules.find("ringcomm_shard_loss_rows_bfloat16"),
+                     modules.find("ringcomm_smooth_shard_loss_rows_bfloat16")},
+                    {modules.find("ringcomm_shard_loss_rows_float32"),
+                     modules.find("ringcomm_smooth_shard_loss_rows_float32")}}};
+    sum_ = modules.find("ringcomm_sum_losses");
+    // Images for GPUs before sm_90 have none of them.
+    if (sum_ == nullptr) return;
+    find_room(rows_, kMostBytes, num_clusters_);
+    find_room(shard_rows_, kMostShardBytes, num_shard_clusters_);
   }
 
   using ByOption = std::array<std::array<cuda::Function, 2>, 2>;  // of floats; with smoothing
@@ -124,12 +101,12 @@ class LossKernels {
   static constexpr unsigned kMostShardBytes = ShardLossPlan::shared_bytes(cuda::kMaxShardVectors);
 
   /// More than 48 KiB of shared memory must be asked for, and some GPUs have less.
-  static bool find_room(const ByOption& kernels, unsigned num_bytes, BySize& num_clusters) {
+  static void find_room(const ByOption& kernels, unsigned num_bytes, BySize& num_clusters) {
     for (const auto& of_type : kernels)
       for (const cuda::Function kernel : of_type)
         if (cuda::driver().func_set_attribute(kernel, cuda::kMaxDynamicSharedBytes,
                                               static_cast<int>(num_bytes)) != cuda::kSuccess)
-          return false;
+          return;
     for (std::size_t i = 0; i < num_clusters.size(); ++i) {
       LaunchAttribute cluster = cluster_of(1U << i);
       const LaunchConfig config = config_of(1U << i, num_bytes, cluster, nullptr);
@@ -137,7 +114,6 @@ class LossKernels {
           cuda::kSuccess)
         num_clusters[i] = 0;
     }
-    return true;
   }
 
   ByOption rows_ = {};
@@ -270,13 +246,13 @@ std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
   const auto plan = cuda::plan_loss(logits.size(1) * logits.element_size(), is_aligned(logits));
   if (!plan.has_value()) return std::nullopt;
   const c10::DeviceGuard device_guard(logits.device());
-  const LossKernels* const kernels = LossKernels::find(logits.device().index());
-  if (kernels == nullptr || kernels->num_clusters(*plan) == 0) return std::nullopt;
+  const LossKernels& kernels = LossKernels::of(logits.device().index());
+  if (kernels.num_clusters(*plan) == 0) return std::nullopt;
 
   LossTensors tensors(logits, target, weight, num_items, options);
   tensors.call.segment_vectors = plan->segment_vectors;
   const c10::impl::VirtualGuardImpl streams(logits.device().type());
-  launch(*kernels, *plan, tensors.call, logits.scalar_type() == at::kFloat,
+  launch(kernels, *plan, tensors.call, logits.scalar_type() == at::kFloat,
          streams.getStream(logits.device()));
   mark_written(logits);
   return tensors.results();
@@ -297,9 +273,9 @@ std::optional<LossResults> cross_entropy_over_shards(const at::Tensor& logits,
       cuda::blocks_for_shards(options.num_classes, group->getSize(), logits.element_size());
   if (!blocks.has_value()) return std::nullopt;
   const c10::DeviceGuard device_guard(logits.device());
-  const LossKernels* const kernels = LossKernels::find(logits.device().index());
-  const int max_active = kernels == nullptr ? 0 : kernels->num_shard_clusters(*blocks);
-  const int most = ringcomm->row_clusters(logits.device(), *blocks, max_active);
+  const LossKernels& kernels = LossKernels::of(logits.device().index());
+  const int most =
+      ringcomm->row_clusters(logits.device(), *blocks, kernels.num_shard_clusters(*blocks));
   // A rank with a longer shard goes the other way alone, which all find out.
   const auto plan = cuda::plan_shard(logits.size(1) * logits.element_size(), *blocks);
   if (most == 0 || !plan.has_value()) return std::nullopt;
@@ -326,7 +302,7 @@ std::optional<LossResults> cross_entropy_over_shards(const at::Tensor& logits,
     call.way = way;
     call.whole_way = whole_way;
     LaunchAttribute cluster = cluster_of(plan->cluster_blocks);
-    launch(*kernels, kernels->shard_rows(is_float, options.label_smoothing != 0),
+    launch(kernels, kernels.shard_rows(is_float, options.label_smoothing != 0),
            config_of(rows.num_clusters * plan->cluster_blocks, plan->shared_bytes(), cluster,
                      stream),
            &call, tensors.call);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "collectives/cuda/unavailable.h"
+#include "transport/cuda/per_device.h"
 
 namespace ringcomm::cuda {
 
@@ -25,13 +26,7 @@ bool Event::is_over() const {
 }
 
 EventPool& EventPool::of(DeviceOrdinal device) {
-  // Never destroyed: owners of events may outlive all else.
-  static auto& mutex = *new std::mutex;
-  static auto& pools = *new std::map<DeviceOrdinal, std::unique_ptr<EventPool>>;
-  const std::lock_guard lock(mutex);
-  std::unique_ptr<EventPool>& pool = pools[device];
-  if (pool == nullptr) pool.reset(new EventPool);
-  return *pool;
+  return per_device<EventPool>(device, [] { return std::unique_ptr<EventPool>(new EventPool); });
 }
 
 std::shared_ptr<Event> EventPool::record(StreamHandle stream) {

@@ -2,7 +2,6 @@
 
 #include <string_view>
 #include <unordered_map>
-#include <vector>
 
 #include "collectives/cuda/launch_plan.h"
 #include "transport/cuda/driver.h"
@@ -26,12 +25,8 @@ class Kernels {
 
  private:
   explicit Kernels(DeviceOrdinal device);
-  void load_image(const void* image);
-  void find_all();
-  Function find_in_images(const char* name) const;
 
   DeviceOrdinal device_;
-  std::vector<Module> modules_;
   std::unordered_map<std::string_view, Function> functions_;
 };
 

@@ -25,11 +25,12 @@ std::span<const void* const> kernel_images() {
 #endif
 }
 
-const void* loss_kernel_image() {
+std::span<const void* const> loss_kernel_images() {
 #ifdef RINGCOMM_CUDA_IMAGES
-  return ringcomm_image_loss_kernels;
+  static const void* const images[] = {ringcomm_image_loss_kernels};
+  return images;
 #else
-  return nullptr;
+  return {};
 #endif
 }
 

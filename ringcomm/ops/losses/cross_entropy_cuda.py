@@ -24,6 +24,7 @@ from ringcomm.ops.triton_kernels import (
     launch,
     lead_of,
     mark_written,
+    register_on_cuda,
     stats_plan,
     twice_plan,
 )
@@ -405,8 +406,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     mark_written(tensor)
 
 
-_CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
-for _launcher in (
+register_on_cuda(
     softmax_stats,
     merge_softmax_stats,
     cross_entropy_loss,
@@ -415,5 +415,4 @@ for _launcher in (
     cross_entropy_and_grad_,
     cross_entropy_and_grad_over_shards_,
     scale_,
-):
-    _CUDA.impl(_launcher.__name__, _launcher)
+)

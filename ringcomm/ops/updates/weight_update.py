@@ -25,7 +25,14 @@ from ringcomm.ops.arguments import (
     want,
 )
 from ringcomm.ops.products import add_product
-from ringcomm.ops.triton_kernels import VECTOR_BYTES, kernels, launch, lead_of, mark_written
+from ringcomm.ops.triton_kernels import (
+    VECTOR_BYTES,
+    kernels,
+    launch,
+    lead_of,
+    mark_written,
+    register_on_cuda,
+)
 
 # ---- fakes
 
@@ -291,13 +298,11 @@ def adalomo_update_(
     mark_written(weight, low)
 
 
-_CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
-for _launcher in (
+register_on_cuda(
     sgd_update_,
     linear_sgd_update_,
     embedding_sgd_update_,
     square_sums,
     adalomo_squares,
     adalomo_update_,
-):
-    _CUDA.impl(_launcher.__name__, _launcher)
+)

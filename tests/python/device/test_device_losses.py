@@ -10,6 +10,7 @@ from typing import Any
 
 import emugpu
 import emulated_gpu
+import pytest
 import torch
 from cluster_cases import BF16, FP16, SERVED, by_clusters, check_served, options_of, random_rows
 from emulated_gpu import run_on_gpus, with_kernels
@@ -63,6 +64,19 @@ def check_no_kernels(rank: int) -> None:
 
 def test_a_build_without_kernels_serves_nothing() -> None:
     run_on_gpus(1, check_no_kernels, backend=None, env={"RINGCOMM_CUDA_IMAGE": ""})
+
+
+def check_unreadable(rank: int) -> None:
+    logits, target = (tensor.to("emugpu") for tensor in random_rows(16384, BF16))
+    before = logits.clone()
+    for _ in range(2):  # no error is kept as "no kernels"
+        with pytest.raises(RuntimeError, match="RINGCOMM_CUDA_IMAGE: cannot read /nowhere"):
+            by_clusters(logits, target)
+    assert torch.equal(logits.cpu(), before.cpu())
+
+
+def test_an_image_that_cannot_be_read_is_an_error() -> None:
+    run_on_gpus(1, check_unreadable, backend=None, env={"RINGCOMM_CUDA_IMAGE": "/nowhere"})
 
 
 def check_stream_and_graph(rank: int) -> None:

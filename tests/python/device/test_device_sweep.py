@@ -12,10 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import emulated_gpu
 import pytest
 import torch
+import torch.distributed as dist
 from operations import OPERATIONS
 from placement import MEMORY_FACTORS, Placement, Speeds, memory_bytes
+from point import make_buffers
 
 from ringcomm import cli
 from ringcomm.measure import ranks
@@ -93,6 +96,26 @@ def test_one_wrong_element_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     code, records = run(tmp_path / "records.jsonl", "--peers", "none", "--sizes", "1k")
     assert code == ranks.EXIT_WRONG_RESULTS
     assert records[0]["wrong_elems"] == 2
+
+
+def check_shared_buffers(rank: int) -> None:
+    """The default group of a benchmark is Gloo's."""
+    group = dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm")
+    team = SimpleNamespace(rank=rank, world_size=2)
+    device = torch.device("emugpu", 0)
+    bench: Any = SimpleNamespace(team=team, groups={"ringcomm": group}, device=device)
+    operation = OPERATIONS["all_reduce_shared"]
+    buffers = make_buffers(bench, operation, 1 << 20, torch.float32)
+    buffers.input.fill_(rank + 1)
+    operation.bound(buffers, group)()
+    assert buffers.output.cpu().unique().tolist() == [3.0]
+
+
+@emulated_gpu.needs_emulated_gpu
+def test_shared_buffers_are_of_ringcomms_group() -> None:
+    emulated_gpu.run_on_gpus(
+        2, check_shared_buffers, backend="gloo", env=emulated_gpu.with_kernels()
+    )
 
 
 def test_every_operation_has_a_floor() -> None:

@@ -89,11 +89,11 @@ def test_sums_in_the_gradients_dtype_round_once_for_each_block(like_cuda: None) 
     exact = evaluate_layer(wide, target, 1.0)[1][1]
 
     def error(accumulate_dtype: torch.dtype | None) -> float:
-        inputs = [tensor.clone().requires_grad_() for tensor in tensors]
-        linear_cross_entropy(*inputs, target, accumulate_dtype=accumulate_dtype).backward()
-        assert inputs[1].grad is not None
-        assert inputs[1].grad.dtype == BF16
-        return float((inputs[1].grad.double() - exact).abs().max())
+        rows, weight = (tensor.clone().requires_grad_() for tensor in tensors)
+        linear_cross_entropy(rows, weight, target, accumulate_dtype=accumulate_dtype).backward()
+        assert weight.grad is not None
+        assert weight.grad.dtype == BF16
+        return float((weight.grad.double() - exact).abs().max())
 
     ulp = float(exact.abs().max()) * torch.finfo(BF16).eps
     once = error(F32)
@@ -107,10 +107,11 @@ def test_gradients_are_scaled_in_place_unless_the_graph_is_kept(
 ) -> None:
     given = layer(BF16)
     inputs = [given[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+    rows, weight, bias = inputs
     factor = torch.tensor(upstream)
 
     def loss() -> Tensor:
-        result: Tensor = linear_cross_entropy(*inputs[:2], given["target"], bias=inputs[2])
+        result: Tensor = linear_cross_entropy(rows, weight, given["target"], bias=bias)
         return result
 
     kept = loss()

@@ -29,6 +29,8 @@ def test_commands_are_as_their_programs_have_them(monkeypatch: pytest.MonkeyPatc
         command = os.path.expandvars(row.command).replace("${NCCL:+--nccl-library $NCCL}", "")
         words = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {command}"], text=True)
         program, *arguments = words.splitlines()
+        if program == "compute-sanitizer":
+            program, *arguments = arguments[arguments.index("python") :]
         assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
         if program == "make":
             assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -65,6 +67,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
         Row("empty", "`exit 5`", 4, ()),  # as pytest without a test
         Row("two", "`true`", 4, ("2 GPUs",)),
         Row("module", "`true`", 4, ("no_such_module",)),
+        Row("program", "`env PATH= python -c pass`", 4, ("env",)),
         Row("none", "not scripted: no reason", 0, ()),
         Row("hangs", "`sleep 300 & echo $! > $OUT/pid; wait`", 0.5, ()),
     ]
@@ -76,6 +79,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
             "empty": "not run",
             "two": "one GPU here",
             "module": "no_such_module is not installed",
+            "program": "passed",
             "none": "not scripted: no reason",
             "hangs": "stopped",
         },
