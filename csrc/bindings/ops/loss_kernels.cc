@@ -284,6 +284,7 @@ std::optional<LossResults> cross_entropy_over_shards(const at::Tensor& logits,
   const std::int64_t classes = std::max<std::int64_t>(options.num_classes - vocab_start, 0);
   tensors.call.num_classes = static_cast<std::int32_t>(std::min(classes, logits.size(1)));
   tensors.call.segment_vectors = plan->segment_vectors;
+  if (logits.size(1) == 0) tensors.call.row_stride_bytes = 0;  // there is no memory
   const bool is_float = logits.scalar_type() == at::kFloat;
   const VocabShard shard{vocab_start, options.num_classes, options.ignore_index,
                          options.logit_scale, options.softcap};

@@ -183,6 +183,36 @@ def loss_of_all_classes(
     return stats, *_ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
 
 
+def in_two_passes_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    wants_more: bool,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cross_entropy_and_grad_over_shards_: stats of all rows, their all_reduce, the gradient."""
+    shard = (vocab_start, vocab_size, ignore_index, logit_scale, softcap)
+    stats = _ops.softmax_stats(logits, target, weight, *shard, label_smoothing > 0, wants_more)
+    stats = _ops.merge_softmax_stats(stats, group_name)
+    terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
+    results = _ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
+    given = (logits, target, weight, stats, results[2], *shard, label_smoothing, z_loss)
+    _ops.cross_entropy_grad_(torch.ones_like(results[0]), *given)
+    return results
+
+
+torch.library.impl("ringcomm::cross_entropy_and_grad_over_shards_", "CPU", in_two_passes_)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -238,23 +268,21 @@ class _InPlace(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         room, given = None, (rows, target, weight)
         grad_options = options.for_grad(shard)
-        is_narrow = rows.dtype == torch.float16
-        if shard.group_name is None and not is_narrow:
-            more = (*grad_options[1:], options.reduction, options.wants_more)
-            loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
-        elif rows.is_cuda and not is_narrow:
-            more = (*grad_options, options.reduction, options.wants_more, shard.group_name)
-            loss, by_token, _ = _ops.cross_entropy_and_grad_over_shards_(*given, num_items, *more)
-        else:
+        if rows.dtype == torch.float16:
             stats = _ops.softmax_stats(*given, *options.for_stats(shard))
             stats, loss, by_token, denominator = loss_of_all_classes(
                 stats, target, weight, num_items, shard, options
             )
-            if is_narrow:
-                room = _room(rows, weight, denominator, options)
-                denominator = denominator / room
+            room = _room(rows, weight, denominator, options)
             upstream = torch.ones_like(loss)
-            _ops.cross_entropy_grad_(upstream, *given, stats, denominator, *grad_options)
+            grad_given = (*given, stats, denominator / room, *grad_options)
+            _ops.cross_entropy_grad_(upstream, *grad_given)
+        elif shard.group_name is None:
+            more = (*grad_options[1:], options.reduction, options.wants_more)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
+        else:
+            more = (*grad_options, options.reduction, options.wants_more, shard.group_name)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_over_shards_(*given, num_items, *more)
         ctx.save_for_backward(rows.detach(), room)
         ctx.is_used = False
         ctx.mark_non_differentiable(by_token)

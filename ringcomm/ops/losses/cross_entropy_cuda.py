@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import _C
+from ringcomm.ops.losses.cross_entropy import in_two_passes_
 from ringcomm.ops.triton_kernels import (
     COUNT_BLOCK,
     TOKEN_BLOCK,
@@ -30,7 +31,6 @@ from ringcomm.ops.triton_kernels import (
 )
 from ringcomm.options import checks_targets
 
-_ops: Any = torch.ops.ringcomm
 _NUM_STATS = 6
 # In place of the number of classes, where shards do not fit together; as kernels/token_losses.py.
 _DISAGREEMENT, _GAP = -1, -2
@@ -370,7 +370,6 @@ def cross_entropy_and_grad_over_shards_(
     all rows, their all_reduce, and the gradient. Collective.
     """
     *terms, group_name = options
-    ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = terms
     # Errors for targets and shards need the stats of all ranks on the host.
     if not checks_targets():
         given = (target.contiguous(), _checked_weight(weight, vocab_size), num_items)
@@ -378,16 +377,8 @@ def cross_entropy_and_grad_over_shards_(
         results = _C.cross_entropy_over_shards(logits, *given, *where, *terms)
         if results is not None:
             return results
-    shard = (vocab_start, vocab_size, ignore_index, logit_scale, softcap)
-    stats = softmax_stats(logits, target, weight, *shard, label_smoothing > 0, wants_more)
-    stats = _ops.merge_softmax_stats(stats, group_name)
-    results = cross_entropy_loss(
-        stats, target, weight, num_items, vocab_size, ignore_index, label_smoothing, z_loss, reduction
-    )
-    upstream, denominator = torch.ones_like(results[0]), results[2]
-    grad_options = (*shard, label_smoothing, z_loss)
-    cross_entropy_grad_(upstream, logits, target, weight, stats, denominator, *grad_options)
-    return results
+    given = (target, weight, num_items, vocab_start, vocab_size)
+    return in_two_passes_(logits, *given, *options)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

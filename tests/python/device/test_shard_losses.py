@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -171,12 +172,20 @@ def test_losses_and_gradients_are_those_of_float64_and_the_same_bits_on_all_rank
         assert other == results[0]
 
 
-def check_threads(rank: int) -> bytes:
-    return check_case(rank, "threads", (5001, 5002), tokens=9, options=options_of(z_loss=0.01))
+def test_ranks_on_two_gpus() -> None:
+    options = {"env": with_kernels(), "num_devices": 2, "timeout_s": 120.0}
+    results = run_on_gpus(3, check_cases, ("uneven", "three"), **options)
+    assert results[1:] == results[:1] * 2
+
+
+def check_threads(rank: int) -> list[bytes]:
+    options = options_of(z_loss=0.01)
+    every = ((5001, 5002), (15001, 14000))
+    return [check_case(rank, str(sizes), sizes, tokens=19, options=options) for sizes in every]
 
 
 def test_blocks_of_several_threads() -> None:
-    env = {**with_kernels(), "RINGCOMM_EMULATOR_THREADS": "4", "RINGCOMM_EMULATOR_SMS": "6"}
+    env = {**with_kernels(), "RINGCOMM_EMULATOR_THREADS": "3"}
     first, second = run_on_gpus(2, check_threads, env=env, timeout_s=120.0)
     assert first == second
 
@@ -275,17 +284,24 @@ def test_calls_that_differ_raise_before_anything_is_written(how: str) -> None:
     run_on_gpus(2, differ, how, env=with_kernels(), group_timeout_s=10.0, fresh=True)
 
 
-def be_killed(rank: int) -> dict[str, Any]:
-    rows, target, start = own_rows(rank)
+def be_killed(rank: int, tokens: int) -> dict[str, Any]:
+    """Rank 1 dies before the call, or within one of many tokens."""
+    own_rows(rank)
+    logits, target = all_logits(tokens, 10000, FP32)
+    start, end = bounds_of((5000, 5000), rank)
+    rows = logits[:, start:end].contiguous().to(DEVICE)
+    dist.barrier()
     if rank == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if tokens < 100:
+            time.sleep(10.0)
     said = outcome(rows, target, start)
     return {**said, "usable": (torch.ones(9, device=DEVICE) + 1).sum().item() == 18.0}
 
 
-def test_a_killed_rank_is_named() -> None:
-    said = run_on_gpus(2, be_killed, env=with_kernels(), may_die=[1])[0]
+@pytest.mark.parametrize("tokens", [30, 3000])
+def test_a_killed_rank_is_named(tokens: int) -> None:
+    said = run_on_gpus(2, be_killed, tokens, env=with_kernels(), may_die=[1], fresh=True)[0]
     assert said["type"] == "PeerDiedError", said
     assert said["rank"] == 1
     assert said["seconds"] < PATIENCE_S
