@@ -120,8 +120,8 @@ std::optional<LossResults> cross_entropy_over_shards_of(
     int64_t vocab_size, int64_t ignore_index, double logit_scale, double softcap,
     double label_smoothing, double z_loss, const std::string& reduction, bool wants_more) {
   return cross_entropy_over_shards(logits, target, weight, num_items, group_name, vocab_start,
-                                   {vocab_size, ignore_index, logit_scale, softcap,
-                                    label_smoothing, z_loss, reduction, wants_more});
+                                   {vocab_size, ignore_index, logit_scale, softcap, label_smoothing,
+                                    z_loss, reduction, wants_more});
 }
 
 // The types of c10d must be known: ours are their children.

@@ -354,8 +354,8 @@ TEST_CASE("kernels: rows of all ranks but one leave room for a cluster of the la
           const int unused = own + plan.num_more_seats - plan.num_clusters * cluster_blocks;
           const int left = num_sms - seats + payers * unused;
           CHECK(left > (num_sms + 15) / 16 * (cluster_blocks - 1));
-          const cuda::RowPlan again = cuda::plan_rows(
-              facts, layout, cluster_blocks, most_active, 0, plan.num_more_seats);
+          const cuda::RowPlan again =
+              cuda::plan_rows(facts, layout, cluster_blocks, most_active, 0, plan.num_more_seats);
           CHECK(again.num_clusters == plan.num_clusters);
         }
 }

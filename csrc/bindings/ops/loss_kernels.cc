@@ -258,13 +258,10 @@ std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
   return tensors.results();
 }
 
-std::optional<LossResults> cross_entropy_over_shards(const at::Tensor& logits,
-                                                     const at::Tensor& target,
-                                                     const std::optional<at::Tensor>& weight,
-                                                     const std::optional<at::Tensor>& num_items,
-                                                     const std::string& group_name,
-                                                     std::int64_t vocab_start,
-                                                     const LossKernelOptions& options) {
+std::optional<LossResults> cross_entropy_over_shards(
+    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& num_items, const std::string& group_name,
+    std::int64_t vocab_start, const LossKernelOptions& options) {
   if (!has_kernels_for(logits, weight, options) || options.num_classes < 0) return std::nullopt;
   const auto group = group_of(group_name);
   const auto ringcomm = find_ringcomm(*group, logits);
@@ -303,10 +300,10 @@ std::optional<LossResults> cross_entropy_over_shards(const at::Tensor& logits,
     call.way = way;
     call.whole_way = whole_way;
     LaunchAttribute cluster = cluster_of(plan->cluster_blocks);
-    launch(kernels, kernels.shard_rows(is_float, options.label_smoothing != 0),
-           config_of(rows.num_clusters * plan->cluster_blocks, plan->shared_bytes(), cluster,
-                     stream),
-           &call, tensors.call);
+    launch(
+        kernels, kernels.shard_rows(is_float, options.label_smoothing != 0),
+        config_of(rows.num_clusters * plan->cluster_blocks, plan->shared_bytes(), cluster, stream),
+        &call, tensors.call);
   };
   std::vector<at::Tensor> kept = {logits, target, tensors.by_token, tensors.loss,
                                   tensors.denominator};

@@ -47,12 +47,9 @@ std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
 /// ranks and an eighth more, at most: a rank with a longer one returns nothing alone, and what it
 /// does instead ends in a MismatchError on all. Shards that do not fit together make all results
 /// NaN.
-std::optional<LossResults> cross_entropy_over_shards(const at::Tensor& logits,
-                                                     const at::Tensor& target,
-                                                     const std::optional<at::Tensor>& weight,
-                                                     const std::optional<at::Tensor>& num_items,
-                                                     const std::string& group_name,
-                                                     std::int64_t vocab_start,
-                                                     const LossKernelOptions& options);
+std::optional<LossResults> cross_entropy_over_shards(
+    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& num_items, const std::string& group_name,
+    std::int64_t vocab_start, const LossKernelOptions& options);
 
 }  // namespace ringcomm

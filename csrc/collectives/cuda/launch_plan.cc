@@ -274,8 +274,8 @@ unsigned blocks_that_fit(const DeviceFacts& facts) {
 RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int cluster_blocks,
                   int max_active, int free_seats, int num_taken) {
   const int payers = num_payers(facts);
-  const int num_gpcs = (facts.min_multiprocessors + kMinMultiprocessorsPerGpc - 1) /
-                       kMinMultiprocessorsPerGpc;
+  const int num_gpcs =
+      (facts.min_multiprocessors + kMinMultiprocessorsPerGpc - 1) / kMinMultiprocessorsPerGpc;
   // Where all seats are taken, so many multiprocessors are left. A cluster has room in one GPC if
   // not all GPCs have less than its blocks.
   const int left = facts.min_multiprocessors -
@@ -285,12 +285,11 @@ RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int clu
   const int own = static_cast<int>(layout.num_blocks) + num_taken;
   const int most = own + free_seats * kRowSeats / kRowSeatsOf / payers;
   RowPlan plan;
-  plan.num_clusters = std::max(
-      0, std::min({max_active / facts.max_ranks_per_device,
-                   static_cast<int>(layout.num_packet_blocks), (most - apart_each) / cluster_blocks}));
+  plan.num_clusters = std::max(0, std::min({max_active / facts.max_ranks_per_device,
+                                            static_cast<int>(layout.num_packet_blocks),
+                                            (most - apart_each) / cluster_blocks}));
   if (plan.num_clusters > 0)
-    plan.num_more_seats =
-        std::max(0, plan.num_clusters * cluster_blocks + apart_each - own);
+    plan.num_more_seats = std::max(0, plan.num_clusters * cluster_blocks + apart_each - own);
   return plan;
 }
 
@@ -398,8 +397,8 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   plan.traffic.algorithm = header.algorithm;
   if (call.rows != nullptr) {
     plan.num_blocks = call.rows->num_clusters;
-    plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_elems *
-                              kRowPartBytes;
+    plan.traffic.sent_bytes =
+        static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_elems * kRowPartBytes;
     return plan;
   }
   if (!is_reduction(call.op) && call.op != OpKind::kReduceUpdateGather) {

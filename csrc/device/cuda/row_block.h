@@ -11,17 +11,17 @@ namespace ringcomm::cuda {
 
 /// Of some logits of a row.
 struct LossPart {
-  float max;    ///< the lowest number without any above -infinity
-  float sum;    ///< of exp(logit_scale * (x - max))
-  float total;  ///< of x, for label smoothing
+  float max;     ///< the lowest number without any above -infinity
+  float sum;     ///< of exp(logit_scale * (x - max))
+  float total;   ///< of x, for label smoothing
   float target;  ///< x of the target, where it is exchanged: 0 in parts without it
 };
 static_assert(sizeof(LossPart) == kVectorBytes);
 
 /// In front of the slots in shared memory.
 struct LossHeading {
-  std::uint64_t loaded[kMaxRowSlots];  ///< barriers of a GPU's block
-  std::uint64_t exchanged[kNumExchanges];  ///< the same
+  std::uint64_t loaded[kMaxRowSlots];        ///< barriers of a GPU's block
+  std::uint64_t exchanged[kNumExchanges];    ///< the same
   LossPart of_blocks[2][kMaxClusterBlocks];  ///< of two rows in turn
   LossPart of_warps[32];
   double counts[32];

@@ -6,14 +6,11 @@
 
 // cross_entropy_and_grad_ over ranks that have a shard of the classes each, with one read and one
 // write of the logits. Cluster c of each rank has rows c, c + num_clusters and so on, so row t of a
-// cluster meets row t of the same cluster of the peers. In turn t it sends what it knows of row t to
-// all peers, then takes what they know of row t - 1 and makes that row's gradient from the logits
-// in shared memory. The cluster's first block sends and waits for all of it.
+// cluster meets row t of the same cluster of the peers. In turn t it sends what it knows of row t
+// to all peers, then takes what they know of row t - 1 and makes that row's gradient from the
+// logits in shared memory. The cluster's first block sends and waits for all of it.
 //
-// Number n of a cluster's packets is written over number n - 4. A rank sends n after it has taken
-// the peers' n - 2, which they sent after they had taken n - 4. An opening number in front of the
-// rows, which has the call's header, and a closing one behind them say the same of the calls before
-// and after: docs/design/cross_entropy.md has the argument.
+// Packets are used as packet_half() says. The number in front of the rows has the call's header.
 
 namespace ringcomm::cuda {
 
@@ -68,9 +65,9 @@ class PartExchange {
       const int rank = i / 2, half = i % 2;
       std::uint64_t data = half_of(own, half);
       if (rank != call_.rank)
-        stop = await_packet(waiter_,
-                            places(number).at(call_.rank, rank)[first_packet(number) + half],
-                            packet_flag(number), rank, data);
+        stop =
+            await_packet(waiter_, places(number).at(call_.rank, rank)[first_packet(number) + half],
+                         packet_flag(number), rank, data);
       __builtin_memcpy(reinterpret_cast<std::byte*>(&parts[rank]) + half * sizeof data, &data,
                        sizeof data);
     }
@@ -87,9 +84,9 @@ class PartExchange {
   RINGCOMM_HD PacketPlaces places(std::uint64_t number) const {
     return {call_, cluster_, static_cast<std::uint32_t>(packet_turn(number))};
   }
-  /// Two parts of each turn's packets, behind the header, are used in turn.
+  /// Behind the header.
   RINGCOMM_HD static int first_packet(std::uint64_t number) {
-    return kHeaderPackets + 2 * static_cast<int>(number / 2 % 2);
+    return kHeaderPackets + 2 * static_cast<int>(packet_half(number));
   }
   RINGCOMM_HD static std::uint64_t half_of(const LossPart& part, int half) {
     const float low = half == 0 ? part.max : part.total;
@@ -138,8 +135,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     this->scale_ = static_cast<float>(call_.logit_scale / this->find_denominator());
     bool goes_on = open();
     if (kSmooths)
-      this->smooth_ =
-          call_.label_smoothing / static_cast<float>(call_.vocab_size) * this->scale_;
+      this->smooth_ = call_.label_smoothing / static_cast<float>(call_.vocab_size) * this->scale_;
     for (std::int64_t turn = 0; goes_on && turn <= num_rows_; ++turn) {
       const std::int64_t later = this->target(row(turn + 3));
       LossPart own = no_part();
@@ -154,7 +150,9 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     }
     await_loads(num_loads_);
     block_.drain_stores();
-    if (goes_on && is_leader()) close();
+    if (!is_leader()) return;
+    if (goes_on) close();
+    finish(waiter_, shard_, stop_);
   }
 
  private:
@@ -189,24 +187,22 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
   /// Whether all ranks made this call, which is known before anything is stored. Shards that do
   /// not fit together make all gradients and losses NaN.
   RINGCOMM_HD bool open() {
-    Stop stop = Stop::kNone;
     if (is_leader()) {
       exchange_.put_header();
       const LossPart own = {0, 0, static_cast<float>(call_.num_classes), shard_.way};
       exchange_.put(1, own);
-      stop = exchange_.compare_headers();
-      if (stop == Stop::kNone) stop = exchange_.take(1, own, heading().of_ranks);
-      finish(waiter_, shard_, stop);
+      stop_ = exchange_.compare_headers();
+      if (stop_ == Stop::kNone) stop_ = exchange_.take(1, own, heading().of_ranks);
     }
-    const LossPart all = told_by_leader(0, stop, [&] {
+    const LossPart all = told_by_leader(0, [&] {
       LossPart sum = {0, 1, 0, 0};
       RINGCOMM_ROLLED
       for (int rank = 0; rank < shard_.world_size; ++rank) {
         sum.total += heading().of_ranks[rank].total;
         sum.target += heading().of_ranks[rank].target;
       }
-      const bool fits = sum.total == static_cast<float>(call_.vocab_size) &&
-                        sum.target == shard_.whole_way;
+      const bool fits =
+          sum.total == static_cast<float>(call_.vocab_size) && sum.target == shard_.whole_way;
       if (!fits) sum.sum = std::numeric_limits<float>::quiet_NaN();
       return sum;
     });
@@ -217,22 +213,21 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
   RINGCOMM_HD void close() {
     const auto number = static_cast<std::uint64_t>(num_rows_) + 2;
     exchange_.put(number, no_part());
-    const Stop stop = exchange_.take(number, no_part(), heading().of_ranks);
-    finish(waiter_, shard_, stop);
-    if (stop == Stop::kNone) exchange_.end(number);
+    stop_ = exchange_.take(number, no_part(), heading().of_ranks);
+    if (stop_ == Stop::kNone) exchange_.end(number);
   }
 
   /// What the first block makes of the ranks' parts, as all blocks get it: with a maximum of NaN,
   /// which no row has, where it has stopped. `idx` counts these results.
   template <class Make>
-  RINGCOMM_HD LossPart told_by_leader(std::int64_t idx, Stop stop, const Make& make) {
+  RINGCOMM_HD LossPart told_by_leader(std::int64_t idx, const Make& make) {
     const auto place = static_cast<unsigned>(idx % 2), turn = static_cast<unsigned>(idx / 2 % 2);
     LossPart& result = heading().of_all_ranks[place];
     if (is_leader()) {
       for (unsigned peer = block_.thread_idx(); peer < block_.cluster_blocks();
            peer += block_.num_threads()) {
         LossPart made = no_part();
-        if (stop == Stop::kNone)
+        if (stop_ == Stop::kNone)
           made = make();
         else
           made.max = std::numeric_limits<float>::quiet_NaN();
@@ -308,7 +303,8 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
 
   /// Of all blocks, in the first one; in the others nothing.
   RINGCOMM_HD LossPart part_of_cluster(std::int64_t turn, const LossPart& own) {
-    const auto place = static_cast<unsigned>(turn % 2), parity = static_cast<unsigned>(turn / 2 % 2);
+    const auto place = static_cast<unsigned>(turn % 2),
+               parity = static_cast<unsigned>(turn / 2 % 2);
     LossHeading& shared = heading();
     LossPart(&parts)[kMaxClusterBlocks] = shared.of_blocks[place];
     if (this->lane() == 0) shared.of_warps[this->warp()] = own;
@@ -351,13 +347,10 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
 
   /// The gradient of a row whose logits are in its slot. False where the peers did not come.
   RINGCOMM_HD bool end(std::int64_t turn, std::int64_t target) {
-    Stop stop = Stop::kNone;
-    if (is_leader()) {
-      stop = exchange_.take(static_cast<std::uint64_t>(turn) + 2, own_, heading().of_ranks);
-      finish(waiter_, shard_, stop);
-    }
-    const LossPart whole = told_by_leader(
-        turn + 1, stop, [&] { return sum_of(heading().of_ranks, shard_.world_size); });
+    if (is_leader())
+      stop_ = exchange_.take(static_cast<std::uint64_t>(turn) + 2, own_, heading().of_ranks);
+    const LossPart whole =
+        told_by_leader(turn + 1, [&] { return sum_of(heading().of_ranks, shard_.world_size); });
     if (whole.max != whole.max) return false;
     const LossSegment segment = this->segment_of(row(turn));
     const int column = local_column(target);
@@ -376,8 +369,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     if (call_.class_weights != nullptr && column != kNoClass)
       weight = load_constant(call_.class_weights + target);
     const float target_weight = (1.0F - call_.label_smoothing) * weight;
-    const float scale =
-        column == kNoClass ? std::numeric_limits<float>::quiet_NaN() : this->scale_;
+    const float scale = column == kNoClass ? std::numeric_limits<float>::quiet_NaN() : this->scale_;
     float prob = target_weight + call_.label_smoothing;
     if (call_.z_loss != 0) prob = multiply_add(2.0F * call_.z_loss, this->lse_of(whole), prob);
     const LossFactors factors = {.prob = quotient(prob * scale, whole.sum),
@@ -422,6 +414,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
   PartExchange<W> exchange_;
   std::int64_t first_, step_, num_rows_;
   std::int64_t num_loads_ = 0, num_awaited_ = 0;
+  Stop stop_ = Stop::kNone;   ///< why the first block gives up
   LossPart own_ = no_part();  ///< of the row that is to be ended, in the first block
 };
 

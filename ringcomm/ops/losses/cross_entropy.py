@@ -74,8 +74,9 @@ def cross_entropy(
         num_items: what "mean" divides by instead: a number, or a tensor of one.
         inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
             it, and one pass over them is saved. For "mean" and "sum". The same on all ranks of a
-            group, whose shards on GPUs are no longer than an even one and an eighth then. Of float16 it is a multiple
-            until the backward pass, by a power of two: its numbers end at 6e-8.
+            group, whose shards on GPUs are no longer than an even one and an eighth then. Of
+            float16 it is a multiple until the backward pass, by a power of two: its numbers end at
+            6e-8.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].

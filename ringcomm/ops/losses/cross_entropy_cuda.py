@@ -377,8 +377,7 @@ def cross_entropy_and_grad_over_shards_(
         results = _C.cross_entropy_over_shards(logits, *given, *where, *terms)
         if results is not None:
             return results
-    given = (target, weight, num_items, vocab_start, vocab_size)
-    return in_two_passes_(logits, *given, *options)
+    return in_two_passes_(logits, target, weight, num_items, vocab_start, vocab_size, *options)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Cross-entropy over shards in one kernel, on emulated GPUs: ranks as processes, against float64."""
+"""Cross-entropy over shards in one kernel, on emulated GPUs, against float64."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def right(
     return loss.detach(), x.grad
 
 
-# Shards' sizes, and what a call has. Float32 rows of 20 KB have clusters of one block, 60 KB of two.
+# Shards' sizes, and what a call has. Rows of 20 KB have clusters of one block, 60 KB of two.
 CASES: dict[str, dict[str, Any]] = {
     "even": {"sizes": (5000, 5000)},
     "three": {"sizes": (5000, 5000, 5000)},
@@ -284,6 +284,29 @@ def test_calls_that_differ_raise_before_anything_is_written(how: str) -> None:
     run_on_gpus(2, differ, how, env=with_kernels(), group_timeout_s=10.0, fresh=True)
 
 
+def have_a_longer_shard(rank: int) -> None:
+    logits, target = all_logits(5, 15000, FP32)
+    start, end = bounds_of((14500, 500), rank)
+    rows = logits[:, start:end].contiguous().to(DEVICE)
+
+    def whole() -> None:
+        # A rank whose shard does not fit does something else, which all find out.
+        assert (call(rows, target, start, 15000) is None) == (rank == 0)
+        for _ in range(50):
+            emugpu.synchronize()
+            time.sleep(0.1)
+            dist.all_reduce(torch.ones(2, device=DEVICE))
+
+    said = caught(whole)
+    assert said["type"] == "MismatchError", said
+    assert torch.equal(rows.cpu(), logits[:, start:end])
+
+
+def test_a_shard_that_is_much_longer_than_the_others_is_a_mismatch() -> None:
+    options = {"env": with_kernels(), "group_timeout_s": 10.0, "fresh": True}
+    run_on_gpus(2, have_a_longer_shard, **options)
+
+
 def be_killed(rank: int, tokens: int) -> dict[str, Any]:
     """Rank 1 dies before the call, or within one of many tokens."""
     own_rows(rank)
@@ -342,5 +365,3 @@ def check_graph(rank: int) -> None:
 
 def test_it_goes_into_graphs() -> None:
     run_on_gpus(2, check_graph, env=with_kernels())
-
-
