@@ -125,6 +125,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
         num_rows_((call.loss.num_tokens - first_ + step_ - 1) / step_) {}
 
   RINGCOMM_HD void run() {
+    if (is_leader()) Claim<W>(waiter_, busy()).check(waiter_, shard_);
     for (unsigned i = block_.thread_idx(); i < 2 * kMaxClusterBlocks; i += block_.num_threads())
       heading().of_blocks[i / kMaxClusterBlocks][i % kMaxClusterBlocks] = no_part();
     block_.start();
@@ -153,10 +154,14 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     if (!is_leader()) return;
     if (goes_on) close();
     finish(waiter_, shard_, stop_);
+    Claim<W>::end(waiter_, busy());
   }
 
  private:
   RINGCOMM_HD bool is_leader() const { return block_.cluster_rank() == 0; }
+  RINGCOMM_HD std::uint32_t& busy() const {
+    return shard_.staging.busy(shard_.rank, block_.cluster_idx());
+  }
   RINGCOMM_HD std::int64_t row(std::int64_t turn) const { return first_ + turn * step_; }
   RINGCOMM_HD static unsigned slot_of(std::int64_t turn) {
     return static_cast<unsigned>(turn) % kMaxRowSlots;
@@ -422,16 +427,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
 template <class Logits, bool kSmooths, class B, class W>
 RINGCOMM_HD void shard_loss_rows(B& block, W& waiter, const ShardLossCall& call) {
   static_assert(RowBlock<B> && Block<W>);
-  if (block.cluster_rank() != 0) {
-    ShardLossRows<Logits, kSmooths, B, W>(block, waiter, call).run();
-    return;
-  }
-  std::uint32_t& busy = call.staging.busy(call.rank, block.cluster_idx());
-  const Claim<W> claim(waiter, busy);
-  ShardLossRows<Logits, kSmooths, B, W> rows(block, waiter, call);
-  claim.check(waiter, call);
-  rows.run();
-  Claim<W>::end(waiter, busy);
+  ShardLossRows<Logits, kSmooths, B, W>(block, waiter, call).run();
 }
 
 }  // namespace ringcomm::cuda

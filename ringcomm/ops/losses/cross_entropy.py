@@ -56,7 +56,8 @@ def cross_entropy(
 
     With a `group` each rank has the logits of some classes, and all compute the same loss, with one
     all_reduce of 24 bytes per token in the forward pass, and none in the backward pass. Over a
-    backend other than ringcomm it is an all_gather.
+    backend other than ringcomm it is an all_gather; in place, on GPUs whose memory all ranks map,
+    it is in the loss's kernel.
 
     Args:
         logits: shape (..., V), V this rank's classes; float32, float16 or bfloat16. A DTensor

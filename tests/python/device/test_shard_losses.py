@@ -173,7 +173,7 @@ def test_losses_and_gradients_are_those_of_float64_and_the_same_bits_on_all_rank
 
 
 def test_ranks_on_two_gpus() -> None:
-    options = {"env": with_kernels(), "num_devices": 2, "timeout_s": 120.0}
+    options: dict[str, Any] = {"env": with_kernels(), "num_devices": 2, "timeout_s": 120.0}
     results = run_on_gpus(3, check_cases, ("uneven", "three"), **options)
     assert results[1:] == results[:1] * 2
 
@@ -303,7 +303,7 @@ def have_a_longer_shard(rank: int) -> None:
 
 
 def test_a_shard_that_is_much_longer_than_the_others_is_a_mismatch() -> None:
-    options = {"env": with_kernels(), "group_timeout_s": 10.0, "fresh": True}
+    options: dict[str, Any] = {"env": with_kernels(), "group_timeout_s": 10.0, "fresh": True}
     run_on_gpus(2, have_a_longer_shard, **options)
 
 
