@@ -155,7 +155,7 @@ Scenario packets(std::string name, int num_calls, bool stores_high_first) {
 }  // namespace
 
 std::vector<Scenario> packet_scenarios() {
-  return {packets("packet2", 5, false), packets("packet2_high", 5, true), rows("packet2_rows", 3)};
+  return {packets("packet2", 5, false), packets("packet2_high", 5, true), rows("packet2_rows", 5)};
 }
 
 }  // namespace ringcomm::checker
