@@ -49,9 +49,9 @@ constexpr std::size_t kMaxPacketBytes = 2 << 10;
 constexpr std::size_t kRowPartBytes = 16;
 // Of the seats that are free, what kernels of rows may take; the others are for further groups.
 constexpr int kRowSeats = 3, kRowSeatsOf = 4;
-// Multiprocessors that a cluster can be on, at least: sm_90 and sm_100 have 16 to 20 in each of
-// their clusters of processors (GPCs).
-constexpr int kMinMultiprocessorsPerGpc = 16;
+// A cluster is in one of a GPU's groups of multiprocessors (GPCs), of which sm_90 and sm_100 have
+// no more than 8, and each of 8 or more.
+constexpr int kMostGpcs = 8, kMinMultiprocessorsPerGpc = 8;
 
 const char* optimizer_name(Optimizer optimizer) {
   switch (optimizer) {
@@ -275,7 +275,7 @@ RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int clu
                   int max_active, int free_seats, int num_taken) {
   const int payers = num_payers(facts);
   const int num_gpcs =
-      (facts.min_multiprocessors + kMinMultiprocessorsPerGpc - 1) / kMinMultiprocessorsPerGpc;
+      std::clamp(facts.min_multiprocessors / kMinMultiprocessorsPerGpc, 1, kMostGpcs);
   // Where all seats are taken, so many multiprocessors are left. A cluster has room in one GPC if
   // not all GPCs have less than its blocks.
   const int left = facts.min_multiprocessors -
