@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm import _C, message_backend, tuning
+from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
@@ -42,9 +42,11 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         ValueError: an option has no valid value, the tuning file is damaged, or the rank is outside
             of the group.
         FileNotFoundError: the tuning file does not exist.
+        OSError: the folder that RINGCOMM_TRACE names cannot be written.
         RingcommError: a rank did not join, or ranks have different options or world sizes.
     """
     _tell_peers_of_exceptions()
+    trace.start()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
         fields = {name: getattr(pg_options, name) for name in _FIELDS}

@@ -1,4 +1,4 @@
-"""The command `ringcomm`, or `python -m ringcomm`: tune, doctor, plan, and bench of a checkout.
+"""The command `ringcomm`, or `python -m ringcomm`: tune, doctor, plan, trace, bench of a checkout.
 
 A sub-command has a function that adds its options to a parser and returns the one that runs it.
 That one imports what it needs, and returns the exit status.
@@ -227,6 +227,53 @@ def _print_plans(plans: Plans, top: int, why: int) -> None:
         print(f"- {line}")
 
 
+# ---- trace
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> Run:
+    """Records every rank of a program, and writes one trace of all for https://ui.perfetto.dev.
+
+        ringcomm trace -o job.json -- torchrun --nproc-per-node 2 train.py
+        ringcomm trace -o job.json --merge FOLDER
+        ringcomm trace --steps job.json
+
+    The first runs a command, and exits with its status. A program that is started in another way
+    records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second makes a trace of
+    that. The third prints the steps of a ring. See docs/how-to/trace.md.
+    """
+    default = "(default: %(default)s)"
+    path = Path("ringcomm-trace.json")
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="FILE", default=path, help=f"written anew {default}")
+    about = f"kept of each thread, the newest {default}"
+    add("--events", type=int, metavar="N", default=1 << 16, help=about)
+    add("--merge", type=Path, nargs="+", metavar="FOLDER", help="recordings, of all hosts")
+    add("--steps", type=Path, metavar="FILE", help="a trace whose ring is to be printed")
+    add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
+    return _trace
+
+
+def _trace(options: argparse.Namespace) -> int:
+    error = options.parser.error
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if sum(map(bool, (command, options.merge, options.steps))) != 1:
+        error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
+    if not 64 <= options.events <= 1 << 24:
+        error(f"--events is 64 to {1 << 24}, got {options.events}")
+    from ringcomm.trace.command import merge_folders, run_recorded
+    from ringcomm.trace.timeline import steps
+
+    if options.steps:
+        print(steps(options.steps, options.seq))
+        return 0
+    if not os.access(options.output.absolute().parent, os.W_OK) or options.output.is_dir():
+        error(f"--output: cannot write {str(options.output)!r}")
+    if options.merge:
+        return merge_folders(options.merge, options.output)
+    return run_recorded(command, options.events, options.output)
+
+
 # ---- tune
 
 
@@ -325,6 +372,7 @@ _COMMANDS = {
     "bench": (_add_bench, "compare an operation with other backends"),
     "doctor": (_add_doctor, "examine this machine and a group on it"),
     "plan": (_add_plan, "rank training systems and meshes for a model by predicted time"),
+    "trace": (_add_trace, "record the ranks of a program, and write one trace for Perfetto"),
     "tune": (_add_tune, "measure all_reduce's algorithms, and write a file for groups"),
 }
 

@@ -15,6 +15,7 @@
 #include "bindings/softmax_stats.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
+#include "collectives/trace.h"
 #include "device/reduce_op.h"
 #include "transport/shm/process_hub.h"
 #include "transport/shm/shared_arena.h"
@@ -196,6 +197,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->mapped_bytes();
   });
+  m.def("start_trace", &trace::start, py::arg("events_fd"), py::arg("log_fd"),
+        py::arg("num_events"));
+  m.def("end_trace", &trace::end);
   m.def("empty_shared", &empty_shared, py::arg("sizes"), py::arg("dtype"));
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);

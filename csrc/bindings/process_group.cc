@@ -104,6 +104,8 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
         },
         ask_world(store, options_->global_ranks_in_group));
   });
+  if (trace::is_on())
+    communicator_->trace_as(options_->group_name, options_->global_ranks_in_group);
   enter_world(store, options_->global_ranks_in_group, communicator_);
   devices_ = std::make_shared<DeviceGroup>(store, options_, communicator_, rank, size);
 }
@@ -283,6 +285,18 @@ CommsEvent ProcessGroupRingcomm::event_of(const char* title) const {
           .name = std::string(std::strchr(title, ':') + 1)};
 }
 
+trace::Event ProcessGroupRingcomm::trace_event_of(const char* title,
+                                                  const std::vector<TensorCall>& calls) const {
+  const std::shared_ptr<Communicator> engine = communicator();
+  trace::Event event{.seq = engine->next_seq(),
+                     .group = engine->trace_group(),
+                     .kind = trace::Kind::kCall,
+                     .name = trace::name_number(title)};
+  for (const TensorCall& item : calls) event.num_bytes += item.call.num_bytes();
+  if (!calls.empty()) event.dtype = trace::name_number(name_of(calls.front().call.dtype));
+  return event;
+}
+
 Algorithm ProcessGroupRingcomm::algorithm_of(const Collective& call, c10::Device device) const {
   if (device.is_cpu()) return communicator()->algorithm_of(call);
   CallHeader header;
@@ -296,6 +310,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start(c10d::OpType op_type, con
                                                        std::chrono::milliseconds timeout,
                                                        bool is_async,
                                                        std::optional<c10::Device> given) {
+  const trace::Span traced([&] { return trace_event_of(title, calls); });
   const c10::Device device = given ? *given : device_of(calls, results, title);
   const auto run = [&] {
     return coalesced(start_collective(op_type, title, std::move(calls), std::move(results), timeout,
@@ -340,6 +355,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::barrier(const c10d::BarrierOpti
 }
 
 void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
+  const trace::Span traced([&] { return trace_event_of("ringcomm:monitored_barrier", {}); });
   const bool has_own = opts.timeout != c10d::kUnsetTimeout;
   const std::chrono::milliseconds patience = effective(c10d::kUnsetTimeout);
   with_python_errors([&] {

@@ -17,6 +17,7 @@
 #include "bindings/group_options.h"
 #include "bindings/work.h"
 #include "collectives/communicator.h"
+#include "collectives/trace.h"
 
 namespace ringcomm {
 
@@ -176,6 +177,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                             int tag);
   std::shared_ptr<DeviceGroup> devices() const;
   CommsEvent event_of(const char* title) const;
+  /// A call, under the name that profilers show.
+  trace::Event trace_event_of(const char* title, const std::vector<TensorCall>& calls) const;
   Algorithm algorithm_of(const Collective& call, c10::Device device) const;
   /// Notes a work for endCoalescing(), if that is to come.
   Work coalesced(Work work);

@@ -21,6 +21,13 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_p2p(P2pOp::Kind kind,
   const char* title = is_send    ? "ringcomm:send"
                       : peer < 0 ? "ringcomm:recvAnySource"
                                  : "ringcomm:recv";
+  const trace::Span traced([&] {
+    trace::Event event = trace_event_of(title, {});
+    event.seq = trace::kNoSeq;
+    (is_send ? event.to : event.from) = peer;
+    event.num_bytes = tensor.nbytes();
+    return event;
+  });
   const auto run = [&] { return coalesced(start_message(kind, title, tensor, peer, tag)); };
   if (!is_profiled()) return run();
   CommsEvent event = event_of(title);

@@ -6,6 +6,7 @@
 
 #include "collectives/owner_update.h"
 #include "collectives/reduction.h"
+#include "collectives/traced_p2p.h"
 #include "collectives/update_in_parts.h"
 
 namespace ringcomm {
@@ -47,6 +48,19 @@ void run_alone(const Collective& call) {
   std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
 }
 
+trace::Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
+  return {.seq = header.seq,
+          .num_bytes = call.num_bytes(),
+          .group = group,
+          .root = header.root,
+          .kind = trace::Kind::kCollective,
+          .name = trace::name_number(name_of(header.op)),
+          .dtype = trace::name_number(name_of(header.dtype)),
+          .reduction = is_reduction(header.op) ? trace::name_number(name_of(header.reduction))
+                                               : std::uint8_t{0},
+          .algorithm = trace::name_number(name_of(header.algorithm))};
+}
+
 }  // namespace
 
 Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
@@ -66,7 +80,12 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
   if (carrier_ != nullptr) p2p_ = carrier_->make_p2p(*failure_, stats_);
 }
 
-Communicator::~Communicator() = default;
+Communicator::~Communicator() { trace::leave_group(trace_group_); }
+
+void Communicator::trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
+  trace_group_ = trace::add_group(name, rank_, ranks, transport_);
+  if (p2p_ != nullptr) p2p_ = std::make_unique<TracedP2p>(std::move(p2p_), trace_group_);
+}
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
   queue_.drain([&] {
@@ -190,6 +209,7 @@ CallHeader Communicator::planned(const Collective& call) {
 void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   const CallHeader header = planned(call);
+  trace::Span traced([&] { return event_of(call, header, trace_group_); });
   if (carrier_ == nullptr) {
     run_alone(call);
     count(header.op, {});
@@ -204,11 +224,11 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   try {
     const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates();
     const Traffic traffic =
-        is_in_parts ? update_in_parts(call, rank_, world_size_,
-                                      [&](const Collective& part) {
-                                        return carrier_->run(part, planned(part), limits);
-                                      })
-                    : carrier_->run(call, header, limits);
+        is_in_parts
+            ? update_in_parts(call, rank_, world_size_,
+                              [&](const Collective& part) { return run_part(part, limits); })
+            : carrier_->run(call, header, limits);
+    traced.set_algorithm(name_of(traffic.algorithm));
     if (call.is_counted) count(header.op, traffic);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
@@ -224,6 +244,13 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     failure_->abort(activity().description + ": " + error.what());
     throw;
   }
+}
+
+// Of an update that the carrier cannot fuse.
+Traffic Communicator::run_part(const Collective& part, const WaitLimits& limits) {
+  const CallHeader header = planned(part);
+  const trace::Span traced([&] { return event_of(part, header, trace_group_); });
+  return carrier_->run(part, header, limits);
 }
 
 void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {

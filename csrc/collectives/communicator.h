@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "collectives/carrier.h"
 #include "collectives/carrier_registry.h"
@@ -16,6 +17,7 @@
 #include "collectives/ordered_queue.h"
 #include "collectives/point_to_point.h"
 #include "collectives/stats.h"
+#include "collectives/trace.h"
 #include "transport/key_value_store.h"
 #include "transport/wait_limits.h"
 
@@ -72,6 +74,11 @@ class Communicator {
   Algorithm algorithm_of(const Collective& call) const;
   /// What moves the bytes, and why it is that: for people.
   const std::string& transport() const { return transport_; }
+  /// Has the group appear in a recording, under its name and with the job's numbers of its ranks.
+  /// Called before all calls, while trace::is_on().
+  void trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
+  /// The group's number there.
+  std::uint32_t trace_group() const { return trace_group_; }
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
 
@@ -129,12 +136,14 @@ class Communicator {
   void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call, std::uint64_t seq) const;
   CallHeader planned(const Collective& call);
+  Traffic run_part(const Collective& part, const WaitLimits& limits);
 
   int rank_;
   int world_size_;
   CommunicatorOptions options_;
   Stats stats_;
   std::string transport_ = "none: a group of one";
+  std::uint32_t trace_group_ = trace::kNoGroup;
   std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;

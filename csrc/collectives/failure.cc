@@ -1,5 +1,7 @@
 #include "collectives/failure.h"
 
+#include "collectives/trace.h"
+
 namespace ringcomm {
 
 void Failure::rethrow_if_any() const {
@@ -100,7 +102,10 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
 
 void Failure::keep(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
-  if (first_cause_ == nullptr) first_cause_ = std::move(error);
+  if (first_cause_ == nullptr) {
+    trace::add_failure(error);
+    first_cause_ = std::move(error);
+  }
   has_failed_.store(true, std::memory_order_release);
 }
 

@@ -1,14 +1,20 @@
 #include "collectives/ordered_queue.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
+#include "collectives/trace.h"
 #include "core/errors.h"
 
 namespace ringcomm {
 namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{50};
+
+trace::Event wait_for_queue() {
+  return {.kind = trace::Kind::kWait, .name = trace::name_number("queue")};
+}
 
 }  // namespace
 
@@ -31,11 +37,14 @@ void OrderedQueue::drain(const Poll& poll) {
 template <class IsOver>
 void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over,
                                 const Poll& poll) {
+  std::optional<trace::Span> traced;
   while (!is_over()) {
     if (may_run_front()) {
+      traced.reset();
       run_front(lock);
       continue;
     }
+    if (!traced) traced.emplace(wait_for_queue);
     ++num_waiting_;
     const bool is_timeout = has_news_.wait_for(lock, kPollInterval) == std::cv_status::timeout;
     --num_waiting_;

@@ -14,7 +14,8 @@ struct P2pOp {
   enum class Kind : std::uint8_t { kSend, kRecv };
 
   Kind kind = Kind::kSend;
-  int peer = -1;  ///< the other rank; of a receive from any source -1 until it is matched
+  int peer = -1;        ///< the other rank; of a receive from any source -1 until it is matched
+  int asked_peer = -1;  ///< what it was at first, for a recording
   std::uint64_t tag = 0;
   std::byte* data = nullptr;  ///< only read by a send
   std::size_t num_bytes = 0;

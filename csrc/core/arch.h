@@ -37,6 +37,7 @@ enum class Yielded : std::uint8_t { kToNobody, kBriefly, kDearly };
 /// - stopped says why this rank should no longer wait for `peer`; Stop::kNone while it should.
 /// Asked
 ///   before every slice of sleep, and always before a wait ends without its condition.
+/// - record_wait may be missing (see wait_policy.h).
 template <class A>
 concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::uint64_t value,
                         void* to, const void* from, std::size_t num_bytes, int peer,

@@ -61,11 +61,22 @@ class SpinBudget {
   bool is_fixed_ = false;
 };
 
+/// Notes, on a machine that records what its ranks wait for, that this one waits for `peer`. The
+/// result lives as long as the wait.
+template <Arch A>
+RINGCOMM_HD auto record_wait(A& arch, int peer) {
+  if constexpr (requires { arch.record_wait(peer); })
+    return arch.record_wait(peer);
+  else
+    return 0;
+}
+
 /// wait_at_least() of one thread.
 template <Arch A>
 RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
                                     std::uint64_t target, int peer) {
   if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+  [[maybe_unused]] const auto recorded = record_wait(arch, peer);
   RINGCOMM_ROLLED
   for (std::uint32_t i = 0; i < budget.num_pauses(); ++i) {
     arch.pause();

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "collectives/messages/tags.h"
+#include "collectives/trace.h"
 
 namespace ringcomm {
 namespace {
@@ -94,6 +95,12 @@ void HostsEngine::run_local(const Collective& call, bool is_data) {
                     .element_name = call.element_name};
   local_->plan(call, header);
   const WaitLimits limits = limits_left();
+  const trace::Span traced([&] {
+    return trace::Event{.num_bytes = call.num_bytes(),
+                        .kind = trace::Kind::kPart,
+                        .name = trace::name_number(name_of(call.op)),
+                        .algorithm = trace::name_number(name_of(header.algorithm))};
+  });
   in_numbers_of(local_ranks(), [&] {
     try {
       const Traffic traffic = local_->run(call, header, limits);

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "collectives/trace.h"
+
 namespace ringcomm {
 namespace {
 
@@ -26,7 +28,11 @@ MessageEngine::Handle MessageEngine::isend(int peer, int tag, const void* data,
 }
 
 void MessageEngine::wait(Handle message) {
-  const int whole_rank = transport_.whole_rank(message->peer);
+  const int whole_rank = this->whole_rank(message->peer);
+  const trace::Span traced([&] {
+    return trace::Event{
+        .from = whole_rank, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
+  });
   operation_->await(whole_rank);
   const MessageEnd end = message->message->wait();
   if (end != MessageEnd::kDone)

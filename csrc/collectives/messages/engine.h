@@ -39,6 +39,8 @@ class MessageEngine {
 
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
+  /// The number in the group, of which the transport may have a part only.
+  int whole_rank(int peer) const { return transport_.whole_rank(peer); }
   const Cut& cut() const { return cut_; }
 
   /// Starts an operation; `operation` must live until finish() or drop().

@@ -6,11 +6,16 @@
 
 #include "collectives/messages/exchange.h"
 #include "collectives/ring_turns.h"
+#include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
 
 namespace ringcomm {
 namespace {
+
+// Names of the recording.
+constexpr const char* kReduceScatter = "reduce_scatter";
+constexpr const char* kAllGather = "all_gather";
 
 // One rank's part of a ring.
 //
@@ -46,6 +51,7 @@ class Ring {
       const bool is_first_phase = turn.is_gather != plan_.has_reduce_scatter;
       if (is_first_phase && turn.step == plan_.num_steps - 1 && turn.place == 0)
         start_group(turn.group + 1);
+      const trace::Span traced([&] { return step_of(turn); });
       const std::byte* received = receive();
       if (turn.is_gather)
         pass_on(turn);
@@ -68,6 +74,20 @@ class Ring {
   }
   std::size_t slot_of(std::size_t turn_count) const { return turn_count % plan_.num_slots; }
 
+  // For the recording. What is complete is passed on unless the ring ends there.
+  trace::Event step_of(const RingTurn& turn) const {
+    const int chunk = chunk_of(turn);
+    const bool is_last = turn.step == plan_.num_steps - 1;
+    const bool passes_on = !is_last || (!turn.is_gather && plan_.has_all_gather);
+    return trace::event_of({.phase = turn.is_gather ? kAllGather : kReduceScatter,
+                            .step = turn.step,
+                            .chunk = chunk,
+                            .slice = plan_.slice_idx(turn),
+                            .num_bytes = slice_at(chunk, turn).num_elems * shares_.element_bytes,
+                            .from = engine_.whole_rank(schedule_.previous()),
+                            .to = passes_on ? engine_.whole_rank(schedule_.next()) : -1});
+  }
+
   // Chunks differ in size; of a short one the last slices are empty, and no message.
   void send(bool is_gather, const std::byte* data, const ElemRange& slice) {
     if (slice.num_elems == 0) return;
@@ -85,8 +105,17 @@ class Ring {
     const int chunk =
         is_gather ? schedule_.all_gather_send_chunk(0) : schedule_.reduce_scatter_send_chunk(0);
     for (std::size_t place = 0; place < plan_.group_slices(group); ++place) {
-      const ElemRange slice =
-          slice_at(chunk, {.group = group, .is_gather = is_gather, .place = place});
+      const RingTurn turn{.group = group, .is_gather = is_gather, .place = place};
+      const ElemRange slice = slice_at(chunk, turn);
+      const trace::Span traced([&] {
+        return trace::event_of({.phase = is_gather ? kAllGather : kReduceScatter,
+                                .step = -1,
+                                .chunk = chunk,
+                                .slice = plan_.slice_idx(turn),
+                                .num_bytes = slice.num_elems * shares_.element_bytes,
+                                .from = -1,
+                                .to = engine_.whole_rank(schedule_.next())});
+      });
       send(is_gather, is_gather ? shares_.output(chunk, slice) : shares_.input(chunk, slice),
            slice);
     }

@@ -11,6 +11,10 @@
 namespace ringcomm {
 namespace {
 
+// Names of the recording.
+constexpr const char* kReduceScatter = "reduce_scatter";
+constexpr const char* kAllGather = "all_gather";
+
 // The buffer that goes around the ring. With an update, gradients go around in the first half and
 // parameters in the second; their elements may differ in size.
 class Ring {
@@ -49,11 +53,11 @@ class Ring {
   // rank.
   void reduce_scatter(std::size_t slice_idx) {
     const int last_step = links_.schedule.num_steps() - 1;
-    const Span first = span(links_.schedule.reduce_scatter_send_chunk(0), slice_idx);
-    Engine::check(send(engine_.arch(), links_.to_next, first.input, first.input_bytes));
-    sent_bytes_ += first.input_bytes;
+    send_first(slice_idx);
     for (int step = 0; step < last_step; ++step) {
-      const Span part = span(links_.schedule.reduce_scatter_recv_chunk(step), slice_idx);
+      const int chunk = links_.schedule.reduce_scatter_recv_chunk(step);
+      const Span part = span(chunk, slice_idx);
+      const auto traced = links_.traced({kReduceScatter, step, chunk, slice_idx, part.input_bytes});
       const auto combine = [&](std::byte* to, std::byte* also_to, const std::byte* received,
                                const std::byte* local, std::size_t num_bytes) {
         const void* sources[] = {received, local};
@@ -63,7 +67,10 @@ class Ring {
                                      part.input_bytes, combine));
       sent_bytes_ += part.input_bytes;
     }
-    const Span own = span(links_.schedule.reduce_scatter_recv_chunk(last_step), slice_idx);
+    const int own_chunk = links_.schedule.reduce_scatter_recv_chunk(last_step);
+    const Span own = span(own_chunk, slice_idx);
+    const auto traced =
+        links_.traced({kReduceScatter, last_step, own_chunk, slice_idx, own.input_bytes});
     const auto complete = [&](std::byte* to, std::byte* also_to, const std::byte* received,
                               const std::byte* local, std::size_t num_bytes) {
       const void* sources[] = {received, local};
@@ -78,18 +85,29 @@ class Ring {
     sent_bytes_ += own.output_bytes;
   }
 
+  void send_first(std::size_t slice_idx) {
+    const int chunk = links_.schedule.reduce_scatter_send_chunk(0);
+    const Span first = span(chunk, slice_idx);
+    const auto traced = links_.traced({kReduceScatter, -1, chunk, slice_idx, first.input_bytes});
+    Engine::check(send(engine_.arch(), links_.to_next, first.input, first.input_bytes));
+    sent_bytes_ += first.input_bytes;
+  }
+
   void all_gather(std::size_t slice_idx) {
     const int last_step = links_.schedule.num_steps() - 1;
-    for (int step = 0; step < last_step; ++step) {
-      const Span other = span(links_.schedule.all_gather_recv_chunk(step), slice_idx);
-      Engine::check(recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next,
-                                   other.output, other.output_bytes));
-      sent_bytes_ += other.output_bytes;
+    for (int step = 0; step <= last_step; ++step) {
+      const int chunk = links_.schedule.all_gather_recv_chunk(step);
+      const Span other = span(chunk, slice_idx);
+      const bool passes_on = step < last_step;
+      const auto traced =
+          links_.traced({kAllGather, step, chunk, slice_idx, other.output_bytes}, passes_on);
+      Engine::check(
+          passes_on ? recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next,
+                                     other.output, other.output_bytes)
+                    : recv(engine_.arch(), links_.from_previous, other.output, other.output_bytes));
+      if (passes_on) sent_bytes_ += other.output_bytes;
       received_bytes_ += other.output_bytes;
     }
-    const Span other = span(links_.schedule.all_gather_recv_chunk(last_step), slice_idx);
-    Engine::check(recv(engine_.arch(), links_.from_previous, other.output, other.output_bytes));
-    received_bytes_ += other.output_bytes;
   }
 
   struct Span {

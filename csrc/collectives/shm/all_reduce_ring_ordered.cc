@@ -11,6 +11,8 @@
 namespace ringcomm {
 namespace {
 
+constexpr const char* kPass = "all_gather";  // in the recording
+
 // A ring that reduces while it passes on adds in another order for every chunk. Here the ranks' own
 // slices go around unreduced, (N-1)/2 times the bytes, and every rank reduces all of them in the
 // order of the ranks.
@@ -30,7 +32,7 @@ class OrderedRing {
   std::uint64_t run() {
     const std::size_t slices = num_slices(call_.num_elems, slice_elems_);
     for (std::size_t slice_idx = 0; slice_idx < slices; ++slice_idx)
-      reduce(slice_of({0, call_.num_elems}, slice_idx, slice_elems_));
+      reduce(slice_of({0, call_.num_elems}, slice_idx, slice_elems_), slice_idx);
     Engine::check(links_.to_next.wait_drained(0));
     const auto passed = static_cast<std::uint64_t>(links_.schedule.num_steps()) * call_.num_bytes();
     engine_.count_copied(2 * passed);  // staged, and kept
@@ -38,16 +40,21 @@ class OrderedRing {
   }
 
  private:
-  void reduce(const ElemRange& slice) {
+  void reduce(const ElemRange& slice, std::size_t slice_idx) {
     const std::size_t num_bytes = slice.num_elems * op_.element_bytes;
     const std::byte* own = at(call_.inputs[0], slice.begin_elems, op_.element_bytes);
     const int rank = engine_.rank();
     const int num_steps = links_.schedule.num_steps();
     sources_[static_cast<std::size_t>(rank)] = own;
-    Engine::check(send(engine_.arch(), links_.to_next, own, num_bytes));
+    {
+      const auto traced = links_.traced({kPass, -1, rank, slice_idx, num_bytes});
+      Engine::check(send(engine_.arch(), links_.to_next, own, num_bytes));
+    }
     for (int step = 0; step < num_steps; ++step) {
       // Who wrote it: the schedule of an all-gather, in which chunk r is rank r's slice.
       const int owner = links_.schedule.all_gather_recv_chunk(step);
+      const auto traced =
+          links_.traced({kPass, step, owner, slice_idx, num_bytes}, step + 1 < num_steps);
       std::byte* kept =
           at(received_.data(), static_cast<std::size_t>(step) * slice_elems_, op_.element_bytes);
       sources_[static_cast<std::size_t>(owner)] = kept;

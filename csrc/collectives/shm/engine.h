@@ -7,6 +7,7 @@
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/shm/store_kind.h"
+#include "collectives/trace.h"
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
 #include "core/stop.h"
@@ -16,6 +17,29 @@
 #include "transport/shm/shared_arena.h"
 
 namespace ringcomm {
+
+/// A machine of the host whose waits are recorded.
+class TracedArch final : public shm::HostArch {
+ public:
+  TracedArch(shm::WaitScope& scope, const shm::Group& group)
+      : HostArch(scope, group.rank(), group.world_size()), group_(group) {}
+
+  trace::Span record_wait(int peer) const {
+    return trace::Span([&] {
+      return trace::Event{.from = group_.whole_rank(peer),
+                          .kind = trace::Kind::kWait,
+                          .name = trace::name_number("wait")};
+    });
+  }
+  Stop stopped(int peer) const {
+    trace::note_alive();
+    return HostArch::stopped(peer);
+  }
+
+ private:
+  const shm::Group& group_;
+};
+static_assert(Arch<TracedArch>);
 
 /// Where the buffers of a rank's call lie in memory that its peers can map. Stands beside the
 /// call's header, and is not compared. A rank that says so stages no data in its first phase.
@@ -39,12 +63,10 @@ struct BuffersNoted {};
 /// the line that carries the first data.
 class Engine {
  public:
-  using Arch = shm::HostArch;
+  using Arch = TracedArch;
 
   Engine(shm::Group& group, shm::WaitScope& scope)
-      : group_(group),
-        arch_(scope, group.rank(), group.world_size()),
-        board_(arch_, group.board(), group.rank()) {}
+      : group_(group), arch_(scope, group), board_(arch_, group.board(), group.rank()) {}
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }

@@ -88,9 +88,9 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
       const int peer = unjoined_rank();
       if (peer < 0) return;
       for (int rank = peer; rank < world_size_; ++rank)
-        if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(global(rank));
-      rendezvous.check_time(global(peer), "rank " + std::to_string(global(peer)) +
-                                              " did not fetch the group's memory");
+        if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(whole_rank(rank));
+      rendezvous.check_time(whole_rank(peer), "rank " + std::to_string(whole_rank(peer)) +
+                                                  " did not fetch the group's memory");
     }
   } catch (const Error& error) {
     tell_and_wait_for_the_living(error);
@@ -102,7 +102,7 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
 // the reason in it.
 void Group::tell_and_wait_for_the_living(const Error& error) {
   abort({.kind = error.info().kind,
-         .origin = global(rank_),
+         .origin = whole_rank(rank_),
          .culprit = error.info().rank,
          .text = error.what()});
   if (error.info().kind != ErrorKind::kPeerDied) return;
@@ -195,8 +195,8 @@ AbortReason Group::abort_reason() const {
   const AbortRecord& record = layout_.header(memory_.data()).abort;
   if (const int writer = writer_of(__atomic_load_n(&record.state, __ATOMIC_ACQUIRE)); writer >= 0)
     return {.kind = ErrorKind::kPeerDied,
-            .origin = global(writer),
-            .culprit = global(writer),
+            .origin = whole_rank(writer),
+            .culprit = whole_rank(writer),
             .text = "it died before it could say why"};
   return {.kind = static_cast<ErrorKind>(record.kind),
           .origin = record.origin,

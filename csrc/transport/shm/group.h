@@ -40,6 +40,8 @@ class Group final : public Membership {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  /// The number in the whole group, of which this one's host may have a part only.
+  int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_.num_bytes(); }
 
   BoardGeometry board() const { return layout_.board(memory_.data()); }
@@ -83,7 +85,6 @@ class Group final : public Membership {
  private:
   bool has_joined(int rank) const;
   std::uint64_t num_published(int rank) const;
-  int global(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   int writer_of(std::uint32_t abort_state) const;
   void wait_until_joined(Rendezvous& rendezvous);
   void tell_and_wait_for_the_living(const Error& error);

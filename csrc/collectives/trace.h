@@ -1,0 +1,128 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+/// A recording of what this rank does, for `ringcomm trace`: each thread writes events to a ring
+/// buffer in a mapped file, which a process that is killed leaves behind. docs/how-to/trace.md says
+/// what the events mean, ringcomm/trace/recordings.py reads them.
+///
+/// While nothing is recorded, a Span costs one relaxed load of `active`.
+namespace ringcomm::trace {
+
+enum class Kind : std::uint8_t {
+  kCall = 1,    ///< a call of torch.distributed, in the thread that makes it
+  kCollective,  ///< a collective, in the thread that runs it
+  kPart,        ///< the part of a collective that runs inside one host
+  kStep,        ///< one step of a ring, for one slice
+  kWait,        ///< for a rank, or for another thread of this one
+  kMessage,     ///< a send or a receive, from the call to its end
+};
+
+inline constexpr std::uint32_t kNoGroup = ~std::uint32_t{0};
+inline constexpr std::uint64_t kNoSeq = ~std::uint64_t{0};
+
+/// One event, as it is in the file. Ranks are those of the event's group; -1 is none. Names are
+/// numbers that name_number() gave.
+struct Event {
+  std::uint64_t begin_ns = 0;  ///< CLOCK_MONOTONIC; 0 is filled in
+  std::uint64_t end_ns = 0;    ///< 0 while it goes on
+  std::uint64_t seq = kNoSeq;  ///< of a collective in its group, of a message in its process
+  std::uint64_t num_bytes = 0;
+  std::uint32_t group = kNoGroup;  ///< kNoGroup takes group and seq of the span around it
+  std::int32_t to = -1;            ///< the rank that it sends to
+  std::int32_t from = -1;          ///< the rank that it receives from, or waits for
+  std::int32_t root = -1;
+  std::int32_t chunk = -1;  ///< of a step
+  std::uint32_t slice = 0;  ///< of a step
+  std::int16_t step = -1;   ///< of a step; -1 is the first send, which receives nothing
+  Kind kind = Kind::kCall;
+  std::uint8_t name = 0;
+  std::uint8_t dtype = 0;
+  std::uint8_t reduction = 0;
+  std::uint8_t algorithm = 0;
+  std::uint8_t unused = 0;
+};
+static_assert(sizeof(Event) == 64);
+
+/// One step of a ring, for one slice, in the group's ranks.
+struct RingStep {
+  const char* phase;      ///< "reduce_scatter" or "all_gather"
+  int step;               ///< from 0 on; -1: the first send, which receives nothing
+  int chunk;              ///< what is received, and sent on
+  std::size_t slice;      ///< which slice of the chunk
+  std::size_t num_bytes;  ///< of the slice
+  int from = -1;          ///< -1: nothing is received
+  int to = -1;            ///< -1: nothing is sent on
+};
+
+class Recorder;
+class Buffer;
+
+/// Null while nothing is recorded. Set once for each process, and never destroyed.
+inline std::atomic<Recorder*> active = nullptr;
+
+inline bool is_on() { return active.load(std::memory_order_relaxed) != nullptr; }
+
+/// Starts recording. Events go to the file `events_fd`, `num_events` of each thread at most, of
+/// which the oldest are overwritten; what is rare goes to the file `log_fd` as lines of JSON. The
+/// files are kept. A second call in one process does nothing.
+void start(int events_fd, int log_fd, std::size_t num_events);
+/// Notes that the process ends as it should.
+void end();
+
+/// A group of ranks, by their numbers in the job; its number for Event::group. Call while is_on().
+std::uint32_t add_group(const std::string& name, int rank, const std::vector<std::uint64_t>& ranks,
+                        const std::string& transport);
+/// This rank has left the group. Does nothing while off, as do the functions below.
+void leave_group(std::uint32_t group);
+/// A group has failed, and why.
+void add_failure(const std::exception_ptr& error);
+/// This thread still waits: what a killed process waited for lasted until then at least.
+void note_alive();
+
+/// The number of a string literal. Call while is_on().
+std::uint8_t name_number(const char* literal);
+std::uint64_t now_ns();
+Event event_of(const RingStep& step);
+/// Adds an event that is over, or one (end_ns 0) whose end follows as a second event of its seq.
+void add(const Event& event);
+
+/// Something that this thread does while the object lives.
+class Span {
+ public:
+  /// `describe()` returns the Event; it is called while recording only.
+  template <class Describe>
+  explicit Span(const Describe& describe) {
+    if (is_on()) [[unlikely]]
+      begin(describe());
+  }
+  ~Span() {
+    if (buffer_ != nullptr) [[unlikely]]
+      end();
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+  /// What ran, where that is known at the end only.
+  void set_algorithm(const char* literal) {
+    if (buffer_ != nullptr) [[unlikely]]
+      change_algorithm(literal);
+  }
+
+ private:
+  void begin(Event event);
+  void end();
+  void change_algorithm(const char* literal);
+
+  Buffer* buffer_ = nullptr;  // null while off; all below is set where this is
+  std::uint64_t number_;
+  std::uint64_t outer_seq_;
+  std::uint32_t outer_group_;
+};
+
+}  // namespace ringcomm::trace

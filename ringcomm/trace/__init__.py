@@ -1,0 +1,67 @@
+"""A recording of what this process does: RINGCOMM_TRACE=FOLDER makes every rank write one.
+
+A process records to two files: NAME.events, ring buffers that csrc/collectives/trace.cc maps, and
+NAME.log, lines of JSON about what is rare. Both can be read at any time, also after a SIGKILL:
+recordings.py reads them, merge.py makes one trace of all, timeline.py prints the steps of a ring.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import socket
+import time
+from multiprocessing import util
+from pathlib import Path
+
+from ringcomm import _C
+from ringcomm.options import trace_settings
+
+__all__ = ["EVENT_BYTES", "PAGE_BYTES", "clock_name", "start"]
+
+PAGE_BYTES = 4096
+EVENT_BYTES = 64
+
+
+def start() -> None:
+    """Records this process from now on, if RINGCOMM_TRACE is set. A second call does nothing.
+
+    Raises:
+        ValueError: RINGCOMM_TRACE_EVENTS has no valid form.
+        OSError: the folder cannot be written.
+    """
+    if trace_settings() is not None:
+        _start(os.getpid())
+
+
+@functools.cache
+def _start(pid: int) -> None:
+    folder, num_events = trace_settings() or (Path(), 0)
+    host = socket.gethostname()
+    name = folder / f"{host}-{pid}-{time.monotonic_ns()}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        events = os.open(f"{name}.events", flags, 0o644)
+        log = os.open(f"{name}.log", flags | os.O_APPEND, 0o644)
+        # The first thread's: where there is no room, this is an error.
+        os.posix_fallocate(events, 0, 2 * PAGE_BYTES + EVENT_BYTES * num_events)
+        fcntl.lockf(log, fcntl.LOCK_EX)  # held by a process that lives
+    except OSError as error:
+        reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
+        raise OSError(error.errno, reason) from None
+    info = {"pid": pid, "host": host, "clock": clock_name(), "num_events": num_events}
+    os.write(log, f"{json.dumps(info | {'start_ns': time.monotonic_ns()})}\n".encode())
+    _C.start_trace(events, log, num_events)
+    util.Finalize(None, _C.end_trace, exitpriority=-1)  # also in children of multiprocessing
+
+
+def clock_name() -> str:
+    """What processes have in common whose CLOCK_MONOTONIC is the same."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:  # kernels before 5.6 have one clock
+        return boot

@@ -1,0 +1,67 @@
+"""`ringcomm trace`: runs a program whose ranks record themselves, and says what became of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from ringcomm.trace.merge import merge
+
+__all__ = ["merge_folders", "run_recorded"]
+
+# After Ctrl-C the command has this long to end: until it is told again, and until it is killed.
+_GRACE_S = (1.0, 10.0)
+
+
+def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
+    """Runs a command, and writes the trace of its ranks; its exit status.
+
+    Blocks until the command has ended. Ctrl-C ends it; what was recorded until then is written.
+
+    Raises:
+        OSError: the trace cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringcomm-trace-") as folder:
+        wanted = {"RINGCOMM_TRACE": folder, "RINGCOMM_TRACE_EVENTS": str(num_events)}
+        try:
+            process = subprocess.Popen(command, env=os.environ | wanted)
+        except OSError as error:
+            print(f"ringcomm trace: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            _end(process)
+            status = EXIT_INTERRUPTED
+        merged = merge_folders([Path(folder)], output, time.monotonic_ns())
+    return merged if status == EXIT_OK else status if status > 0 else 128 - status
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command, which a Ctrl-C of the terminal has reached as well."""
+    for grace_s, number in zip(_GRACE_S, (signal.SIGTERM, signal.SIGKILL), strict=True):
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+    process.wait()
+
+
+def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int:
+    """Writes the trace of recordings, and says on stderr what it has; the exit status."""
+    try:
+        summary = merge(folders, output, now_ns)
+    except ValueError as error:
+        print(f"ringcomm trace: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    about = f"{summary.num_ranks} rank(s), {summary.num_events} events"
+    for line in (*summary.notes, f"{output}: {about}; open it in https://ui.perfetto.dev"):
+        print(f"ringcomm trace: {line}", file=sys.stderr)
+    return EXIT_OK

@@ -1,0 +1,226 @@
+"""One trace of all ranks, in the trace event format that Perfetto and Chrome open."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from ringcomm.trace import clock_name, recordings
+from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
+
+__all__ = ["Summary", "merge", "opened"]
+
+_CATEGORIES = ("", "call", "collective", "part", "step", "wait", "message")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a trace has: its ranks, events, and what is worth saying about them."""
+
+    num_ranks: int
+    num_events: int
+    notes: list[str]
+
+
+def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
+    """Writes one trace of the recordings in some folders; compressed if its name ends in .gz.
+
+    Args:
+        folders: of all hosts; RINGCOMM_TRACE named them.
+        output: written anew.
+        now_ns: this host's CLOCK_MONOTONIC, up to which what has no end goes on. 0: up to what was
+            recorded last, or up to now if a process of this host still runs.
+
+    Raises:
+        ValueError: nothing was recorded, or the clocks of two hosts cannot be compared.
+        OSError: a file cannot be read, or written.
+    """
+    processes = recordings.read(folders)
+    if not processes:
+        raise ValueError("nothing was recorded: no rank has made a group of backend ringcomm")
+    notes = recordings.align(processes)
+    writer = _Writer(processes, now_ns)
+    with opened(output, "w") as file:
+        file.write('{"displayTimeUnit": "ns",\n')
+        groups = {_about_group(group) for p in processes for group in p.groups.values()}
+        about = {"clock": notes, "groups": sorted(groups)}
+        file.write(f'"otherData": {json.dumps(about)},\n"traceEvents": [\n')
+        num_events = 0
+        for event in writer.trace():
+            file.write((",\n" if num_events else "") + json.dumps(event))
+            num_events += 1
+        file.write("\n]}\n")
+    return Summary(len({p.rank for p in processes}), num_events, [*notes[1:], *writer.notes])
+
+
+def opened(path: Path, mode: Literal["r", "w"]) -> IO[str]:
+    """A text file, compressed if its name ends in .gz."""
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.GzipFile(path, mode), encoding="utf-8")
+    return path.open(mode, encoding="utf-8")
+
+
+class _Writer:
+    """Turns recordings into events of the trace; fills `notes` meanwhile."""
+
+    def __init__(self, processes: list[Process], now_ns: int) -> None:
+        self.notes: list[str] = []
+        self._processes = processes
+        times = [
+            time + process.shift_ns
+            for process in processes
+            for events in process.events.values()
+            for event in events
+            for time in (event["begin_ns"], event["end_ns"])
+            if time
+        ]
+        times += [p.info["start_ns"] + p.shift_ns for p in processes]
+        here, now = clock_name(), time.monotonic_ns()
+        times += [now + p.shift_ns for p in processes if p.is_running and p.info["clock"] == here]
+        self._start_ns = min(times)
+        self._end_ns = max([*times, now_ns])
+
+    def trace(self) -> Iterator[dict[str, Any]]:
+        for process in self._processes:
+            yield from self._about(process)
+            ended = _ended_messages(process)
+            for thread, events in process.events.items():
+                yield from self._about_thread(process, thread)
+                for event in events:
+                    is_half = event["kind"] == MESSAGE and not event["end_ns"]
+                    if not (is_half and event["seq"] in ended):
+                        yield from self._of_event(process, thread, event)
+        yield from self._arrows()
+
+    def _us(self, process: Process, time_ns: int) -> float:
+        return (time_ns + process.shift_ns - self._start_ns) / 1e3
+
+    # ---- processes and threads
+
+    def _about(self, process: Process) -> Iterator[dict[str, Any]]:
+        row, title = process.row, process.title()
+        about = f"pid {process.info['pid']} on {process.info['host']}"
+        yield _metadata("process_name", row, name=title)
+        yield _metadata("process_sort_index", row, sort_index=row)
+        yield _metadata("process_labels", row, labels=about)
+        if title != f"rank {process.rank}":
+            self.notes.append(f"{title}: {about}")
+        for failure in process.failures:
+            yield self._note(process, 0, failure["time_ns"], failure["failure"])
+            self.notes.append(failure["failure"])
+        if process.num_lost:
+            text = f"{process.num_lost} events of threads beyond the 64th were dropped"
+            yield self._note(process, 0, process.info["start_ns"], text)
+            self.notes.append(f"rank {process.rank}: {text}")
+
+    def _about_thread(self, process: Process, thread: int) -> Iterator[dict[str, Any]]:
+        events, dropped = process.events[thread], process.dropped[thread]
+        if not events:
+            return
+        name = process.threads.get(thread, "thread")
+        yield _metadata("thread_name", process.row, thread, name=name)
+        if dropped:
+            text = f"{dropped} events before this were dropped"
+            yield self._note(process, thread, min(e["begin_ns"] for e in events), text)
+            self.notes.append(
+                f"rank {process.rank}: the oldest {dropped} events of thread {name} were dropped;"
+                " raise --events"
+            )
+
+    def _note(self, process: Process, thread: int, time_ns: int, text: str) -> dict[str, Any]:
+        place = {"pid": process.row, "tid": thread, "ts": self._us(process, time_ns)}
+        return {"ph": "i", "s": "p", "cat": "note", "name": text, **place}
+
+    # ---- events
+
+    def _of_event(
+        self, process: Process, thread: int, event: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        begin_ns, end_ns = event["begin_ns"], event["end_ns"]
+        about: dict[str, Any] = {"name": _name(process, event), "cat": _CATEGORIES[event["kind"]]}
+        about |= {"pid": process.row, "tid": thread, "args": _arguments(process, event)}
+        if not end_ns:
+            about["args"]["unfinished"] = "its process recorded no end"
+            alive_ns = process.alive_ns[thread]
+            end_ns = alive_ns if alive_ns > begin_ns else self._end_ns - process.shift_ns
+        begin, end = self._us(process, begin_ns), self._us(process, end_ns)
+        if event["kind"] != MESSAGE:
+            yield {"ph": "X", "ts": begin, "dur": round(end - begin, 3), **about}
+            return
+        # Messages overlap, so they have a row of their own.
+        about["id"] = f"{process.row}-{event['seq']}"
+        yield {"ph": "b", "ts": begin, **about}
+        yield {"ph": "e", "ts": end, **about}
+
+    def _arrows(self) -> Iterator[dict[str, Any]]:
+        """From rank to rank through the same call, in the order in which they came to it."""
+        calls: dict[tuple[Any, ...], list[tuple[float, int, int]]] = defaultdict(list)
+        for process in self._processes:
+            for key, thread, event in recordings.collectives(process):
+                # Within the event, where its begin is its neighbour's too.
+                place = self._us(process, event["begin_ns"]) + 0.001
+                calls[key].append((place, process.row, thread))
+        for number, places in enumerate(calls.values()):
+            for idx, (begin, row, thread) in enumerate(sorted(places)):
+                if len(places) > 1:
+                    phase = "s" if idx == 0 else "f" if idx == len(places) - 1 else "t"
+                    about = {"name": "same call", "cat": "arrow", "id": number, "bp": "e"}
+                    yield {"ph": phase, "pid": row, "tid": thread, "ts": begin, **about}
+
+
+def _about_group(group: dict[str, Any]) -> str:
+    return f"{group['name']}: ranks {group['ranks']}, {group['transport']}"
+
+
+def _metadata(kind: str, row: int, thread: int = 0, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": row, "tid": thread, "args": arguments}
+
+
+def _ended_messages(process: Process) -> set[int]:
+    """Of these a first event, from when they began, says no more than the second."""
+    events = (event for events in process.events.values() for event in events)
+    return {event["seq"] for event in events if event["kind"] == MESSAGE and event["end_ns"]}
+
+
+def _name(process: Process, event: dict[str, Any]) -> str:
+    name = process.labels.get(event["name"], "?")
+    kind = event["kind"]
+    if kind == PART:
+        return f"{name} inside the host"
+    if kind == STEP:
+        return f"{name} step {event['step']}" if event["step"] >= 0 else f"{name} first send"
+    if kind == WAIT and name == "queue":
+        return "wait for this rank's own thread"
+    source, target = process.peer(event, "from"), process.peer(event, "to")
+    if kind == WAIT:
+        return "wait for any rank" if source is None else f"wait for rank {source}"
+    if kind == MESSAGE:
+        any_rank = "any rank" if source is None else f"rank {source}"
+        return f"send to rank {target}" if name == "send" else f"recv from {any_rank}"
+    return name
+
+
+def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
+    kind, group = event["kind"], process.groups.get(event["group"])
+    found: dict[str, Any] = {"group": group["name"] if group else None}
+    if kind != MESSAGE:
+        found["seq"] = event["seq"] if event["seq"] != NO_SEQ else None
+    for key, title in (("reduction", "op"), ("dtype", "dtype"), ("algorithm", "algorithm")):
+        found[title] = process.labels.get(event[key])
+    if kind != WAIT:
+        found["bytes"] = event["num_bytes"]
+    if kind == STEP:
+        found |= {"chunk": event["chunk"], "slice": event["slice"]}
+    if kind == MESSAGE:
+        found["tag"] = event["chunk"] if event["chunk"] >= 0 else "of ringcomm"
+    source = "rank" if kind == WAIT else "from"
+    found |= {"root": process.peer(event, "root"), source: process.peer(event, "from")}
+    found["to"] = process.peer(event, "to")
+    return {key: value for key, value in found.items() if value is not None}

@@ -1,0 +1,192 @@
+"""Reads what processes have recorded, and makes the clocks of several hosts comparable."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringcomm.trace import EVENT_BYTES, PAGE_BYTES
+
+__all__ = ["Process", "align", "collectives", "read"]
+
+# Event of csrc/collectives/trace.h, and its kinds.
+_FIELDS = (
+    *(("begin_ns", "u8"), ("end_ns", "u8"), ("seq", "u8"), ("num_bytes", "u8"), ("group", "u4")),
+    *(("to", "i4"), ("from", "i4"), ("root", "i4"), ("chunk", "i4"), ("slice", "u4")),
+    *(("step", "i2"), ("kind", "u1"), ("name", "u1"), ("dtype", "u1"), ("reduction", "u1")),
+    *(("algorithm", "u1"), ("unused", "u1")),
+)
+NO_SEQ = (1 << 64) - 1
+CALL, COLLECTIVE, PART, STEP, WAIT, MESSAGE = range(1, 7)
+# Collectives that no rank leaves before all have come.
+_MEETINGS = ("barrier", "all_reduce")
+
+
+@dataclass
+class Process:
+    """The recording of one process."""
+
+    info: dict[str, Any]
+    labels: dict[int, str] = field(default_factory=dict)
+    threads: dict[int, str] = field(default_factory=dict)
+    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    has_ended: bool = False
+    is_running: bool = False
+    events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by thread
+    alive_ns: dict[int, int] = field(default_factory=dict)  # by thread
+    dropped: dict[int, int] = field(default_factory=dict)  # by thread
+    num_lost: int = 0
+    row: int = 0  # in the trace
+    attempt: int = 0  # which process of its rank
+    shift_ns: int = 0  # from its clock to the trace's
+
+    @property
+    def rank(self) -> int:
+        """Its number in the job, as its first group says."""
+        group = next(iter(self.groups.values()))
+        return int(group["ranks"][group["rank"]])
+
+    def title(self) -> str:
+        """Its rank, and how it ended if not as it should."""
+        if self.is_running:
+            return f"rank {self.rank} (still running)"
+        if self.failures:
+            return f"rank {self.rank} (failed)"
+        return f"rank {self.rank}{'' if self.has_ended else ' (ended early)'}"
+
+    def peer(self, event: dict[str, Any], key: str) -> int | None:
+        """A rank of the event's group, by its number in the job; None if there is none."""
+        ranks: list[int] = self.groups.get(event["group"], {}).get("ranks", [])
+        return ranks[event[key]] if 0 <= event[key] < len(ranks) else None
+
+
+def read(folders: Sequence[Path]) -> list[Process]:
+    """The recordings in folders, by rank, then by time.
+
+    Raises:
+        ValueError: a file is no recording.
+        OSError: a folder or a file cannot be read.
+    """
+    found = (_read(log) for folder in folders for log in sorted(folder.iterdir()) if _is_log(log))
+    processes = [process for process in found if process is not None]
+    processes.sort(key=lambda process: (process.rank, process.info["start_ns"]))
+    for row, process in enumerate(processes):
+        process.row = row
+        process.attempt = sum(other.rank == process.rank for other in processes[:row])
+    return processes
+
+
+def _is_log(path: Path) -> bool:
+    return path.suffix == ".log" and path.with_name(f"{path.name[:-4]}.events").exists()
+
+
+def _read(log: Path) -> Process | None:
+    """A recording; None of a process that has made no group."""
+    # Before the log, which has what an event refers to before the event is written.
+    data = log.with_name(f"{log.name[:-4]}.events").read_bytes()
+    with log.open("rb") as file:
+        lines = file.read().split(b"\n")[:-1]  # what a full disk has cut is no line
+        process = Process(json.loads(lines[0]) if lines else {})
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            process.is_running = True
+    left = set()
+    for line in lines[1:]:
+        entry = json.loads(line)
+        if "label" in entry:
+            process.labels[entry["label"]] = entry["text"]
+        elif "thread" in entry:
+            process.threads[entry["thread"]] = entry["name"]
+        elif "group" in entry:
+            process.groups[entry["group"]] = entry
+        elif "left" in entry:
+            left.add(entry["left"])
+        elif "failure" in entry:
+            process.failures.append(entry)
+        process.has_ended |= "end_ns" in entry
+    process.has_ended |= left == process.groups.keys()
+    if not process.groups:
+        return None
+    if data[:8] != b"RINGTRC1":
+        raise ValueError(f"{log} is no recording of this version of ringcomm")
+    _read_events(process, data)
+    return process
+
+
+def _read_events(process: Process, data: bytes) -> None:
+    import numpy as np
+
+    capacity = int(process.info["num_events"])
+    process.num_lost = int(np.frombuffer(data, "u8", 1, 8)[0])
+    thread_bytes = PAGE_BYTES + -(-capacity * EVENT_BYTES // PAGE_BYTES) * PAGE_BYTES
+    for thread, place in enumerate(range(PAGE_BYTES, len(data) - thread_bytes + 1, thread_bytes)):
+        count, alive_ns = (int(number) for number in np.frombuffer(data, "u8", 2, place))
+        found = np.frombuffer(data, np.dtype(list(_FIELDS)), capacity, place + PAGE_BYTES)
+        # The oldest of a full buffer may have been half overwritten when its process was killed.
+        kept = min(count, capacity - 1)
+        rows = found[np.arange(count - kept, count) % capacity].tolist()
+        names = [name for name, _ in _FIELDS]
+        process.events[thread] = [dict(zip(names, row, strict=True)) for row in rows]
+        process.alive_ns[thread] = alive_ns
+        process.dropped[thread] = count - kept
+
+
+# ---- clocks of several hosts
+
+
+def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:
+    """Of each collective (group, its ranks, attempt, op, seq), its thread, and the event."""
+    for thread, events in process.events.items():
+        for event in events:
+            group = process.groups.get(event["group"])
+            if event["kind"] == COLLECTIVE and group is not None:
+                name = process.labels[event["name"]]
+                ranks = tuple(group["ranks"])
+                yield (group["name"], ranks, process.attempt, name, event["seq"]), thread, event
+
+
+def align(processes: list[Process]) -> list[str]:
+    """Sets shift_ns so that all times are of the first process's clock; what was assumed.
+
+    No rank leaves an all_reduce or a barrier before all have begun it. So each call bounds the
+    difference of two clocks from both sides, and the middle of what is left is taken.
+
+    Raises:
+        ValueError: the clocks cannot be compared.
+    """
+    first = processes[0].info["clock"]
+    bounds: dict[str, tuple[int, int]] = {}
+    calls: dict[tuple[Any, ...], dict[str, tuple[int, int]]] = defaultdict(dict)
+    for process in processes:
+        for key, _, event in collectives(process):
+            if event["end_ns"] and key[3] in _MEETINGS:
+                clock = process.info["clock"]
+                begin, end = calls[key].get(clock, (0, 1 << 63))
+                calls[key][clock] = max(begin, event["begin_ns"]), min(end, event["end_ns"])
+    for times in calls.values():
+        for clock in times.keys() - {first} if first in times else ():
+            low, high = bounds.get(clock, (-1 << 63, 1 << 63))
+            here, there = times[first], times[clock]
+            bounds[clock] = max(low, here[0] - there[1]), min(high, here[1] - there[0])
+    notes = []
+    for process in processes:
+        clock, host = process.info["clock"], process.info["host"]
+        if clock == first:
+            continue
+        low, high = bounds.get(clock, (1, 0))
+        if low > high:
+            why = "drift apart" if clock in bounds else "have no all_reduce or barrier in common"
+            raise ValueError(
+                f"the clocks of {processes[0].info['host']} and {host} cannot be compared: they"
+                f" {why}. Merge the recordings of each host alone"
+            )
+        process.shift_ns = (low + high) // 2
+        notes.append(f"{host}: aligned by common calls, within ±{(high - low) / 2e3:.1f} µs")
+    return [f"CLOCK_MONOTONIC of {processes[0].info['host']}", *sorted(set(notes))]
