@@ -87,6 +87,22 @@ def cross_entropy_by_clusters(
     reduction: str,
     wants_more: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...
+def cross_entropy_over_shards(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    num_items: torch.Tensor | None,
+    group_name: str,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    wants_more: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...
 def softmax_shard_entry(
     vocab_start: int,
     vocab_size: int,

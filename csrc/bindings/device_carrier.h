@@ -67,6 +67,11 @@ class DeviceCarrier {
   /// meet.
   virtual bool finds_mismatches() const { return false; }
 
+  /// How many clusters of so many blocks a kernel of rows that ranks wait in (cuda::RowLaunch) may
+  /// have, where the device runs `max_active` of them at a time; 0: there is no such kernel in this
+  /// group. The same on all ranks; collective when a number of blocks is first asked for.
+  virtual int row_clusters(unsigned /*cluster_blocks*/, int /*max_active*/) { return 0; }
+
   /// Memory on this rank's device that the other ranks read and write where it is. Collective.
   /// Throws NotImplementedError where the carrier has no such memory.
   struct LentMemory {

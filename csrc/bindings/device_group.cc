@@ -83,6 +83,12 @@ DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_
   return carrier(device).lend(num_bytes);
 }
 
+int DeviceGroup::row_clusters(c10::Device device, unsigned cluster_blocks, int max_active) {
+  const std::lock_guard order(order_);
+  check();
+  return carrier(device).row_clusters(cluster_blocks, max_active);
+}
+
 std::map<std::string, std::string> DeviceGroup::transports() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, std::string> names;

@@ -58,6 +58,8 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
                                           DeviceCallInfo info);
   /// Makes the carrier for a device, where there is none yet: collective over the group.
   DeviceCarrier& carrier(c10::Device device);
+  /// DeviceCarrier::row_clusters().
+  int row_clusters(c10::Device device, unsigned cluster_blocks, int max_active);
   /// Memory that other ranks use where it lies: collective over the group.
   DeviceCarrier::LentMemory lend(c10::Device device, std::size_t num_bytes);
   /// By device, what carries its tensors; for people.

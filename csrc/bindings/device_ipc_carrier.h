@@ -25,6 +25,9 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   void check_messages(const std::vector<DeviceMessage>& messages) override;
   bool has_room_for_messages(int peer) override { return engine_->has_room_for_messages(peer); }
   bool finds_mismatches() const override { return true; }
+  int row_clusters(unsigned cluster_blocks, int max_active) override {
+    return engine_->row_clusters(cluster_blocks, max_active);
+  }
   LentMemory lend(std::size_t num_bytes) override;
   bool may_have_given_up() const noexcept override { return engine_->may_have_given_up(); }
   bool is_stuck() const override { return engine_->is_stuck(); }

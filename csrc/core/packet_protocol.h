@@ -31,6 +31,15 @@ RINGCOMM_HD constexpr std::size_t packet_turn(std::uint64_t number) {
   return static_cast<std::size_t>(number % 2);
 }
 
+/// A call of many rows uses a number for each, and half of the place's packets: which half. In turn
+/// t a rank puts number t before it takes the peers' t - 1, so that hand-overs are hidden; what it
+/// puts over is number t - 4. It has taken the peers' t - 2, which they put after they had taken t
+/// - 4. In front of the rows and behind them it takes what it puts at once: what comes before and
+/// after such a call uses whole places.
+RINGCOMM_HD constexpr std::size_t packet_half(std::uint64_t number) {
+  return static_cast<std::size_t>(number / 2 % 2);
+}
+
 template <class A>
 RINGCOMM_HD void put_packet(A& arch, Packet& packet, std::uint64_t data, std::uint32_t flag) {
   const std::uint64_t above = std::uint64_t{flag} << 32;

@@ -111,6 +111,7 @@ class LossCase {
         .ignore_index = kIgnore,
         .width = options_.width,
         .num_classes = classes(),
+        .vocab_size = classes(),
         .logit_scale = options_.logit_scale,
         .label_smoothing = options_.label_smoothing,
         .z_loss = options_.z_loss,

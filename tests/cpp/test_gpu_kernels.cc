@@ -1,5 +1,6 @@
 // Collectives by the kernels of GPUs, on threads: every op, type, reduction and algorithm against
 // the oracle, with few blocks and small staging, so that pieces follow each other.
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -323,6 +324,40 @@ TEST_CASE("kernels: any number of groups leaves room on a GPU") {
           CHECK(num_waiting < num_sms);
           CHECK(num_resident <= num_sms * per_sm);
           if (num_sms == 132 && sharing > 1) CHECK(num_waiting > num_sms / 4);
+        }
+}
+
+// With all seats taken, by kernels of rows and others, a cluster of the rank that comes last finds
+// room: multiprocessors are in 8 groups at most, of 8 or more, and a cluster is in one of them.
+TEST_CASE("kernels: rows of all ranks but one leave room for a cluster of the last") {
+  constexpr int kPerSm = 2;
+  for (const int num_sms : {16, 78, 132, 148})
+    for (const bool is_on_one_device : {true, false})
+      for (int sharing = is_on_one_device ? 2 : 1; sharing <= 8; ++sharing)
+        for (const int cluster_blocks : {1, 2, 4, 8}) {
+          cuda::DeviceFacts facts{.world_size = is_on_one_device ? sharing : 2 * sharing,
+                                  .max_ranks_per_device = sharing,
+                                  .is_on_one_device = is_on_one_device,
+                                  .min_multiprocessors = num_sms,
+                                  .blocks_per_multiprocessor = kPerSm};
+          const int seats = cuda::num_seats(num_sms, kPerSm);
+          facts.free_seats = seats;
+          const cuda::StagingLayout layout = cuda::make_staging_layout(facts);
+          const int payers = sharing - (is_on_one_device ? 1 : 0);
+          const auto own = static_cast<int>(layout.num_blocks);
+          const int free = seats - payers * own, most_active = num_sms / cluster_blocks;
+          const cuda::RowPlan plan =
+              cuda::plan_rows(facts, layout, cluster_blocks, most_active, free, 0);
+          CHECK(plan.num_clusters <= static_cast<int>(layout.num_packet_blocks));
+          CHECK(plan.num_clusters * sharing <= most_active);
+          CHECK(payers * plan.num_more_seats <= free);
+          if (plan.num_clusters == 0) continue;
+          const int unused = own + plan.num_more_seats - plan.num_clusters * cluster_blocks;
+          const int left = num_sms - seats + payers * unused;
+          CHECK(left > std::min(8, num_sms / 8) * (cluster_blocks - 1));
+          const cuda::RowPlan again =
+              cuda::plan_rows(facts, layout, cluster_blocks, most_active, 0, plan.num_more_seats);
+          CHECK(again.num_clusters == plan.num_clusters);
         }
 }
 

@@ -22,7 +22,7 @@ struct BlockContext {
   unsigned cluster_rank = 0;
   unsigned cluster_blocks = 1;
   std::byte* const* cluster_shared = nullptr;
-  std::function<void()> meet_cluster;
+  std::function<void()> meet_cluster = {};
 };
 
 /// A kernel of csrc/device/cuda, compiled by the host's compiler. It takes one parameter, a struct

@@ -38,7 +38,8 @@ HOT = (
     "exchange", "update_adamw_bfloat16_bfloat16", "update_adamw_float32_float32",
     "update_sgd_bfloat16_bfloat16", "update_lomo_bfloat16_bfloat16",
     "loss_rows_bfloat16", "loss_rows_float32", "smooth_loss_rows_bfloat16",
-    "smooth_loss_rows_float32",
+    "smooth_loss_rows_float32", "shard_loss_rows_bfloat16", "shard_loss_rows_float32",
+    "smooth_shard_loss_rows_bfloat16", "smooth_shard_loss_rows_float32",
 )  # fmt: skip
 OTHERS = ("ring_bfloat16", "ring_float32", "one_shot_any", "two_shot_any")
 GROUP_SOURCE = """
@@ -51,7 +52,11 @@ RINGCOMM_GPU_KERNEL(ringcomm_{name}, {rest})
 LOSS_SOURCE = """
 #include "device/cuda/loss_kernel_list.h"
 #undef RINGCOMM_LOSS_KERNELS
-#define RINGCOMM_LOSS_KERNELS(X) X(ringcomm_{name}, {rest})
+#undef RINGCOMM_SHARD_LOSS_KERNELS
+#define RINGCOMM_LOSS_KERNELS(X)
+#define RINGCOMM_SHARD_LOSS_KERNELS(X)
+#undef RINGCOMM_{kind}
+#define RINGCOMM_{kind}(X) X(ringcomm_{name}, {rest})
 #include "device/cuda/loss_kernels.cu"
 """
 COLUMNS = ("registers", "stack", "spills", "generic", "local", "fences", "single", "at_once")
@@ -163,14 +168,21 @@ def kernel_list() -> dict[str, str]:
         ["c++", "-E", "-P", "-std=c++20", f"-I{buildconfig.CSRC}",
          "-imacros", "device/cuda/kernel_list.h", "-imacros", "device/cuda/loss_kernel_list.h",
          "-x", "c++", "-"],
-        input="RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(LOSS)",
+        input="RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(LOSS)\n"
+        "RINGCOMM_SHARD_LOSS_KERNELS(SHARD)",
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     of_groups = re.findall(r"KERNEL\(ringcomm_(\w+), (\w+, \([^()]*\))\)", done.stdout)
     of_losses = re.findall(r"LOSS\(ringcomm_(\w+), (\([^()]*\))\)", done.stdout)
+    of_shards = re.findall(r"SHARD\(ringcomm_(\w+), (\([^()]*\))\)", done.stdout)
+
+    def of_kind(kind: str, found: list[tuple[str, str]]) -> dict[str, str]:
+        return {n: LOSS_SOURCE.format(kind=kind, name=n, rest=rest) for n, rest in found}
+
     return {
         **{name: GROUP_SOURCE.format(name=name, rest=rest) for name, rest in of_groups},
-        **{name: LOSS_SOURCE.format(name=name, rest=rest) for name, rest in of_losses},
+        **of_kind("LOSS_KERNELS", of_losses),
+        **of_kind("SHARD_LOSS_KERNELS", of_shards),
     }
 
 

@@ -37,4 +37,19 @@ std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
                                                      const std::optional<at::Tensor>& num_items,
                                                      const LossKernelOptions& options);
 
+/// The same over the ranks of a group that have a shard of the classes each, this one those from
+/// `vocab_start` on; options.num_classes are of all ranks. One read and one write of the logits on
+/// each, and 16 bytes per row to each peer, inside the kernel. Collective.
+///
+/// Nothing where ranks cannot map each other's memory, take turns on a GPU or find no room for
+/// kernels that wait, where a rank has no such kernels, and for the options above: all of that is
+/// the same on all ranks, and nothing has changed then. Shards are as long as vocab_size over the
+/// ranks and an eighth more, at most: a rank with a longer one returns nothing alone, and what it
+/// does instead ends in a MismatchError on all. Shards that do not fit together make all results
+/// NaN.
+std::optional<LossResults> cross_entropy_over_shards(
+    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& num_items, const std::string& group_name,
+    std::int64_t vocab_start, const LossKernelOptions& options);
+
 }  // namespace ringcomm

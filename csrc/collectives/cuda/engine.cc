@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "collectives/cuda/header_words.h"
+#include "collectives/cuda/row_launch.h"
 #include "collectives/reduction.h"
 
 namespace ringcomm::cuda {
@@ -42,6 +43,7 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
       calls_(group_->host_memory(), communicator.rank()),
       lent_(exchange_, *group_,
             group_->host_memory() + CallBoard::num_bytes(communicator.world_size())),
+      rows_(exchange_, *group_),
       turns_(group_->takes_turns() ? std::make_shared<TurnEvents>(exchange_, group_->leaving())
                                    : nullptr),
       watch_({.control = group_->control(),
@@ -116,6 +118,11 @@ std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
   return lent_.lend(num_bytes);
 }
 
+int Engine::row_clusters(unsigned cluster_blocks, int max_active) {
+  check_alive();
+  return turns_ == nullptr ? rows_.num_clusters(cluster_blocks, max_active) : 0;
+}
+
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
                         const StreamPlace& place) {
   check_alive();
@@ -129,7 +136,9 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
     planned.call.launch = num_launches_;
     calls_.note(num_launches_++, planned.header);
   }
-  if (turns_ != nullptr)
+  if (call.rows != nullptr)
+    call.rows->launch(planned.call, place.stream);
+  else if (turns_ != nullptr)
     launch_in_turns(planned, place.stream);
   else
     kernels_.launch(planned.kernel, planned.plan.num_blocks, planned.call, place.stream);

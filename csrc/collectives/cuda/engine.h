@@ -17,6 +17,7 @@
 #include "collectives/cuda/kernels.h"
 #include "collectives/cuda/lent_memory.h"
 #include "collectives/cuda/plan_cache.h"
+#include "collectives/cuda/row_room.h"
 
 namespace ringcomm::cuda {
 
@@ -59,6 +60,11 @@ class Engine {
   /// are. Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
 
+  /// How many clusters of so many blocks a RowLaunch of this group may have; 0: none, as some rank
+  /// has no room or no such kernels. `max_active` of them run on this rank's GPU at a time.
+  /// Collective when a number of blocks is first asked for. Throws Error.
+  int row_clusters(unsigned cluster_blocks, int max_active);
+
   /// For ever: kernels that wait give up. From any thread.
   void abort() noexcept { watch_.end_waits(); }
   /// Whether they do, or one has by itself, or one of another rank. From any thread.
@@ -95,6 +101,7 @@ class Engine {
   PlanCache plans_;
   CallBoard calls_;
   LentMemory lent_;
+  RowRoom rows_;
   std::shared_ptr<TurnEvents> turns_;  // where ranks take turns
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "collectives/cuda/header_words.h"
+#include "collectives/cuda/row_launch.h"
 #include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
@@ -44,6 +45,13 @@ constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
 // Of data, in a block's packets: from all ranks together, and from one at most.
 constexpr std::size_t kPacketBytesOfAll = 8 << 10;
 constexpr std::size_t kMaxPacketBytes = 2 << 10;
+// What a kernel of rows tells each peer of a row.
+constexpr std::size_t kRowPartBytes = 16;
+// Of the seats that are free, what kernels of rows may take; the others are for further groups.
+constexpr int kRowSeats = 3, kRowSeatsOf = 4;
+// A cluster is in one of a GPU's groups of multiprocessors (GPCs), of which sm_90 and sm_100 have
+// no more than 8, and each of 8 or more.
+constexpr int kMostGpcs = 8, kMinMultiprocessorsPerGpc = 8;
 
 const char* optimizer_name(Optimizer optimizer) {
   switch (optimizer) {
@@ -263,6 +271,28 @@ unsigned blocks_that_fit(const DeviceFacts& facts) {
   return static_cast<unsigned>(std::clamp(most, free >= payers ? 1 : 0, kMaxBlocks));
 }
 
+RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int cluster_blocks,
+                  int max_active, int free_seats, int num_taken) {
+  const int payers = num_payers(facts);
+  const int num_gpcs =
+      std::clamp(facts.min_multiprocessors / kMinMultiprocessorsPerGpc, 1, kMostGpcs);
+  // Where all seats are taken, so many multiprocessors are left. A cluster has room in one GPC if
+  // not all GPCs have less than its blocks.
+  const int left = facts.min_multiprocessors -
+                   num_seats(facts.min_multiprocessors, facts.blocks_per_multiprocessor);
+  const int apart = std::max(0, num_gpcs * (cluster_blocks - 1) + 1 - left);
+  const int apart_each = (apart + payers - 1) / payers;
+  const int own = static_cast<int>(layout.num_blocks) + num_taken;
+  const int most = own + free_seats * kRowSeats / kRowSeatsOf / payers;
+  RowPlan plan;
+  plan.num_clusters = std::max(0, std::min({max_active / facts.max_ranks_per_device,
+                                            static_cast<int>(layout.num_packet_blocks),
+                                            (most - apart_each) / cluster_blocks}));
+  if (plan.num_clusters > 0)
+    plan.num_more_seats = std::max(0, plan.num_clusters * cluster_blocks + apart_each - own);
+  return plan;
+}
+
 StagingLayout make_staging_layout(const DeviceFacts& facts) {
   const auto world = static_cast<std::size_t>(facts.world_size);
   const int resident = facts.min_multiprocessors * facts.blocks_per_multiprocessor;
@@ -323,6 +353,12 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
     header.num_elems = digest_of_shares(call, static_cast<int>(layout.world_size));
   }
   if (call.op != OpKind::kAllReduce) return;
+  if (call.rows != nullptr) {
+    header.algorithm = Algorithm::kOneShot;
+    header.ring_num_slots = call.rows->num_clusters;
+    header.ring_slot_bytes = call.rows->digest;
+    return;
+  }
   if (takes_turns) {
     header.algorithm = Algorithm::kTwoShot;
     return;
@@ -359,6 +395,12 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   kernel_call.divisor = divisor_of(call, kernel_call.world_size);
   kernel_call.num_elems = call.num_elems;
   plan.traffic.algorithm = header.algorithm;
+  if (call.rows != nullptr) {
+    plan.num_blocks = call.rows->num_clusters;
+    plan.traffic.sent_bytes =
+        static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_elems * kRowPartBytes;
+    return plan;
+  }
   if (!is_reduction(call.op) && call.op != OpKind::kReduceUpdateGather) {
     plan_move(call, kernel_call, plan);
     return plan;

@@ -51,6 +51,19 @@ unsigned blocks_that_fit(const DeviceFacts& facts);
 /// device. No more than 24 MiB for all ranks on one device unless they take turns.
 StagingLayout make_staging_layout(const DeviceFacts& facts);
 
+/// Clusters of blocks that each have a multiprocessor of their own, of a kernel of rows in which
+/// ranks wait for each other (RowLaunch).
+struct RowPlan {
+  int num_clusters = 0;    ///< of each rank; 0: there is no room
+  int num_more_seats = 0;  ///< for each rank that takes seats, beside those of its blocks
+};
+/// `max_active` is how many such clusters a GPU runs at a time, the least of any; `free_seats` are
+/// those that no group has on any; `num_taken` were taken for rows before. So many seats that, with
+/// all but one rank waiting, and all other seats taken, a cluster of the last one finds room:
+/// docs/design/cross_entropy.md has the argument.
+RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int cluster_blocks,
+                  int max_active, int free_seats, int num_taken);
+
 /// Blocks for what goes to another rank, and as many for what comes from it, of `free_seats`: 0
 /// where there are too few.
 unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_seats);

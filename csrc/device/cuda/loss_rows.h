@@ -51,7 +51,7 @@ class LossRows {
     load(first, 0, now);
     load(first + step, 1, next);
     scale_ = static_cast<float>(call_.logit_scale / find_denominator());
-    if (kSmooths) smooth_ = call_.label_smoothing / static_cast<float>(call_.num_classes) * scale_;
+    if (kSmooths) smooth_ = call_.label_smoothing / static_cast<float>(call_.vocab_size) * scale_;
     unsigned slot = 0, turn = 0;
     for (std::int64_t row = first; row < call_.num_tokens; row += step) {
       const std::int64_t later = target(row + 3 * step);
@@ -72,7 +72,7 @@ class LossRows {
     block_.drain_stores();
   }
 
- private:
+ protected:
   static constexpr int kPerVector = Logits::kPerVector;
   using Stored = typename Logits::Stored;
   using Elements = float[B::kVectorsPerThread][kPerVector];
@@ -285,7 +285,7 @@ class LossRows {
     return {.max = most,
             .sum = block_.warp_sum(sum),
             .total = kSmooths ? block_.warp_sum(total) : 0.0F,
-            .unused = 0};
+            .target = 0};
   }
 
   /// The row's, from those of all warps of the cluster.
@@ -307,7 +307,7 @@ class LossRows {
       for (unsigned peer = lane(); peer < block_.cluster_blocks(); peer += B::kWarpThreads)
         block_.send(peer, exchange, parts[block_.cluster_rank()], part);
     }
-    block_.await_parts(exchange, turn);
+    block_.await_parts(exchange, turn, block_.cluster_blocks());
     LossPart whole = no_part();
     RINGCOMM_UNROLL
     for (const LossPart& part : parts) whole.max = fmaxf(whole.max, part.max);
@@ -326,7 +326,7 @@ class LossRows {
             .sum = a.sum * power_of_2((a.max - most) * scale2()) +
                    b.sum * power_of_2((b.max - most) * scale2()),
             .total = a.total + b.total,
-            .unused = 0};
+            .target = 0};
   }
 
   RINGCOMM_HD void write_gradient(unsigned slot, const LossSegment& segment, Elements& elements,
@@ -347,7 +347,7 @@ class LossRows {
     const double scale = call_.logit_scale, log_sum = logf(whole.sum);
     const double lse = scale * whole.max + log_sum;
     double loss = target_weight * (log_sum - scale * (static_cast<double>(x) - whole.max));
-    if (kSmooths) loss += call_.label_smoothing * (lse - scale * whole.total / call_.num_classes);
+    if (kSmooths) loss += call_.label_smoothing * (lse - scale * whole.total / call_.vocab_size);
     if (call_.z_loss != 0) loss += call_.z_loss * lse * lse;
     return static_cast<float>(loss);
   }

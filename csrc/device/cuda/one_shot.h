@@ -47,6 +47,25 @@ RINGCOMM_HD inline std::uint64_t header_data(const KernelCall& call, std::size_t
   return call.header[2 * (packet - 1)] | std::uint64_t{call.header[2 * (packet - 1) + 1]} << 32;
 }
 
+/// Waits for the digest of a rank's header. The thread that finds another call tells the host at
+/// once, which ends the waits of the others for data that may never come. Their header is behind
+/// their digest.
+template <Block B>
+RINGCOMM_HD Stop compare_digest(B& block, const KernelCall& call, const PacketPlaces& places,
+                                std::uint32_t flag, int rank) {
+  if (rank == call.rank) return Stop::kNone;
+  const Packet* packets = places.at(call.rank, rank);
+  std::uint64_t data = 0;
+  const Stop stop = await_packet(block, packets[0], flag, rank, data);
+  if (stop != Stop::kNone || data == call.header_digest) return stop;
+  tell_alone(block, call, kMismatch, rank, [&](int word) {
+    std::uint64_t words = 0;
+    const Stop is_late = await_packet(block, packets[1 + word / 2], flag, rank, words);
+    return is_late == Stop::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32)) : 0;
+  });
+  return Stop::kAborted;
+}
+
 /// A block's part of the call. Item i of its work is to compare the digest of rank i's header, item
 /// world_size + i to reduce packet i: so in the first turn of the threads all digests have come, or
 /// in the first few where there are few threads, and nothing is stored before.
@@ -83,7 +102,7 @@ class OneShot {
       Stop stop = Stop::kNone;
       std::uint64_t result = 0;
       if (item < num_ranks)
-        stop = compare_digest(static_cast<int>(item));
+        stop = compare_digest(block_, call_, places_, flag_, static_cast<int>(item));
       else if (item < num_items)
         stop = reduce(item - num_ranks, result);
       last = stop;
@@ -114,22 +133,6 @@ class OneShot {
         put_packet(block_, places_.at(peer, call_.rank)[i], data, flag_);
       }
     }
-  }
-
-  /// The thread that finds another call tells the host at once, which ends the waits of the others
-  /// for data that may never come. Their header is behind their digest.
-  RINGCOMM_HD Stop compare_digest(int rank) {
-    if (rank == call_.rank) return Stop::kNone;
-    const Packet* packets = places_.at(call_.rank, rank);
-    std::uint64_t data = 0;
-    const Stop stop = await_packet(block_, packets[0], flag_, rank, data);
-    if (stop != Stop::kNone || data == call_.header_digest) return stop;
-    tell_alone(block_, call_, kMismatch, rank, [&](int word) {
-      std::uint64_t words = 0;
-      const Stop is_late = await_packet(block_, packets[1 + word / 2], flag_, rank, words);
-      return is_late == Stop::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32)) : 0;
-    });
-    return Stop::kAborted;
   }
 
   /// Looks at the packets of several ranks at once, and waits for those that were not there yet.

@@ -4,27 +4,29 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "device/cuda/limits.h"
 #include "device/cuda/loss_call.h"
 
 namespace ringcomm::cuda {
 
 /// Of some logits of a row.
 struct LossPart {
-  float max;    ///< the lowest number without any above -infinity
-  float sum;    ///< of exp(logit_scale * (x - max))
-  float total;  ///< of x, for label smoothing
-  float unused;
+  float max;     ///< the lowest number without any above -infinity
+  float sum;     ///< of exp(logit_scale * (x - max))
+  float total;   ///< of x, for label smoothing
+  float target;  ///< x of the target, where it is exchanged: 0 in parts without it
 };
 static_assert(sizeof(LossPart) == kVectorBytes);
 
 /// In front of the slots in shared memory.
 struct LossHeading {
-  std::uint64_t loaded[kNumRowSlots];  ///< barriers of a GPU's block
-  std::uint64_t exchanged[2];          ///< the same
-  std::uint64_t unused;
+  std::uint64_t loaded[kMaxRowSlots];        ///< barriers of a GPU's block
+  std::uint64_t exchanged[kNumExchanges];    ///< the same
   LossPart of_blocks[2][kMaxClusterBlocks];  ///< of two rows in turn
   LossPart of_warps[32];
   double counts[32];
+  LossPart of_all_ranks[2];  ///< of two rows in turn, where ranks have shards
+  LossPart of_ranks[kMaxRanks];
 };
 static_assert(sizeof(LossHeading) <= kLossHeadingBytes);
 
@@ -38,8 +40,8 @@ static_assert(sizeof(LossHeading) <= kLossHeadingBytes);
 ///   was written before a barrier is seen behind it.
 /// - warp_max and warp_sum are over kWarpThreads threads side by side, and all of them get it.
 /// - shared is the block's shared memory. send stores a part at the same place of a block of the
-///   cluster, of exchange 0 or 1; await_parts returns to all threads of a block when every block of
-///   the cluster has sent it one, and is called for each exchange in its turn, as await_load.
+///   cluster, of one of kNumExchanges; await_parts returns to all threads of a block when it has
+///   been sent so many of an exchange, and is called for each exchange in its turn, as await_load.
 /// - load and store begin a copy, and are called by thread 0 alone. A load ends before await_load
 ///   of its slot and turn returns, which all threads call for every load in its turn (0, 1, 0, 1
 ///   and so on, for each slot). seal comes between what threads have written to shared memory and
@@ -63,7 +65,7 @@ concept RowBlock =
       { block.warp_sum(value) } -> std::same_as<float>;
       { block.warp_sum(wide) } -> std::same_as<double>;
       block.send(number, number, part, part);
-      block.await_parts(number, number);
+      block.await_parts(number, number, number);
       block.load(number, bytes, static_cast<const std::byte*>(bytes), number);
       block.await_load(number, number);
       block.seal();

@@ -55,7 +55,8 @@ def cross_entropy(
 
     With a `group` each rank has the logits of some classes, and all compute the same loss, with one
     all_reduce of 24 bytes per token in the forward pass, and none in the backward pass. Over a
-    backend other than ringcomm it is an all_gather.
+    backend other than ringcomm it is an all_gather; in place, on GPUs whose memory all ranks map,
+    it is in the loss's kernel.
 
     Args:
         logits: shape (..., V), V this rank's classes; float32, float16 or bfloat16. A DTensor
@@ -72,8 +73,10 @@ def cross_entropy(
         class_weight: shape (vocab_size,), float32: of all classes, on every rank.
         num_items: what "mean" divides by instead: a number, or a tensor of one.
         inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
-            it, and one pass over them is saved. For "mean" and "sum". Of float16 it is a multiple
-            until the backward pass, by a power of two: its numbers end at 6e-8.
+            it, and one pass over them is saved. For "mean" and "sum". The same on all ranks of a
+            group, whose shards on GPUs are no longer than an even one and an eighth then. Of
+            float16 it is a multiple until the backward pass, by a power of two: its numbers end at
+            6e-8.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].
@@ -181,6 +184,36 @@ def loss_of_all_classes(
     return stats, *_ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
 
 
+def in_two_passes_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    wants_more: bool,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cross_entropy_and_grad_over_shards_: stats of all rows, their all_reduce, the gradient."""
+    shard = (vocab_start, vocab_size, ignore_index, logit_scale, softcap)
+    stats = _ops.softmax_stats(logits, target, weight, *shard, label_smoothing > 0, wants_more)
+    stats = _ops.merge_softmax_stats(stats, group_name)
+    terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
+    results = _ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
+    given = (logits, target, weight, stats, results[2], *shard, label_smoothing, z_loss)
+    _ops.cross_entropy_grad_(torch.ones_like(results[0]), *given)
+    return results
+
+
+torch.library.impl("ringcomm::cross_entropy_and_grad_over_shards_", "CPU", in_two_passes_)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -236,20 +269,21 @@ class _InPlace(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         room, given = None, (rows, target, weight)
         grad_options = options.for_grad(shard)
-        is_narrow = rows.dtype == torch.float16
-        if shard.group_name is None and not is_narrow:
-            more = (*grad_options[1:], options.reduction, options.wants_more)
-            loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
-        else:
+        if rows.dtype == torch.float16:
             stats = _ops.softmax_stats(*given, *options.for_stats(shard))
             stats, loss, by_token, denominator = loss_of_all_classes(
                 stats, target, weight, num_items, shard, options
             )
-            if is_narrow:
-                room = _room(rows, weight, denominator, options)
-                denominator = denominator / room
+            room = _room(rows, weight, denominator, options)
             upstream = torch.ones_like(loss)
-            _ops.cross_entropy_grad_(upstream, *given, stats, denominator, *grad_options)
+            grad_given = (*given, stats, denominator / room, *grad_options)
+            _ops.cross_entropy_grad_(upstream, *grad_given)
+        elif shard.group_name is None:
+            more = (*grad_options[1:], options.reduction, options.wants_more)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
+        else:
+            more = (*grad_options, options.reduction, options.wants_more, shard.group_name)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_over_shards_(*given, num_items, *more)
         ctx.save_for_backward(rows.detach(), room)
         ctx.is_used = False
         ctx.mark_non_differentiable(by_token)
@@ -296,6 +330,11 @@ def _(stats: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Ten
 @torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
 def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_losses(target, options[-2])
+
+
+@torch.library.register_fake("ringcomm::cross_entropy_and_grad_over_shards_")
+def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_losses(target, options[-3])
 
 
 @torch.library.register_fake("ringcomm::cross_entropy_grad")

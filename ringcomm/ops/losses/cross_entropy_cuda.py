@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import _C
+from ringcomm.ops.losses.cross_entropy import in_two_passes_
 from ringcomm.ops.triton_kernels import (
     COUNT_BLOCK,
     TOKEN_BLOCK,
@@ -354,6 +355,31 @@ def cross_entropy_and_grad_(
     return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
 
 
+def cross_entropy_and_grad_over_shards_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of logits of which each rank of a group has a shard, which becomes its gradient.
+
+    By one kernel that exchanges what ranks know of a row, where that serves; else by the stats of
+    all rows, their all_reduce, and the gradient. Collective.
+    """
+    *terms, group_name = options
+    # Errors for targets and shards need the stats of all ranks on the host.
+    if not checks_targets():
+        given = (target.contiguous(), _checked_weight(weight, vocab_size), num_items)
+        where = (group_name, vocab_start, vocab_size)
+        results = _C.cross_entropy_over_shards(logits, *given, *where, *terms)
+        if results is not None:
+            return results
+    return in_two_passes_(logits, target, weight, num_items, vocab_start, vocab_size, *options)
+
+
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiplies rows in place by a number that the device reads; by 1 it touches nothing."""
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
@@ -377,5 +403,6 @@ register_on_cuda(
     cross_entropy_grad,
     cross_entropy_grad_,
     cross_entropy_and_grad_,
+    cross_entropy_and_grad_over_shards_,
     scale_,
 )

@@ -14,7 +14,7 @@
 namespace ringcomm::checker {
 
 inline constexpr int kMaxRanks = 4;
-inline constexpr int kMaxWords = 24;  // 12 cursors: value and sleepers of each
+inline constexpr int kMaxWords = 32;  // 16 cursors: value and sleepers of each
 inline constexpr int kMaxCells =
     128;  // payload blocks of 8 bytes, slots and private buffers together
 inline constexpr int kMaxDelayedStores = 4;
