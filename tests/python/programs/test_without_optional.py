@@ -25,7 +25,7 @@ OPTIONAL = {
         "ringcomm/integrations/transformers/pipeline.py",
         "ringcomm/integrations/transformers/training.py",
     },
-    "triton": {"ringcomm/ops/triton_kernels.py", "ringcomm/ops/updates/weight_update.py"},
+    "triton": {"ringcomm/ops/triton_kernels.py"},
 }
 
 
