@@ -242,16 +242,7 @@ class TypedReducer {
     if constexpr (std::is_same_v<Element, SoftmaxElement>) {
       return Merge::apply(a, b);
     } else {
-      switch (reduction_) {
-        case Reduction::kProduct:
-          return Product::apply(a, b);
-        case Reduction::kMin:
-          return Min::apply(a, b);
-        case Reduction::kMax:
-          return Max::apply(a, b);
-        default:
-          return Sum::apply(a, b);
-      }
+      return combined(reduction_, a, b);
     }
   }
   // Records are no power of two.

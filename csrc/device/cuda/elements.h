@@ -149,6 +149,20 @@ struct Max {
     return a >= b ? a : (a != a ? a : b);
   }
 };
+/// By one of these four; other reductions are sums.
+template <class T>
+RINGCOMM_HD T combined(Reduction reduction, T a, T b) {
+  switch (reduction) {
+    case Reduction::kProduct:
+      return Product::apply(a, b);
+    case Reduction::kMin:
+      return Min::apply(a, b);
+    case Reduction::kMax:
+      return Max::apply(a, b);
+    default:
+      return Sum::apply(a, b);
+  }
+}
 struct BitAnd {
   template <class T>
   RINGCOMM_HD static T apply(T a, T b) {

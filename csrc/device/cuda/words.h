@@ -64,7 +64,8 @@ class AnyReducer {
   RINGCOMM_HD void add(Word& acc, std::uint64_t word) const {
     const std::uint64_t next = first(word);
     if (kind_ == Kind::kFloat) {
-      acc = bits_as<std::uint64_t>(apply(bits_as<double>(acc), bits_as<double>(next)));
+      acc =
+          bits_as<std::uint64_t>(combined(reduction_, bits_as<double>(acc), bits_as<double>(next)));
     } else if (kind_ == Kind::kBool) {
       // Of truth values the sum is "any" and the product "all".
       const bool is_all = reduction_ == Reduction::kProduct || reduction_ == Reduction::kMin ||
@@ -142,20 +143,7 @@ class AnyReducer {
       case Reduction::kBitXor:
         return BitXor::apply(a, b);
       default:
-        return apply(a, b);
-    }
-  }
-  template <class T>
-  RINGCOMM_HD T apply(T a, T b) const {
-    switch (reduction_) {
-      case Reduction::kProduct:
-        return Product::apply(a, b);
-      case Reduction::kMin:
-        return Min::apply(a, b);
-      case Reduction::kMax:
-        return Max::apply(a, b);
-      default:
-        return Sum::apply(a, b);
+        return combined(reduction_, a, b);
     }
   }
 
