@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
         test-bare stress test-gpu test-torch test-emulator kernels kernel-sweep lint format types compat packaging \
-        docs coverage bench clean distclean check-python
+        gpu-machine docs coverage bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -59,15 +59,15 @@ test-checker: check-python  ## every interleaving of the protocols, and the muta
 test-emulator: check-python  ## the emulator of CUDA's driver; its declarations against cuda.h
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" abi
 	@$(PREPARE) --need train --need test --extension -- \
-	    -m pytest tests/python/device/test_emulator.py $(ARGS)
+	    -m pytest tests/python/device/test_emulator.py tests/python/device/test_emulator_on_cuda.py $(ARGS)
 
 kernels: check-python  ## compile the kernels for GPUs, where nvcc is, and compare what becomes of them
-	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(ARGS)
+	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py
 	@$(PREPARE) --need test -- tests/sass/gate.py
 
-kernel-sweep: check-python  ## build/gpu/kernel_sweep: kernels alone, without torch, timed and checked
-	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py
-	@$(MAKE) --no-print-directory -C "$(ROOT)/benchmarks/gpu"
+kernel-sweep: check-python  ## build/gpu/kernel_sweep: kernels alone, without torch, timed and checked (HELD=8)
+	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(HELD)
+	@$(MAKE) --no-print-directory -C "$(ROOT)/benchmarks/gpu" HELD=$(HELD)
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
@@ -100,6 +100,9 @@ types: check-python  ## mypy
 
 compat: check-python  ## compile the bindings against torch 2.11 and the newest
 	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
+
+gpu-machine: check-python  ## build and test with Python 3.12, torch 2.11 for CUDA and images for sm_90, without a GPU
+	@$(PREPARE) --no-torch -- tools/gpu_machine.py $(ARGS)
 
 packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh environment
 	@$(PREPARE) --need train --extension -- tools/check_packaging.py

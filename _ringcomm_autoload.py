@@ -2,7 +2,7 @@
 
 torch calls register() at the end of `import torch` (entry point group `torch.backends`). An
 exception here would break `import torch`, and an import of ringcomm would slow it down and find
-torch half made: so this module stands alone, imports torch.distributed only, and registers a
+torch half initialized. This module therefore imports only torch.distributed, and registers a
 creator that imports the rest when a group is made.
 
 RINGCOMM_AS_GLOO=1 gives programs that name "gloo", or no backend, ringcomm for CPU tensors.
@@ -10,7 +10,9 @@ RINGCOMM_AS_GLOO=1 gives programs that name "gloo", or no backend, ringcomm for 
 
 import functools
 import inspect
+import logging
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -37,18 +39,59 @@ def register() -> None:
             raise ValueError(f"RINGCOMM_AS_GLOO must be 0 or 1, got {as_gloo!r}")
         if as_gloo == "1":
             _serve_gloo(dist.distributed_c10d)
+        if sys.version_info >= (3, 11):
+            from torch.distributed.c10d_logger import _c10d_logger
+
+            _c10d_logger.addHandler(_Advice())
     except Exception as error:
         warnings.warn(
             f"ringcomm could not register with torch.distributed: {error!r}", stacklevel=2
         )
 
 
-def _serve_gloo(c10d: Any) -> None:
-    """Makes groups of CPU tensors that ask for Gloo over ringcomm.
+class _Advice(logging.Handler):
+    """Adds advice to errors that torch raises before ringcomm is called.
 
-    All groups come from one function of torch, which is private: what is public has been imported
-    by name before this module runs. Groups still say that their backend is "gloo". ringcomm's own
-    messages between hosts come from the class ProcessGroupGloo, and stay Gloo's.
+    torch logs every error of its distributed calls while it passes them on. The error keeps its
+    type and message; the advice is a note, which tracebacks print after it (Python >= 3.11).
+    """
+
+    # Of errors: their type, words of their message, and what to do.
+    KNOWN = (
+        (
+            "ValueError",
+            "using env:// rendezvous: environment variable",
+            "start the script on 2 ranks with: torchrun --nproc-per-node 2 SCRIPT",
+        ),
+        (
+            "DistStoreError",
+            "Permission denied",
+            "give the store a file in a folder that all ranks can write",
+        ),
+        (
+            "RuntimeError",
+            "No backend type associated with device type",
+            "name a backend for each device, or use init_process_group('ringcomm'), "
+            "which serves CPU and CUDA tensors",
+        ),
+    )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        for name, words, what_to_do in self.KNOWN:
+            note = f"ringcomm: {what_to_do}"
+            if type(error).__name__ != name or words not in str(error):
+                continue
+            if note not in getattr(error, "__notes__", []):  # of a call within this one
+                error.add_note(note)  # type: ignore[union-attr]
+
+
+def _serve_gloo(c10d: Any) -> None:
+    """Makes groups for CPU tensors that request Gloo use ringcomm.
+
+    Patches the private function of torch that makes all groups: other modules have imported the
+    public ones by name before this module runs. Groups still report "gloo" as their backend.
+    ringcomm's own messages between hosts come from the class ProcessGroupGloo, and stay Gloo's.
     """
     make_group = c10d._new_process_group_helper
     signature = inspect.signature(make_group)
@@ -71,7 +114,7 @@ def _serve_gloo(c10d: Any) -> None:
 
 
 def _in_place_of(asked: str) -> str | None:
-    """The backends to use in place of those asked for; None if none of CPU tensors is Gloo."""
+    """The backends to use instead of the requested ones; None if no CPU backend is Gloo."""
     import torch
 
     if asked == "undefined":  # torch takes the accelerator's backend, Gloo where there is none

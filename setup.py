@@ -1,7 +1,7 @@
 """Builds ringcomm: the engine and the bindings become one extension, ringcomm._C.
 
-Metadata stands in pyproject.toml. Here is what depends on the machine: the extension, and the
-version and the requirement on torch, both of which name the torch that it was built against.
+Metadata is in pyproject.toml. This file has what depends on the machine: the extension, and the
+version and the requirement on torch, which both name the torch of the build.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 if sys.version_info < (3, 10):  # before any import that an older Python cannot parse
     sys.exit(f"ringcomm needs Python >= 3.10; this is {sys.version.split()[0]}.")
 
-# torch loads backends that are installed, and an older ringcomm whose folder has moved cannot be.
+# torch loads installed backends; an older ringcomm whose folder has moved would fail to load.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 ROOT = Path(__file__).resolve().parent
@@ -21,22 +21,22 @@ import buildconfig
 import cuda_kernels
 import setuptools
 
-# torch does not ask for it, and its collectives of objects do not work without.
+# torch does not require it, but its object collectives need it.
 NUMPY = "numpy>=1.26"
 
-# An sdist and the list of build requirements come before torch is asked for.
+# An sdist and the list of build requirements must work without torch.
 NEEDS_NO_TORCH = ("sdist", "egg_info", "clean", "--name", "--version", "--help")
 
 
 def torch_minor() -> str:
-    """Returns the minor of the torch that is here, such as "2.13", after the checks."""
+    """Returns the minor version of the installed torch, such as "2.13", after the checks."""
     try:
         import torch
     except ImportError as error:
         raise buildconfig.BuildProblem(
-            f"ringcomm is compiled against the torch that it will run with, and here `import torch`"
-            f" failed ({error}). If torch is installed, pip's build isolation hides it: "
-            "pip install --no-build-isolation . -- otherwise install torch >= 2.11 first."
+            "ringcomm is compiled against the installed torch, but `import torch` failed"
+            f" ({error}). If torch is installed, pip's build isolation hides it: pip install"
+            " --no-build-isolation . -- otherwise install torch >= 2.11 first."
         ) from error
     version = buildconfig.parse_version(torch.__version__)
     if version < buildconfig.MIN_TORCH:
@@ -48,7 +48,7 @@ def torch_minor() -> str:
 
 
 def make_extension() -> setuptools.Extension:
-    """Returns the extension, with kernels for GPUs where nvcc and a CUDA torch are there."""
+    """Returns the extension, with GPU kernels if nvcc and a CUDA torch are installed."""
     from torch.utils import cpp_extension
 
     bindings = buildconfig.sources(buildconfig.BINDINGS_FOLDER)
@@ -77,7 +77,7 @@ def make_extension() -> setuptools.Extension:
 
 
 def wants_kernels() -> bool:
-    """Tells whether kernels are to be compiled: for a CUDA torch, or as RINGCOMM_CUDA says."""
+    """Returns whether to compile kernels: for a CUDA torch, or as RINGCOMM_CUDA says."""
     import torch
 
     asked = os.environ.get("RINGCOMM_CUDA", "")
@@ -85,7 +85,7 @@ def wants_kernels() -> bool:
 
 
 def make_build_ext() -> type:
-    """Returns the build_ext command: torch's, with objects that outlive one call of pip."""
+    """Returns the build_ext command: torch's, with objects that are kept between calls of pip."""
     import torch
     from torch.utils.cpp_extension import BuildExtension
 
@@ -111,7 +111,7 @@ def packages() -> "tuple[list[str], dict[str, str]]":
 
 
 def dynamic_metadata() -> "dict[str, object]":
-    """Returns version, requirements and extension, as far as the command at hand needs them."""
+    """Returns version, requirements and extension, as far as the current command needs them."""
     version = buildconfig.public_version()
     if any(word in sys.argv for word in NEEDS_NO_TORCH):
         return {"version": version, "install_requires": ["torch>=2.11", NUMPY]}

@@ -3,10 +3,10 @@
 
     python benchmarks/algorithms.py --worlds 2,4 --seconds 4
 
-Groups that are told an algorithm take turns on one buffer. It lies in memory that the ranks share:
-"direct" runs where it lies, the others stage it as they would any other. Records say, too, from
-which sizes on a group that is told nothing takes another algorithm. One JSON line per algorithm,
-world and size is appended to benchmarks/results; plot.py draws them.
+Groups with a fixed algorithm take turns on one buffer in memory that the ranks share: "direct" runs
+in place, the others stage it. Records also have the sizes at which a group without a fixed
+algorithm changes its algorithm. One JSON line per algorithm, world and size is appended to
+benchmarks/results; plot.py draws them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch.distributed as dist
 
 # isort: on
 from groups import open_groups, run_ranks
-from operations import OPERATIONS, RINGCOMM, algorithms_used, num_calls
-from point import Bench, make_bench, make_buffers, measure_point
+from operations import OPERATIONS, RINGCOMM
+from point import Bench, algorithms_used, make_bench, make_buffers, measure_point, num_calls
 from report import Report, comparison, state_of, table_of
 
 from ringcomm import Options
 from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.screen import as_option, byte_count, byte_counts, microseconds, whole_numbers
 
-DIRECT = "direct"  # its group is told nothing
+DIRECT = "direct"  # its group has no fixed algorithm
 ALGORITHMS = {
     "one_shot": Options(algorithm="one_shot"),
     "two_shot": Options(algorithm="two_shot"),
@@ -47,7 +47,7 @@ ELEM_BYTES = 4
 
 
 def chosen(bench: Bench, op: str, num_bytes: int) -> str:
-    """The algorithm that is taken when none is asked for. Collective."""
+    """The algorithm that is selected automatically. Collective."""
     group = bench.groups[DIRECT]
     operation = OPERATIONS[op]
     before = num_calls(group)
@@ -56,7 +56,7 @@ def chosen(bench: Bench, op: str, num_bytes: int) -> str:
 
 
 def changes(bench: Bench, op: str, sizes: list[int]) -> list[dict[str, Any]]:
-    """The sizes, to the byte, from which on another algorithm is taken. Collective."""
+    """The exact sizes in bytes from which another algorithm is selected. Collective."""
     found = []
     names = {size: chosen(bench, op, size) for size in sorted(sizes)}
     for (small, first), (large, last) in pairwise(names.items()):
@@ -77,7 +77,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
     measure = partial(measure_point, bench, OPS[1], dtype=torch.float32)
     for num_bytes in options.sizes:
         records = measure(num_bytes, seconds=options.seconds, max_repeats=options.repeats)
-        # What is too small to run where it lies is staged like the others.
+        # Buffers that are too small to run in place are staged like the others.
         ran = [r for r in records if r["backend"] != DIRECT or r["algorithms"] == [DIRECT]]
         if ran:
             team.report([{"algorithm": r.pop("backend"), **r, **common} for r in ran])
@@ -85,7 +85,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     return [
         *(str(record["world_size"]), byte_count(record["bytes"]), record["algorithm"]),
         *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99")),
@@ -95,7 +95,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__, seconds=4.0, per="world and size, for all algorithms")
     add = parser.add_argument
     sizes = "1k,4k,8k,16k,32k,64k,128k,256k,512k,1m,4m,16m,64m"
@@ -103,7 +103,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sizes", type=as_option(byte_counts), default=sizes, help="bytes of a buffer")
     options = parser.parse_args(argv)
     if min(options.worlds) < 2:
-        parser.error("--worlds are at least 2")
+        parser.error("--worlds must be 2 or more")
     options.json = options.json or harness.default_path("algorithms")
     return options
 

@@ -1,4 +1,4 @@
-"""Times a collective over several backends on the same buffers. Backends take turns.
+"""Times a collective with several backends on the same buffers, in turn.
 
 Results are verified with exact integers before and after. The time of a call is that of its slowest
 rank. Several collectives, separated by commas, are measured in one run.
@@ -50,18 +50,18 @@ class Sweep:
 
     Attributes:
         ops: names of ``OPERATIONS``.
-        backends: of c10d, ringcomm first; one may be given twice.
+        backends: c10d's backends, ringcomm first; one may be given twice.
         sizes: bytes of the larger buffer of a rank.
         dtypes: torch's names.
-        seconds: per size and operation, for all backends.
-        repeats: how often a point is measured again, at most, while the machine is disturbed.
+        seconds: per size and operation, for all backends together.
+        repeats: the maximum number of repeats of a point while the machine is disturbed.
         device: "cpu", or torch's name of another type.
-        layout: of ``LAYOUTS``, on devices that are not the CPU, as the rest is.
+        layout: one of ``LAYOUTS``; like the following, only for devices that are not the CPU.
         clock: of ``CLOCKS``.
-        graph: calls that a CUDA graph holds, measured besides the eager ones; 0 for none.
+        graph: calls per CUDA graph, measured besides the eager ones; 0 for none.
         mps: start NVIDIA's Multi-Process Service for the ranks.
-        plot: a picture of the bandwidths.
-        html: a page of all points.
+        plot: the file for a plot of the bandwidths.
+        html: the file for a page of all points.
     """
 
     ops: list[str]
@@ -87,19 +87,19 @@ class Sweep:
                     yield name, getattr(torch, dtype), num_bytes
 
     def check(self) -> None:
-        """Raises ValueError that says what cannot be measured here."""
+        """Raises ValueError for options that cannot be measured here."""
         if not 1 <= self.world_size <= MAX_WORLD_SIZE:
-            raise ValueError(f"the world size is 1 to {MAX_WORLD_SIZE}, got {self.world_size}")
+            raise ValueError(f"the world size must be 1 to {MAX_WORLD_SIZE}, got {self.world_size}")
         if not self.sizes or min(self.sizes) < 1:
-            raise ValueError("sizes are at least 1 byte")
+            raise ValueError("sizes must be 1 byte or more")
         if self.seconds < 0 or self.repeats < 0:
-            raise ValueError("seconds and repeats are not negative")
+            raise ValueError("seconds and repeats must not be negative")
         if "sendrecv" in self.ops and self.world_size == 1:
-            raise ValueError("sendrecv needs two ranks at least")
+            raise ValueError("sendrecv needs at least two ranks")
         for name in set(self.ops) - set(OPERATIONS):
-            raise ValueError(f"unknown operation {name!r}: there are {', '.join(OPERATIONS)}")
+            raise ValueError(f"unknown operation {name!r}: choose from {', '.join(OPERATIONS)}")
         for name in set(self.dtypes) - set(DTYPES):
-            raise ValueError(f"unknown type {name!r}: there are {', '.join(DTYPES)}")
+            raise ValueError(f"unknown type {name!r}: choose from {', '.join(DTYPES)}")
         if self.device == "cpu":
             self._check_on_cpu()
         else:
@@ -107,11 +107,11 @@ class Sweep:
 
     def _check_on_cpu(self) -> None:
         if self.mps or self.graph or self.plot:
-            raise ValueError("--mps, --graph and --plot are of GPUs: add --device cuda")
+            raise ValueError("--mps, --graph and --plot are for GPUs only: add --device cuda")
         if "nccl" in self.backends:
-            raise ValueError("nccl has no CPU tensors: add --device cuda")
+            raise ValueError("nccl does not support CPU tensors: add --device cuda")
         if MPI in self.backends and mpi_world_size() is None:
-            raise ValueError(f"{MPI} wants ranks that mpiexec has started: mpiexec -n 2 python ...")
+            raise ValueError(f"{MPI} needs ranks that mpiexec has started: mpiexec -n 2 python ...")
         self._check_names()
         for name in self.backends:
             if not AVAILABLE.get(name, lambda: True)():
@@ -120,24 +120,27 @@ class Sweep:
     def _check_on_devices(self) -> None:
         self._check_names()
         if self.graph < 0 or (self.graph and self.device != "cuda"):
-            raise ValueError("--graph is a number of calls, at least 0, with --device cuda")
+            raise ValueError("--graph must be 0 or more calls, and needs --device cuda")
         if self.mps and self.device != "cuda":
-            raise ValueError("--mps is of CUDA's devices")
+            raise ValueError("--mps is for CUDA devices only")
         if self.mps and joined_world_size() is not None:
-            raise ValueError("a launcher's ranks have a parent that starts MPS: leave --mps out")
+            raise ValueError(
+                "--mps cannot be used under a launcher, which would have to start MPS itself:"
+                " leave it out"
+            )
         if count_devices(self.device) == 0:
-            raise ValueError(f"this torch has no {self.device} device here")
+            raise ValueError(f"this torch finds no {self.device} device here")
         if self.mps and find_control() is None:
             Mps()  # which says what is missing
 
     def _check_names(self) -> None:
         for name in set(self.backends) - {MPI}:
             if name not in dist.Backend.backend_list:
-                raise ValueError(f"torch knows no backend {name!r}")
+                raise ValueError(f"torch has no backend {name!r}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many ranks, which sizes, which peers, how long; and where on devices."""
+    """Adds options for ranks, sizes, peers, time and devices."""
     add = parser.add_argument
     names = as_option(words)
     add("--world-size", type=int, default=joined_world_size() or 2, help="number of ranks, 1 to 64")
@@ -166,16 +169,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nccl-library",
         type=Path,
         metavar="FILE",
-        help="a libnccl.so.2 in place of torch's",
+        help="a libnccl.so.2 to use instead of torch's",
     )
     add("--plot", type=Path, metavar="FILE", help="draw bus bandwidth by size (PNG, SVG)")
     add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
 
 
 def sweep_of(options: argparse.Namespace) -> Sweep:
-    """The sweep that a command line asks for. Raises ValueError where it makes no sense.
+    """The sweep of a command line. Raises ValueError for invalid options.
 
-    With another NCCL the program begins again.
+    With another NCCL library the program restarts itself.
     """
     if options.nccl_library is not None:
         preload(options.nccl_library)
@@ -204,7 +207,7 @@ def sweep_of(options: argparse.Namespace) -> Sweep:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures; the status is 3 when a result was wrong."""
+    """Measures; returns status 3 if a result was wrong."""
     try:
         sweep = sweep_of(options)
     except ValueError as error:
@@ -225,7 +228,7 @@ def _run_rank(team: Team, sweep: Sweep) -> None:
 
 
 def _progress_line(records: list[dict[str, Any]]) -> str:
-    """One finished point in a line."""
+    """A progress line for a finished point."""
     first = records[0]
     times = ", ".join(f"{r['backend']} {microseconds(r['p50_us'])} µs" for r in records)
     ratios = " ".join(filter(None, map(comparison, records)))

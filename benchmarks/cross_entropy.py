@@ -1,13 +1,15 @@
-"""Times cross-entropy, forward and backward, of ringcomm and other libraries, which take turns.
+"""Times cross-entropy, forward and backward, of ringcomm and other libraries, in turn.
 
 With one rank it compares ringcomm, ringcomm in place, the peers, and a copy of the logits as a
-floor. With several ranks it compares a vocabulary sharded over the ranks with one rank that has all
-of it. Gradients of some rows are verified against float64.
+floor. With several ranks it compares a vocabulary sharded over the ranks, also in place, with one
+rank that has all of it, and with a copy of each rank's logits. Gradients of some rows are verified
+against float64. On GPUs times are from event to event.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device_point import EventContender, align
 from groups import run_ranks
+from mps import Mps, find_control
+from placement import LAYOUTS, Placement, count_devices
+from placement import facts as facts_of_devices
 from report import BUSY, Report, comparison, records_of, table_of
 from torch import Tensor
 from torch.nn import functional
@@ -35,7 +41,7 @@ from ringcomm.measure.screen import (
 )
 from ringcomm.measure.timing import Contender, measure, open_default_group
 
-RINGCOMM, ONE_RANK, FLOOR = "ringcomm", "one rank", "copy"
+RINGCOMM, IN_PLACE, ONE_RANK, FLOOR = "ringcomm", "in place", "one rank", "copy"
 # Rows whose gradient is verified; their float64 takes 8 bytes per class.
 NUM_CHECKED_ROWS = 16
 # Relative to the largest gradient of those rows.
@@ -50,12 +56,13 @@ class Losses:
     """What is measured.
 
     Attributes:
+        placement: of the ranks.
         peers: of torch, compile, liger, quack; with one rank.
         num_threads: of each rank.
     """
 
     world_size: int
-    device: str
+    placement: Placement
     num_tokens: int
     vocab_sizes: list[int]
     dtypes: list[str]
@@ -65,16 +72,22 @@ class Losses:
     repeats: int
 
     def check(self) -> None:
-        """Raises ValueError where it makes no sense, naming the option."""
+        """Raises ValueError naming an invalid option."""
+        if self.placement.num_devices == 0:
+            raise ValueError(f"this torch has no {self.placement.kind} device here")
         known = [name for name in PEERS if name != RINGCOMM]
         unknown = [name for name in self.peers if name not in known]
         if unknown:
-            raise ValueError(f"--peers are some of {', '.join(known)}, got {', '.join(unknown)}")
+            raise ValueError(
+                f"--peers must be some of {', '.join(known)}, got {', '.join(unknown)}"
+            )
         wrong = [name for name in self.dtypes if getattr(torch, name, None) not in TOLERANCES]
         if wrong:
-            raise ValueError(f"--dtypes are float32, float16 and bfloat16, got {', '.join(wrong)}")
+            raise ValueError(
+                f"--dtypes must be float32, float16 or bfloat16, got {', '.join(wrong)}"
+            )
         if self.num_tokens < 1 or min(self.vocab_sizes) < self.world_size:
-            raise ValueError("every rank has a token and a class")
+            raise ValueError("every rank needs at least one token and one class")
 
 
 # ---- ways of one rank
@@ -88,7 +101,7 @@ def _backward(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, logits: 
 
 
 class _Layer(torch.autograd.Function):
-    """Its output is its input, and no leaf."""
+    """An identity whose output is not a leaf."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -99,8 +112,8 @@ class _Layer(torch.autograd.Function):
         return grad
 
 
-def _in_place(leaf: Tensor, target: Tensor) -> Tensor:
-    loss: Tensor = ops.cross_entropy(_Layer.apply(leaf), target, inplace=True)
+def _in_place(leaf: Tensor, target: Tensor, **shard: Any) -> Tensor:
+    loss: Tensor = ops.cross_entropy(_Layer.apply(leaf), target, inplace=True, **shard)
     return loss
 
 
@@ -122,18 +135,18 @@ def _quack() -> Callable[[Tensor, Tensor], Tensor]:
 
 PEERS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
     RINGCOMM: lambda: ops.cross_entropy,
-    "in place": lambda: _in_place,
+    IN_PLACE: lambda: _in_place,
     "torch": lambda: functional.cross_entropy,
     "compile": _compiled,
     "liger": _liger,
     "quack": _quack,
 }
-# Of the logits, what such a way leaves.
-OVERWRITING = ("in place", "liger")
+# The gradient that an in-place way leaves in the logits.
+OVERWRITING = (IN_PLACE, "liger")
 
 
 def _ways(losses: Losses, target: Tensor) -> dict[str, Way]:
-    names = [RINGCOMM, "in place", *losses.peers]
+    names = [RINGCOMM, IN_PLACE, *losses.peers]
     return {name: partial(_backward, PEERS[name](), target) for name in names}
 
 
@@ -146,16 +159,12 @@ def _shard(team: Team, vocab_size: int) -> slice:
 
 
 def _shared_ways(team: Team, target: Tensor, vocab_size: int) -> dict[str, Way]:
-    """Of which each gets this rank's columns, but one that gets all, on the first rank."""
-    start = _shard(team, vocab_size).start
-
-    def parallel(leaf: Tensor, target: Tensor) -> Tensor:
-        group = dist.group.WORLD
-        loss: Tensor = ops.cross_entropy(leaf, target, group=group, vocab_start=start)
-        return loss
-
+    """Ways with a sharded vocabulary, and one with all columns on the first rank."""
+    where = {"vocab_start": _shard(team, vocab_size).start, "vocab_size": vocab_size}
+    shard: dict[str, Any] = {"group": dist.group.WORLD, **where}
     return {
-        RINGCOMM: partial(_backward, parallel, target),
+        RINGCOMM: partial(_backward, partial(ops.cross_entropy, **shard), target),
+        IN_PLACE: partial(_backward, partial(_in_place, **shard), target),
         ONE_RANK: partial(_backward, ops.cross_entropy, target),
     }
 
@@ -164,7 +173,7 @@ def _shared_ways(team: Team, target: Tensor, vocab_size: int) -> dict[str, Way]:
 
 
 def _count_wrong(logits: Tensor, target: Tensor, columns: slice, gradient: Tensor) -> int:
-    """Elements of the first rows that are not the mean's gradient; ``logits`` have all columns."""
+    """Counts wrong gradient elements of the first rows (of "mean"); ``logits`` have all columns."""
     rows = slice(0, NUM_CHECKED_ROWS)
     expected = torch.softmax(logits[rows].double(), -1)
     expected -= functional.one_hot(target[rows], logits.shape[1])
@@ -182,7 +191,7 @@ def _status_bytes(field: str) -> int:
 
 
 def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """What a call needs of memory at most, beyond what is there before it."""
+    """The peak of a call's memory beyond the memory in use before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -205,8 +214,10 @@ class _Inputs:
     target: Tensor
     kept: Tensor  # the rows that are verified
 
-    def restore(self) -> None:
+    def restore(self, part: Tensor, columns: slice) -> None:
+        """Gives the first rows of all logits, and of a part of the columns, what they had."""
         self.logits[: len(self.kept)] = self.kept
+        part[: len(self.kept)] = self.kept[:, columns]
 
 
 def _inputs(num_tokens: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> _Inputs:
@@ -219,7 +230,7 @@ def _inputs(num_tokens: int, vocab_size: int, dtype: torch.dtype, device: torch.
 def _contenders(
     losses: Losses, team: Team, inputs: _Inputs
 ) -> tuple[dict[str, Contender], dict[str, int], dict[str, int]]:
-    """Those of a point, ready to be timed; wrong elements and memory by way. Collective."""
+    """The contenders of a point; wrong elements and memory by way. Collective."""
     vocab_size = inputs.logits.shape[1]
     columns = _shard(team, vocab_size)
     is_shared = team.world_size > 1
@@ -227,28 +238,32 @@ def _contenders(
         _shared_ways(team, inputs.target, vocab_size) if is_shared else _ways(losses, inputs.target)
     )
     mine = inputs.logits[:, columns].contiguous() if is_shared else inputs.logits
-    align = dist.barrier if is_shared else lambda: None
     contenders, wrong, memory = {}, {}, {}
     for name, way in ways.items():
         is_idle = name == ONE_RANK and team.rank != 0
         logits = inputs.logits if name == ONE_RANK else mine
         found = slice(0, vocab_size) if name == ONE_RANK else columns
-        inputs.restore()
+        inputs.restore(mine, columns)
         bad = 0
         if not is_idle:
             gradient = way(logits).clone() if name in OVERWRITING else way(logits)
-            inputs.restore()
+            inputs.restore(mine, columns)
             bad = _count_wrong(inputs.logits, inputs.target, found, gradient)
             del gradient
         call: Callable[[], Any] = (lambda: None) if is_idle else partial(way, logits)
         wrong[name] = sum(team.share(bad))
         memory[name] = max(team.share(peak_extra_bytes(call, logits.device)))
-        contenders[name] = Contender(call, align)
-    if not is_shared:
-        copy: Callable[[], Any] = partial(torch.empty_like(mine).copy_, mine)
-        contenders[FLOOR] = Contender(copy, align)
-        wrong[FLOOR], memory[FLOOR] = 0, 0
+        contenders[name] = _contender(team, call, logits.device)
+    copy: Callable[[], Any] = partial(torch.empty_like(mine).copy_, mine)
+    contenders[FLOOR] = _contender(team, copy, mine.device)
+    wrong[FLOOR], memory[FLOOR] = 0, 0
     return contenders, wrong, memory
+
+
+def _contender(team: Team, call: Callable[[], Any], device: torch.device) -> Contender:
+    if device.type != "cpu":
+        return EventContender(call, align(team, device), device=device)
+    return Contender(call, dist.barrier if team.world_size > 1 else lambda: None)
 
 
 def _points(losses: Losses) -> Iterator[tuple[int, torch.dtype]]:
@@ -259,7 +274,7 @@ def _points(losses: Losses) -> Iterator[tuple[int, torch.dtype]]:
 
 def run_rank(losses: Losses, team: Team) -> None:
     """One rank: every point in turn; rank 0 reports each one's records. Collective."""
-    device = torch.device(losses.device)
+    device = losses.placement.take(team.rank)
     if team.world_size > 1:
         open_default_group(team, "ringcomm")
     torch.set_num_threads(losses.num_threads)
@@ -288,7 +303,7 @@ def run_rank(losses: Losses, team: Team) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many ranks, which sizes, which peers, how long."""
+    """Adds options for ranks, sizes, peers and time."""
     add = parser.add_argument
     add("--world-size", type=int, default=1, help="ranks that share the vocabulary")
     add("--threads", type=int, help="of each rank (default: the cores, or 1 with several ranks)")
@@ -297,7 +312,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", type=as_option(words), default="float32,bfloat16")
     peers = "of torch, compile, liger, quack; with one rank"
     add("--peers", type=as_option(words), default="torch", help=peers)
-    add("--device", default="cpu", help="cpu or cuda")
+    add("--device", default="cpu", help="cpu, or cuda, to which the next two apply")
+    layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
+    add("--layout", choices=LAYOUTS, default="all", help=layout)
+    mps = "run NVIDIA's Multi-Process Service during the measurement"
+    add("--mps", action=argparse.BooleanOptionalAction, default=False, help=mps)
     add(
         "--seconds",
         type=float,
@@ -321,11 +340,13 @@ def _row(record: dict[str, Any]) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures; the status is 3 when a gradient was wrong."""
+    """Measures; returns status 3 if a gradient was wrong."""
     cores = len(os.sched_getaffinity(0)) if options.world_size == 1 else 1
+    has_mps = options.mps or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+    num_devices = count_devices(options.device)
     losses = Losses(
         world_size=options.world_size,
-        device=options.device,
+        placement=Placement(options.device, num_devices, options.layout, has_mps),
         num_tokens=options.tokens,
         vocab_sizes=options.vocabularies,
         dtypes=options.dtypes,
@@ -336,6 +357,10 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         losses.check()
+        if options.mps and losses.placement.is_cpu:
+            raise ValueError("--mps is for GPUs: add --device cuda")
+        if options.mps and find_control() is None:
+            Mps()  # which says what is missing
         check_writable(options.json)
     except ValueError as error:
         options.parser.error(str(error))
@@ -343,8 +368,8 @@ def run(options: argparse.Namespace) -> int:
         "cross_entropy",
         options.json,
         world_size=losses.world_size,
-        device=losses.device,
         num_threads=losses.num_threads,
+        **({"device": "cpu"} if losses.placement.is_cpu else facts_of_devices(losses.placement)),
     )
     headers = ["type", "classes", "way", "p50 µs", "p99 µs", "memory", "time over ringcomm's"]
     headers += ["others %"]
@@ -354,6 +379,6 @@ def run(options: argparse.Namespace) -> int:
         table = table_of(headers, caption, report.records, _row, ("dtype", "vocab_size"))
         return [f"{losses.num_tokens} tokens, {losses.world_size} rank(s)", table]
 
-    with report.measuring(show):
+    with Mps() if options.mps else contextlib.nullcontext(), report.measuring(show):
         run_ranks(losses.world_size, partial(run_rank, losses), report.add)
     return report.finish(*show())

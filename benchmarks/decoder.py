@@ -1,4 +1,4 @@
-"""A small language model of torch's layers: whole, tensor-parallel, and in pipeline stages."""
+"""A small language model of torch's layers: unsharded, tensor-parallel, and in pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringcomm.parallel import pipeline, tensor
 
 VOCAB_SIZE = 256  # bytes
 HEAD_WIDTH = 32
-# What the loss over classes in parts sends of each token.
+# Bytes per token that the vocabulary-parallel loss sends.
 LOSS_BYTES = 24
 
 
@@ -49,7 +49,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Pre-norm layers with a causal mask, which is all they know of positions.
+    """Pre-norm layers with a causal mask and no position embedding.
 
     Args:
         width: of the model, a multiple of 32.
@@ -81,13 +81,13 @@ class Decoder(nn.Module):
         return loss
 
     def blocks(self) -> dict[str, nn.Module]:
-        """What makes logits of ids when it is called in turn."""
+        """The modules that compute logits from ids, in call order."""
         layers = {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
         return {"tokens": self.tokens, **layers, "norm": self.norm, "head": self.head}
 
 
 def split_layers(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: bool) -> None:
-    """Tensor parallelism; with `shares_tokens` sequence parallelism, too."""
+    """Applies tensor parallelism, and with `shares_tokens` sequence parallelism."""
     dim = 1 if shares_tokens else None
 
     def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def split_layers(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: boo
 
 
 def split_bytes(width: int, num_layers: int, num_tokens: int, *, shares_tokens: bool) -> int:
-    """What is reduced over the ranks in a step: a rank sends 2(N-1)/N of it."""
+    """Bytes reduced over the ranks in a step: a rank sends 2(N-1)/N of them."""
     activations = 4 * width * num_tokens * (4 * num_layers + 2)
     norms = 4 * width * (2 * num_layers + 1) if shares_tokens else 0
     return activations + LOSS_BYTES * (num_tokens + 1) + norms
@@ -140,6 +140,6 @@ def make_pipeline(
 
 
 def pipeline_bytes(width: int, num_tokens: int, world_size: int) -> float:
-    """What a rank sends in a step, as a mean: activations, their gradients, the loss, a digest."""
+    """Mean bytes that a rank sends in a step: activations, their gradients, the loss, a digest."""
     activations = (2 * 4 * width * num_tokens + 4) * (world_size - 1) / world_size
     return activations + 8 * (world_size - 1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times weight updates and the linear cross-entropy on one device, beside what torch needs for it.
+"""Times weight updates and the linear cross-entropy on one device, compared with torch.
 
     python benchmarks/device_kernels.py --device cuda --only linear,sgd
 
@@ -7,10 +7,12 @@
                  product alone, and beside product and sgd_update_
     embedding    embedding_sgd_update_ with the ids of a text, with and without decay
     sgd          sgd_update_ beside torch's add_, and a copy of the weights as a floor
-    linear_loss  linear_cross_entropy beside torch's, forward and backward
+    linear_loss  linear_cross_entropy beside torch's, forward and backward, and beside its three
+                 products alone
 
-The ways take turns in short blocks; times are from event to event on a device. Memory is what a
-call takes at most besides what is there. One JSON line per way is appended to benchmarks/results.
+The ways take turns in short blocks; times are between events on a device. Memory is the peak of a
+call beyond the memory in use before and what it returns, such as gradients. One JSON line per way
+is appended to benchmarks/results.
 Results are not verified here: the tests of the operators do that.
 """
 
@@ -56,7 +58,7 @@ class Shape:
     rows: int
 
     def scaled(self, factor: int) -> Shape:
-        """Each a part of it, for machines that are slower than a GPU."""
+        """Scales all sizes down, for machines that are slower than a GPU."""
         return Shape(*(max(1, n // factor) for n in (self.tokens, self.columns, self.rows)))
 
     def text(self) -> str:
@@ -81,7 +83,7 @@ def _linear(shape: Shape, device: torch.device) -> Ways:
 
 
 def _embedding(shape: Shape, device: torch.device) -> Ways:
-    # As in a text: few words are most of it, and the most frequent one comes hundreds of times.
+    # Distributed as in a text: the most frequent id occurs hundreds of times.
     ranks = torch.arange(1, shape.rows + 1, dtype=torch.float64)
     ids = torch.multinomial(1 / ranks, shape.tokens, replacement=True).to(device)
     weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16)
@@ -115,9 +117,10 @@ def _linear_loss(shape: Shape, device: torch.device) -> Ways:
     weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16) / 50
     target = torch.randint(shape.rows, (shape.tokens,), device=device)
 
-    def backward(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def backward(loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor | None]:
         leaves = [value.detach().requires_grad_() for value in (hidden, weight)]
         loss(*leaves).backward()
+        return [leaf.grad for leaf in leaves]
 
     def torchs(hidden: Tensor, weight: Tensor) -> Tensor:
         return functional.cross_entropy((hidden @ weight.t()).float(), target)
@@ -126,7 +129,12 @@ def _linear_loss(shape: Shape, device: torch.device) -> Ways:
         loss: Tensor = ops.linear_cross_entropy(hidden, weight, target)
         return loss
 
-    return {"ringcomm": partial(backward, ours), "torch": partial(backward, torchs)}
+    def products() -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.t()
+        return logits @ weight, logits.t() @ hidden
+
+    ways: Ways = {"ringcomm": partial(backward, ours), "torch": partial(backward, torchs)}
+    return {**ways, "products": products}
 
 
 CASES: dict[str, tuple[Callable[[Shape, torch.device], Ways], tuple[Shape, ...]]] = {
@@ -138,15 +146,16 @@ CASES: dict[str, tuple[Callable[[Shape, torch.device], Ways], tuple[Shape, ...]]
 
 
 def extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """What a call takes at most of a GPU's memory; None elsewhere, where nobody counts it."""
+    """The peak GPU memory of a call beyond what it returns; None on other devices."""
     call()
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    return torch.cuda.max_memory_allocated(device) - before
+    results = call()
+    left = torch.cuda.memory_allocated(device)
+    del results
+    return torch.cuda.max_memory_allocated(device) - left
 
 
 def run_rank(team: Team, options: argparse.Namespace, placement: Placement) -> None:
@@ -176,7 +185,7 @@ def _contender(team: Team, call: Callable[[], object], device: torch.device) -> 
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     extra = record["extra_bytes"]
     return [
         *(record["case"], record["shape"], record["way"]),
@@ -187,7 +196,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__)
     add = parser.add_argument
     add("--device", default="cuda")
@@ -197,9 +206,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     unknown = set(options.only) - CASES.keys()
     if unknown:
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+        parser.error(f"--only: unknown names {', '.join(sorted(unknown))}")
     if count_devices(options.device) == 0:
-        parser.error(f"this torch has no {options.device} device here")
+        parser.error(f"this torch finds no {options.device} device here")
     options.json = options.json or harness.default_path("device_kernels")
     return options
 

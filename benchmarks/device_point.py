@@ -1,4 +1,4 @@
-"""One point of a sweep on devices: eager or in CUDA graphs, on buffers that take turns."""
+"""One point of a sweep on devices: eager or in CUDA graphs, on alternating buffers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from groups import Communicator
-from operations import OPERATIONS, Buffers, Operation, algorithms_used, num_calls
+from operations import OPERATIONS, Buffers, Operation
 from placement import Placement, Speeds, measure_speeds, memory_bytes
-from point import GB, Bench, make_buffers
+from point import GB, Bench, algorithms_used, make_buffers, num_calls
 from report import records_of
 
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import Contender, Timings, measure
 
-# Before a capture: what a backend does once, connecting say, must not be a part of the graph.
+# Before a capture: initialization of a backend, such as connecting, must not be in the graph.
 NUM_CALLS_BEFORE_CAPTURE = 3
 
 
@@ -28,19 +28,19 @@ NUM_CALLS_BEFORE_CAPTURE = 3
 class EventContender(Contender):
     """One backend's call on a device; the time from an event after a call to that after the next.
 
-    The host does not wait between calls: where the device is the quicker one, this is the time
-    that the host needs to make a call.
+    The host does not wait between calls. If the device is faster than the host, this is the host's
+    time per call.
 
     Attributes:
-        device: whose current stream has the events.
-        num_calls: that one ``call`` makes: more than one in a graph.
+        device: the device whose current stream has the events.
+        num_calls: the calls in one ``call``: more than one in a graph.
     """
 
     device: torch.device | str = "cuda"
     num_calls: int = 1
 
     def first_call_s(self) -> float:
-        """Seconds of a call until the device has done it."""
+        """Seconds of a call until the device has completed it."""
         begin = time.perf_counter()
         self.call()
         torch.get_device_module(self.device).synchronize(self.device)
@@ -65,7 +65,7 @@ class EventContender(Contender):
 
 
 def align(team: Team, device: torch.device) -> Callable[[], None]:
-    """What ranks do before a block: they wait for their devices, then for each other."""
+    """Aligns ranks before a block: they wait for their devices, then for each other."""
 
     def wait() -> None:
         torch.get_device_module(device).synchronize(device)
@@ -83,7 +83,7 @@ def captured(calls: Sequence[Callable[[], None]], device: torch.device) -> Calla
             call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    # Thread-local: threads of NCCL's that query events are none of this capture's business.
+    # Thread-local, because NCCL's threads query events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
@@ -92,7 +92,7 @@ def captured(calls: Sequence[Callable[[], None]], device: torch.device) -> Calla
 
 
 def rotating(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """A call that is each of ``calls`` in turn."""
+    """A call that cycles through ``calls``."""
     turns = itertools.cycle(calls)
 
     def call() -> None:
@@ -102,10 +102,10 @@ def rotating(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 
 CLOCKS = ("events", "host")
-# Four times the largest L2 there is: a call's buffers are not in it from the call before.
+# Four times the largest L2: a call's buffers are not cached from the previous call.
 ROTATED_BYTES = 256 << 20
 MAX_BUFFERS = 32
-# Whose calls a CUDA graph can hold; Gloo's pass through the host.
+# Backends whose calls a CUDA graph can capture; Gloo's run on the host.
 CAPTURABLE = ("ringcomm", "nccl")
 
 
@@ -130,7 +130,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured, and how."""
+    """A point and its method."""
 
     name: str
     num_bytes: int
@@ -151,7 +151,7 @@ class _Attempt:
 
 
 def _make_sets(bench: Bench, placement: Placement, point: Point) -> list[Buffers]:
-    """As many buffers as are needed for the ranks of a device to move past its caches."""
+    """Enough buffers that the ranks of a device exceed its caches."""
     together = point.num_bytes * placement.max_ranks(bench.team.world_size)
     count = min(MAX_BUFFERS, -(-ROTATED_BYTES // max(1, together)))
     make = partial(make_buffers, bench, point.operation, point.num_bytes, point.dtype)
@@ -159,7 +159,7 @@ def _make_sets(bench: Bench, placement: Placement, point: Point) -> list[Buffers
 
 
 def _groups(bench: Bench, method: Method) -> dict[str, Any]:
-    """The groups by label whose calls can be made this way."""
+    """The groups, by label, that support this method."""
     return {
         label: group
         for label, group in bench.groups.items()
@@ -260,7 +260,7 @@ def measure_device_point(
 def _bandwidths(
     bench: Bench, placement: Placement, point: Point, attempt: _Attempt, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """What follows from a backend's median call."""
+    """The bandwidths from a backend's median call."""
     world_size, num_bytes = bench.team.world_size, point.num_bytes
     algbw = num_bytes / (record["p50_us"] / 1e6) / GB
     bus_factor = point.operation.bus_factor(world_size)

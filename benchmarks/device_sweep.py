@@ -1,4 +1,4 @@
-"""A sweep on devices: which backends can take part there, every point in turn, and its table."""
+"""A sweep on devices: the supported backends, all points, and the table."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ FILE_COLUMNS = 190
 
 def placement_of(sweep: Sweep) -> Placement:
     """Where a sweep's ranks are, with the devices that are there."""
-    # A daemon that was there before this has its folder in the environment as well.
+    # A daemon that was running before has its folder in the environment too.
     has_mps = sweep.mps or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
     return Placement(sweep.device, count_devices(sweep.device), sweep.layout, has_mps)
 
 
 def why_not(backend: str, placement: Placement, world_size: int) -> str | None:
-    """The reason why a backend has no part in it, or None."""
+    """The reason why a backend is excluded, or None."""
     if backend == MPI:
         return "its calls take arrays in the host's memory"
     if backend == "mpi" and not dist.is_mpi_available():
@@ -82,7 +82,7 @@ def _row(record: Record) -> list[str]:
 
 
 def device_table(records: list[Record]) -> Table:
-    """What a sweep on devices found."""
+    """The table of a sweep on devices."""
     headers = ["op", "bytes", "count", "type", "redop", "mode", "backend", "p50 µs", "p99 µs"]
     headers += ["algbw GB/s", "busbw GB/s", "of floor", "#wrong", "time over ringcomm's"]
     clocks = {"events": "events between calls", "host": "the host's clock around a synchronize"}

@@ -1,4 +1,4 @@
-"""How long a flag takes from one core to another, which tells whether they share a cache."""
+"""Measures the latency of a flag between two cores, which shows whether they share a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPILER_TIMEOUT_S = 60.0
 
 
 def _compile(folder: str) -> str | None:
-    """Compiles the probe; its path, or None without a C compiler."""
+    """Compiles the probe; returns its path, or None without a C compiler."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         return None
@@ -59,7 +59,7 @@ class FlagProbe:
         self.is_there: bool = all(could)
 
     def _map(self, library: str | None) -> bool:
-        """Loads the code and maps the flags; False where that cannot be, as on another host."""
+        """Loads the code and maps the flags; returns False if impossible, as on another host."""
         if library is None:
             return False
         try:
@@ -78,10 +78,10 @@ class FlagProbe:
         return True
 
     def latency_us(self, cpus: tuple[int, int]) -> float | None:
-        """One-way hand-over between ranks 0 and 1, in µs. Collective; the others sleep.
+        """One-way latency between ranks 0 and 1, in µs. Collective; the others sleep.
 
-        Both are bound to a CPU of their own meanwhile. The fastest tenth of the batches counts:
-        another program can only slow them down.
+        Each is bound to its own CPU during the measurement. The fastest tenth of the batches is
+        used, because other programs can only slow them down.
 
         Returns:
             The same on all ranks; None with one rank or one CPU twice, without a C compiler, on

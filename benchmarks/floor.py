@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares all_reduce with what memory allows: staged, on shared buffers, and the floor, in turn.
+"""Compares all_reduce, staged and on shared buffers, with the limit of memory bandwidth.
 
     python benchmarks/floor.py --worlds 2,4 --sizes 262144,4194304,67108864
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 # isort: on
 
 from groups import labelled, open_groups, run_ranks
-from operations import algorithms_used, num_calls
+from point import algorithms_used, num_calls
 from report import Report, inverse, records_of, share_range, state_of, table_of
 from weather import WeatherWatch
 
@@ -95,7 +95,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     ratio, flag_us = record["ratio"], record["flag_us"]["after"]
     return [
         str(record["world_size"]),
@@ -110,14 +110,14 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__, seconds=4.0, per="world and size")
     add = parser.add_argument
     add("--worlds", type=whole_numbers, default="2,4", help="numbers of ranks")
     add("--sizes", type=whole_numbers, default="262144,4194304,67108864", help="bytes of a buffer")
     options = parser.parse_args(argv)
     if min(options.worlds) < 2 or min(options.sizes) < 1:
-        parser.error("--worlds are at least 2, --sizes at least 1")
+        parser.error("--worlds must be 2 or more, --sizes 1 or more")
     options.json = options.json or harness.default_path("floor")
     return options
 

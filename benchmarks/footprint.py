@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures what groups hold while nobody uses them, and what waiting costs.
+"""Measures the resources of idle groups, and the cost of waiting.
 
     python benchmarks/footprint.py --world 4 --groups 64
 
@@ -38,13 +38,13 @@ from ringcomm.measure.screen import as_option, byte_count, words
 from ringcomm.measure.timing import open_default_group
 
 SMALL_BYTES = 1024
-# Touches whatever a group touches: each algorithm of all_reduce, and messages.
+# Uses all memory of a group: each algorithm of all_reduce, and messages.
 USED_BYTES = (SMALL_BYTES, 1 << 20, 64 << 20)
-# Of waiting: the backends take turns, and what comes first is the spinning before the sleep.
+# The backends wait in turns, because a wait begins with spinning before it sleeps.
 NUM_TURNS = 3
 SETTLE_S = 0.05
 PROC = Path("/proc/self")
-# What the kernel counts of a process, in the records' units.
+# What the kernel counts per process, with the units of the records.
 COUNTED = {"memory": "bytes", "file descriptors": "", "threads": ""}
 
 
@@ -58,7 +58,7 @@ def counts() -> list[int]:
 
 
 def run_idle(team: Team, options: argparse.Namespace, backend: str) -> None:
-    """Rank 0 reports what idle groups have added to the rank to which they added most."""
+    """Rank 0 reports the resources of idle groups on the rank with the largest increase."""
 
     def added() -> list[int]:
         team.share(None)
@@ -108,7 +108,7 @@ def run_mapped(team: Team) -> None:
 
 
 def use_group(team: Team) -> None:
-    """All that a group may map: all_reduces, and messages around the ring. Collective."""
+    """Maps all memory of a group: all_reduces, and messages around the ring. Collective."""
     for num_bytes in USED_BYTES:
         buffer = torch.zeros(num_bytes // 4)
         dist.all_reduce(buffer)
@@ -151,7 +151,7 @@ def wait_once(team: Team, group: dist.ProcessGroup, pids: list[int], seconds: fl
 
 
 def run_waiting(team: Team, options: argparse.Namespace) -> None:
-    """Rank 0 reports what waiting costs, over each backend."""
+    """Rank 0 reports the cost of waiting with each backend."""
     groups = open_groups(team, labelled(options.backends))
     watch = WeatherWatch(team)
     pids = team.share(os.getpid())[1:]
@@ -172,15 +172,15 @@ def run_waiting(team: Team, options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__, seconds=1.0, per="wait")
     add = parser.add_argument
     add("--backends", type=as_option(words), default="ringcomm,gloo")
     add("--world", type=int, default=4, help="ranks, all on this machine")
-    add("--groups", type=int, default=64, help="groups that nobody uses")
+    add("--groups", type=int, default=64, help="number of idle groups")
     options = parser.parse_args(argv)
     if options.world < 2 or options.groups < 1 or options.seconds <= 0:
-        parser.error("wants 2 ranks and 1 group at least, and some seconds")
+        parser.error("needs at least 2 ranks, 1 group and more than 0 seconds")
     options.json = options.json or harness.default_path(f"footprint-w{options.world}")
     return options
 

@@ -1,4 +1,4 @@
-"""`ringcomm bench OP`: which module measures an operation, and its command line.
+"""`ringcomm bench OP`: the module that measures an operation, and its command line.
 
 Such a module has `add_arguments(parser)` and `run(options) -> int`, the exit status. Options have
 the operations in ``op``, and their parser in ``parser``.
@@ -16,12 +16,12 @@ from operations import OPERATIONS
 
 from ringcomm.cli import OneLineParser
 
-# What is measured alone; collectives may be several, separated by commas.
+# Operations that must be the only one; several collectives may be separated by commas.
 ALONE: dict[str, ModuleType] = {"cross_entropy": cross_entropy, "systems": systems}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows meaningful defaults only."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default not in (None, False, [], 0)
@@ -29,14 +29,14 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentParser:
-    """The command line of an operation. Raises ValueError for one that is not known."""
+    """The command line of an operation. Raises ValueError for an unknown one."""
     known = [*OPERATIONS, *ALONE]
     unknown = [name for name in op.split(",") if name not in known]
     if unknown:
         raise ValueError(f"invalid choice: {unknown[0]!r}: OP is one of {', '.join(known)}")
     alone = [name for name in op.split(",") if name in ALONE]
     if alone and op != alone[0]:
-        raise ValueError(f"{alone[0]} is measured alone, got {op}")
+        raise ValueError(f"{alone[0]} must be the only operation, got {op}")
     module = ALONE.get(op, collectives)
     parser = OneLineParser(
         prog=f"{program} {op}",

@@ -10,9 +10,9 @@
     gloo        the same over Gloo, on CPUs
     nccl        what zero1 does, over NCCL, on GPUs
 
-torch.optim is the fused=True form, one pass over memory; parameters of 16 bits have master weights
-in fp32 but for LOMO's. The ways take turns in short blocks on parameters and gradients of their
-own; of each step the slowest rank counts. After three steps from one start all must have the
+torch.optim is the fused=True form, one pass over memory; 16-bit parameters have fp32 master
+weights, except with LOMO. The ways take turns in short blocks on separate parameters and gradients;
+the time of a step is that of the slowest rank. After three steps from one start all must have the
 parameters of a single process. On devices the floor is what the ranks together must read and write
 (2 N S bytes, and the optimizer's states twice) at the speed of a copy in the same run. One JSON
 line per way and size is appended to benchmarks/results.
@@ -119,7 +119,7 @@ def _floor(team: Team, way: Way, placement: Placement, kind: str) -> dict[str, A
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     return [
         *(byte_count(record["bytes"]), record["way"]),
         *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99")),
@@ -130,7 +130,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__, seconds=4.0, per="size, for all ways")
     add = parser.add_argument
     add("--world", type=int, default=2, help="ranks, all on this machine")
@@ -141,16 +141,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
     add("--layout", choices=LAYOUTS, default="all", help=layout)
     add("--mps", action=argparse.BooleanOptionalAction, default=False, help="run MPS meanwhile")
-    add("--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 in place of torch's")
+    add(
+        "--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 to use instead of torch's"
+    )
     options = parser.parse_args(argv)
     if options.world < 2 or min(options.sizes) < 4 * options.world:
-        parser.error("--world is at least 2, and each size gives every rank a parameter")
+        parser.error("--world must be 2 or more, and each size at least one parameter per rank")
     if options.mps and options.device == "cpu":
-        parser.error("--mps is of GPUs: add --device cuda")
+        parser.error("--mps is for GPUs only: add --device cuda")
     if options.mps and find_control() is None:
-        parser.error("--mps: there is no nvidia-cuda-mps-control")
+        parser.error("--mps: nvidia-cuda-mps-control is not installed")
     if count_devices(options.device) == 0:
-        parser.error(f"this torch has no {options.device} device here")
+        parser.error(f"this torch finds no {options.device} device here")
     where = "" if options.device == "cpu" else f"-{options.device}-{options.layout}"
     name = f"fused_update-{options.optimizer}-w{options.world}{where}"
     options.json = options.json or harness.default_path(name)
@@ -158,7 +160,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def ways_on(placement: Placement, world_size: int) -> tuple[str, ...]:
-    """The ways that can be measured there; says why NCCL's cannot."""
+    """The ways that are supported there; prints why NCCL is not."""
     if placement.is_cpu:
         return WAYS
     reason = why_nccl_cannot(placement, world_size)

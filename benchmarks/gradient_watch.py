@@ -1,4 +1,4 @@
-"""How much of gradients is alive at a time."""
+"""Measures the memory of live gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def live_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 class GradientWatch:
-    """The most bytes of gradients that are kept for parameters, seen whenever one is added.
+    """Tracks the peak bytes of gradients that are kept for parameters.
 
     Made before the optimizer, whose hooks come after these.
 
@@ -42,13 +42,13 @@ class GradientWatch:
         ]
 
     def look(self, _: Tensor | None = None) -> None:
-        """Notes what is kept now."""
+        """Records the current bytes."""
         held_bytes = getattr(self.optimizer, "held_bytes", 0)
         now = live_bytes(p.grad for p in self._params) + held_bytes
         self.peak_bytes = max(self.peak_bytes, now)
 
     def stop(self) -> int:
-        """What was seen; no hook is left."""
+        """Returns the peak, and removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         return self.peak_bytes

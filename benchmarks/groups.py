@@ -1,4 +1,4 @@
-"""Ranks that a launcher has started, and groups over any backend, mpi4py's communicator included.
+"""Ranks started by a launcher, and groups of any backend, including mpi4py's communicator.
 
     mpiexec -n 2 python -m ringcomm bench all_reduce --peers gloo,mpi4py
 
@@ -51,7 +51,7 @@ class Communicator:
 
 
 class _StoreChannel:
-    """A pair of queues in a c10d store, in the words of a ``Connection``."""
+    """A pair of queues in a c10d store, with the interface of a ``Connection``."""
 
     def __init__(self, store: dist.Store, mine: int, theirs: int) -> None:
         self._store = store
@@ -64,7 +64,7 @@ class _StoreChannel:
         try:
             for part, start in enumerate(starts):
                 self._store.set(f"{name}/{part}", text[start : start + MAX_STORE_VALUE])
-            self._store.set(name, str(len(starts)))  # last: it is what the other end waits for
+            self._store.set(name, str(len(starts)))  # last, because the other end waits for it
         except dist.DistNetworkError as error:
             raise BrokenPipeError(str(error)) from None
         self._num_sent += 1
@@ -77,7 +77,7 @@ class _StoreChannel:
             self._store.wait([self._next()], timedelta(seconds=timeout))
         except dist.DistNetworkError as error:
             raise EOFError(str(error)) from None
-        except RuntimeError:  # it did not come in time; some stores have no class for it
+        except RuntimeError:  # timeout; some stores have no class for it
             return False
         return True
 
@@ -94,13 +94,13 @@ class _StoreChannel:
 def _mpi_store() -> tuple[dist.Store, int, int]:
     """A store for the processes that mpiexec has started, with rank and number. Collective.
 
-    Raises ValueError, on all ranks, where they do not find each other.
+    Raises ValueError on all ranks if they do not find each other.
     """
     all_ranks = Communicator()
     if all_ranks.size != mpi_world_size():
         raise ValueError(
-            f"mpiexec has started {mpi_world_size()} rank(s), of which mpi4py sees"
-            f" {all_ranks.size}: it belongs to another MPI"
+            f"mpiexec has started {mpi_world_size()} rank(s), but mpi4py sees {all_ranks.size}:"
+            " it belongs to another MPI"
         )
     host = all_ranks.broadcast(socket.gethostname())
     store = dist.TCPStore(host, 0, is_master=True) if all_ranks.rank == 0 else None
@@ -111,11 +111,13 @@ def _mpi_store() -> tuple[dist.Store, int, int]:
 def _join(world_size: int, on_message: Callable[[Any], None]) -> Team:
     """This process's end of the team that its launcher has started. Collective.
 
-    Raises ValueError where it has started another number, before any rank waits for others.
+    Raises ValueError for another number of ranks, before any rank waits for others.
     """
     size = joined_world_size()
     if size != world_size:
-        raise ValueError(f"the launcher has started {size} rank(s), and {world_size} are asked for")
+        raise ValueError(
+            f"the launcher has started {size} rank(s), but {world_size} were requested"
+        )
     is_mpi = mpi_world_size() is not None
     store, rank, _ = _mpi_store() if is_mpi else next(iter(dist.rendezvous("env://")))
     side = dist.PrefixStore("ringcomm-bench-side-channel", store)
@@ -129,8 +131,8 @@ def run_ranks(
 ) -> None:
     """As ``ringcomm.measure.ranks.run_ranks``; under torchrun or mpiexec with the launcher's ranks.
 
-    There this process is a rank already: it runs ``main`` itself, and ``on_message`` is called on
-    rank 0.
+    With a launcher this process already is a rank: it runs ``main`` itself, and ``on_message`` is
+    called on rank 0.
 
     Raises:
         RankError: the first rank that failed, and why.
@@ -142,7 +144,9 @@ def run_ranks(
     try:
         main(_join(world_size, on_message))
     except PeerLostError:
-        raise RankError("the launcher's store is gone, and rank 0's process with it") from None
+        raise RankError(
+            "the launcher's store is gone, because the process of rank 0 has ended"
+        ) from None
 
 
 def labelled(backends: list[str]) -> dict[str, str]:
@@ -160,7 +164,7 @@ def open_groups(
 ) -> dict[str, Any]:
     """A process group or communicator per label, on top of one more group. Collective.
 
-    That one is a Gloo group where torch has Gloo. ``pg_options`` by label.
+    The additional group uses Gloo if torch has it. ``pg_options`` are by label.
     """
     of_torch = [backend for backend in backends.values() if backend != MPI]
     open_default_group(team, "gloo" if dist.is_gloo_available() else of_torch[0])

@@ -1,4 +1,4 @@
-"""Where the scripts' records go, their options, and what must happen before they import torch.
+"""Record files, common options, and setup that must run before scripts import torch.
 
 Import this before torch and ``model``, the examples' model, which it puts on the path: it allows
 one thread per rank. Ranks and timing are in ``ringcomm.measure``.
@@ -14,7 +14,7 @@ from pathlib import Path
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-# Last: programs there have names of scripts here.
+# Last: programs there have the same names as scripts here.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from report import CHECKOUT as ROOT  # noqa: E402
@@ -26,7 +26,7 @@ __all__ = ["RESULTS", "ROOT", "default_path", "make_parser"]
 def make_parser(
     doc: str | None, seconds: float | None = None, per: str = ""
 ) -> argparse.ArgumentParser:
-    """A parser with what the scripts have in common.
+    """A parser with the scripts' common options.
 
     The first line of ``doc``, the script's, describes it. ``seconds`` is the default of --seconds,
     which each ``per`` is given; without it there are neither --seconds nor --repeats.

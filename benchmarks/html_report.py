@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes records of collectives and training systems as one page, with charts to look into.
+"""Writes records of collectives and training systems as one page of interactive charts.
 
     python benchmarks/html_report.py --out report.html FILE.jsonl [...]
 
@@ -23,7 +23,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 def write_html(records: Sequence[dict[str, Any]], path: Path, *, is_partial: bool = False) -> None:
     """Writes the page of records with their facts, and makes its folder.
 
-    With `is_partial` the page says that the run was not over.
+    With `is_partial` the page says that the run was interrupted.
 
     Raises:
         ValueError: no record is of a kind that the page shows.
@@ -31,7 +31,9 @@ def write_html(records: Sequence[dict[str, Any]], path: Path, *, is_partial: boo
     """
     shown = [record for record in records if record["kind"] in KINDS]
     if not shown:
-        raise ValueError("nothing to show: no record is of collectives or training systems")
+        raise ValueError(
+            "nothing to show: no record of a collective or a training system was found"
+        )
     # JSON in a <script>: the text must not end it.
     page = {"records": shown, "isPartial": is_partial}
     data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")

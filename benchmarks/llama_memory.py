@@ -2,13 +2,15 @@
 """Steps and peak memory of a Llama of transformers, random weights, on one device, by optimizer.
 
     python benchmarks/llama_memory.py --device cuda
-    python benchmarks/llama_memory.py --device cuda --grow
+    python benchmarks/llama_memory.py --device cuda --grow --size 65b
 
 bfloat16, activations recomputed, 8 rows of 1024 tokens, 1.1 billion weights. The ways: forward
 only, torch's SGD and fused AdamW, ringcomm's Lomo and AdaLomo, exact clipping by either of its two
-modes, and lomo_optim's Lomo where that is installed. Each has a process of its own, so that one
-that runs out of memory is a line and not the end. --grow: the most layers with which 1 row of 2048
-tokens is trained, by Lomo and by AdamW. One JSON line per way is appended to benchmarks/results.
+modes, and lomo_optim's Lomo where that is installed. Each has a process of its own, so that running
+out of memory does not end the run. Beside the peak is one gradient: the bytes of the largest
+weight, which an update in the backward pass may need beyond the forward pass. --grow: the most
+layers with which 1 row of 2048 tokens is trained, by Lomo and by AdamW. One JSON line per way is
+appended to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 from groups import run_ranks
 from placement import Placement, count_devices, facts
 from report import Report, table_of
-from torch import nn
+from torch import Tensor, nn
 
 from ringcomm.measure.ranks import RankError, Team, run_main
 from ringcomm.measure.screen import as_option, words
@@ -37,13 +39,15 @@ from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 LR = 1e-3
 CLIP_NORM = 1.0
 NUM_STEPS = 5
-# Layers that --grow begins with; then twice as many, until it does not fit, and then by halves.
+# The initial number of layers of --grow, which doubles it until it does not fit and then bisects.
 FIRST_LAYERS = 16
 MAX_LAYERS = 4096
-# A billion weights, and what a test can do.
+# A billion weights; layers of LLaMA-65B, which has 80; and a size for tests: width, width of the
+# MLP, heads, heads of keys and values.
 SIZES = {
-    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    "1.1b": (2048, 5632, 32, 4),
+    "65b": (8192, 22016, 64, 64),
+    "tiny": (64, 128, 4, 4),
 }
 
 
@@ -67,17 +71,19 @@ GROWN = ("Lomo", "AdamW")
 
 
 def make_model(size: str, num_layers: int, num_tokens: int, device: torch.device) -> Any:
-    """A Llama with random weights, made where it is used; it recomputes its activations."""
+    """A Llama with random weights, made on the device, with activation recomputation."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape: dict[str, Any] = SIZES[size]
+    width, width_of_mlp, num_heads, num_key_value_heads = SIZES[size]
     config = LlamaConfig(
-        vocab_size=32000 if size == "1.1b" else 256,
+        vocab_size=256 if size == "tiny" else 32000,
+        hidden_size=width,
+        intermediate_size=width_of_mlp,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
         num_hidden_layers=num_layers,
-        num_key_value_heads=4,
         max_position_embeddings=num_tokens,
         use_cache=False,
-        **shape,
     )
     torch.set_default_dtype(torch.bfloat16)  # never a copy of it in fp32
     with device:
@@ -91,7 +97,7 @@ def make_model(size: str, num_layers: int, num_tokens: int, device: torch.device
 def train(
     way: str, options: argparse.Namespace, num_layers: int, device: torch.device
 ) -> dict[str, Any]:
-    """Some steps; the fastest one's seconds, the peak of memory, the losses."""
+    """Runs some steps; returns the fastest one's seconds, peak memory, and losses."""
     rows, num_tokens = (1, 2 * options.tokens) if options.grow else (options.rows, options.tokens)
     torch.manual_seed(0)
     model = make_model(options.size, num_layers, num_tokens, device)
@@ -110,15 +116,31 @@ def train(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    weights = list(model.parameters())
     return {
-        "num_params": sum(param.numel() for param in model.parameters()),
+        "num_params": sum(weight.numel() for weight in weights),
         "num_layers": num_layers,
         "tokens": rows * num_tokens,
         "step_s": min(times),
         "losses": losses,
-        "peak_bytes": peak,
+        **memory_of(weights, optimizer is not None, device),
     }
+
+
+def memory_of(weights: list[Tensor], has_grads: bool, device: torch.device) -> dict[str, Any]:
+    """The fields of a record that tell of memory; the peak is None where nobody counts it.
+
+    `forward_bytes` is the peak less one gradient, which is to be that of the forward pass alone.
+    """
+    one_grad = max(weight.nbytes for weight in weights) if has_grads else 0
+    found: dict[str, Any] = dict.fromkeys(("peak_bytes", "forward_bytes", "weights_share"))
+    found["one_grad_bytes"] = one_grad
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = sum(weight.nbytes for weight in weights) / total
+        found |= {"peak_bytes": peak, "forward_bytes": peak - one_grad, "weights_share": share}
+    return found
 
 
 def _step(optimizer: Any, loss: torch.Tensor) -> None:
@@ -136,7 +158,7 @@ def _step(optimizer: Any, loss: torch.Tensor) -> None:
 def attempt(
     way: str, options: argparse.Namespace, num_layers: int, placement: Placement
 ) -> dict[str, Any] | None:
-    """``train`` in a process of its own; None where memory ran out.
+    """Runs ``train`` in a separate process; returns None if memory ran out.
 
     Raises:
         RankError: it failed otherwise.
@@ -156,7 +178,7 @@ def attempt(
 
 
 def grow(way: str, options: argparse.Namespace, placement: Placement) -> dict[str, Any] | None:
-    """What was found with the most layers that fit."""
+    """The result with the most layers that fit."""
     best, fits, limit = None, 0, MAX_LAYERS
     num_layers = FIRST_LAYERS
     while fits < num_layers < limit and num_layers - fits >= max(1, fits // 16):
@@ -170,7 +192,7 @@ def grow(way: str, options: argparse.Namespace, placement: Placement) -> dict[st
 
 
 def run(options: argparse.Namespace, placement: Placement, report: Report) -> None:
-    """Every way in turn, each reported as soon as it is there."""
+    """Runs every way in turn and reports each result at once."""
     from transformers import LlamaForCausalLM  # noqa: F401 - seconds' worth, before the forks
 
     for name in options.ways or (GROWN if options.grow else WAYS):
@@ -188,18 +210,20 @@ def run(options: argparse.Namespace, placement: Placement, report: Report) -> No
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
-    peak = record["peak_bytes"]
+    """Formats a record as a table row."""
+    peak, share = record["peak_bytes"], record["weights_share"]
     return [
         *(record["way"], f"{record['num_params']:,}", f"{record['tokens']:,}"),
         f"{record['step_s'] * 1e3:,.0f}",
         "?" if peak is None else f"{peak / 2**30:.2f}",
+        f"{record['one_grad_bytes'] / 2**30:.2f}",
+        "?" if share is None else f"{share:.0%}",
         f"{record['losses'][0]:.3f} → {record['losses'][-1]:.3f}",
     ]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__)
     add = parser.add_argument
     add("--device", default="cuda")
@@ -211,10 +235,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--grow", action="store_true", help="find the largest model that fits instead")
     options = parser.parse_args(argv)
     if count_devices(options.device) == 0:
-        parser.error(f"this torch has no {options.device} device here")
+        parser.error(f"this torch finds no {options.device} device here")
     unknown = set(options.ways or ()) - WAYS.keys()
     if unknown:
-        parser.error(f"--ways: there is no {', '.join(sorted(unknown))}")
+        parser.error(f"--ways: unknown names {', '.join(sorted(unknown))}")
     if importlib.util.find_spec("transformers") is None:
         parser.error("transformers is not installed")
     options.json = options.json or harness.default_path("llama_memory")
@@ -227,7 +251,8 @@ def main(argv: list[str]) -> int:
     placement = Placement(options.device, count_devices(options.device))
     report = Report("llama_memory", options.json, dtype="bfloat16", **facts(placement))
     run(options, placement, report)
-    headers = ["way", "weights", "tokens", "step ms", "peak GiB", "loss"]
+    headers = ["way", "weights", "tokens", "step ms", "peak GiB", "one gradient GiB"]
+    headers += ["weights of the GPU's memory", "loss"]
     table = table_of(headers, "", report.records, row_of)
     return report.finish(f"bfloat16, {options.device}", table)
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures whole training steps with LOMO and AdaLomo, beside torch's SGD and AdamW.
+"""Measures training steps with LOMO and AdaLomo, and with torch's SGD and AdamW.
 
     python benchmarks/lomo.py --world 2
 
 The examples' model, forward, backward and update, each optimizer in turn. With one rank: what the
 update in the backward pass costs, and exact clipping by gradients held or a second backward. With
-more, over ringcomm: gradients reduced inside the backward pass beside DistributedDataParallel.
-Losses must be those of SGD, clipped or not. One JSON line per way is appended to
-benchmarks/results.
+more, over ringcomm: gradients reduced inside the backward pass, compared with
+DistributedDataParallel. Losses must be those of SGD, clipped or not. One JSON line per way is
+appended to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SUBJECT = "Lomo"
 
 @dataclass(frozen=True)
 class Way:
-    """An optimizer, how it clips, and whose losses it must have ("" for nobody's)."""
+    """An optimizer, its clipping, and the way whose losses it must match ("" for none)."""
 
     make: Callable[[nn.Module, dist.ProcessGroup | None], torch.optim.Optimizer]
     same_as: str = ""
@@ -73,7 +73,7 @@ def _ours(
 
 
 def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> torch.optim.Optimizer:
-    """Lomo whose ranks take it, after two steps, that all have the same gradients again."""
+    """Lomo whose ranks assume, after two steps, that the weights with gradients do not change."""
     made = Lomo(model, LEARNING_RATE, group=group)
     turns: Any = made._path.replicas
     if turns is None:
@@ -111,7 +111,7 @@ WAYS: dict[str, Way] = {
 
 
 class Trainer:
-    """One rank's end of a model that is trained one way, on the same rows again and again."""
+    """One rank's model and optimizer, trained repeatedly on the same rows."""
 
     def __init__(self, name: str, team: Team, options: argparse.Namespace) -> None:
         way = WAYS[name]
@@ -133,7 +133,7 @@ class Trainer:
         self._inputs, self._targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def step(self) -> float:
-        """Trains one step; the loss before it."""
+        """Trains one step; returns the loss before it."""
         loss = self._model(self._inputs, self._targets)
         if self._own is not None:
             self._own.backward(loss)
@@ -148,7 +148,7 @@ class Trainer:
 
 
 def differing(team: Team, losses: dict[str, list[float]]) -> dict[str, int]:
-    """By way on how many ranks its losses are not those that it must have. Collective."""
+    """By way, the number of ranks with wrong losses. Collective."""
     wrong = {}
     for name, found in losses.items():
         expected = losses.get(WAYS[name].same_as, found)
@@ -185,7 +185,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     return [
         record["way"],
         *(f"{record[name] / 1e3:.1f}" for name in ("p50_us", "p99_us")),
@@ -196,7 +196,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__, seconds=60.0, per="run, for all ways")
     add = parser.add_argument
     add(
@@ -213,9 +213,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in set(options.ways) - set(WAYS):
         parser.error(f"--ways: {name!r} is not one of {'; '.join(WAYS)}")
     if SUBJECT not in options.ways:
-        parser.error(f"--ways: {SUBJECT} is what the others are compared with")
+        parser.error(f"--ways must include {SUBJECT}, because the others are compared with it")
     if min(options.world, options.rows, options.context) < 1:
-        parser.error("wants 1 rank, 1 row and 1 token at least")
+        parser.error("needs at least 1 rank, 1 row and 1 token")
     options.json = options.json or harness.default_path(f"lomo-w{options.world}")
     return options
 
@@ -226,7 +226,7 @@ def words_of_ways(text: str) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Measures; returns the exit code, 3 when losses are not those of SGD."""
+    """Measures; returns the exit code, 3 if losses differ from those of SGD."""
     options = parse(argv)
     if options.world == 1:
         options.ways = [name for name in options.ways if "overlapped" not in name]

@@ -1,6 +1,6 @@
-"""NVIDIA's Multi-Process Service for as long as a measurement lasts, apart from any other.
+"""A separate NVIDIA Multi-Process Service for the duration of a measurement.
 
-python benchmarks/mps.py COMMAND... runs a command under it, and has its status.
+python benchmarks/mps.py COMMAND... runs a command with it and returns its status.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTROL = "nvidia-cuda-mps-control"
 FOLDERS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/lib/nvidia/bin")
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 10.0
-# With clients that do not end; then what is left is killed.
+# Seconds to wait for clients before they are killed.
 QUIT_TIMEOUT_S = 20.0
 
 
@@ -32,21 +32,21 @@ def find_control() -> str | None:
 
 
 class Mps:
-    """A daemon in a folder of its own, which this process and those it starts use meanwhile.
+    """A daemon in its own folder, used by this process and its children while the context lasts.
 
-    It ends with the block, and where this process is killed, by a guard that sees it gone.
+    It ends with the context; if this process is killed, a guard process ends it.
 
     Raises:
         ValueError: there is no control program.
-        RuntimeError: it does not start; the text has what it wrote.
+        RuntimeError: it does not start; the message has its output.
     """
 
     def __init__(self) -> None:
         found = find_control()
         if found is None:
             raise ValueError(
-                f"MPS is missing: {CONTROL} is neither on PATH nor in {', '.join(FOLDERS)}."
-                " It comes with NVIDIA's driver; without it ranks that share a GPU take turns"
+                f"MPS was not found: {CONTROL} is neither on PATH nor in {', '.join(FOLDERS)}. It"
+                " is part of NVIDIA's driver. Without it, ranks that share a GPU are time-sliced"
             )
         self._control = found
         self._folder = Path()
@@ -100,7 +100,7 @@ class Mps:
         )
 
     def _ask(self, command: str, timeout_s: float) -> str:
-        """What the daemon answers; nothing where it is gone or busy."""
+        """The daemon's answer; empty if it has ended or is busy."""
         try:
             return subprocess.run(
                 [self._control],

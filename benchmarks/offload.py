@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures offload: files beside fio, the CPU's AdamW beside torch's, and steps beside a formula.
+"""Measures offload: files against fio, the CPU's AdamW against torch's, steps against a formula.
 
     python benchmarks/offload.py --path /mnt/nvme --seconds 10
 
@@ -167,7 +167,7 @@ def measure_files(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
 
 def adam_record(num_elems: int, num_threads: int, seconds: float) -> dict[str, Any]:
-    """Both optimizers on weights of their own."""
+    """Both optimizers on separate weights."""
     param, grad = torch.randn(num_elems), torch.randn(num_elems)
     state = {name: torch.zeros(num_elems) for name in ("exp_avg", "exp_avg_sq")}
     other = param.clone()
@@ -310,7 +310,7 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 
 
 def checkpoint_record(tokens: int, seconds: float) -> dict[str, Any]:
-    """Forward and backward with activation checkpoints in host memory, beside those left alone."""
+    """Forward and backward with activation checkpoints in host memory, and without offload."""
     model = Stack()
     x = torch.randn(tokens, WIDTH, requires_grad=True)
     moved_bytes = 2 * LAYERS * x.nbytes
@@ -370,7 +370,7 @@ def bandwidths(files: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     if record["part"] == "files":
         mine, theirs = record["p50_bytes_per_s"], record["peer_p50_bytes_per_s"]
         values = [f"{v / 1e9:.2f} GB/s" if v else "–" for v in (mine, theirs)]
@@ -392,12 +392,12 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__, seconds=8.0, per="file, size and number of tokens")
     parser.add_argument("--path", type=Path, default=harness.ROOT / "build", help="on the disk")
     options = parser.parse_args(argv)
     if not options.path.is_dir():
-        parser.error(f"--path {options.path}: no such folder")
+        parser.error(f"--path {options.path}: no such folder; name an existing one")
     options.fio = shutil.which("fio") is not None
     if not options.fio:
         print("without fio as a peer: apt-get install fio")

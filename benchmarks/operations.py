@@ -1,4 +1,4 @@
-"""The collectives that are compared: what each needs, how it is called, how it is verified.
+"""The collectives that are compared: their buffers, calls and verification.
 
 Bytes mean, as in nccl-tests, the larger of input and output on one rank. Bus bandwidth is bytes
 over time, multiplied by the share of them that has to cross between ranks.
@@ -18,7 +18,6 @@ from groups import MPI, Communicator
 
 import ringcomm
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import Contender
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 Index = torch.Tensor
@@ -31,7 +30,7 @@ UNTOUCHED = -1
 
 @dataclass(frozen=True)
 class Place:
-    """Where a buffer lives: the rank, how many there are, and the tensors' kind.
+    """The place of a buffer: rank, world size, device and dtype.
 
     ``num_elems`` is a multiple of world_size where the collective divides it. ``group`` is
     ringcomm's, whose ranks share memory of GPUs; None is the default group.
@@ -64,7 +63,7 @@ class Buffers:
         return self.output.numpy()
 
     def clear(self) -> None:
-        """Zeros, so that sums which are made again and again in place neither grow nor end."""
+        """Fills with zeros, so that repeated in-place sums do not grow."""
         self.input.zero_()
         self.output.zero_()
 
@@ -102,7 +101,7 @@ class Operation:
         if isinstance(group, dist.ProcessGroup):
             return partial(self.own_calls.get(dist.get_backend(group), self.call), buffers, group)
         if group.backend not in self.own_calls:
-            raise ValueError(f"this operation is not measured over {group.backend}")
+            raise ValueError(f"this operation is not supported with {group.backend}")
         return partial(self.own_calls[group.backend], buffers, group)
 
     def num_elems(self, num_bytes: int, dtype: torch.dtype, world_size: int) -> int:
@@ -178,42 +177,12 @@ ALL_REDUCE = Operation(
 )
 
 
-def make_contender(operation: Operation, buffers: Buffers, group: Any) -> Contender:
-    """One operation over one group; on a GPU a call includes waiting for the device."""
-    on_cpu = operation.bound(buffers, group)
-    device = buffers.place.device
-
-    def on_device() -> None:
-        on_cpu()
-        torch.get_device_module(device).synchronize(device)
-
-    call = on_cpu if device.type == "cpu" else on_device
-    align = partial(dist.barrier, group) if isinstance(group, dist.ProcessGroup) else group.barrier
-    return Contender(call, align)
-
-
-def num_calls(group: Any) -> dict[tuple[str, str], int]:
-    """Calls of a ringcomm group by collective and algorithm; nothing of another backend."""
-    if not isinstance(group, dist.ProcessGroup) or dist.get_backend(group) != RINGCOMM:
-        return {}
-    return {key: entry["num_calls"] for key, entry in ringcomm.stats(group).items()}
-
-
-def algorithms_used(
-    before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]
-) -> list[str]:
-    """Names of ringcomm's algorithms that ran between two counts; barriers align every block."""
-    used = {key for key, count in after.items() if count > before.get(key, 0)}
-    apart_from_barriers = {key for key in used if key[0] != "barrier"}
-    return sorted({algorithm for _, algorithm in apart_from_barriers or used})
-
-
 # How far apart the ranks enter a barrier that is verified.
 BARRIER_STAGGER_S = 0.005
 
 
 def _verify_barrier(call: Callable[[], object], buffers: Buffers, team: Team) -> int:
-    """1 on a rank that left before the last one came, which comes milliseconds late."""
+    """Returns 1 on a rank that left the barrier before the last rank, which comes later."""
     team.share(None)
     time.sleep(BARRIER_STAGGER_S * (team.world_size - team.rank))
     entered = time.monotonic_ns()
@@ -222,21 +191,27 @@ def _verify_barrier(call: Callable[[], object], buffers: Buffers, team: Team) ->
     return int(left < max(team.share(entered)))
 
 
+def _zeros(place: Place, num_elems: int, is_shared: bool) -> torch.Tensor:
+    where: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
+    if is_shared:
+        return ringcomm.empty_shared(num_elems, **where, group=place.group).zero_()
+    return torch.zeros(num_elems, **where)
+
+
 def _in_place_shared(place: Place) -> Buffers:
-    where = {"dtype": place.dtype, "device": place.device, "group": place.group}
-    buffer = ringcomm.empty_shared(place.num_elems, **where).zero_()
+    buffer = _zeros(place, place.num_elems, is_shared=True)
     return Buffers(place, buffer, buffer)
 
 
-def _apart(*, whole_input: bool, whole_output: bool) -> Callable[[Place], Buffers]:
+def _apart(
+    *, whole_input: bool, whole_output: bool, shared_input: bool = False
+) -> Callable[[Place], Buffers]:
     """Two buffers, each of num_elems or of a rank's part of them."""
 
     def setup(place: Place) -> Buffers:
         part = place.num_elems // place.world_size
-        input_, output = (
-            torch.zeros(place.num_elems if whole else part, dtype=place.dtype, device=place.device)
-            for whole in (whole_input, whole_output)
-        )
+        input_ = _zeros(place, place.num_elems if whole_input else part, shared_input)
+        output = _zeros(place, place.num_elems if whole_output else part, is_shared=False)
         return Buffers(place, input_, output)
 
     return setup
@@ -247,7 +222,7 @@ def _call_all_reduce_mpi(buffers: Buffers, communicator: Communicator) -> None:
 
 
 def _call_all_reduce_apart(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    """As users of torch.distributed have to do it."""
+    """An all_reduce out of place as torch.distributed allows it: copy, then all_reduce."""
     buffers.output.copy_(buffers.input)
     dist.all_reduce(buffers.output, group=group)
 
@@ -284,7 +259,7 @@ def _call_sendrecv(buffers: Buffers, group: dist.ProcessGroup) -> None:
     """Each rank sends to the next and receives from the one before."""
     rank, world_size = buffers.place.rank, buffers.place.world_size
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    if buffers.place.device.type == "cuda":  # NCCL wants the two in one group of calls
+    if buffers.place.device.type == "cuda":  # NCCL needs both in one group call
         pair = [
             dist.P2POp(dist.isend, buffers.input, after, group),
             dist.P2POp(dist.irecv, buffers.output, before, group),
@@ -299,7 +274,7 @@ def _call_sendrecv(buffers: Buffers, group: dist.ProcessGroup) -> None:
 
 
 def _call_round_trip(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    """Rank 0 sends to rank 1, which sends it back; the others look on."""
+    """Rank 0 sends to rank 1, which sends it back; the other ranks do nothing."""
     rank = buffers.place.rank
     if rank == 0:
         dist.send(buffers.input, 1, group=group)
@@ -347,6 +322,20 @@ def _all_but_one(world_size: int) -> float:
     return (world_size - 1) / world_size
 
 
+REDUCE_SCATTER = Operation(
+    setup=_apart(whole_input=True, whole_output=False),
+    call=_call_reduce_scatter,
+    verify=verify_elements(_expect_part_of_total),
+    bus_factor=_all_but_one,
+    is_divided=True,
+)
+ALL_GATHER = Operation(
+    setup=_apart(whole_input=False, whole_output=True),
+    call=_call_all_gather,
+    verify=verify_elements(_expect_all),
+    bus_factor=_all_but_one,
+    is_divided=True,
+)
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": replace(ALL_REDUCE, own_calls={MPI: _call_all_reduce_mpi}),
     "all_reduce_apart": Operation(
@@ -362,19 +351,14 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce_shared": replace(
         ALL_REDUCE, setup=_in_place_shared, own_calls={MPI: _call_all_reduce_mpi}
     ),
-    "reduce_scatter": Operation(
-        setup=_apart(whole_input=True, whole_output=False),
-        call=_call_reduce_scatter,
-        verify=verify_elements(_expect_part_of_total),
-        bus_factor=_all_but_one,
-        is_divided=True,
+    # Peers read only the inputs of these, not the outputs.
+    "reduce_scatter": REDUCE_SCATTER,
+    "reduce_scatter_shared": replace(
+        REDUCE_SCATTER, setup=_apart(whole_input=True, whole_output=False, shared_input=True)
     ),
-    "all_gather": Operation(
-        setup=_apart(whole_input=False, whole_output=True),
-        call=_call_all_gather,
-        verify=verify_elements(_expect_all),
-        bus_factor=_all_but_one,
-        is_divided=True,
+    "all_gather": ALL_GATHER,
+    "all_gather_shared": replace(
+        ALL_GATHER, setup=_apart(whole_input=False, whole_output=True, shared_input=True)
     ),
     "broadcast": Operation(
         setup=in_place,

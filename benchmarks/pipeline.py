@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the bubble of pipelines and their steps beside what their schedules allow.
+"""Measures the bubbles and steps of pipelines, compared with simulations of their schedules.
 
     python benchmarks/pipeline.py --worlds 2,4 --unit-ms 40 --seconds 2
 
@@ -96,7 +96,7 @@ def cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
 
 
 def simulated(case: Case, world_size: int, unit_us: float) -> pipeline.Timeline:
-    """What the schedule allows."""
+    """The simulated step."""
     stage_us = unit_us / case.stages_per_rank
     return pipeline.simulate(
         case.schedule,
@@ -109,7 +109,7 @@ def simulated(case: Case, world_size: int, unit_us: float) -> pipeline.Timeline:
 
 
 def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) -> pipeline.Timeline:
-    """What the schedule allows to stages that take what these usually took: sleeps are late."""
+    """The simulated step with the measured times of stages, because sleeps are late."""
     found: dict[tuple[str, int], list[float]] = {}
     for timeline in timelines:
         for action in timeline.actions:
@@ -133,7 +133,7 @@ def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) ->
 def run_case(
     case: Case, team: Team, options: argparse.Namespace
 ) -> tuple[list[float], list[pipeline.Timeline], bool]:
-    """Steps' times in microseconds and their timelines; whether each did what was planned."""
+    """Step times in microseconds and timelines; whether each matched the plan."""
     num_blocks = team.world_size * case.stages_per_rank
     seconds = options.unit_ms / 1e3 / case.stages_per_rank
     torch.manual_seed(0)
@@ -203,7 +203,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     return [
         f"{record['schedule']}, {record['stages']}",
         str(record["world_size"]),
@@ -220,7 +220,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__, seconds=2.0, per="schedule and size, five steps at least")
     add = parser.add_argument
     add("--stages", choices=("sleep", "compute"), default="sleep", help="what they do")
@@ -237,15 +237,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(str(error))
     unknown = set(options.schedules) - set(pipeline.SCHEDULES)
     if unknown:
-        parser.error(f"--schedules: {', '.join(sorted(unknown))}")
+        parser.error(f"--schedules: unknown names {', '.join(sorted(unknown))}")
     if min(*options.worlds, *options.factors) < 1 or options.unit_ms <= 0:
-        parser.error("wants ranks, micro-batches and a time above 0")
+        parser.error("the numbers of ranks and micro-batches and the time must be above 0")
     options.json = options.json or harness.default_path("pipeline")
     return options
 
 
 def main(argv: list[str]) -> int:
-    """Measures everything; returns the exit code, 3 when a step was not as planned."""
+    """Measures everything; returns the exit code, 3 if a step did not match the plan."""
     options = parse(argv)
     report = Report("pipeline", options.json)
     for world_size in options.worlds:

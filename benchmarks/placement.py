@@ -1,4 +1,4 @@
-"""Which device each rank is on, the speed of those devices, and what NCCL needs there."""
+"""The device of each rank, the speed of devices, and the settings that NCCL needs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NVIDIA_SMI_TIMEOUT_S = 60.0
 
 
 def count_devices(kind: str) -> int:
-    """How many devices of a type there are; counted in a process that does nothing else.
+    """The number of devices of a type, counted in a separate process.
 
-    Whoever has asked CUDA's driver for anything cannot fork processes that use it.
+    A process that has used CUDA's driver cannot fork processes that use it.
     """
     if kind == "cpu":
         return 1
@@ -81,7 +81,7 @@ class Placement:
         return -(-world_size // self.num_used(world_size))
 
     def take(self, rank: int) -> torch.device:
-        """The same as ``device_of``, which is this process's current device from now on."""
+        """Like ``device_of``, and makes it this process's current device."""
         device = self.device_of(rank)
         if not self.is_cpu:
             torch.get_device_module(device).set_device(device)
@@ -128,7 +128,7 @@ NCCL_THAT_SHARES = (2, 30)
 
 
 def nccl_variables(ranks_of_a_gpu: int) -> dict[str, str]:
-    """What NCCL wants in the environment where ranks share a GPU; nothing where they do not."""
+    """The environment variables that NCCL needs if ranks share a GPU; otherwise none."""
     if ranks_of_a_gpu == 1:
         return {}
     channels = max(1, NCCL_CHANNELS_OF_A_GPU // ranks_of_a_gpu)
@@ -185,7 +185,9 @@ MEMORY_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce_apart": lambda world_size: 2.0 * world_size,
     "all_reduce_shared": lambda world_size: 2.0 * world_size,
     "reduce_scatter": lambda world_size: world_size + 1.0,
+    "reduce_scatter_shared": lambda world_size: world_size + 1.0,
     "all_gather": lambda world_size: world_size + 1.0,
+    "all_gather_shared": lambda world_size: world_size + 1.0,
     "broadcast": lambda world_size: 1.0 * world_size,
     "all_to_all": lambda world_size: 2.0 * world_size,
     "round_trip": lambda world_size: 4.0,

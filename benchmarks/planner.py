@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures whole steps on two ranks beside what the planner says of them.
+"""Measures training steps on two ranks, compared with the planner's predictions.
 
     python benchmarks/planner.py
 
@@ -50,7 +50,7 @@ TUNE_SECONDS = 0.4
 
 @dataclass(frozen=True)
 class Case:
-    """A system of `ringcomm bench systems`, and how the planner calls it."""
+    """A system of `ringcomm bench systems`, and its name in the planner."""
 
     name: str
     system: str = "ddp"
@@ -72,7 +72,7 @@ CASES = (
 
 
 def run_rank(team: Team, systems: Systems, repeats: int) -> None:
-    """One rank: all systems in turn, and what calibrates; rank 0 reports. Collective."""
+    """One rank: all systems in turn, and the calibration; rank 0 reports. Collective."""
     open_default_group(team, "ringcomm")
     group = dist.group.WORLD
     assert group is not None
@@ -102,7 +102,7 @@ def _take_memory() -> None:
 
 
 class Oracle:
-    """The planner, told of this machine."""
+    """The planner, calibrated for this machine."""
 
     def __init__(self, systems: Systems, records: list[dict[str, Any]], world: Any) -> None:
         times = {record["system"]: record["p50_us"] * 1e-6 for record in records}
@@ -149,7 +149,7 @@ class Oracle:
 
 
 def predicted(records: list[dict[str, Any]], oracle: Oracle) -> list[dict[str, Any]]:
-    """The records of systems, with what the planner says."""
+    """The records of systems, with the planner's predictions."""
     by_name = {record["system"]: record for record in records}
     found = []
     for case in CASES:
@@ -169,7 +169,7 @@ def predicted(records: list[dict[str, Any]], oracle: Oracle) -> list[dict[str, A
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     return [
         f"{record['rows']} × {record['tokens']}",
         record["system"],
@@ -180,7 +180,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = harness.make_parser(__doc__, seconds=50.0, per="batch")
     parser.add_argument("--width", type=int, default=256, help="of the model")
     parser.add_argument("--layers", type=int, default=6, help="an even number of them")

@@ -5,7 +5,7 @@
 
 Takes the records that table.py would, of the machine that was measured last, and writes
 all_reduce.svg, algorithms.svg and cross_entropy.svg, the same bytes for the same records and
-matplotlib. What has no records, or where matplotlib is not installed, is left out and said. Of GPUs
+matplotlib. Plots without records, or without matplotlib, are skipped with a message. Of GPUs
 it draws the bus bandwidths of the last run of each layout: bandwidth-w2-one.png and its like.
 `ringcomm bench OP --plot` draws its own records with the functions here.
 """
@@ -33,7 +33,7 @@ ALGORITHMS = Layout("algorithm", ("world_size",), ("bytes",), lambda runs: [])
 # Okabe and Ito's, which most people can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 LINES = {"eager": ":", "graph": "-"}
-# Text stays text, and nothing depends on the time or on chance.
+# Text stays text, and the output is deterministic.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
 
 
@@ -45,12 +45,12 @@ def all_reduce_runs(records: list[Record]) -> list[Run]:
 
 
 def algorithm_runs(records: list[Record]) -> list[Run]:
-    """Of the algorithms beside each other."""
+    """Records that compare the algorithms."""
     return _runs([r for r in records if r["kind"] == ALGORITHMS.kind], ALGORITHMS)
 
 
 def loss_runs(records: list[Record]) -> list[Run]:
-    """Cross-entropy in one process, beside other libraries."""
+    """Cross-entropy in one process, compared with other libraries."""
     found = [r for r in records if r["kind"] == "cross_entropy" and r["world_size"] == 1]
     return _of_last_machine(found, LAYOUTS["cross_entropy"])
 
@@ -244,17 +244,19 @@ def draw_bandwidths(records: list[Record], path: Path, title: str) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Checks, before minutes of measuring, that a picture can be drawn.
+    """Checks before a long measurement that a plot can be drawn.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: the file's name ends in nothing that matplotlib writes.
+        ValueError: matplotlib does not support the file's extension.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
-        raise ValueError(f"--plot {path}: the name ends in none of .{', .'.join(sorted(known))}")
+        raise ValueError(
+            f"--plot {path}: the file name must end in one of .{', .'.join(sorted(known))}"
+        )
 
 
 def draw_systems(records: list[dict[str, Any]], path: Path) -> None:
@@ -301,7 +303,7 @@ def draw_devices(records: list[Record], folder: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Draws what there are records of; returns the exit code."""
+    """Draws all plots that have records; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, metavar="FOLDER")

@@ -1,37 +1,61 @@
-"""One point of a sweep: backends beside each other on one buffer, and the state of the machine."""
+"""One point of a sweep: several backends on one buffer, and the state of the machine."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from operations import (
-    OPERATIONS,
-    RINGCOMM,
-    Buffers,
-    Operation,
-    Place,
-    algorithms_used,
-    make_contender,
-    num_calls,
-)
+import torch.distributed as dist
+from operations import OPERATIONS, RINGCOMM, Buffers, Operation, Place
 from report import records_of
 from weather import WeatherWatch
 
+import ringcomm
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import Timings, measure
+from ringcomm.measure.timing import Contender, Timings, measure
 
 GB = 1e9
 FLOOR_SECONDS = 0.05
 NUM_FLOOR_CALLS = (5, 2000)  # at least, at most
 
 
+def make_contender(operation: Operation, buffers: Buffers, group: Any) -> Contender:
+    """One operation over one group; on a GPU a call includes waiting for the device."""
+    on_cpu = operation.bound(buffers, group)
+    device = buffers.place.device
+
+    def on_device() -> None:
+        on_cpu()
+        torch.get_device_module(device).synchronize(device)
+
+    call = on_cpu if device.type == "cpu" else on_device
+    align = partial(dist.barrier, group) if isinstance(group, dist.ProcessGroup) else group.barrier
+    return Contender(call, align)
+
+
+def num_calls(group: Any) -> dict[tuple[str, str], int]:
+    """Calls of a ringcomm group by collective and algorithm; nothing of another backend."""
+    if not isinstance(group, dist.ProcessGroup) or dist.get_backend(group) != RINGCOMM:
+        return {}
+    return {key: entry["num_calls"] for key, entry in ringcomm.stats(group).items()}
+
+
+def algorithms_used(
+    before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]
+) -> list[str]:
+    """Names of ringcomm's algorithms that ran between two counts; barriers align every block."""
+    used = {key for key, count in after.items() if count > before.get(key, 0)}
+    apart_from_barriers = {key for key in used if key[0] != "barrier"}
+    return sorted({algorithm for _, algorithm in apart_from_barriers or used})
+
+
 @dataclass(frozen=True)
 class Bench:
-    """What a rank measures with: its groups by label, and its instruments.
+    """A rank's groups by label, and its instruments.
 
     A group is c10d's, or a communicator of mpi4py.
     """
@@ -48,7 +72,7 @@ class Bench:
 
 
 def make_bench(team: Team, groups: dict[str, Any], device: torch.device) -> Bench:
-    """What a rank measures with. Collective."""
+    """Makes a rank's Bench. Collective."""
     return Bench(team, groups, WeatherWatch(team), device)
 
 
@@ -73,8 +97,8 @@ def count_wrong(bench: Bench, operation: Operation, buffers: Buffers) -> dict[st
 def memory_floor_us(team: Team, tensor: torch.Tensor) -> float:
     """Median µs of scaling ``tensor`` in place by one, on all ranks at once. Collective.
 
-    Each byte is read once and written once, which no all_reduce can avoid. The slowest rank
-    counts. For small tensors it is what calling torch costs.
+    Each byte is read once and written once, which no all_reduce can avoid. The time is that of the
+    slowest rank. For small tensors it is torch's overhead per call.
     """
 
     def scale() -> float:
@@ -94,7 +118,7 @@ def memory_floor_us(team: Team, tensor: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one attempt at a point found.
+    """The result of one attempt at a point.
 
     Attributes:
         timings: by label, on rank 0; None elsewhere.
@@ -108,7 +132,7 @@ class Attempt:
 
 
 def time_once(bench: Bench, operation: Operation, buffers: Buffers, seconds: float) -> Attempt:
-    """Times all groups beside each other. Collective."""
+    """Times all groups in turn. Collective."""
     contenders = {
         label: make_contender(operation, buffers, group) for label, group in bench.groups.items()
     }

@@ -28,7 +28,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 RECORDS_FOLDER = "benchmarks/results"
 RESULTS = CHECKOUT / RECORDS_FOLDER
 GIT_TIMEOUT_S = 60.0
-# Of tables that do not go to a terminal.
+# Columns of a table that is not written to a terminal.
 FILE_COLUMNS = 140
 TEXT_COLUMNS = (
     *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
@@ -54,9 +54,9 @@ def _git(*arguments: str) -> str | None:
 
 
 def _commit_facts() -> dict[str, Any]:
-    """The commit that runs, and whether it was changed; None for both of an installed package."""
+    """The current commit, and whether it is modified; None for both in an installed package."""
     top = _git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != CHECKOUT:  # of another repository
+    if top is None or Path(top).resolve() != CHECKOUT:  # another repository
         return {"commit": None, "dirty": None}
     changes = _git("status", "--porcelain", "--", ".", f":!{RECORDS_FOLDER}")
     return {
@@ -116,7 +116,7 @@ class Recorder:
         path.open("a", encoding="utf-8").close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line, at once on disk for whoever reads while the run goes on."""
+        """Appends one line and flushes it, for readers during the run."""
         line = json.dumps({**self._facts, **rounded(record)}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -159,7 +159,7 @@ class Report:
             write_html(records, self._html, is_partial=is_partial)
 
     def add(self, records: list[dict[str, Any]]) -> None:
-        """Takes what a rank has reported; it is on disk when this returns."""
+        """Adds a rank's record and writes it to disk."""
         if self._recorder is not None:
             for record in records:
                 self._recorder.write(record)
@@ -168,7 +168,7 @@ class Report:
 
     @contextmanager
     def measuring(self, show: Callable[[], Sequence[Any]]) -> Iterator[None]:
-        """Around what adds the records: after Ctrl-C, those that there are are shown as such.
+        """A context for adding records: after Ctrl-C, records are shown as partial results.
 
         ``show`` makes what ``finish`` prints of the records.
         """
@@ -253,7 +253,7 @@ def before_after(pair: dict[str, float | None]) -> str:
 
 
 def state_of(record: dict[str, Any]) -> str:
-    """Whether the machine was left alone while the record was made."""
+    """Whether the machine was otherwise idle during the measurement."""
     faults = [] if record["quiet"] else ["not quiet"]
     faults += [] if record["steady"] else ["cores moved"]
     return ", ".join(faults) or "quiet"

@@ -5,7 +5,7 @@
 
 Records go to benchmarks/results. Then it prints the tables that table.py makes of all records there
 and draws the plots beside them; --write puts both into docs. MPI takes
-part in all_reduce where mpi4py and mpiexec are installed. Nothing else should run meanwhile.
+part in all_reduce where mpi4py and mpiexec are installed. The machine should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def command_of(job: str, mpiexec: str | None) -> list[str]:
 
 
 def run(command: list[str]) -> bool:
-    """Runs a command with a heading; whether it ended well, in time."""
+    """Runs a command with a heading; returns whether it succeeded in time."""
     shown = [Path(word).name if os.path.isabs(word) else word for word in command]
     print(f"\n== {shlex.join(shown)}", flush=True)
     begin = time.monotonic()
@@ -100,7 +100,7 @@ def run(command: list[str]) -> bool:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--only", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME")

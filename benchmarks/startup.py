@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures what ringcomm costs before the first collective: import and init.
+"""Measures the cost of ringcomm before the first collective: import and init.
 
     python benchmarks/startup.py --imports 9 --inits 9
 
@@ -39,7 +39,7 @@ IMPORT = (
 )
 # torch as it is without ringcomm installed: no autoload of its entry point.
 ALONE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-# Of a fresh interpreter on a cold disk, many times over.
+# Many times what a fresh interpreter takes on a cold disk.
 IMPORT_TIMEOUT_S = 300.0
 
 
@@ -104,7 +104,7 @@ def measure_inits(backends: list[str], num_pairs: int, world_size: int) -> dict[
 
 
 def rows_of(record: dict[str, Any]) -> list[list[str]]:
-    """What a record says, for people."""
+    """Formats a record as table rows."""
     sides = {name: v for name, v in record.items() if isinstance(v, float) and name[-2:] == "_s"}
     d = record["difference_s"]
     rows = [[name.replace("_s", ", s"), f"{v:.3f}"] for name, v in sides.items()]
@@ -114,7 +114,7 @@ def rows_of(record: dict[str, Any]) -> list[list[str]]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     parser = harness.make_parser(__doc__)
     add = parser.add_argument
     add("--peer", default="gloo", help="backend whose init ringcomm's is compared with")
@@ -123,9 +123,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--inits", type=int, default=9, help="pairs of inits")
     options = parser.parse_args(argv)
     if options.world < 2 or options.imports < 1 or options.inits < 1:
-        parser.error("--world is at least 2, --imports and --inits at least 1")
+        parser.error("--world must be 2 or more, --imports and --inits 1 or more")
     for name in {"ringcomm", options.peer} - set(dist.Backend.backend_list):
-        parser.error(f"torch knows no backend {name!r}; `make build` installs ringcomm")
+        parser.error(f"torch has no backend {name!r}; `make build` installs ringcomm")
     options.json = options.json or harness.default_path(f"startup-w{options.world}")
     return options
 

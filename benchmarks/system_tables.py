@@ -20,7 +20,7 @@ def _communication(record: Record) -> str:
     return share_range(share) if share else ""
 
 
-# Of fields that only some runs of systems have: a header, and a cell.
+# Fields that only some records have: a header, and the text of a cell.
 OPTIONAL: dict[str, tuple[str, Callable[[Record], str]]] = {
     "over_ringcomm": ("time / ringcomm's", _over_ringcomm),
     "communication_share": ("communication", _communication),
@@ -61,7 +61,7 @@ def system_lines(runs: list[Run]) -> list[str]:
 
 
 def offload_lines(runs: list[Run]) -> list[str]:
-    """Files beside fio, AdamW beside torch's, steps beside memory and the formula."""
+    """Files against fio, AdamW against torch's, steps against memory and the formula."""
     rows = []
     for record in runs[0]:
         ratio = record["ratio"]
@@ -111,7 +111,7 @@ def tensor_lines(runs: list[Run]) -> list[str]:
 
 
 def pipeline_lines(runs: list[Run]) -> list[str]:
-    """Bubbles and steps beside what the schedule bounds them to."""
+    """Bubbles and steps, with the bounds of the schedule."""
     rows = []
     for record in (record for run in runs for record in run):
         rows.append(
@@ -135,7 +135,7 @@ def pipeline_lines(runs: list[Run]) -> list[str]:
 
 
 def planner_lines(runs: list[Run]) -> list[str]:
-    """Whole steps beside what was predicted of them."""
+    """Training steps, measured and predicted."""
     rows = []
     for record in (record for run in runs for record in run):
         rows.append(

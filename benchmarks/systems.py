@@ -1,7 +1,7 @@
-"""Times whole training steps of every training system on one model. Systems take turns.
+"""Times training steps of all training systems on one model, in turn.
 
 All train the same model from the same weights on the same rows. Losses are checked against one
-process. Bytes are counted by the backend, and shown beside their formula. Memory is that of the
+process. Bytes are counted by the backend, and shown with their formula. Memory is that of the
 tensors that a rank keeps alive. "SYSTEM on gloo" is the system over Gloo. "SYSTEM on fake" sends
 nothing; from it follows the share of communication in the system's step.
 """
@@ -38,7 +38,7 @@ from ringcomm.measure.timing import (
 )
 
 BACKWARD = "backward alone"
-# Of the table where it does not go to a terminal.
+# Columns of the table if it is not written to a terminal.
 FILE_COLUMNS = 200
 CAPTION = (
     "over ringcomm: of the same system over another backend. communication share: of a step, beyond"
@@ -70,23 +70,25 @@ class Systems:
     repeats: int
 
     def check(self) -> None:
-        """Raises ValueError where it makes no sense, naming the option."""
+        """Raises ValueError naming an invalid option."""
         if not self.names:
-            raise ValueError(f"--systems are some of {'; '.join(SYSTEMS)}, got none")
+            raise ValueError(f"--systems must be some of {'; '.join(SYSTEMS)}, got none")
         systems = [parse_name(name)[0] for name in self.names]
         if min(self.world_size, self.num_layers, self.rows, self.tokens) < 1:
-            raise ValueError("wants a rank, a layer, a row and a token at least")
+            raise ValueError("needs at least one rank, one layer, one row and one token")
         if self.width < 32 or self.width % 32:
-            raise ValueError(f"--width is a multiple of 32, got {self.width}")
+            raise ValueError(f"--width must be a multiple of 32, got {self.width}")
         num, in_parts = self.world_size, [n for n in systems if n.startswith("tensor")]
         if in_parts and (self.width // HEAD_WIDTH < num or self.tokens % num):
             raise ValueError(
-                f"{' and '.join(in_parts)} want a head of {HEAD_WIDTH} of the width for each of"
-                f" {num} ranks, and a number of tokens that they divide: give other --width,"
+                f"{' and '.join(in_parts)} need a head of {HEAD_WIDTH} features for each of {num}"
+                f" ranks, and a number of tokens that is a multiple of {num}: change --width,"
                 " --tokens or --systems"
             )
         if "pipeline" in systems and self.num_layers + 3 < num:
-            raise ValueError(f"{self.num_layers} layers are too few stages for {num} ranks")
+            raise ValueError(
+                f"{self.num_layers} layers are too few for {num} pipeline stages, one for each rank"
+            )
 
     def model(self) -> Decoder:
         """The same on every rank."""
@@ -104,7 +106,7 @@ class Systems:
         return self.world_size * self.rows * self.tokens
 
     def ids_for(self, system: System, step: int, rank: int) -> Tensor:
-        """What a rank is given."""
+        """The ids of a rank."""
         ids = self.ids(step)
         return ids if system.sees_all else ids[rank * self.rows : (rank + 1) * self.rows]
 
@@ -216,7 +218,7 @@ def _time_beyond(timing: Timings, bare: Timings) -> dict[str, float]:
 
 
 def backward_alone(model: Decoder, ids: Tensor) -> None:
-    """Forward and backward, and nothing behind them."""
+    """Forward and backward only."""
     model(ids).backward()
     model.zero_grad()
 
@@ -239,7 +241,7 @@ def _over(names: list[str], backends: list[str]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many ranks, which systems, which model, how long."""
+    """Adds options for ranks, systems, model and time."""
     add = parser.add_argument
     add("--world-size", type=int, default=2, help="number of ranks, all on this machine")
     add(
@@ -288,14 +290,14 @@ OPTIONAL: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _traffic(sent: float | None, formula: float) -> str:
-    """Counted beside the formula, which is a mean over shards that differ by an element."""
+    """Counted bytes and the formula, which is a mean over shards that differ by an element."""
     if sent is None:
         return f"({formula / 2**20:.2f})"
     return f"{sent / 2**20:.2f} {'=' if sent == formula else '≈'} {formula / 2**20:.2f}"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures; the status is 3 when losses are not those of one process."""
+    """Measures; returns status 3 if losses differ from those of one process."""
     systems = Systems(
         world_size=options.world_size,
         names=_over(options.systems or DEFAULT, options.over),

@@ -44,7 +44,7 @@ from ringcomm.measure.ranks import EXIT_FAILED, EXIT_OK, run_main
 from ringcomm.measure.screen import byte_count, byte_counts, factor, microseconds
 
 Record = dict[str, Any]
-Run = list[Record]  # of one point: a record per backend, or the one of a race
+Run = list[Record]  # one point: a record per backend, or one of a race
 Point = tuple[Any, ...]
 # In detail, for 2 and 4 ranks; the other operations share one table.
 DETAILED_OPS = ("all_reduce", "all_reduce_apart", "barrier")
@@ -450,11 +450,11 @@ def page_tables(records: list[Record]) -> list[str]:
 
 
 def with_tables(text: str, written: list[str]) -> str:
-    """``text`` with the tables in place of what stands between the marks. Raises ValueError."""
+    """``text`` with the tables between the marks replaced. Raises ValueError."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"no line {BEGIN} with {END} after it")
+        raise ValueError(f"the page needs a line {BEGIN} and after it a line {END}")
     return f"{head}{begin}\n\n" + "\n\n".join(written) + f"\n\n{end}{tail}"
 
 

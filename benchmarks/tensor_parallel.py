@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures forward and backward of a model in parts beside DTensor's, and without communication.
+"""Measures forward and backward of a tensor-parallel model against DTensor.
 
     python benchmarks/tensor_parallel.py
 
@@ -136,7 +136,7 @@ class Way:
 
     Attributes:
         split: in place.
-        around: what torch wants around forward and backward.
+        around: the context that torch needs for forward and backward.
         is_whole: whether the loss is over all classes.
     """
 
@@ -209,7 +209,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     return [
         f"{record['rows']} × {record['tokens']}",
         record["way"],
@@ -220,7 +220,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = harness.make_parser(__doc__, seconds=40.0, per="batch")
     parser.add_argument("--size", choices=list(PRESETS), default="4.6M", help="of the model")
     options = parser.parse_args(argv)

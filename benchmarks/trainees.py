@@ -1,4 +1,4 @@
-"""The systems that `ringcomm bench systems` compares: how each is made of a model and a group."""
+"""The systems that `ringcomm bench systems` compares, made from a model and a group."""
 
 # DDP looks at the annotations of its hooks: no annotations from the future in this file.
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 GLOO = "gloo"
 FAKE = "fake"  # torch's backend that moves nothing: a step without communication
 
-# What AdamW and LOMO learn with.
+# Learning rates of AdamW and LOMO.
 ADAMW, LOMO = 1e-3, 0.1
 
 
 @dataclass
 class Trainee:
-    """One rank's end of a model that a system trains."""
+    """One rank's model and the system that trains it."""
 
     model: nn.Module
     call: Callable[[Tensor], Tensor]
@@ -88,7 +88,7 @@ class System:
         make: from a model and its group.
         formula_bytes: what a rank sends in a step, from what is measured and the number of weights.
         like: whose losses it has to have.
-        others: backends beside ringcomm whose groups it works over.
+        others: supported backends besides ringcomm.
         is_counted: whether what a rank sends belongs to one step; a server answers when asked.
         sees_all: whether each rank is given the rows of all.
     """
@@ -200,7 +200,7 @@ class _Served:
         return self.made[-1]
 
     def step(self) -> None:
-        """Waits for the update, which would go on beside whoever is measured next."""
+        """Waits for the update, which would otherwise overlap the next measurement."""
         self.server.push()
         self.server.pull(fresh=True)
 
@@ -304,8 +304,8 @@ def parse_name(name: str) -> tuple[str, str]:
         return name, RINGCOMM
     system, _, backend = name.rpartition(" on ")
     if system not in SYSTEMS:
-        raise ValueError(f"--systems are some of {'; '.join(SYSTEMS)}, got {name!r}")
+        raise ValueError(f"--systems must be some of {'; '.join(SYSTEMS)}, got {name!r}")
     if backend not in SYSTEMS[system].others:
         others = " and ".join(SYSTEMS[system].others) or "ringcomm alone"
-        raise ValueError(f"--systems: {system} is measured over {others}, not over {backend!r}")
+        raise ValueError(f"--systems: {system} runs with {others} only, got {backend!r}")
     return system, backend

@@ -15,9 +15,9 @@ from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 OPTIMIZERS = ("sgd", "momentum", "adamw", "lomo")
 LR = 1e-3
-# Of the verification; enough for every term of the update to have a part in it.
+# Steps of the check: enough for every term of the update to matter.
 NUM_CHECKED_STEPS = 3
-# Between ways that round differently, after those steps.
+# Allowed after those steps between ways that round differently.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 _OURS: dict[str, ops.SGDStep | ops.AdamWStep | ops.LomoStep] = {
@@ -36,7 +36,7 @@ def torch_optimizer(kind: str, param: Tensor) -> torch.optim.Optimizer:
 
 
 def keeps_master(kind: str, dtype: torch.dtype) -> bool:
-    """Whether the weights are kept in fp32 as well: of 16 bits, but for LOMO."""
+    """Whether there are fp32 masters: for 16-bit weights, except with LOMO."""
     return dtype != torch.float32 and kind != "lomo"
 
 
@@ -52,7 +52,7 @@ def gradient_of(rank: int, num_elems: int, dtype: torch.dtype, device: torch.dev
 
 
 class Way:
-    """Parameters, a gradient, and what makes a step of them.
+    """Parameters, a gradient, and the step.
 
     Attributes:
         state_bytes: of this rank's optimizer state, master weights included.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures waiting: barrier and 1 KB all_reduce with more ranks than cores, and beside strangers.
+"""Measures waiting: barrier and 1 KB all_reduce with more ranks than cores, and under other load.
 
     python benchmarks/waiting.py --worlds 2,4,8 --strangers 0,1
 
@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 # isort: on
 from groups import labelled, open_groups, run_ranks
-from operations import OPERATIONS, make_contender
-from point import Bench, count_wrong, make_bench, make_buffers
+from operations import OPERATIONS
+from point import Bench, count_wrong, make_bench, make_buffers, make_contender
 from report import Report, comparison, records_of, state_of, table_of
 from weather import Weather, worst
 
@@ -76,7 +76,7 @@ Condition = tuple[str, int]  # operation, strangers
 
 
 class Tally:
-    """What is found in one world, over all turns; timings on rank 0 only."""
+    """The results of one world over all turns; timings on rank 0 only."""
 
     def __init__(self) -> None:
         self._blocks: dict[Condition, dict[str, list[list[float]]]] = {}
@@ -110,7 +110,7 @@ class Tally:
 def _time_beside(
     team: Team, strangers: int, contenders: dict[str, Contender], seconds: float
 ) -> dict[str, Timings] | None:
-    """All contenders beside that many strangers; on rank 0 their timings. Collective."""
+    """Times all contenders with that many strangers; returns timings on rank 0. Collective."""
     with Strangers(strangers if team.rank == 0 else 0):
         team.share(None)
         return measure(team, contenders, seconds)
@@ -138,7 +138,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 
 
 def row_of(record: dict[str, Any]) -> list[str]:
-    """A record for people."""
+    """Formats a record as a table row."""
     return [
         record["op"],
         str(record["world_size"]),
@@ -152,7 +152,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """Parses the command line; exits with a message for invalid options."""
     per = "operation, world and --strangers"
     parser = harness.make_parser(__doc__, seconds=3.0, per=per)
     add = parser.add_argument
@@ -162,13 +162,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--strangers",
         type=as_option(whole_numbers),
         default="0,1",
-        help="CPU-bound processes beside them",
+        help="number of CPU-bound processes that run at the same time",
     )
     options = parser.parse_args(argv)
     if min(options.worlds) < 1 or min(options.strangers) < 0:
-        parser.error("--worlds are at least 1, --strangers at least 0")
+        parser.error("--worlds must be 1 or more, --strangers 0 or more")
     for name in set(options.backends) - set(dist.Backend.backend_list):
-        parser.error(f"--backends: torch knows no {name!r}; `make build` installs ringcomm")
+        parser.error(f"--backends: torch has no backend {name!r}; `make build` installs ringcomm")
     options.json = options.json or harness.default_path("waiting")
     return options
 

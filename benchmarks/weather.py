@@ -15,21 +15,21 @@ from ringcomm.measure.ranks import Team
 
 Found = TypeVar("Found")
 # The two cores of some virtual machines share a cache at one moment and not at the next; then
-# hand-over latency changes by 5 to 10 times, and nothing else by twice within a run.
+# the flag's latency changes by 5 to 10 times; nothing else changes by 2 times within a run.
 MAX_FLAG_CHANGE = 2.0
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What a measurement could do nothing about."""
+    """External conditions during a measurement."""
 
-    others_percent: float  # of all cores, what other programs used
-    flag_us: tuple[float | None, float | None] = (None, None)  # of a hand-over, before and after
-    num_attempts: int = 1  # of which the calmest counts
+    others_percent: float  # share of all cores that other programs used
+    flag_us: tuple[float | None, float | None] = (None, None)  # latency of a flag, before and after
+    num_attempts: int = 1  # the calmest one counts
 
     @property
     def is_quiet(self) -> bool:
-        """Whether other programs left the machine alone."""
+        """Whether the machine was otherwise idle."""
         return self.others_percent <= MAX_OTHERS_PERCENT
 
     @property
@@ -73,7 +73,7 @@ def one_cpu_of_each_core() -> list[int]:
 
 
 class WeatherWatch:
-    """Looks at the machine before and after a measurement. Collective to make and to use."""
+    """Examines the machine before and after a measurement. Construction and use are collective."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -93,7 +93,7 @@ class WeatherWatch:
     def calmest(self, measure: Callable[[], Found], max_repeats: int) -> tuple[Found, Weather]:
         """``measure()`` again while the machine is disturbed; what it returned the calmest time.
 
-        The weather, and so the choice, is the same on all ranks.
+        The conditions, and so the choice, are the same on all ranks.
         """
         best, num_attempts = self._attempt(measure), 1
         while not (best[1].is_quiet and best[1].is_steady) and num_attempts <= max_repeats:

@@ -30,10 +30,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def keep_less(model: Any, options: argparse.Namespace) -> list[Any]:
-    """Checkpoints the layers of a model of transformers; their inputs are kept as `options` says.
+    """Checkpoints the layers of a model of transformers; `options` selects how inputs are kept.
 
-    The context is around the layers alone: it refuses tensors that are not equal on all ranks, such
-    as the logits of a vocabulary-parallel head.
+    The context is only around the layers: it raises for tensors that are not equal on all ranks,
+    such as the logits of a vocabulary-parallel head.
 
     Returns:
         The counters of each forward pass.
@@ -43,7 +43,7 @@ def keep_less(model: Any, options: argparse.Namespace) -> list[Any]:
     if options.keep == "whole":
         return counters
     auto = None
-    if options.keep == "auto":  # whole, in shards, or in host memory: what there is room for
+    if options.keep == "auto":  # unsharded, sharded, or in host memory, depending on free memory
         limit = round(options.limit_mib * 2**20)
         auto = activations.auto(limit_bytes=limit, arena=activations.arena(1 << 20))
     offload: Any = "cpu" if options.keep == "host" else None

@@ -1,4 +1,4 @@
-"""A checkpoint that goes on from any mesh, and that a kill leaves complete."""
+"""A checkpoint that can be resumed on any mesh and stays complete after a crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def step_of(path: Path) -> int:
 
 
 def save(folder: Path, step: int, model: Any, optimizer: Any) -> None:
-    """Writes FOLDER/step-N, and then removes the ones before. Collective."""
+    """Writes FOLDER/step-N, then removes older ones. Collective."""
     values, state = get_state_dict(model, optimizer)
     unfinished, finished = folder / "unfinished", folder / f"step-{step}"
     dcp.save({"model": values, "optimizer": state}, checkpoint_id=unfinished)
@@ -31,14 +31,14 @@ def save(folder: Path, step: int, model: Any, optimizer: Any) -> None:
 
 
 def load(folder: Path, model: Any, optimizer: Any) -> int:
-    """Goes on from the newest checkpoint in FOLDER; the number of steps before it. Collective.
+    """Loads the newest checkpoint in FOLDER; returns the number of steps before it. Collective.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no checkpoint.
     """
     newest = max(folder.glob("step-*"), key=step_of, default=None)
     if newest is None:
-        raise ValueError(f"there is no checkpoint in {folder}")
+        raise ValueError(f"no checkpoint was found in {folder}")
     values, state = get_state_dict(model, optimizer)
     dcp.load({"model": values, "optimizer": state}, checkpoint_id=newest)
     set_state_dict(model, optimizer, values, state)

@@ -1,4 +1,4 @@
-"""What the examples share: options, this rank's rows of a text, and the losses they print.
+"""Common code of the examples: options, this rank's rows of a text, and printed losses.
 
 Tokens are bytes. The rows of a step depend on its number alone: losses of different systems, and of
 different numbers of ranks, can be compared.
@@ -40,7 +40,7 @@ def run(main: Callable[[argparse.Namespace], Any], parser: argparse.ArgumentPars
     """Runs an example as one of the ranks that torchrun has started."""
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error(f"start it by: torchrun --nproc-per-node 2 {sys.argv[0]}")
+        parser.error(f"start it with: torchrun --nproc-per-node 2 {sys.argv[0]}")
     dist.init_process_group("ringcomm")
     main(options)
     dist.destroy_process_group()
@@ -56,7 +56,7 @@ def read_text(path: Path | None, context: int) -> Tensor:
         data = path.read_bytes()
     if HELD_OUT * len(data) < context + 2:
         least = int((context + 2) / HELD_OUT) + 1
-        raise ValueError(f"--text has {len(data)} bytes, and rows of {context} want {least}")
+        raise ValueError(f"--text has {len(data)} bytes, but rows of {context} need {least}")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -86,7 +86,7 @@ class Job:
         of, part = of or self.world_size, self.rank if part is None else part
         num_rows, context, data = self.options.rows, self.options.context, self._text[text]
         if num_rows % of:
-            raise ValueError(f"--rows {num_rows} is no multiple of {of}, its parts")
+            raise ValueError(f"--rows must be a multiple of {of}, got {num_rows}")
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(len(data) - context, (num_rows, 1), generator=generator)
         mine = starts.view(of, -1, 1)[part]

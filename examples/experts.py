@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
+"""Expert parallelism: each rank has some of the experts, and tokens are sent to them and back.
 
 torchrun --nproc-per-node 2 examples/experts.py --experts 8 --top-k 2
 """
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> list[float]:
         routings = [layer.routing for layer in layers]
         balance = sum(routing.load_balancing_loss for routing in routings if routing)
         (loss + BALANCE * balance).backward()
-        expert.average_gradients(model)  # of all but the experts, which have all ranks' tokens
+        expert.average_gradients(model)  # not of experts, whose gradients include all ranks' tokens
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

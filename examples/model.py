@@ -1,6 +1,6 @@
 """A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Bytes in, a loss out.
 
-It knows nothing of ranks.
+It is independent of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor parallelism for a model of transformers: each rank has a part of every layer.
+"""Tensor parallelism for a model of transformers: every layer is sharded over the ranks.
 
 torchrun --nproc-per-node 2 examples/tensor_parallel.py --sequence-parallel
 """
@@ -46,7 +46,7 @@ def make_model(hidden: int = 128, layers: int = 4) -> Any:
 
 
 def recompute_layers(model: Any) -> Any:
-    """Has the backward pass compute layers again, of which only inputs are kept; the model."""
+    """Makes the backward pass recompute layers from their saved inputs; returns the model."""
     for layer in model.model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return model

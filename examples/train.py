@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/train.py --out runs
     torchrun --nproc-per-node 4 examples/train.py --out runs --resume  # on any number of ranks
 
-Ctrl-C saves a checkpoint and ends. Afterwards the first steps are made again over Gloo and in one
-process: on two ranks the losses over both backends are equal to the last bit, or the run fails.
+Ctrl-C saves a checkpoint and ends. At the end the first steps are repeated over Gloo and in one
+process. On two ranks the losses with both backends must be bitwise equal, or the run fails.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Trainer:
 
 
 def check(job: Job, losses: list[Tensor]) -> bool:
-    """Makes the first steps again, over Gloo and in one process; whether all losses agree."""
+    """Repeats the first steps over Gloo and in one process; returns whether all losses agree."""
     gloo = dist.new_group(backend="gloo")
     assert isinstance(gloo, dist.ProcessGroup)
     again, alone = Trainer(job, gloo), Trainer(job, None)

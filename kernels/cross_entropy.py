@@ -1,11 +1,11 @@
 """The passes of cross-entropy over tensors on a GPU: csrc/bindings/cross_entropy.cc in Triton.
 
 Stats are of shape (tokens + 1, 6): max, sum, target, weighted, entropy and argmax (an int32's bits)
-of each token, and an entry that tells the shard. Formulas stand there and in device/softmax.h.
-One program has one row of logits, or a block of tokens; nothing is added up atomically, so that
-results are the same each time. What a host would have to wait for (the denominator, the gradient of
-the loss, whether a target is a class) is read here; a target that is no class makes its token's
-loss and gradient NaN.
+of each token, and an entry that describes the shard. Formulas are there and in device/softmax.h.
+One program has one row of logits, or a block of tokens; there are no atomic additions, so results
+are deterministic. Values that would force a host synchronization (the denominator, the gradient of
+the loss, whether a target is a class) are read inside the kernels. A target that is not a class
+makes its token's loss and gradient NaN.
 """
 
 import triton
@@ -23,8 +23,8 @@ from ringcomm.kernels.logit_rows import (
     write_zeros,
 )
 
-# Integers that vary from call to call are no reason to compile again. Strides are left to be: a
-# row of a multiple of 16 elements needs fewer instructions.
+# Integers that vary from call to call must not cause recompilation. Strides stay specialized: a row
+# of a multiple of 16 elements needs fewer instructions.
 VARYING = (
     *("lead", "to_lead", "num_tokens", "width", "num_classes", "vocab_start", "vocab_size"),
     *("ignore_index", "grad_loss_stride", "digest"),
@@ -33,7 +33,7 @@ VARYING = (
 
 @triton.jit
 def stats_at(stats, row):
-    """A token's stats, and the same place as what argmax is."""
+    """A token's stats, and the same address typed as argmax."""
     entry = stats + row * 6
     return entry, (entry + 5).to(tl.pointer_type(tl.int32))
 
@@ -58,7 +58,7 @@ def store_no_logits(stats, row):
 
 @triton.jit
 def store_shard(stats, row, num_classes, way, digest):
-    """The entry behind the last token, as shard_entry in csrc/bindings/softmax_stats.cc has it."""
+    """The entry after the last token, as shard_entry in csrc/bindings/softmax_stats.cc makes it."""
     size = num_classes.to(tl.float32)
     store_stats(stats, row, 0.0, digest.to(tl.float32), size, way, 0.0, digest)
 
@@ -78,7 +78,7 @@ def target_of(base, begin, target_idx):
 
 @triton.jit
 def weight_of(weight, token_target, is_class):
-    """The weight of a target's class; 0 where it is none."""
+    """The weight of a target's class; 0 where it is not a class."""
     if weight is None:
         found = tl.where(is_class, 1.0, 0.0)
     else:
@@ -88,7 +88,7 @@ def weight_of(weight, token_target, is_class):
 
 @triton.jit
 def found_vocab_size(stats, num_tokens, vocab_size):
-    """The number of classes of all shards; 0 where they do not fit together, as merging says."""
+    """The number of classes of all shards; 0 if the merge found that they do not fit."""
     entry, _ = stats_at(stats, num_tokens)
     size = tl.load(entry + 2)
     fits = (size > 0) & ((vocab_size < 0) | (size == vocab_size))
@@ -108,7 +108,7 @@ def coefficients(
     z_loss,
     SMOOTHS: tl.constexpr,
 ):
-    """prob, smooth and target of LogitGrad times `scale`; NaN where the target is no class."""
+    """prob, smooth and target of LogitGrad times `scale`; NaN where the target is not a class."""
     is_class = (token_target >= 0) & (token_target < vocab_size)
     scale = tl.where(is_class, scale, float("nan"))
     target = (1.0 - label_smoothing) * weight_of(weight, token_target, is_class)
@@ -233,7 +233,7 @@ def grad_kernel(
 
 @triton.jit(do_not_specialize=("lead",))
 def scale_kernel(tensor, factor, lead, stride, width, VEC: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows times a factor; they are not touched where that is 1."""
+    """Multiplies rows by a factor; a factor of 1 writes nothing."""
     value = tl.load(factor).to(tl.float32)
     if value != 1.0:
         row = tl.program_id(0).to(tl.int64)

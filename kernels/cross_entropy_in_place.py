@@ -50,7 +50,7 @@ def differentiate_held_row(
     HAS_PADDING: tl.constexpr,
     WANTS_MORE: tl.constexpr,
 ):
-    """The stats of a row that one block holds in registers, and in its place its gradient."""
+    """The stats of a row that one block holds in registers; its gradient overwrites the row."""
     at = tl.arange(0, BLOCK)
     bulk = bulk_at(base, begin, num_head, VEC) + at
     column = num_head + at
@@ -64,7 +64,7 @@ def differentiate_held_row(
     z = tl.where(mask & (column < num_classes), z, float("-inf"))
     edge = tl.where(edge_mask & (edge_column < num_classes), edge, float("-inf"))
     row_max = tl.maximum(tl.max(z, 0), tl.max(edge, 0))
-    # Where all logits are -infinity they have no distance to the largest.
+    # If all logits are -infinity, their distance to the largest is undefined.
     reference = tl.where(row_max == float("-inf"), 0.0, row_max)
     power = exp(z - reference)
     edge_power = exp(edge - reference)
@@ -130,8 +130,8 @@ def stats_and_grad_kernel(
 ):
     """cross_entropy_and_grad_ up to the stats: the logits of all classes become their gradient.
 
-    IS_HELD: a row fits into one BLOCK, and is read once. Else twice; the second read finds in L2
-    what the first asked to be kept there.
+    IS_HELD: a row fits into one BLOCK and is read once. Otherwise it is read twice; the second read
+    hits in L2, where the first asked to keep the row.
     """
     row = tl.program_id(0).to(tl.int64)
     is_token = row < num_tokens
@@ -140,7 +140,8 @@ def stats_and_grad_kernel(
     begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
     if is_token & (token_target != ignore_index):
         target_idx = index_in_row(token_target, 0, num_classes)
-        # All threads have read it before one overwrites it: the row's reductions stand between.
+        # All threads have read it before one overwrites it: the row's reductions are between the
+        # two.
         x = target_of(base, begin, target_idx)
         scale = (logit_scale / tl.load(denominator)).to(tl.float32)
         if IS_HELD:
@@ -175,6 +176,6 @@ def stats_and_grad_kernel(
     else:
         if is_token:
             write_zeros(base, begin, width, num_head, num_bulk, VEC, BLOCK, True)
-        # Behind the last token the number of classes: all that is asked where nothing is merged.
+        # After the last token is the number of classes, the only field needed without a merge.
         size = tl.where(is_token, 0.0, num_classes.to(tl.float32))
         store_stats(stats, row, float("-inf"), 0.0, size, 0.0, 0.0, NO_INDEX)

@@ -1,9 +1,9 @@
-"""Rows of logits, read and written 16 bytes at a time wherever they begin.
+"""Rows of logits at any alignment, read and written 16 bytes at a time.
 
 A row of an odd number of elements begins at any address. Its whole 16-byte vectors are its bulk:
 the compiler sees that their first element and their number are multiples of VEC, and makes loads
-and stores of 16 bytes of them. What stands before and behind, less than VEC elements each, are its
-edges: 2 * VEC lanes with a mask for each. Nothing outside of the row is touched.
+and stores of 16 bytes of them. The fewer than VEC elements before and after the bulk are its edges:
+2 * VEC masked lanes. Nothing outside the row is accessed.
 
 Positions are elements from `base`, the last 16-byte boundary at or before the tensor, and are
 64-bit; columns count from the row's beginning and are 32-bit.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# Stands for no logit where a difference must be no NaN. Less than any other number but -infinity.
+# Means "no logit" where a difference must not be NaN. Smaller than any number but -infinity.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NO_INDEX = tl.constexpr(1 << 30)
 
@@ -26,7 +26,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def exp(x):
     """e^x for x <= 0; 0 where that is less than the smallest normal number.
 
-    tl.exp keeps those, for three instructions more an element of some seventeen.
+    tl.exp keeps denormals, which costs 3 more instructions per element, of about 17.
     """
     if IS_INTERPRETED:  # knows no libdevice
         power = tl.exp(x)
@@ -37,13 +37,13 @@ def exp(x):
 
 @triton.jit
 def base_of(tensor, lead):
-    """The 16-byte boundary that stands `lead` elements before the tensor."""
+    """The 16-byte boundary that is `lead` elements before the tensor."""
     return tl.multiple_of(tensor - lead, 16)
 
 
 @triton.jit
 def span_of(lead, row, stride, num_elems, VEC: tl.constexpr):
-    """Where a row begins, how many elements stand before its bulk, and how many are its bulk."""
+    """The begin of a row, the number of elements before its bulk, and the number in its bulk."""
     begin = lead + row * stride
     first = (begin + VEC - 1) // VEC * VEC
     num_bulk = (begin + num_elems) // VEC * VEC - first
@@ -116,9 +116,9 @@ def scan_row(
 ):
     """max, sum, weighted, entropy and argmax of a row, as SoftmaxStats has them, in one read.
 
-    Each lane has a maximum and sums of its own, relative to it, and they meet at the end: there is
-    no barrier in the loop, and one exponential for each element, e^-|z - max|, which rescales
-    either the sum or the new element. `weight` is that of the row's first class, or None.
+    Each lane has its own maximum and sums relative to it; they are combined at the end. The loop
+    has no barrier and one exponential per element, e^-|z - max|, which rescales either the sum or
+    the new element. `weight` is that of the row's first class, or None.
     """
     lanes = tl.arange(0, BLOCK)
     lane_max = tl.full([BLOCK], LOWEST, tl.float32)
@@ -184,7 +184,7 @@ def weighted(z, weight, column, mask):
 
 @triton.jit
 def first_index(found, num_elems):
-    """Without a logit above -infinity the first is as large as any."""
+    """If no logit is above -infinity, the first counts as the largest."""
     return tl.where((found == NO_INDEX) & (num_elems > 0), 0, found)
 
 
@@ -236,8 +236,8 @@ def write_target(
 ):
     """The target's own gradient, over what the row's threads have written there.
 
-    Apart, because to compare each column with the target's costs every element of the row two
-    instructions and a register.
+    This is separate because comparing each column with the target's would cost every element of the
+    row two instructions and a register.
     """
     is_here = target_idx >= 0
     grad = exp(logit(x, logit_scale, softcap, HAS_SOFTCAP) - row_max) * prob
@@ -276,7 +276,7 @@ def write_gradient(
     HAS_PADDING: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """The row's gradients without the target's part, the last first: they were read last.
+    """The row's gradients without the target's part, in reverse order: the last were read last.
 
     `to` may be the logits: each element is read by the thread that writes it. Where rows of both
     begin at different places in their vectors (not IS_ALIGNED), stores are of single elements.

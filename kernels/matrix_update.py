@@ -16,7 +16,7 @@ from ringcomm.kernels.stored_weights import (
 
 @triton.jit
 def tile_of(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """A program's rows, columns, elements and which of them there are; tiles go along rows."""
+    """A program's rows, columns, elements and their mask; tiles are ordered along rows."""
     num_across = tl.cdiv(num_cols, BLOCK_COLS)
     row_tile = (tl.program_id(0) // num_across).to(tl.int64)
     row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -106,7 +106,7 @@ def adalomo_kernel(
     BLOCK_COLS: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
 ):
-    """adalomo_update_: w <- w * decay - u * step, by numbers that the device reads."""
+    """adalomo_update_: w <- w * decay - u * step, with numbers read on the device."""
     row, column, elem, mask = tile_of(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
     step = tl.load(step_and_decay)
     decay = tl.load(step_and_decay + 1)

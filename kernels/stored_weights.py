@@ -1,4 +1,4 @@
-"""Weights as memory has them, and in fp32: load, and store with one rounding.
+"""Loads stored weights as fp32, and stores fp32 weights with one rounding.
 
 The formulas are those of docs/design/optim.md and of csrc/device/host/update_kernels.h, to the
 last bit. bfloat16 is rounded by integers: the interpreter's own conversion truncates, a GPU's has
@@ -11,7 +11,7 @@ import triton.language as tl
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NAN_BITS = tl.constexpr(0x7FC00000)
 
-# Numbers that vary from call to call are no reason to compile again, nor is one of them being 1.
+# Numbers that vary from call to call must not cause recompilation, not even the value 1.
 VARYING = ("lead", "num_elems", "num_rows", "num_tokens", "key", "first_elem", "padding_idx")
 
 
@@ -72,7 +72,7 @@ def fp32_weight(high, low):
 
 @triton.jit
 def load_weight(weight_at, low_at, mask):
-    """In fp32; of what the mask leaves out nothing is known."""
+    """In fp32; masked-out elements are undefined."""
     high = tl.load(weight_at, mask=mask)
     low = None
     if low_at is not None:
@@ -82,7 +82,7 @@ def load_weight(weight_at, low_at, mask):
 
 @triton.jit
 def store_weight(weight_at, low_at, weight, key, elem, mask, IS_STOCHASTIC: tl.constexpr):
-    """Rounds once: split where there is `low_at`, by the element's random bits, or to nearest."""
+    """Rounds once: split if there is `low_at`, else by the element's random bits or to nearest."""
     if weight_at.dtype.element_ty == tl.bfloat16:
         bits = weight.to(tl.uint32, bitcast=True)
         bits = tl.where(weight == weight, bits, NAN_BITS).to(tl.uint32)

@@ -5,7 +5,7 @@ import triton.language as tl
 from ringcomm.kernels.cross_entropy import found_vocab_size, stats_at, weight_of
 from ringcomm.kernels.logit_rows import NO_INDEX
 
-# Numbers of classes that say what is wrong with the shards.
+# Values in place of the number of classes that encode errors of the shards.
 DISAGREEMENT = tl.constexpr(-1.0)
 GAP = tl.constexpr(-2.0)
 
@@ -48,7 +48,7 @@ def merge_kernel(gathered, merged, num_entries, NUM_RANKS: tl.constexpr, BLOCK: 
         weighted += tl.load(entry + 3, mask=mask, other=0.0)
         part_idx = tl.load(argmax_at, mask=mask, other=NO_INDEX)
         argmax = tl.where(part_max == row_max, tl.minimum(argmax, part_idx), argmax)
-    # The entry of the shards: without classes where it says that they do not fit together.
+    # The entry of the shards: 0 classes if they do not fit together.
     agrees = row_sum == argmax.to(tl.float32) * NUM_RANKS
     is_whole = weighted == scatter(target) - scatter(tl.zeros([BLOCK], tl.float32))
     is_wrong = (token == num_entries - 1) & ~(agrees & is_whole)

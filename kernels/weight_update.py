@@ -1,7 +1,7 @@
 """Updates of weights by gradients that are in memory.
 
-Each element is read once, updated in fp32 and written once. Nothing is added up atomically: the
-same call gives the same bits. Elements count from the weight's first, in memory order.
+Each element is read once, updated in fp32 and written once. There are no atomic additions: the same
+call gives the same bits. Elements count from the weight's first, in memory order.
 """
 
 import triton
@@ -20,7 +20,7 @@ from ringcomm.kernels.stored_weights import (
 
 @triton.jit
 def aligned_base(tensor, lead, IS_ALIGNED: tl.constexpr):
-    """What stands at position 0; IS_ALIGNED: it is a 16-byte boundary, as it is the weight's."""
+    """The address of position 0; IS_ALIGNED: it is on a 16-byte boundary, like the weight's."""
     if IS_ALIGNED:
         base = base_of(tensor, lead)
     else:
@@ -57,9 +57,9 @@ def sgd_kernel(
     IS_ALIGNED: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
 ):
-    """sgd_update_: a program for each block of positions from the boundary before the weight on.
+    """sgd_update_: one program per block of positions from the boundary before the weight.
 
-    Only blocks that are not full of elements have masks, which break vectors up.
+    Only partial blocks have masks, because masks prevent vector accesses.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     position = begin + tl.arange(0, BLOCK)
@@ -106,8 +106,8 @@ def embedding_kernel(
 ):
     """embedding_sgd_update_: a row of the weight by the tokens order[begin:end], summed in order.
 
-    With `rows` program i stands for the i-th of the sorted ids, and only the first of a run works.
-    Without, for row i of all. Ids of no row are left alone.
+    With `rows`, program i handles the i-th of the sorted ids, and only the first of a run does
+    work. Without `rows`, program i handles row i. Ids out of range are ignored.
     """
     i = tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + i)
@@ -123,7 +123,7 @@ def embedding_kernel(
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
         total = tl.zeros([BLOCK], tl.float32)
-        # UNROLL loads are on their way before the first of them is added.
+        # UNROLL loads are in flight before the first of them is added.
         for idx in range(begin, end, UNROLL):
             for k in tl.static_range(UNROLL):
                 is_token = idx + k < end

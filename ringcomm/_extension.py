@@ -1,4 +1,4 @@
-"""Loads the compiled extension ringcomm._C when it is imported; its error says what to do."""
+"""Loads the compiled extension ringcomm._C when imported; its error says what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 BUILD = "pip install --no-build-isolation"
-# A sentence in the extension (csrc/bindings/module.cc), to be found also where it cannot be loaded.
+# A sentence in the extension (csrc/bindings/module.cc), found even if it cannot be loaded.
 BUILT_FOR = re.compile(rb"ringcomm is built for torch (\d+\.\d+)")
 
 
@@ -26,7 +26,8 @@ def _load() -> None:
     except ImportError as error:
         raise ImportError(_reason(str(error))) from None
     if why := _other_torch(_C.BUILT_FOR.encode()):
-        # It was loaded by luck: the layout of c10d's classes changes between minor versions.
+        # Loading may succeed by chance: the layout of c10d's classes changes between minor
+        # versions.
         raise ImportError(why)
 
 
@@ -54,7 +55,7 @@ def _reason(error: str) -> str:
 
 
 def _other_torch(extension: bytes) -> str:
-    """What to do about an extension that says it is for another torch than this one; else empty."""
+    """The advice for an extension built for another torch than this one; empty for this torch."""
     built_for = BUILT_FOR.search(extension)
     minor = ".".join(torch.__version__.split(".")[:2])
     if built_for is None or built_for[1].decode() == minor:

@@ -1,4 +1,4 @@
-"""Public names that are gone, and what to use instead. Each entry stays for one version."""
+"""Removed public names and what to use instead. Each entry stays for one version."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _MEM_TRACKER = (
     "it was removed; torch.distributed._tools.mem_tracker.MemTracker measures a step, see"
     " docs/design/optim.md"
 )
-_CLIP_MODE = 'it was removed; take clip_mode="deferred", or "two_pass", which holds no gradients'
+_CLIP_MODE = 'it was removed; use clip_mode="deferred", or "two_pass", which keeps no gradients'
 
-_EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"
+_EXPLAIN = "it was removed; see the table of a step in docs/design/zero.md"
 
 _SHARDED = "it was removed; zero.shard() returns a zero.ZeroOptimizer at every stage"
 _STATISTICS = (
-    "it was removed; optimizer.clip_grad_norm_(max_norm) returns the norm, without clipping for"
-    " math.inf, and optimizer.grad_norm is that of the last step that had to look"
+    "it was removed; optimizer.clip_grad_norm_(max_norm) returns the norm, and with math.inf"
+    " does not clip; optimizer.grad_norm is the norm of the last step that computed it"
 )
 
-_EFFICIENCY = "it was removed; docs/systems.md has the formula, and `ringcomm plan` computes it"
+_EFFICIENCY = "it was removed; see the formula in docs/systems.md; `ringcomm plan` computes it"
 
 _STATES = {
     "full_state_dict": "it was removed; use ringcomm.parallel.get_state_dict(full=True)",
-    "load_full_state_dict": "it was removed; use ringcomm.parallel.set_state_dict(), which takes"
-    " what ringcomm.parallel.get_state_dict() has returned",
+    "load_full_state_dict": "it was removed; use ringcomm.parallel.set_state_dict(), which loads"
+    " the result of ringcomm.parallel.get_state_dict()",
 }
 
-_FIND = "it was removed; ringcomm.planner.%s takes a name, or the path of a JSON file"
+_FIND = "it was removed; ringcomm.planner.%s accepts a name or the path of a JSON file"
 
 _PLANNERS = "it was removed; the error of an unknown name lists the known ones"
 
 _GONE = {
     "ringcomm": {
-        "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
+        "topology": "it was removed; `ringcomm plan` uses the cost model of collectives",
     },
     "ringcomm.ops": {
         **{name: f"it is {name}Step now" for name in ("SGD", "AdamW", "Lomo")},
@@ -52,7 +52,8 @@ _GONE = {
             for name in ("sgd_update_", "linear_sgd_update_", "embedding_sgd_update_")
         },
         "monitored_barrier": "it is ringcomm.monitored_barrier",
-        "split_weight": "it was removed; a bfloat16 weight and zeros, int16, are a split weight",
+        "split_weight": "it was removed; a split weight is a bfloat16 weight and an int16 tensor"
+        " of zeros",
         "join_weight": "it was removed; the fp32 weight is ((weight.view(torch.int16).int() << 16)"
         " + low).view(torch.float32)",
     },
@@ -75,7 +76,7 @@ _GONE = {
         "ZeroAdamW": _SHARDED,
         "ZeroSGD": _SHARDED,
         "propose_clip_mode": _CLIP_MODE,
-        "Split": "it was removed; the layers of ringcomm.nn say themselves which parts they have",
+        "Split": "it was removed; the layers of ringcomm.nn record their own parts",
     },
     "ringcomm.parallel.activations": {
         "Arena": "it is arena now, a class",
@@ -116,8 +117,8 @@ _GONE = {
         "find_model": _FIND % "plan",
         "model_of_config": _FIND % "plan",
         **dict.fromkeys(("HARDWARE", "MODELS", "SYSTEMS"), _PLANNERS),
-        "Mesh": "it was removed; plans have it as candidate.mesh",
-        "Refusal": "it was removed; plan().refused has them",
+        "Mesh": "it was removed; use candidate.mesh of a plan",
+        "Refusal": "it was removed; use plan().refused",
         "kept_bytes": "it was removed; use ringcomm.parallel.zero.predict_memory()",
     },
 }
@@ -137,14 +138,14 @@ _GONE_METHODS = {
     "ZeroInfinity": {
         **_ZERO,
         "full_model_state_dict": _STATES["full_state_dict"],
-        "packed_bytes": "it was removed; use zero.predict_memory(), whose parameters they are",
+        "packed_bytes": "it was removed; use the parameters of zero.predict_memory()",
         "load_full_model_state_dict": _STATES["load_full_state_dict"],
     },
 }
 
 
 def getattr_of(module: str) -> Callable[[str], NoReturn]:
-    """A module's __getattr__: AttributeError, which for a removed name says what to use."""
+    """A module's __getattr__: raises AttributeError, which for a removed name says what to use."""
 
     def module_getattr(name: str) -> NoReturn:
         _raise(f"module {module!r}", name, _GONE.get(module, {}))

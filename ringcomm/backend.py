@@ -1,4 +1,4 @@
-"""From torch.distributed to the engine: makes groups, finds them, reads their counters."""
+"""Connects torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ DEFAULT_SLOT_BYTES = 256 << 10
 DEFAULT_MESSAGE_BYTES = 1 << 20
 # Messages between GPUs: each costs several launches of kernels.
 DEFAULT_DEVICE_MESSAGE_BYTES = 4 << 20
-# What the engine is told of a group's options.
+# The options of a group that are passed to the engine.
 _FIELDS = (
     *("algorithm", "is_rank_ordered", "num_slots", "slot_bytes", "one_shot_max_bytes"),
     *("transport", "p2p_backend", "device_slot_bytes"),
@@ -30,17 +30,17 @@ _FIELDS = (
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
-    """Makes this rank's end of a group; torch.distributed calls it for every ringcomm group.
+    """Makes this rank's backend of a group; torch.distributed calls it for every ringcomm group.
 
     Args:
         dist_backend_opts: torch's store, group_rank, group_size, timeout and more.
-        pg_options: an `Options`, None for the defaults, or the `options` of another group's
-            backend.
+        pg_options: an `Options`, None for the defaults, or the `options` attribute of another
+            group's backend.
 
     Raises:
         TypeError: pg_options is something else.
-        ValueError: an option has no valid value, the tuning file is damaged, or the rank is outside
-            of the group.
+        ValueError: an option has an invalid value, the tuning file is damaged, or the rank is
+            outside the group.
         FileNotFoundError: the tuning file does not exist.
         OSError: the folder that RINGCOMM_TRACE names cannot be written.
         RingcommError: a rank did not join, or ranks have different options or world sizes.
@@ -58,7 +58,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         size=size,
         timeout=dist_backend_opts.timeout,
         group_name=str(dist_backend_opts.group_id),
-        # Empty of the default group, which has all ranks.
+        # Empty for the default group, which has all ranks.
         global_ranks=list(dist_backend_opts.global_ranks_in_group or range(size)),
         **fields,
     )
@@ -74,7 +74,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
 @functools.cache
 def _tell_peers_of_exceptions() -> None:
-    """From now on, an exception that ends this process is in the errors of its peers."""
+    """Makes peers report an exception that ends this process in their own errors."""
     show = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -121,7 +121,7 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
 
 
 def _p2p_backend(options: Options) -> str:
-    """What carries messages where ranks share no memory; empty if nothing does."""
+    """The backend for messages between ranks without shared memory; empty if there is none."""
     if options.transport == "shm":
         return ""
     if options.transport is None and options.p2p_backend == "gloo" and not dist.is_gloo_available():
@@ -130,7 +130,7 @@ def _p2p_backend(options: Options) -> str:
 
 
 def _whole(name: str, value: int) -> int:
-    """The value if it is a number that the engine can take and judge."""
+    """The value as a whole number within the range of the engine, which checks it further."""
     if not isinstance(value, int):
         raise TypeError(f"{name} of ringcomm.Options must be a whole number, got {value!r}")
     if not 0 <= value < 1 << 31:
@@ -141,7 +141,7 @@ def _whole(name: str, value: int) -> int:
 def resolve_group(
     group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
 ) -> dist.ProcessGroup:
-    """The group itself, that of a one-dimensional mesh, or the default group.
+    """Returns the group itself, the group of a one-dimensional mesh, or the default group.
 
     Raises:
         ValueError: there is no default group, this rank is not in the group, the mesh has several
@@ -169,8 +169,8 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
     """Calls and bytes of this rank since it started, by (collective, algorithm). Not collective.
 
     Args:
-        group: counts this group only, whose backend is "ringcomm"; None counts all groups that this
-            process has had.
+        group: the group to count, of backend "ringcomm"; None counts all groups that this process
+            has made.
 
     Returns:
         {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, "copied_bytes": 6144}, ...},

@@ -1,7 +1,7 @@
-"""The command `ringcomm`, or `python -m ringcomm`: tune, doctor, plan, trace, bench of a checkout.
+"""The command `ringcomm`, or `python -m ringcomm`: bench (in checkouts), doctor, plan, trace, tune.
 
-A sub-command has a function that adds its options to a parser and returns the one that runs it.
-That one imports what it needs, and returns the exit status.
+Each sub-command has a function that adds its options to a parser and returns the function that runs
+it. The latter imports what it needs and returns the exit status.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["OneLineParser", "main", "run"]
 
 Run = Callable[[argparse.Namespace], int]
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-# Packages that communicating does not need: what does, and their names for pip.
+# Packages that collectives do not need: what needs them, and their names for pip.
 _WANTED_FOR = {
     "liger_kernel": ("liger needs", "liger-kernel"),
     "matplotlib": ("--plot needs", "matplotlib"),
@@ -50,7 +50,7 @@ _WANTED_FOR = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says in one line what is wrong; `--help` says the rest."""
+    """Reports an error in one line; `--help` has the rest."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2."""
@@ -61,7 +61,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> Run:
-    """Compares an operation of ringcomm with other backends, in turn, on verified results.
+    """Compares an operation of ringcomm with other backends, in turn, and verifies the results.
 
     OP is one of all_reduce, all_reduce_apart, all_reduce_shared, reduce_scatter, all_gather,
     broadcast, all_to_all, round_trip, sendrecv and barrier, or several of them separated by commas;
@@ -70,7 +70,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> Run:
     The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks. The
     measurements are in the folder benchmarks/ of a checkout; a wheel does not have them.
     """
-    parser.add_argument("op", metavar="OP", help="what to measure: see above")
+    parser.add_argument("op", metavar="OP", help="the operation to measure, see above")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of OP")
     return _bench
 
@@ -96,7 +96,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> Run:
-    """Examines this machine and a group of ringcomm on it, and lists what deserves attention.
+    """Examines this machine and a group of ringcomm on it, and lists problems.
 
     Reads the cores, the container's limits, versions and RINGCOMM_* variables. Then it starts
     ranks, makes a group, and measures all_reduce, messages between each pair of ranks, and memory.
@@ -106,7 +106,12 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
     about = "ranks to start, 1 to 64 (default: one per CPU, 2 to 4)"
     add("--world-size", type=int, default=num_ranks, help=about)
-    add("--seconds", type=float, default=0.3, help="per size that is timed (default: %(default)s)")
+    add(
+        "--seconds",
+        type=float,
+        default=0.3,
+        help="seconds of measurement per size (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print the report as one JSON object")
     return _doctor
 
@@ -114,9 +119,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
 def _doctor(options: argparse.Namespace) -> int:
     error = options.parser.error
     if not 1 <= options.world_size <= MAX_WORLD_SIZE:
-        error(f"--world-size is 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
+        error(f"--world-size must be 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
-        error("--seconds is not negative")
+        error("--seconds must not be negative")
     if joined_world_size() is not None:
         error("it starts its own ranks: run it without torchrun")
     from ringcomm.measure.doctor import examine, print_report
@@ -140,9 +145,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     transformers. See docs/design/planner.md.
     """
     add = parser.add_argument
-    add("--model", help="such as llama-7b, or the path of a config.json")
-    add("--gpus", type=int, default=0, help="devices on all hosts together")
-    add("--tokens", default="4M", help="per step, over all ranks (default: %(default)s)")
+    add("--model", help="a known name such as llama-7b, or the path of a config.json")
+    add("--gpus", type=int, default=0, help="total number of devices over all hosts")
+    add("--tokens", default="4M", help="tokens per step over all ranks (default: %(default)s)")
     add("--sequence", default="0", help="tokens per sequence (default: the model's context)")
     add("--top", type=int, default=10, help="plans to print; 0 for all (default: %(default)s)")
     add("--why", type=int, default=1, help="number of the plan to explain (default: the first)")
@@ -153,18 +158,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
         "--tuning",
         type=Path,
         metavar="FILE",
-        help="a file of `ringcomm tune`, for link times",
+        help="a file of `ringcomm tune`, from which link times are taken",
     )
-    add("--memory", help="per device, such as 80GiB or 80GB (default: the hardware's)")
+    add("--memory", help="memory per device, such as 80GiB or 80GB (default: the hardware's)")
     add("--per-host", type=int, default=0, help="devices per host (default: the hardware's)")
     add = parser.add_argument_group("plans to consider").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
         add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism (default: all)")
     several: dict[str, Any] = {"type": as_option(words), "default": [], "metavar": "NAMES"}
-    add("--systems", help="separated by commas (default: all)", **several)
+    add("--systems", help="training systems, separated by commas (default: all)", **several)
     add("--schedules", help="pipeline schedules (default: all)", **several)
-    add("--checkpointing", help="none, full (default: both)", **several)
-    add("--precision", default="bf16", help="bf16 (with float32 masters) or fp32")
+    add("--checkpointing", help="activation checkpointing: none, full (default: both)", **several)
+    add("--precision", default="bf16", help="bf16 (with float32 master weights) or fp32")
     add("--optimizer", default="adamw", help="adamw or sgd")
     is_split: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     is_split["help"] = "split tokens over ranks of tp (default: where they divide sequences)"
@@ -192,7 +197,7 @@ def _plans(options: argparse.Namespace) -> Plans:
     if options.top < 0:
         raise ValueError(f"--top must not be negative, got {options.top}")
     if options.why < 1:
-        raise ValueError(f"--why counts from 1, got {options.why}")
+        raise ValueError(f"--why must be 1 or more, got {options.why}")
     cluster = Cluster(
         options.gpus,
         options.hardware,
@@ -222,7 +227,7 @@ def _print_plans(plans: Plans, top: int, why: int) -> None:
         print(f"Why {chosen.candidate.name}:")
         for reason in chosen.reasons:
             print(f"- {reason}")
-    print("What does not fit, or does not go:")
+    print("Rejected plans:")
     for line in plans.refusal_lines(top):
         print(f"- {line}")
 
@@ -231,24 +236,38 @@ def _print_plans(plans: Plans, top: int, why: int) -> None:
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> Run:
-    """Records every rank of a program, and writes one trace of all for https://ui.perfetto.dev.
+    """Records every rank of a program and writes one trace for https://ui.perfetto.dev.
 
         ringcomm trace -o job.json -- torchrun --nproc-per-node 2 train.py
         ringcomm trace -o job.json --merge FOLDER
         ringcomm trace --steps job.json
 
-    The first runs a command, and exits with its status. A program that is started in another way
-    records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second makes a trace of
-    that. The third prints the steps of a ring. See docs/how-to/trace.md.
+    The first runs a command and exits with its status. A program that is started in another way
+    records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second merges these
+    recordings into a trace. The third prints the steps of a ring collective. See
+    docs/how-to/trace.md.
     """
     default = "(default: %(default)s)"
     path = Path("ringcomm-trace.json")
     add = parser.add_argument
-    add("-o", "--output", type=Path, metavar="FILE", default=path, help=f"written anew {default}")
-    about = f"kept of each thread, the newest {default}"
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default=path,
+        help=f"trace to write, replacing an existing file {default}",
+    )
+    about = f"newest events to keep for each thread {default}"
     add("--events", type=int, metavar="N", default=1 << 16, help=about)
-    add("--merge", type=Path, nargs="+", metavar="FOLDER", help="recordings, of all hosts")
-    add("--steps", type=Path, metavar="FILE", help="a trace whose ring is to be printed")
+    add(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="folders of recordings, of all hosts",
+    )
+    add("--steps", type=Path, metavar="FILE", help="print the ring steps of this trace")
     add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
     return _trace
@@ -260,7 +279,7 @@ def _trace(options: argparse.Namespace) -> int:
     if sum(map(bool, (command, options.merge, options.steps))) != 1:
         error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
     if not 64 <= options.events <= 1 << 24:
-        error(f"--events is 64 to {1 << 24}, got {options.events}")
+        error(f"--events must be 64 to {1 << 24}, got {options.events}")
     from ringcomm.trace.command import merge_folders, run_recorded
     from ringcomm.trace.timeline import steps
 
@@ -278,9 +297,9 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> Run:
-    """Measures the algorithms of all_reduce on this machine, and writes a file for groups to use.
+    """Measures the algorithms of all_reduce on this machine and writes a tuning file for groups.
 
-    For each number of ranks the file has a cost model (alpha per hand-over, beta per MiB) and the
+    For each number of ranks the file has a cost model (alpha per transfer, beta per MiB) and the
     size up to which one_shot is the fastest algorithm. Run it on an idle machine.
     """
     default = "(default: %(default)s)"
@@ -292,11 +311,21 @@ def _add_tune(parser: argparse.ArgumentParser) -> Run:
         "--world-sizes",
         type=numbers,
         default="2,4",
-        help=f"numbers of ranks, 2 to 64 {default}",
+        help=f"numbers of ranks to measure, 2 to 64 {default}",
     )
-    add("--sizes", type=sizes, default=some_sizes, help=f"bytes of the buffers {default}")
-    add("--seconds", type=float, default=0.6, help=f"for each size and number of ranks {default}")
-    add("--repeats", type=int, default=2, help=f"of a size disturbed by other programs {default}")
+    add("--sizes", type=sizes, default=some_sizes, help=f"buffer sizes in bytes {default}")
+    add(
+        "--seconds",
+        type=float,
+        default=0.6,
+        help=f"seconds of measurement for each size and number of ranks {default}",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=2,
+        help=f"repeats of a measurement that other programs disturbed {default}",
+    )
     add("--json", type=Path, metavar="FILE", default=path, help=f"the file to write {default}")
     return _tune
 
@@ -305,13 +334,13 @@ def _tune(options: argparse.Namespace) -> int:
     error = options.parser.error
     for world_size in options.world_sizes:
         if not 2 <= world_size <= MAX_WORLD_SIZE:
-            error(f"--world-sizes are 2 to {MAX_WORLD_SIZE}, got {world_size}")
+            error(f"--world-sizes must be 2 to {MAX_WORLD_SIZE}, got {world_size}")
     if len(set(options.sizes)) < 2:  # the cost model has three coefficients
-        error("--sizes: 2 different ones at least make a model")
+        error("--sizes must have at least 2 different sizes, which the cost model needs")
     if options.seconds < 0 or options.repeats < 0:
-        error("--seconds and --repeats are not negative")
+        error("--seconds and --repeats must not be negative")
     if not options.json.absolute().parent.is_dir():
-        error(f"--json: there is no folder {str(options.json.absolute().parent)!r}")
+        error(f"--json: no such folder: {str(options.json.absolute().parent)!r}")
     try:
         check_writable(options.json)
     except ValueError as problem:
@@ -340,11 +369,11 @@ def _tune(options: argparse.Namespace) -> int:
         if worlds:  # not over a whole file of an earlier run
             partial = options.json.with_name(f"{options.json.name}.interrupted")
             save(partial)
-            print(f"interrupted: {partial} has the numbers of ranks above, and no others")
+            print(f"interrupted: {partial} has only the numbers of ranks above")
         raise
     save(options.json)
     if not all(world.quiet for world in worlds):
-        print("other programs disturbed this: tune again on a quiet machine")
+        print("other programs disturbed the measurement: tune again on an idle machine")
     print(f"written: {options.json}")
     return 0
 
@@ -360,9 +389,9 @@ def _tuning_table(world: tuning.World, times: list[Any]) -> str:
         ratio, others = factor(size.ratio), f"{size.others_percent:.0f}"
         rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
     return (
-        f"{columns(rows, 0)}\n{chosen}. alpha {world.alpha_us:.3g} µs per hand-over, beta"
-        f" {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per call; the model"
-        f" is off by a factor of {world.worst_fit:.2f} at worst."
+        f"{columns(rows, 0)}\n{chosen}. alpha {world.alpha_us:.3g} µs per transfer, beta"
+        f" {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per call. The"
+        f" largest error of the model is a factor of {world.worst_fit:.2f}."
     )
 
 
@@ -372,13 +401,13 @@ _COMMANDS = {
     "bench": (_add_bench, "compare an operation with other backends"),
     "doctor": (_add_doctor, "examine this machine and a group on it"),
     "plan": (_add_plan, "rank training systems and meshes for a model by predicted time"),
-    "trace": (_add_trace, "record the ranks of a program, and write one trace for Perfetto"),
-    "tune": (_add_tune, "measure all_reduce's algorithms, and write a file for groups"),
+    "trace": (_add_trace, "record all ranks of a program and write one trace for Perfetto"),
+    "tune": (_add_tune, "measure the algorithms of all_reduce and write a tuning file"),
 }
 
 
 def run(argv: list[str]) -> int:
-    """Runs a command line; its exit status. Raises SystemExit where it makes no sense."""
+    """Runs a command line and returns its exit status. Raises SystemExit for invalid options."""
     about = "Measures, tunes and examines ringcomm on this machine."
     parser = OneLineParser(prog="ringcomm", description=about)
     parser.add_argument("--version", action="version", version=f"ringcomm {__version__}")

@@ -1,6 +1,6 @@
-"""What ringcomm raises while it runs.
+"""Errors that ringcomm raises at run time.
 
-Wrong arguments are ValueError, TypeError and NotImplementedError, and leave the group usable.
+Wrong arguments raise ValueError, TypeError or NotImplementedError and leave the group usable.
 """
 
 from torch.distributed import DistBackendError

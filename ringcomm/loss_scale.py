@@ -1,4 +1,4 @@
-"""What gradients are multiplied by: a loss scale (Micikevicius et al. 2018), and clipping."""
+"""Factors of gradients: a loss scale (Micikevicius et al. 2018), and clipping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class LossScale:
     """A fixed factor, or one that halves on overflow and doubles after `growth_interval` steps.
 
     Attributes:
-        value: what the loss is multiplied by now.
+        value: the current factor of the loss.
     """
 
     initial_value = 2.0**16
@@ -44,14 +44,14 @@ class LossScale:
             self._num_good_steps = 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"value": self.value, "num_good_steps": self._num_good_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was."""
+        """Restores a `state`."""
         self.value, self._num_good_steps = state["value"], state["num_good_steps"]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What torch.nn.utils.clip_grad_norm_ multiplies gradients by."""
+    """The factor by which torch.nn.utils.clip_grad_norm_ multiplies gradients."""
     return min(1.0, max_norm / (norm + 1e-6))

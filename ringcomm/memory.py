@@ -1,4 +1,4 @@
-"""Tensors that other ranks of this host can read where they lie; docs/design/shared_buffers.md."""
+"""Tensors that other ranks of this host can read in place; docs/design/shared_buffers.md."""
 
 from typing import Any
 
@@ -21,40 +21,41 @@ def empty_shared(
 ) -> Tensor:
     """A tensor like torch.empty's, in memory that the other ranks of this host can map.
 
-    Not collective. Collectives of a ringcomm group run directly on such tensors where every rank
-    passes one (a contiguous view will do): nothing is staged, which makes an all_reduce of 256 KiB
-    and more several times faster. In every other way it is a CPU tensor like any other; its memory
-    is freed with the last tensor on its storage, whatever has become of the group.
+    Not collective. If every rank passes such a tensor, or a contiguous view of one, collectives of
+    a ringcomm group run directly on it. Nothing is staged, which makes an all_reduce of 256 KiB or
+    more several times faster. Otherwise it is an ordinary CPU tensor. Its memory is freed with the
+    last tensor on its storage, independently of the group.
 
-    On a GPU it is collective: all ranks of the group call it, each for its own device, and
-    all_reduces of that group of more than some ten KiB run directly on such tensors. A rank's
-    memory is freed in one of the group's calls after the tensors of all ranks have gone; where
-    memory is shared by IPC handles, in the next `empty_shared`. It must be in use by no streams but
-    the one on which the tensor was made and the one that is current when it goes:
-    `record_stream` has no effect on it. What a CUDA graph has captured stays as long as the group.
+    On a GPU it is collective: all ranks of the group call it, each for its own device. Collectives
+    of that group run directly on such tensors: all_reduce and fused updates if inputs and outputs
+    are shared (from about ten KiB), the others if the inputs are (from a few MiB). A rank's memory
+    is freed in one of the group's calls after the tensors of all ranks have been deleted; with IPC
+    handles, when the group allocates again. Only two streams may use it at that time: the one on
+    which the tensor was made, and the one that is current when it is deleted. `record_stream` has
+    no effect on it. Memory captured by a CUDA graph is freed with the group.
 
-    A forked child shares the memory of the tensors that it inherits, unlike that of others: what
-    one process writes the other sees.
+    Unlike ordinary tensors, such a tensor stays shared with a forked child: each process sees the
+    other's writes.
 
     Args:
         size: of each dimension, as numbers or in one sequence.
         dtype: of the elements; None takes torch.get_default_dtype().
         device: "cpu", or a GPU, whose ranks reach each other by "cuda_ipc".
         requires_grad: whether autograd records operations on the tensor.
-        group: of a tensor on a GPU: whose ranks share it; None is the default group.
+        group: for a GPU only: the group whose ranks share the tensor; None is the default group.
 
     Returns:
-        Of that shape, contiguous, with undefined elements.
+        A contiguous tensor of that shape, with undefined elements.
 
     Raises:
-        ValueError: a size is negative; the group of a GPU's tensor is another backend's, or there
-            is none.
-        TypeError: a size is missing or no whole number, or dtype no torch.dtype.
+        ValueError: a size is negative; or, on a GPU, the group has another backend or does not
+            exist.
+        TypeError: a size is missing or not a whole number, or dtype is not a torch.dtype.
         NotImplementedError: the group's ranks cannot map each other's memory of that device.
-        torch.OutOfMemoryError: the machine has not that much memory.
+        torch.OutOfMemoryError: the machine does not have enough memory.
     """
     if not size:
-        raise TypeError("ringcomm.empty_shared wants a size; () is that of a scalar")
+        raise TypeError("ringcomm.empty_shared needs a size, got none; pass () for a scalar")
     is_sequence = len(size) == 1 and isinstance(size[0], (tuple, list))
     sizes = [_whole(one) for one in (size[0] if is_sequence else size)]  # type: ignore[union-attr]
     if dtype is None:
@@ -70,20 +71,20 @@ def empty_shared(
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether the tensor's elements lie in memory from `empty_shared` of this process.
+    """Whether the tensor's elements are in memory from `empty_shared` of this process.
 
-    Not collective. Views of such tensors are shared; tensors inherited by a fork are the parent's,
-    and empty ones have no memory.
+    Not collective. True for views of such tensors. False for tensors inherited by a fork, which
+    belong to the parent, and for empty tensors, which have no memory.
     """
     return _C.is_shared(tensor)
 
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """ringcomm's end of a group, for tensors on the device."""
+    """The ringcomm backend of a group for tensors on the device."""
     backend: Any = resolve_group(group)._get_backend(device)
     if not isinstance(backend, _C.ProcessGroupRingcomm):
         raise ValueError(
-            f"ringcomm.empty_shared on {device} wants a group whose backend for {device.type}"
+            f"ringcomm.empty_shared on {device} needs a group whose backend for {device.type}"
             f" tensors is ringcomm, got one with {backend.name()}"
         )
     return backend
@@ -92,8 +93,8 @@ def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
 def _whole(size: object) -> int:
     """The size of one dimension."""
     if not hasattr(size, "__index__"):
-        raise TypeError(f"sizes of ringcomm.empty_shared are whole numbers, got {size!r}")
+        raise TypeError(f"sizes of ringcomm.empty_shared must be whole numbers, got {size!r}")
     number = int(size.__index__())
     if number < 0:
-        raise ValueError(f"sizes of ringcomm.empty_shared are not negative, got {number}")
+        raise ValueError(f"sizes of ringcomm.empty_shared must not be negative, got {number}")
     return number

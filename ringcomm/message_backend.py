@@ -1,9 +1,9 @@
-"""The backend of torch.distributed that carries a group's messages: transport "p2p".
+"""The backend of torch.distributed that sends a group's messages: transport "p2p".
 
-CPU tensors use the backend that is named in the options; tensors of a device use the one that torch
-has for it, unless the named one takes them too. Either is made for one group alone, so its tags and
-its order belong to ringcomm. Gloo connects over the network interface of the host's name; its own
-environment variable GLOO_SOCKET_IFNAME names another one.
+CPU tensors use the backend that the options name. Device tensors use the same backend if it
+supports them, else torch's default for the device. Each backend object is used by one group only,
+so ringcomm controls its tags and call order. Gloo connects over the network interface of the host's
+name; its environment variable GLOO_SOCKET_IFNAME selects another one.
 """
 
 import datetime
@@ -18,7 +18,7 @@ from ringcomm.options import Options
 
 __all__ = ["checked", "for_device", "make"]
 
-# What a rank tells in the store that has made its end; any other text is why it could not.
+# What a rank writes to the store after it has made its backend; any other text is an error.
 _MADE = "made"
 
 
@@ -33,28 +33,28 @@ def checked(name: str) -> str:
         known.add("gloo")
     if name.lower() not in known:
         raise ValueError(
-            f"p2p_backend of ringcomm.Options is one of {', '.join(sorted(known))} here, "
-            f"got {name!r}"
+            f"p2p_backend of ringcomm.Options must be one of {', '.join(sorted(known))} here, got"
+            f" {name!r}"
         )
     return name.lower()
 
 
 def for_device(asked: str, device_type: str) -> str:
-    """What carries a device's tensors: `asked` if it takes them, else torch's own ("nccl").
+    """The backend for a device's tensors: `asked` if it supports them, else torch's own ("nccl").
 
     Raises:
         ValueError: there is none.
     """
     default = dist.Backend.default_device_backend_map.get(device_type, "")
     for name in (asked.lower(), default):
-        # ringcomm moves device tensors by the one that is looked for here.
+        # ringcomm itself is excluded: it sends device tensors through the backend chosen here.
         if device_type not in dist.Backend.backend_capability.get(name, []) or name == "ringcomm":
             continue
         if name.upper() in dist.Backend._plugins or (name == "nccl" and dist.is_nccl_available()):
             return name
     raise ValueError(
-        f"ringcomm: nothing here carries tensors on {device_type} between ranks: torch.distributed "
-        'has no backend that does. Use "cpu:ringcomm,cuda:nccl" as the backend, or name one that '
+        f"ringcomm: torch.distributed has no backend here that can send tensors on {device_type} "
+        'between ranks. Use "cpu:ringcomm,cuda:nccl" as the backend, or name one that '
         "is registered for them as p2p_backend of ringcomm.Options"
     )
 
@@ -69,24 +69,24 @@ def make(
     global_ranks: list[int],
     goes_on: Callable[[int], bool],
 ) -> Any:
-    """Makes this rank's end of the backend; called by the engine, collective over the group.
+    """Makes this rank's object of the backend; called by the engine, collective over the group.
 
-    `timeout` is of making it: messages have none. `goes_on` is called every 50 ms or so with a
-    missing rank, and says whether to wait for it.
+    `timeout` limits the construction: messages have no timeout. `goes_on` is called about every 50
+    ms with a missing rank and returns whether to keep waiting for it.
 
     Returns:
-        A c10d Backend, when all ranks have theirs: a rank that leaves the group at once would
-        otherwise close connections that others are still making.
+        A c10d Backend, once all ranks have made theirs: otherwise a rank that leaves the group at
+        once would close connections that others are still making.
 
     Raises:
-        RuntimeError: a rank could not make its end, or is waited for in vain.
+        RuntimeError: a rank could not make its backend, or did not arrive.
     """
-    # A part of the store that no earlier group over it has written to: programs destroy and make
-    # groups over one store, and backends leave their addresses there. Each rank counts how often it
-    # came; the ranks of a group come equally often.
+    # A prefix of the store that no earlier group has used: programs destroy and make groups over
+    # one store, and backends leave their addresses there. Each rank counts its calls; all ranks of
+    # a group call equally often.
     generation = store.add(f"ringcomm/message_backend/{rank}", 1)
     store = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
-    # A store of its own: one that waits in it may keep others from looking.
+    # A separate store connection: a blocking wait in one may block other lookups.
     own_store = store.clone()  # type: ignore[attr-defined]
     ends: list[Any] = []
 
@@ -100,8 +100,8 @@ def make(
         own_store.set(f"made/{rank}", told)
 
     if name == "gloo":
-        # Its connecting looks at nothing but its own time-out. Where this rank gives up before,
-        # the thread is left to that.
+        # Gloo's connect ends only at its own timeout. If this rank fails earlier, the thread is
+        # left running until then.
         threading.Thread(target=make_own, name="ringcomm-connect", daemon=True).start()
     else:
         make_own()
@@ -112,11 +112,11 @@ def make(
 def _wait_for_ranks(
     store: dist.Store, rank: int, size: int, ends: list[Any], goes_on: Callable[[int], bool]
 ) -> None:
-    """Until all have told that they have their ends: first of the others, who may be to blame."""
+    """Waits until all ranks have made their backends; errors of peers take precedence."""
     missing = [(rank + 1 + i) % size for i in range(size)]
     pause_s = 0.001
     while True:
-        is_in_vain = not goes_on(missing[0])  # before the last look at what the ranks have told
+        is_in_vain = not goes_on(missing[0])  # before the last check of the store
         for other in tuple(missing):
             if not store.check([f"made/{other}"]):
                 continue
@@ -127,7 +127,7 @@ def _wait_for_ranks(
         if not missing:
             return
         if is_in_vain:
-            raise RuntimeError(f"rank {missing[0]} is waited for in vain")
+            raise RuntimeError(f"rank {missing[0]} did not arrive")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
 
@@ -141,7 +141,7 @@ def _make_own(
     group_name: str,
     global_ranks: list[int],
 ) -> Any:
-    """This rank's end, for which other ranks may be needed or not."""
+    """Makes this rank's backend, which may or may not need the other ranks."""
     if name == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     if name == "nccl" and name.upper() not in dist.Backend._plugins:
@@ -160,5 +160,5 @@ def _make_own(
     opts.timeout = timeout
     opts.group_id = f"{group_name}/{name}"
     opts.global_ranks_in_group = global_ranks
-    # Over itself, shared memory: the environment may say p2p for all groups.
+    # shm for this group itself: the environment may select p2p for all groups.
     return plugin.creator_fn(opts, Options(transport="shm") if name == "ringcomm" else None)

@@ -1,4 +1,4 @@
-"""What can be chosen when a group is made, and the environment variables of the Python side.
+"""The options of a group, and the environment variables that Python reads.
 
 The C++ side reads RINGCOMM_SIMD and RINGCOMM_HOST_ID, and the build has its own;
 docs/reference/environment.md lists all.
@@ -24,21 +24,21 @@ class Options:
     environment variable RINGCOMM_<FIELD>, if that is set.
 
     Attributes:
-        algorithm: of all_reduce. "auto" chooses by size and number of ranks; on several hosts it
-            reduces inside each host first. "one_shot", "two_shot" and "ring" run over all ranks,
-            on several hosts over messages. Tensors on a GPU may use two_shot instead.
-            ringcomm.stats() reports what ran.
-        deterministic: with "rank_order" every reduction has the bits of the left-to-right sum over
-            the ranks, for every algorithm, size and transport. With None results have the same bits
-            on all ranks, and in every run with the same options.
+        algorithm: the algorithm of all_reduce. "auto" selects by size and number of ranks; on
+            several hosts it reduces inside each host first. "one_shot", "two_shot" and "ring" run
+            over all ranks, on several hosts over messages. Tensors on a GPU may use two_shot
+            instead. ringcomm.stats() reports which algorithms ran.
+        deterministic: with "rank_order" every reduction equals the left-to-right sum over the ranks
+            bitwise, for every algorithm, size and transport. With None results are bitwise equal on
+            all ranks, and in every run with the same options.
         num_slots: slots of a ring link, 2 to 64.
         slot_bytes: bytes of a slot, a multiple of 64. None is 262144, 1 MiB over messages, or 4 MiB
             over messages between GPUs.
         transport: "shm" (shared memory, for ranks on one host) or "p2p" (messages of another
             backend). None uses shared memory inside each host, and messages between hosts.
-        p2p_backend: the backend that carries messages: "gloo", or another one registered with
-            torch.distributed that moves CPU tensors.
-        tuning: the path of a file of `ringcomm tune`, whose sizes choose between algorithms.
+        p2p_backend: the backend for messages: "gloo", or another one registered with
+            torch.distributed that supports CPU tensors.
+        tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
     """
 
     algorithm: AlgorithmName = "auto"
@@ -50,7 +50,7 @@ class Options:
     tuning: str | None = None
 
     def with_environment(self) -> "Options":
-        """The same, with environment variables in place of what was left at its default.
+        """A copy in which environment variables replace fields that have their default.
 
         Raises:
             ValueError: a variable has no valid form.
@@ -82,17 +82,17 @@ def trace_settings() -> tuple[Path, int] | None:
         return None
     if not text.isdecimal() or not 64 <= int(text) <= 1 << 24:
         raise ValueError(
-            "the environment variable RINGCOMM_TRACE_EVENTS wants a whole number from 64 to"
+            "the environment variable RINGCOMM_TRACE_EVENTS must be a whole number from 64 to"
             f" {1 << 24}, got {text!r}"
         )
     return Path(folder), int(text)
 
 
 def checks_targets() -> bool:
-    """Whether losses on a GPU wait for the answer to whether every target is a class.
+    """Whether losses on a GPU wait for the device to check that every target is a class.
 
     Raises:
-        ValueError: the variable wants 0 or 1 and has something else.
+        ValueError: the variable is neither 0 nor 1.
     """
     text = os.environ.get("RINGCOMM_CHECK_TARGETS") or "0"
     if text not in ("0", "1"):

@@ -1,4 +1,4 @@
-"""Names that differ between the versions of torch that ringcomm serves, and what 2.11 lacks."""
+"""Names that differ between the supported versions of torch, and features that 2.11 lacks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def reduce_unused(unit: Any) -> None:
-    """Has a unit of fully_shard reduce zeros for weights that this rank has no gradient of.
+    """Makes a unit of fully_shard reduce zeros for weights without a gradient on this rank.
 
-    Without it, ranks with gradients of different weights of equal sizes add up what does not belong
-    together.
+    Without it, ranks with gradients of different weights of equal sizes would sum unrelated
+    gradients.
     """
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
         unit.set_reduce_scatter_unused_params(True, recurse=False)

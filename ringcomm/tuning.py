@@ -1,4 +1,4 @@
-"""What `ringcomm tune` has measured on a machine: a JSON file that groups may be made with.
+"""Tuning files: JSON files with the measurements of `ringcomm tune`, for use by groups.
 
     {"schema": 1, "date": ..., "machine": {"cpu", "cores", "kernel"}, "torch", "ringcomm",
      "worlds": [{"world_size", "alpha_us", "beta_us_per_mib", "overhead_us", "worst_fit",
@@ -6,7 +6,7 @@
                  "points": [{"bytes", "algorithm", "p10_us", "p50_us", "p90_us", "num_calls"}]}]}
 
 Groups use each world's `one_shot_max_bytes`, the planner its `alpha_us`, `beta_us_per_mib` and
-`overhead_us`. The other fields say where these come from.
+`overhead_us`. The other fields document the measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SCHEMA", "Point", "Tuning", "World", "load", "save"]
 
 SCHEMA = 1
 MAX_WORLD_SIZE = 64
-# Fields of a world that are used: the type, and the least and the largest value.
+# Fields of a world that are used: the type, and the smallest and largest value.
 _USED: dict[str, tuple[Any, int, int]] = {
     "world_size": (int, 2, MAX_WORLD_SIZE),
     "one_shot_max_bytes": (int, 1, 1 << 62),
@@ -32,7 +32,7 @@ _USED: dict[str, tuple[Any, int, int]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """The calls of one algorithm at one size; of each call the slowest rank counts."""
+    """The calls of one algorithm at one size; the time of a call is that of the slowest rank."""
 
     bytes: int
     algorithm: str
@@ -44,14 +44,14 @@ class Point:
 
 @dataclass(frozen=True)
 class World:
-    """What was found for one number of ranks."""
+    """The result for one number of ranks."""
 
     world_size: int
-    alpha_us: float  # per hand-over
+    alpha_us: float  # per transfer
     beta_us_per_mib: float  # per MiB that a rank sends, 2^20 bytes
-    overhead_us: float  # per call, whatever it moves: torch's share
-    worst_fit: float  # how far the model is from the worst measured median, as a factor
-    quiet: bool  # whether other programs left the machine alone at every size
+    overhead_us: float  # per call, independent of its size: torch's overhead
+    worst_fit: float  # the largest error of the model at a measured median, as a factor
+    quiet: bool  # whether the machine was otherwise idle at every size
     one_shot_max_bytes: int  # the largest all_reduce for which one_shot is chosen, at least 1
     points: tuple[Point, ...]
 
@@ -67,13 +67,13 @@ class Tuning:
     worlds: tuple[World, ...]  # by ascending number of ranks
 
     def one_shot_max_bytes(self, world_size: int) -> int | None:
-        """The largest all_reduce that takes one_shot; None when that many were not measured."""
+        """The largest all_reduce for one_shot; None if that number of ranks was not measured."""
         return {world.world_size: world.one_shot_max_bytes for world in self.worlds}.get(world_size)
 
     def differences(self, machine: Mapping[str, Any]) -> list[str]:
-        """How `machine`, of the same fields, differs from what was measured."""
+        """The differences between `machine` and the measured machine."""
         return [
-            f"{name} is {machine.get(name)!r}, tuned was {measured!r}"
+            f"{name} is {machine.get(name)!r}, but the file was tuned with {measured!r}"
             for name, measured in self.machine.items()
             if machine.get(name) != measured
         ]
@@ -92,20 +92,20 @@ def load(path: str | PathLike[str]) -> Tuning:
     """Reads a file that `ringcomm tune` has written.
 
     Raises:
-        FileNotFoundError: there is none; other OSErrors where it cannot be read.
-        ValueError: it is no such file; names the file, the field, and what it should hold.
+        FileNotFoundError: the file does not exist; other OSErrors if it cannot be read.
+        ValueError: it is not a tuning file; names the file, the field and the expected value.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         return _read(json.loads(text))
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"there is no tuning file {str(path)!r}; `ringcomm tune --json FILE` writes one"
+            f"the tuning file {str(path)!r} does not exist; `ringcomm tune --json FILE` writes one"
         ) from None
     except KeyError as error:
-        why = f"there is no field {error.args[0]}"
+        why = f"the field {error.args[0]} is missing"
     except (TypeError, AttributeError) as error:
-        why = f"it is not what `ringcomm tune` writes: {error}"
+        why = f"it was not written by `ringcomm tune`: {error}"
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         why = f"not JSON: {error}"
     except ValueError as error:
@@ -114,15 +114,15 @@ def load(path: str | PathLike[str]) -> Tuning:
 
 
 def _read(content: dict[str, Any]) -> Tuning:
-    """Raises KeyError, TypeError, AttributeError or ValueError where it is no such object."""
+    """Raises KeyError, TypeError, AttributeError or ValueError for another object."""
     fields = dict(content)
     schema = fields.pop("schema")
     if schema != SCHEMA:
-        raise ValueError(f"schema is {SCHEMA} in files that this ringcomm reads, got {schema!r}")
+        raise ValueError(f"schema must be {SCHEMA} for this version of ringcomm, got {schema!r}")
     worlds = sorted(map(_read_world, fields.pop("worlds")), key=lambda world: world.world_size)
     sizes = [world.world_size for world in worlds]
     if not sizes or len(set(sizes)) < len(sizes):
-        raise ValueError(f"worlds has one entry for each of one or more sizes, got {sizes}")
+        raise ValueError(f"worlds must have one entry for each of one or more sizes, got {sizes}")
     return Tuning(**{**fields, "machine": dict(fields["machine"]), "worlds": tuple(worlds)})
 
 
@@ -131,5 +131,5 @@ def _read_world(fields: dict[str, Any]) -> World:
         value = fields[name]
         if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
             what = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name} is {what} from {least} to {most}, got {value!r:.80}")
+            raise ValueError(f"{name} must be {what} from {least} to {most}, got {value!r:.80}")
     return World(**{**fields, "points": tuple(Point(**point) for point in fields["points"])})

@@ -1,3 +1,3 @@
-"""The version: setup.py reads it from here, and so does everybody else."""
+"""The version, also read by setup.py."""
 
 __version__ = "0.1.0"

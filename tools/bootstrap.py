@@ -1,4 +1,4 @@
-"""Prepares what a make target needs, then runs a command with the prepared Python.
+"""Prepares the requirements of a make target, then runs a command with the prepared Python.
 
 Usage: python3 tools/bootstrap.py [--need GROUP]... [--extension | --no-torch] [-- SCRIPT ARGS...]
 
@@ -32,14 +32,14 @@ EXTENSION_STATE = ROOT / "build" / "extension.json"
 EXIT_INTERRUPTED = 130
 GROUPS = ("build", "train", "test", "lint", "docs", "coverage")
 
-# What our programs and the build do without, if less well: no picture, compiles without ninja, no
-# tests of the kernels where there is no triton, none of PyTorch's own, none with models of
-# transformers. wheel has been a part of setuptools since 70.1.
+# Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
+# kernels, PyTorch's own tests and tests with models of transformers are skipped. wheel has been a
+# part of setuptools since 70.1.
 OPTIONAL = ("accelerate", "expecttest", "matplotlib", "ninja", "transformers", "triton", "wheel")
 
-# Files whose change asks for a new install; a change of sources alone asks for a build only.
+# Files whose change needs a new install; a change of sources needs only a build.
 INSTALL_INPUTS = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "ringcomm/version.py")
-# Settings of pip and Python that would lead an install away from the environment we name.
+# Settings of pip and Python that would redirect an install to another environment.
 HARMFUL_VARIABLES = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONHOME")
 TELLING = re.compile(r"cannot be built:|:\d+: (fatal )?error: |undefined (reference|symbol)|ERROR:")
 
@@ -56,7 +56,7 @@ print(json.dumps([found, sysconfig.get_config_var("EXT_SUFFIX"), url]))
 
 
 class StepFailed(BuildProblem):
-    """A command of a step failed; the message ends with the telling lines of its log."""
+    """A command of a step failed; the message ends with the relevant lines of its log."""
 
 
 def say(step: str, text: str) -> None:
@@ -219,8 +219,10 @@ def main() -> None:
     parser.add_argument("--need", action="append", default=[], choices=GROUPS, metavar="GROUP")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--extension", action="store_true", help="build and link ringcomm._C")
-    depth.add_argument("--no-torch", action="store_true", help="install the groups alone")
-    parser.add_argument("command", nargs="*", metavar="SCRIPT ARGS", help="given to the Python")
+    depth.add_argument(
+        "--no-torch", action="store_true", help="install only the requirement groups"
+    )
+    parser.add_argument("command", nargs="*", metavar="SCRIPT ARGS", help="run with this Python")
     options = parser.parse_args()
     try:
         buildconfig.check_platform()
@@ -238,8 +240,8 @@ def main() -> None:
         sys.exit(f"\nringcomm: {problem}")
     except OSError as error:
         sys.exit(
-            f"\nringcomm: {error.filename or 'a file'}: {error.strerror}; a checkout that you can"
-            " write, with room on its disk, is needed"
+            f"\nringcomm: {error.filename or 'a file'}: {error.strerror}; use a checkout that you"
+            " can write, on a disk with free space"
         )
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

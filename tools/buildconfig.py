@@ -1,4 +1,4 @@
-"""What setup.py, tools/bootstrap.py and tools/compat.py must agree on: sources, flags, checks.
+"""Common definitions of setup.py, tools/bootstrap.py and tools/compat.py: sources, flags, checks.
 
 Standard library only: it runs before anything is installed.
 """
@@ -47,7 +47,7 @@ int main() { std::atomic<int> word{0}; word.notify_all(); return int(std::span<i
 
 
 class BuildProblem(Exception):
-    """Something the machine lacks; the message says what to run."""
+    """The machine lacks a requirement; the message says what to run."""
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -120,7 +120,7 @@ def openmp_flags() -> list[str]:
     """Returns what at::parallel_for, a template of OpenMP's pragmas, needs to have threads.
 
     For compiling only: the runtime is the one that torch has loaded, whose threads torch counts.
-    Not for clang, whose code wants another one; there the operators run in one thread.
+    Not for clang, which needs another runtime: there the operators run in one thread.
     """
     return [] if "__clang__" in _compiled("", "-dM", "-E").stdout else ["-fopenmp"]
 
@@ -167,8 +167,8 @@ def check_platform() -> None:
         )
     if sys.version_info[:2] < MIN_PYTHON:
         raise BuildProblem(
-            f"ringcomm needs Python >= 3.10; {sys.executable} is {platform.python_version()}. "
-            "Install a newer one, and name it: make PYTHON=python3.12 ..."
+            f"ringcomm needs Python >= 3.10; {sys.executable} is {platform.python_version()}."
+            " Install a newer one and select it: make PYTHON=python3.12 ..."
         )
 
 

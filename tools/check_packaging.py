@@ -46,7 +46,7 @@ assert {(p.group, p.name) for p in points} == expected, points
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
-    """Runs a command and returns what it prints; where it fails, so do we, with its last lines."""
+    """Runs a command and returns its output; exits with its last lines if it fails."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-25:])
@@ -114,7 +114,7 @@ def check_install(wheel: Path, folder: Path) -> None:
     bench = [command, "bench", "all_reduce"]
     done = subprocess.run(bench, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 2 or "not in an installed wheel" not in done.stderr:
-        sys.exit(f"packaging: ringcomm bench ends with {done.returncode}: {done.stderr}")
+        sys.exit(f"packaging: ringcomm bench exited with {done.returncode}: {done.stderr}")
 
 
 if __name__ == "__main__":

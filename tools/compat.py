@@ -1,4 +1,4 @@
-"""Compiles the bindings against the headers of the oldest and the newest torch that we serve.
+"""Compiles the bindings against the headers of the oldest and the newest supported torch.
 
 c10d's classes change from minor to minor, and its headers are the only place that says how. Nothing
 is linked or run: a wheel of torch is downloaded without its dependencies (about 0.5 GB), its
@@ -26,13 +26,13 @@ CACHE = ROOT / ".cache" / "torch-headers"
 OLDEST = "2.11"
 # Whose wheels are taken: headers hardly depend on the Python.
 WHEELS_PYTHON = "3.12"
-# Full compiles, but without the optimiser: the question is only whether the code is accepted.
+# Full compiles without the optimizer: only whether the code compiles matters.
 FLAGS = (buildconfig.CXX_STANDARD, "-O0", "-g0", "-fPIC", "-w")
 DEFINES = ("-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H")
 
 
 class Offline(Exception):
-    """pip could not tell or fetch what was asked for."""
+    """pip could not find or download a version."""
 
 
 def pip(*arguments: str) -> str:
@@ -78,7 +78,7 @@ def find_version(prefix: str) -> str:
             if match is None:
                 raise Offline(f"pip index printed no version: {output[:80]!r}")
             prefix = match.group(1)
-        # A release once fetched stands for its minor.
+        # A downloaded release represents its minor version.
         return cached(prefix) or fetch(prefix if prefix.count(".") == 2 else f"{prefix}.*")
     except Offline as error:
         have = cached(prefix)

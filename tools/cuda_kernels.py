@@ -3,11 +3,14 @@
 Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
 RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
 
-    python tools/cuda_kernels.py [--check]
+    python tools/cuda_kernels.py [HELD]
+
+With HELD, build/cuda-HELD gets kernels that hold so many vectors per thread, for kernel_sweep.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import hashlib
 import os
@@ -23,6 +26,7 @@ from buildconfig import CSRC, ROOT, BuildProblem
 # Has what was compiled within, which no compiler tells ninja.
 EMBEDDER = CSRC / "device" / "cuda" / "image.cc"
 ARCHITECTURES = ("80", "90", "100")
+HELD = "-DRINGCOMM_HELD_VECTORS"
 # Sums round the same way as on the CPU: nothing is contracted.
 FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false")
 
@@ -39,23 +43,18 @@ def default_archs() -> tuple[str, ...]:
 
 
 def compile_all(
-    nvcc: Path, folder: Path, archs: tuple[str, ...] = (), *, is_check: bool = False
+    nvcc: Path, folder: Path, archs: tuple[str, ...] = (), defines: tuple[str, ...] = ()
 ) -> Path:
     """Compiles what has changed into the folder: for each file NAME.fatbin, of all architectures.
 
     The last of `archs`, or of default_archs(), is also there as PTX, for GPUs to come. The file
-    that embeds the images is touched where it is older than one of them. `is_check` only finds out
-    whether they compile, without the assembler's optimiser. Raises BuildProblem.
+    that embeds the images is touched where it is older than one of them. Raises BuildProblem.
     """
     archs = archs or default_archs()
-    flags = [*FLAGS, *(["-Xptxas", "-O0"] if is_check else ["-O3"])]
-    if is_check:
-        codes = ",".join(f"sm_{arch}" for arch in archs)
-        flags += ["-gencode", f"arch=compute_{archs[0]},code=[{codes}]"]
-    else:
-        for arch in archs:
-            flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-        flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    flags = [*FLAGS, "-O3", *defines]
+    for arch in archs:
+        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     folder.mkdir(parents=True, exist_ok=True)
     release = release_of(nvcc)
     paths, num_jobs = sources(), buildconfig.num_jobs()
@@ -63,15 +62,14 @@ def compile_all(
     more = ["--threads", str(max(1, num_jobs // len(paths)))]
     with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
         list(pool.map(lambda path: _compile(nvcc, release, path, folder, flags, more), paths))
-    if not is_check:
-        newest = max((folder / f"{path.stem}.fatbin").stat().st_mtime_ns for path in paths)
-        if EMBEDDER.stat().st_mtime_ns < newest:
-            os.utime(EMBEDDER, ns=(newest, newest))
+    newest = max((folder / f"{path.stem}.fatbin").stat().st_mtime_ns for path in paths)
+    if EMBEDDER.stat().st_mtime_ns < newest:
+        os.utime(EMBEDDER, ns=(newest, newest))
     return folder
 
 
 def release_of(nvcc: Path) -> str:
-    """Which nvcc it is, wherever it stands: "release 13.0"."""
+    """The release of an nvcc, independent of its path: "release 13.0"."""
     done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"release [\d.]+", done.stdout)
     return found.group(0) if found else str(nvcc)
@@ -101,15 +99,17 @@ def _compile(
 
 
 def main() -> int:
-    """Compiles for RINGCOMM_CUDA_ARCHS; with --check only to see whether that goes."""
-    is_check = sys.argv[1:] == ["--check"]
+    """Compiles for RINGCOMM_CUDA_ARCHS."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("held", nargs="?", type=int, help="vectors in flight per thread")
+    held = parser.parse_args().held
     nvcc = buildconfig.find_nvcc()
     if nvcc is None:
         print("[cuda] no nvcc here: kernels for GPUs were NOT compiled")
         return 0
-    folder = ROOT / "build" / ("cuda-check" if is_check else "cuda")
     try:
-        compile_all(nvcc, folder, is_check=is_check)
+        name, defines = ("cuda", ()) if held is None else (f"cuda-{held}", (f"{HELD}={held}",))
+        compile_all(nvcc, ROOT / "build" / name, defines=defines)
     except BuildProblem as problem:
         print(problem)
         return 1

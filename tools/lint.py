@@ -18,7 +18,7 @@ TYPED = ("ringcomm", "kernels", "benchmarks", "tools", "tests", "_ringcomm_autol
 
 
 def run(*command: str) -> bool:
-    """Whether a tool of this Python's folder, or of PATH, is content."""
+    """Runs a tool from this Python's folder or PATH; returns whether it succeeded."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     tool = shutil.which(command[0], path=places)
     if tool is None:
@@ -39,7 +39,7 @@ def main() -> int:
     """Runs every check, also after one has failed; returns 1 if any did."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--fix", action="store_true", help="rewrite files instead of complaining")
+    group.add_argument("--fix", action="store_true", help="rewrite files instead of reporting")
     group.add_argument("--types", action="store_true", help="run mypy instead")
     options = parser.parse_args()
     if options.types:

@@ -1,12 +1,13 @@
-"""Builds, tests and measures on a machine with a GPU, and keeps what it found.
+"""Builds, tests and measures on a machine with a GPU, and records the results.
 
 Usage: python tools/verify_gpu.py [--only NAME,... | --from NAME] [--budget-s S] [--out FOLDER]
        python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
 
 The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
 of the budget: the last line printed is the command that goes on. The active Python and its torch
-are used. The folder, $OUT by default, gets verify.log, records and plots; the page gets each row's
-"last run".
+are used. The folder, $OUT by default, gets verify.log, records and plots. Records are compared with
+the page's aims (gpu_aims.py): each is printed as met, or by how much it is missed. The page gets
+each row's "last run".
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
 NVIDIA's Multi-Process Service or without. The status is 1 when something failed, and 0 without a
@@ -35,13 +36,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu-verification.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from gpu_aims import HEADING, Records, Verdict, judge, read_aims, summary  # noqa: E402
 from mps import Mps, find_control  # noqa: E402
 from placement import count_devices  # noqa: E402
 
 BUDGET_S = 540.0  # for machines whose commands end after ten minutes
 MIN_SHARE = 0.5  # of a row's limit: with less time left, the next command runs it
 LAYOUT_S = 420.0  # of a layout, if no row says another limit
-END_S = 45.0  # for a program to end what it has started, MPS too
+END_S = 45.0  # for a program to end its children, including MPS
 NO_TESTS = 5  # pytest's status where no test was selected
 # Ranks (0: tests that start none; None: one for each GPU, two under MPS), the GPUs, and MPS.
 LAYOUTS: dict[str, tuple[int | None, str, bool]] = {
@@ -75,8 +77,9 @@ class Row:
 
 
 def read_rows(page: Path = PAGE) -> list[Row]:
-    """The table of the page."""
-    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    """The first table of the page."""
+    table = page.read_text(encoding="utf-8").partition(HEADING)[0]
+    lines = [line for line in table.splitlines() if line[:2] == "| "]
     rows = []
     for line in lines[1:]:
         name, _, how, limit, needs, _ = (cell.strip() for cell in line.strip("|").split("|"))
@@ -85,10 +88,11 @@ def read_rows(page: Path = PAGE) -> list[Row]:
 
 
 def write_row(page: Path, name: str, found: str) -> None:
-    """Replaces a row's last cell."""
+    """Replaces the last cell of a row of the first table."""
     pattern = rf"^(\| {re.escape(name)} \|.*\| )[^|]*( \|)$"
     text = page.read_text(encoding="utf-8")
-    page.write_text(re.sub(pattern, rf"\g<1>{found}\g<2>", text, flags=re.M), encoding="utf-8")
+    text = re.sub(pattern, rf"\g<1>{found}\g<2>", text, count=1, flags=re.M)
+    page.write_text(text, encoding="utf-8")
 
 
 def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
@@ -110,7 +114,7 @@ def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
 
 
 def run(command: list[str], limit_s: float, **options: Any) -> int | None:
-    """A command's status, None where it was stopped at the limit; all it has started ends too.
+    """Runs a command; returns its status, or None if it reached the limit. Its children end too.
 
     At the limit it is interrupted first: pytest says what has failed, and programs end their MPS.
     """
@@ -204,6 +208,7 @@ def verify(
     """
     archs, today = gpu_archs(), datetime.datetime.now(datetime.timezone.utc).date()
     env, deadline = environment(archs, out), time.monotonic() + budget_s
+    aims = read_aims(page)
     found: dict[str, str] = {}
     left: list[str] = []
     num_run = 0
@@ -215,17 +220,28 @@ def verify(
             left.append(row.name)
         status = f"not run: {reason}"
         if reason is None:
+            records = Records(out)
             status = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
+            verdicts = [] if status == "not run" else judge(aims, row.name, records.new())
+            tell(verdicts, out / "verify.log")
             if status == "stopped" and left_s < row.limit_s and num_run > 0:
                 left.append(row.name)
             elif status != "not run":
-                write_row(page, row.name, f"{status}, {today}")
+                write_row(page, row.name, f"{status}, {today}{summary(verdicts)}")
             num_run += row.name != "build"
         found[row.name] = status
         print(f"{row.name}: {status}", flush=True)
         if row.name == "build" and status in ("failed", "stopped"):
             break
     return found, left
+
+
+def tell(verdicts: list[Verdict], log: Path) -> None:
+    """Prints what became of a row's aims, and keeps it."""
+    text = "".join(f"  {verdict.text}\n" for verdict in verdicts)
+    print(text, end="", flush=True)
+    with log.open("a", encoding="utf-8") as output:
+        output.write(text)
 
 
 def run_row(row: Row, limit_s: float, log: Path, env: dict[str, str]) -> str:
@@ -261,7 +277,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     asked = {*only, options.first or "build"}
     unknown = asked - {*rows} | {*layouts} - {*LAYOUTS, "every"}
     if unknown:
-        parser.error(f"there is no {', '.join(sorted(unknown))}")
+        parser.error(f"unknown names {', '.join(sorted(unknown))}")
     options.layout = list(LAYOUTS) if layouts == ["every"] else layouts
     options.rows = [row for name, row in rows.items() if name in only]
     return options

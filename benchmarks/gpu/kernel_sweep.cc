@@ -7,6 +7,7 @@
 
 #include "collectives/cuda/kernels.h"
 #include "collectives/cuda/launch_plan.h"
+#include "collectives/cuda/staging_plan.h"
 #include "gpu/point.h"
 #include "gpu/rank_memory.h"
 #include "gpu/ranks.h"
@@ -26,6 +27,8 @@ constexpr std::chrono::seconds kKernelTimeout{3};
 constexpr int kLaunchesPerVisit = 5;
 // Of sweeps over blocks and regions: smaller calls use few blocks, larger ones are as these.
 constexpr std::size_t kMinSweptBytes = 1 << 20, kMaxSweptBytes = 64 << 20;
+// Of copies that tell the rate of a GPU's memory: no cache holds them.
+constexpr std::size_t kMinRateBytes = 64 << 20;
 
 struct Options {
   int ranks = 2;
@@ -40,11 +43,12 @@ constexpr const char* kUsage =
     "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
     "Prints a line of JSON for each operation, type, size, path, number of blocks and size of\n"
     "regions. Each round visits the points in another random order; there are fewer rounds where\n"
-    "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the "
-    "slowest\n"
-    "rank, divided by them; gb_per_s is a rank's longer buffer by the median; copy_share is the\n"
-    "time of a copy of what all ranks must read and write at least, divided by the median. The\n"
-    "status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.";
+    "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the\n"
+    "slowest rank, divided by them; predicted_us is what gpu/latency_model.h says, of a GPU that\n"
+    "copies as fast as this one does (as an H200, if no copy of 64 MiB is measured); gb_per_s is\n"
+    "a rank's longer buffer by the median; copy_share is the time of a copy of what all ranks\n"
+    "must read and write at least, divided by the median. benchmarks/sweep_table.py shows lines.\n"
+    "The status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.";
 
 /// One rank's part of the sweep.
 class Sweep {
@@ -125,15 +129,14 @@ class Sweep {
   std::vector<cuda::StagingLayout> make_layouts() const {
     if (attribute(cuda::kMpsEnabled) == 0)
       throw std::runtime_error("ranks would take turns on the GPU: start MPS");
-    const int places = kernels_.blocks_per_multiprocessor("ringcomm_two_shot_bfloat16");
     const int multiprocessors = attribute(cuda::kMultiprocessorCount);
     const cuda::StagingLayout plan =
         cuda::make_staging_layout({.world_size = page_.num_ranks,
                                    .max_ranks_per_device = page_.num_ranks,
                                    .is_on_one_device = true,
-                                   .min_multiprocessors = multiprocessors,
-                                   .blocks_per_multiprocessor = places});
-    const auto room = static_cast<unsigned>(multiprocessors * places * 7 / 8 / page_.num_ranks);
+                                   .min_multiprocessors = multiprocessors});
+    const int places = multiprocessors * cuda::kBlocksPerMultiprocessor;
+    const auto room = static_cast<unsigned>(places * 7 / 8 / page_.num_ranks);
     std::vector layouts = {plan};
     for (const unsigned num_blocks :
          {plan.num_blocks / 2, plan.num_blocks, plan.num_blocks * 3 / 2})
@@ -154,7 +157,8 @@ class Sweep {
       for (const Path path : {Path::kPackets, Path::kStaged, Path::kShared, Path::kRing})
         add({.dtype = dtype, .num_bytes = num_bytes, .path = path});
     for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather})
-      add({.op = op, .num_bytes = num_bytes});
+      for (const Path path : {Path::kStaged, Path::kShared})
+        add({.op = op, .num_bytes = num_bytes, .path = path});
     if (num_bytes < kMinSweptBytes || num_bytes > kMaxSweptBytes) return;
     for (std::size_t layout = 1; layout < layouts_.size(); ++layout)
       for (const Path path : {Path::kStaged, Path::kShared})
@@ -163,11 +167,15 @@ class Sweep {
   /// With its graph, unless the path does not take so many bytes.
   void add(Point point) {
     point.num_calls = point.num_bytes <= 64 << 10 ? 50 : point.num_bytes <= 4 << 20 ? 20 : 4;
+    point.planned = {.path = Path::kCopy,
+                     .num_ranks = page_.num_ranks,
+                     .num_bytes = static_cast<double>(point.num_bytes)};
     cuda::KernelCall kernel;
     cuda::LaunchPlan plan;
     if (point.path != Path::kCopy) {
       plan = plan_point(point, kernel);
       if (point.path == Path::kPackets && plan.traffic.algorithm != Algorithm::kOneShot) return;
+      if (point.path == Path::kShared && kernel.lends != cuda::Lends::kYes) return;
       point.num_blocks = plan.num_blocks;
       point.region_bytes = layouts_[point.layout].region_bytes;
     }
@@ -191,7 +199,8 @@ class Sweep {
         "launch a kernel");
   }
 
-  cuda::LaunchPlan plan_point(const Point& point, cuda::KernelCall& kernel) const {
+  /// Of which `point` notes what the model needs.
+  cuda::LaunchPlan plan_point(Point& point, cuda::KernelCall& kernel) const {
     fill_frame(point.layout, kernel);
     const auto num_ranks = static_cast<std::size_t>(page_.num_ranks);
     const bool has_shares = point.op != OpKind::kAllReduce;
@@ -216,7 +225,8 @@ class Sweep {
     CallHeader header{.num_elems = num_elems, .op = point.op, .dtype = point.dtype};
     cuda::plan_header(call, {}, layouts_[point.layout], false, header);
     const cuda::LaunchPlan plan = cuda::plan_launch(call, header, kernel);
-    if (point.path == Path::kShared) memory_.lend(point.dtype, kernel);
+    if (point.path == Path::kShared) memory_.lend(call, plan, kernel);
+    point.planned = planned_call(call, point.path, point.num_bytes, kernel, plan);
     return plan;
   }
   void fill_frame(std::size_t layout, cuda::GroupFrame& frame) const {
@@ -270,7 +280,17 @@ class Sweep {
     const auto copied = std::find_if(points_.begin(), points_.end(), [&](const Point& other) {
       return other.path == Path::kCopy && other.num_bytes == point.num_bytes;
     });
-    print_line(point, page_.num_ranks, copied->quantile(0.5), num_wrong);
+    print_line(point, copied->quantile(0.5), model().us(point.planned), num_wrong);
+  }
+  /// Of a GPU that copies as this one does, if copies are measured that are large enough.
+  LatencyModel model() const {
+    const Point* largest = nullptr;
+    for (const Point& point : points_)
+      if (point.path == Path::kCopy && point.num_bytes >= kMinRateBytes && !point.us.empty() &&
+          (largest == nullptr || point.num_bytes > largest->num_bytes))
+        largest = &point;
+    if (largest == nullptr) return LatencyModel();
+    return LatencyModel::of_copy(largest->planned, largest->quantile(0.5));
   }
   /// On which multiprocessors the blocks of each rank wait for each other. Collective.
   void print_places() {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "collectives/collective.h"
+#include "gpu/latency_model.h"
 #include "transport/cuda/driver.h"
 
 namespace ringcomm::benchmarks {
@@ -38,9 +39,6 @@ struct GraphApi {
   }
 };
 
-enum class Path { kCopy, kPackets, kStaged, kShared, kRing };
-inline constexpr const char* kPathNames[] = {"copy", "packets", "staged", "shared", "ring"};
-
 struct Point {
   OpKind op = OpKind::kAllReduce;
   DType dtype = DType::kBFloat16;
@@ -49,6 +47,7 @@ struct Point {
   std::size_t layout = 0;
   unsigned num_blocks = 0;
   std::uint32_t region_bytes = 0;
+  PlannedCall planned = {};
   int num_calls = 1;
   std::uint64_t num_wrong = 0;
   GraphExec graph = nullptr;
@@ -69,21 +68,20 @@ struct Point {
 };
 
 /// `copy_us` is what a copy of as many bytes takes, all ranks at once.
-inline void print_line(const Point& point, int num_ranks, double copy_us, std::uint64_t num_wrong) {
-  const bool is_copy = point.path == Path::kCopy;
-  // Calls with shares have a shorter buffer, too.
-  const double copies = is_copy || point.op == OpKind::kAllReduce ? 1 : (1 + 1.0 / num_ranks) / 2;
+inline void print_line(const Point& point, double copy_us, double predicted_us,
+                       std::uint64_t num_wrong) {
   const double p50 = point.quantile(0.5);
   std::printf(
       R"({"op":"%s","dtype":"%s","ranks":%d,"bytes":%zu,"path":"%s","blocks":%u,)"
-      R"("region_bytes":%u,"is_plan":%s,"calls":%d,"samples":%zu,"p50_us":%.2f,"p99_us":%.2f,)"
-      R"("gb_per_s":%.4g,"copy_share":%.4g,"num_wrong":%llu})"
+      R"("region_bytes":%u,"held_vectors":%u,"is_plan":%s,"calls":%d,"samples":%zu,)"
+      R"("p50_us":%.2f,"p99_us":%.2f,"predicted_us":%.2f,"gb_per_s":%.4g,"copy_share":%.4g,"num_wrong":%llu})"
       "\n",
-      is_copy ? "copy" : name_of(point.op), name_of(point.dtype), num_ranks, point.num_bytes,
-      kPathNames[static_cast<int>(point.path)], point.num_blocks, point.region_bytes,
+      point.path == Path::kCopy ? "copy" : name_of(point.op), name_of(point.dtype),
+      point.planned.num_ranks, point.num_bytes, kPathNames[static_cast<int>(point.path)],
+      point.num_blocks, point.region_bytes, cuda::kHeldVectors,
       point.layout == 0 ? "true" : "false", point.num_calls, point.us.size(), p50,
-      point.quantile(0.99), static_cast<double>(point.num_bytes) / p50 / 1e3,
-      copy_us * copies / p50, static_cast<unsigned long long>(num_wrong));
+      point.quantile(0.99), predicted_us, static_cast<double>(point.num_bytes) / p50 / 1e3,
+      copy_us * point.planned.copies() / p50, static_cast<unsigned long long>(num_wrong));
 }
 
 }  // namespace ringcomm::benchmarks

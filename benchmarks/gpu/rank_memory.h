@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "collectives/cuda/launch_plan.h"
+#include "collectives/cuda/lent_buffers.h"
 #include "gpu/ranks.h"
 #include "transport/cuda/device_memory.h"
 
@@ -84,13 +85,12 @@ class RankMemory {
       frame.staging.of[peer] = parts_[peer] + layout_offsets_[layout];
   }
   /// Peers use the buffers where they are.
-  void lend(DType dtype, cuda::KernelCall& call) const {
-    const auto place_of = [&](const std::byte* buffer) {
+  void lend(const Collective& call, const cuda::LaunchPlan& plan, cuda::KernelCall& kernel) const {
+    kernel.lent.bases = reinterpret_cast<std::byte* const*>(bases_->data());
+    const auto place_of = [&](const std::byte* buffer, std::size_t) {
       return cuda::Lent::place(0, static_cast<std::uint64_t>(buffer - parts_[rank_]));
     };
-    call.lent.bases = reinterpret_cast<std::byte* const*>(bases_->data());
-    call.lent_input = place_of(input(dtype));
-    call.lent_output = place_of(output());
+    cuda::find_lent_buffers(call, plan, place_of, kernel);
   }
 
   /// On the stream.

@@ -20,10 +20,10 @@ namespace py = pybind11;
 namespace ringcomm {
 namespace {
 
-// What is late ringcomm finds first, and says which rank it is; the backend may end the process.
+// ringcomm's timeout comes first and names the late rank; the backend's may end the process.
 constexpr std::chrono::seconds kGrace{60};
 
-// The first line is the cause; torch adds where in its own code it was found.
+// The first line is the cause; torch appends the place in its own code.
 std::string first_line(const char* text) {
   const std::string all = text;
   return all.substr(0, all.find('\n'));
@@ -31,7 +31,7 @@ std::string first_line(const char* text) {
 
 }  // namespace
 
-// A work of the backend, or what it said when it refused.
+// A Work of the backend, or its error message if it refused.
 class C10dMessages::Pending final : public Message {
  public:
   Pending(C10dMessages& owner, c10::intrusive_ptr<c10d::Work> work, int peer)
@@ -59,12 +59,12 @@ class C10dMessages::Pending final : public Message {
       work = (*place_)->get();
     }
     try {
-      // The watch of the group's messages has the real time-outs.
+      // The group's watchdog has the real timeouts.
       if (work->wait(kLongestTimeout)) {
         if (peer_ == kAnySource) peer_ = work->sourceRank();
         return MessageEnd::kDone;
       }
-      failure_ = "the backend gave the message up";
+      failure_ = "the message of the backend failed without an error";
     } catch (const std::exception& error) {
       failure_ = first_line(error.what());
     }
@@ -144,13 +144,13 @@ void C10dMessages::end_messages() noexcept {
     try {
       work->abort();
     } catch (const std::exception&) {
-      break;  // this backend ends all at once, or not at all
+      break;  // this backend ends all works together, or none
     }
   }
   try {
     backend_->abort();
   } catch (const std::exception&) {
-    // As above: what cannot be ended ends with its connection.
+    // As above: a work that cannot be ended ends with its connection.
   }
 }
 
@@ -178,7 +178,7 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(
     if (python != nullptr && !python->matches(PyExc_Exception)) throw;  // KeyboardInterrupt
     throw Error({.kind = ErrorKind::kSystem, .rank = rank, .op = "init"},
                 "ringcomm: the backend " + name + ", needed for " + purpose +
-                    ", could not be made: " + error.what());
+                    ", could not be created: " + error.what());
   }
 }
 

@@ -15,10 +15,10 @@ namespace ringcomm {
 /// Messages by the send and recv of any backend of torch.distributed that moves CPU tensors: Gloo,
 /// MPI, another package's.
 ///
-/// What is asked of the backend: a send and a recv with the same tag match in the order of their
-/// calls; recvAnysource only where users receive from any source. Its time-outs are not used:
-/// Gloo's, for one, end all of a group's messages and not the one that was late. To end waits it
-/// must implement Work::abort() (as Gloo does) or Backend::abort() (as most others do).
+/// Requirements for the backend: sends and receives with the same tag match in the order of their
+/// calls; recvAnysource is needed only if users receive from any source. Its timeouts are not used,
+/// because Gloo's, for example, end all messages of a group. To end waits it must implement
+/// Work::abort() (as Gloo does) or Backend::abort() (as most others do).
 class C10dMessages final : public MessageTransport {
  public:
   /// The backend is for these messages alone.
@@ -45,9 +45,9 @@ class C10dMessages final : public MessageTransport {
   std::list<c10::intrusive_ptr<c10d::Work>> works_;  // of all messages that live
 };
 
-/// A new backend of torch.distributed, made by ringcomm.message_backend for messages of a group
-/// alone. `purpose` says which, for errors. Collective over the group; takes the GIL. Throws what
-/// `look` does, and Error.
+/// A new backend of torch.distributed for the messages of one group, created by
+/// ringcomm.message_backend. `purpose` is for error messages. Collective over the group; takes the
+/// GIL. Throws what `look` throws, and Error.
 c10::intrusive_ptr<c10d::Backend> make_message_backend(
     const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     const GroupOptions& options, const LookForRanks& look, const std::string& purpose);

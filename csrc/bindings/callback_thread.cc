@@ -52,7 +52,7 @@ void CallbackThread::run() {
     callbacks_.pop_front();
     lock.unlock();
     callback();
-    callback = nullptr;  // what it holds goes without the lock
+    callback = nullptr;  // destroys what it holds without the lock
     lock.lock();
   }
 }

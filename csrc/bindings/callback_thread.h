@@ -21,7 +21,7 @@ class CallbackThread {
 
   /// The level for works issued by this thread.
   static int level_of_new_work();
-  /// Starts the thread when it is first asked for; never ends it. Throws std::system_error.
+  /// Starts the thread at the first call; it never ends. Throws std::system_error.
   static CallbackThread& at(int level);
 
   void post(std::function<void()> callback);

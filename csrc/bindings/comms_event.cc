@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <utility>
 
-// Since torch 2.12 or so the event also says whether the call was asynchronous.
+// Since about torch 2.12 the event also has a field for asynchronous calls.
 #ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
 #define RINGCOMM_RECORD_COMMS(is_async, ...) \
   RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(__VA_ARGS__, is_async)
@@ -59,7 +59,7 @@ c10::intrusive_ptr<c10d::Work> CommsEvent::around(
                                                : nullptr;
   const at::ScalarType dtype = sample != nullptr ? sample->scalar_type() : at::kByte;
   const auto element_bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
-  // Evenly spaced ranks are told by the first and the distance; others by neither.
+  // Evenly spaced ranks are given by the first rank and the distance; other ranks by neither.
   const bool has_ranks = global_ranks != nullptr && !global_ranks->empty();
   const int start = has_ranks ? static_cast<int>(global_ranks->front()) : 0;
   int stride = has_ranks && global_ranks->size() > 1

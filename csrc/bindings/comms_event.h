@@ -13,8 +13,9 @@
 
 namespace ringcomm {
 
-/// A call as profilers know it: the event record_param_comms of torch's own backends, whose fields
-/// are theirs. There is none for the algorithm, which goes with the name: "all_reduce/two_shot".
+/// A call as profilers show it: the event record_param_comms of torch's own backends, with their
+/// fields. It has no field for the algorithm, so the algorithm is part of the name:
+/// "all_reduce/two_shot".
 struct CommsEvent {
   std::int64_t seq = 0;
   bool is_p2p = false;
@@ -38,7 +39,7 @@ struct CommsEvent {
   c10::intrusive_ptr<c10d::Work> around(c10::function_ref<c10::intrusive_ptr<c10d::Work>()> body);
 };
 
-/// Whether anybody looks: filling an event costs as much as a small collective.
+/// Whether a profiler is active: an event costs as much as a small collective.
 bool is_profiled();
 
 }  // namespace ringcomm

@@ -9,13 +9,13 @@
 namespace ringcomm {
 namespace {
 
-// Of all classes; contiguous.
+// The weights of all classes, contiguous.
 at::Tensor checked_weight(const at::Tensor& weight, std::int64_t vocab_size) {
-  TORCH_CHECK_TYPE(weight.scalar_type() == at::kFloat, "ringcomm: class weights are float32, got ",
-                   weight.scalar_type());
+  TORCH_CHECK_TYPE(weight.scalar_type() == at::kFloat,
+                   "ringcomm: class weights must be float32, got ", weight.scalar_type());
   TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == vocab_size,
-                    "ringcomm: one weight for each of the ", vocab_size, " classes, got shape ",
-                    weight.sizes());
+                    "ringcomm: class_weight needs one weight for each of the ", vocab_size,
+                    " classes, got shape ", weight.sizes());
   return weight.contiguous();
 }
 
@@ -25,17 +25,17 @@ LogitRows::LogitRows(const at::Tensor& logits, const at::Tensor& target,
                      const std::optional<at::Tensor>& weight, const VocabShard& shard)
     : logits_(logits), shard_(shard) {
   TORCH_CHECK_VALUE(logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) <= 1),
-                    "ringcomm: logits are rows of classes side by side, got shape ", logits.sizes(),
-                    " with strides ", logits.strides());
+                    "ringcomm: logits must be a matrix with contiguous rows, got shape ",
+                    logits.sizes(), " with strides ", logits.strides());
   TORCH_CHECK_VALUE(target.dim() == 1 && target.size(0) == logits.size(0),
-                    "ringcomm: one target for each row of logits, got shape ", target.sizes(),
-                    " for logits of shape ", logits.sizes());
-  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, "ringcomm: targets are int64, got ",
+                    "ringcomm: targets must be one for each row of logits, got shape ",
+                    target.sizes(), " for logits of shape ", logits.sizes());
+  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, "ringcomm: targets must be int64, got ",
                    target.scalar_type());
-  TORCH_CHECK_VALUE(shard.vocab_start >= 0, "ringcomm: vocab_start is a number from 0 on, got ",
+  TORCH_CHECK_VALUE(shard.vocab_start >= 0, "ringcomm: vocab_start must be 0 or more, got ",
                     shard.vocab_start);
   ops_ = host::find_softmax_ops(reduced_dtype(logits, "cross_entropy"));
-  TORCH_CHECK_TYPE(ops_ != nullptr, "ringcomm: logits are float32, float16 or bfloat16, got ",
+  TORCH_CHECK_TYPE(ops_ != nullptr, "ringcomm: logits must be float32, float16 or bfloat16, got ",
                    logits.scalar_type());
   target_ = target.contiguous();
   targets_ = target_.const_data_ptr<std::int64_t>();

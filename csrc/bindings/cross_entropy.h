@@ -13,7 +13,7 @@ namespace ringcomm {
 
 // The steps of cross_entropy on tensors of the CPU; as torch operators in ops/cross_entropy_ops.cc.
 
-/// What a logit is, and which of all classes this rank has.
+/// The transformation of logits, and this rank's shard of the classes.
 struct VocabShard {
   std::int64_t vocab_start = 0;
   std::int64_t vocab_size =
@@ -23,7 +23,7 @@ struct VocabShard {
   double softcap = 0;  ///< 0: none
 };
 
-/// What a loss is made of besides the logit of its target.
+/// The terms of a loss besides the logit of its target.
 struct LossTerms {
   double label_smoothing = 0;
   double z_loss = 0;
@@ -37,7 +37,7 @@ class LogitRows {
 
   std::int64_t size() const { return logits_.size(0); }
   std::int64_t width() const { return logits_.size(1); }
-  /// Columns that stand for a class; those behind are padding.
+  /// The columns that are classes; the others are padding.
   std::int64_t num_classes() const { return num_classes_; }
   const SoftmaxOps& ops() const { return *ops_; }
 
@@ -64,7 +64,7 @@ class LogitRows {
   std::int64_t num_classes_ = 0;
 };
 
-/// From the stats of a token's whole row to its loss and gradient: the formulas of
+/// Computes a token's loss and gradient from the stats of its whole row, with the formulas of
 /// docs/design/cross_entropy.md, in double.
 class TokenLoss {
  public:

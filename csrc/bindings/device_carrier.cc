@@ -23,8 +23,10 @@ void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::
 }  // namespace
 
 DeviceCarrier::LentMemory DeviceCarrier::lend(std::size_t) {
-  C10_THROW_ERROR(NotImplementedError,
-                  "ringcomm: ranks that reach each other by " + name() + " share no memory");
+  C10_THROW_ERROR(
+      NotImplementedError,
+      "ringcomm: ranks that reach each other by " + name() +
+          " share no memory; use torch.empty instead: calls on it are sent as messages");
 }
 
 std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,

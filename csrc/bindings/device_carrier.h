@@ -31,8 +31,8 @@ struct DeviceMessage {
   int tag;
 };
 
-/// What carries the collectives of a group's device tensors. All of it happens in the order of
-/// streams; the host waits for nothing.
+/// Runs the collectives of a group's device tensors. Everything is ordered by streams; the host
+/// does not wait.
 class DeviceCarrier {
  public:
   virtual ~DeviceCarrier() = default;
@@ -46,57 +46,63 @@ class DeviceCarrier {
   virtual Traffic enqueue(const Collective& call, const CallHeader& header,
                           const DevicePlace& place) = 0;
 
-  /// Sends and receives of which none may wait for another: two ranks that both send before they
-  /// receive, in the order of one stream, would wait for ever.
+  /// Sends and receives that must not wait for each other: two ranks that both send before they
+  /// receive, in the order of one stream, would deadlock.
   virtual void exchange(const std::vector<DeviceMessage>& messages, const DevicePlace& place) = 0;
 
-  /// The event behind the last of these two, on its stream, where the carrier has recorded one.
+  /// The event after the last of these two calls, on its stream, if the carrier has recorded one.
   virtual std::shared_ptr<const cuda::Event> last_end() const { return nullptr; }
 
-  /// Fills in algorithm and geometry of a header, from what is equal on all ranks.
+  /// Sets algorithm and geometry of a header from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
   /// Throws std::invalid_argument where a collective on this stream, or such messages, cannot be
   /// enqueued at all: it ends nothing then.
   virtual void check_collective(const DevicePlace&) const {}
   virtual void check_messages(const std::vector<DeviceMessage>&) {}
-  /// Whether messages with `peer` can be enqueued now. The answer is the same on both ranks, and
-  /// stands as long as the group. Throws Error.
+  /// Whether messages with `peer` can be enqueued now. The answer is the same on both ranks and
+  /// valid as long as the group. Throws Error.
   virtual bool has_room_for_messages(int) { return true; }
-  /// Whether its data tells what call it is of, so that calls that differ are found where they
-  /// meet.
+  /// Whether its data has headers, so that kernels detect different calls.
   virtual bool finds_mismatches() const { return false; }
 
-  /// How many clusters of so many blocks a kernel of rows that ranks wait in (cuda::RowLaunch) may
-  /// have, where the device runs `max_active` of them at a time; 0: there is no such kernel in this
-  /// group. The same on all ranks; collective when a number of blocks is first asked for.
+  /// How many clusters of `cluster_blocks` blocks a row kernel in which ranks wait
+  /// (cuda::RowLaunch) may have, if the device runs `max_active` of them at a time; 0 if this group
+  /// has no such kernel. The same on all ranks. Collective at the first call for a number of
+  /// blocks.
   virtual int row_clusters(unsigned /*cluster_blocks*/, int /*max_active*/) { return 0; }
 
   /// Memory on this rank's device that the other ranks read and write where it is. Collective.
   /// Throws NotImplementedError where the carrier has no such memory.
   struct LentMemory {
-    void* data;
-    /// Its tensor is gone, and only what these streams hold now may still use the memory. Called
-    /// once, from any thread.
+    void* data = nullptr;
+    /// Called once, from any thread, when the tensor is destroyed: only the work that these streams
+    /// hold now may still use the memory.
     std::function<void(const std::vector<c10::Stream>&)> give_back;
   };
   virtual LentMemory lend(std::size_t num_bytes);
+  /// Whether there is such memory.
+  virtual bool can_lend() const { return false; }
+  /// The same, in memory of earlier tensors; later work on the stream of `place` runs after their
+  /// last use. Data is null if the group has no more memory. Collective; only if can_lend().
+  virtual LentMemory borrow(std::size_t /*num_bytes*/, const DevicePlace&) { return {}; }
 
-  /// What carries what was enqueued since the last call of this, where that may fail by itself:
-  /// Work::exception() says so before a stream goes on.
+  /// The works of the messages enqueued since the last call of this function, if they can fail by
+  /// themselves: Work::exception() reports it before a stream continues.
   virtual std::vector<c10::intrusive_ptr<c10d::Work>> take_works() { return {}; }
-  /// Whether what ends on a device may end undone, as this rank or another one gives up. What was
-  /// over before this was false is done. The group's failure says why, soon after.
+  /// Whether work on a device may end without being complete, because this rank or another one has
+  /// failed. Work that ended while this was false is complete. The group's failure gives the reason
+  /// soon after.
   virtual bool may_have_given_up() const noexcept { return false; }
 
   /// Whether streams wait for a rank that has died, and may do so as long as this process lives.
   virtual bool is_stuck() const { return false; }
 
-  /// For ever: what is enqueued ends soon, whether its peers came or not. From any thread.
+  /// Permanently ends enqueued work, whether or not its peers arrived. From any thread.
   virtual void abort() noexcept = 0;
 };
 
-/// What a carrier is made of: a group, as this rank has it.
+/// This rank's side of a group, for creating a carrier.
 struct DeviceCarrierGroup {
   c10::intrusive_ptr<c10d::Store> store;
   int rank;
@@ -105,9 +111,9 @@ struct DeviceCarrierGroup {
   std::shared_ptr<Communicator> communicator;  ///< of the hosts' memory
 };
 
-/// The carrier of a group's tensors on `device`: the first that can be had, in the order of the
-/// list in device_carrier.cc. Collective over the group; takes the GIL, and blocks. Throws Error,
-/// and ValueError where nothing carries such tensors.
+/// The carrier of a group's tensors on `device`: the first available one of the list in
+/// device_carrier.cc. Collective over the group; takes the GIL, and blocks. Throws Error, and
+/// ValueError if no carrier supports the device.
 std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,
                                                    c10::Device device);
 

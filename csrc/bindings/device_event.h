@@ -10,11 +10,12 @@
 
 namespace ringcomm {
 
-/// A point in a stream of a device: of the driver's devices an event of cuda::EventPool, of others
-/// one of torch's.
+/// A point in a device's stream: an event of cuda::EventPool for devices of the driver, and a torch
+/// event for others.
 class DeviceEvent {
  public:
-  /// Behind what the stream holds now. With the DeviceContext of its device.
+  /// Records an event after the work that the stream holds now. Needs the DeviceContext of its
+  /// device.
   static DeviceEvent record(const c10::Stream& stream);
   /// One that the engine of a device of the driver has recorded.
   explicit DeviceEvent(std::shared_ptr<const cuda::Event> event) : of_driver_(std::move(event)) {}

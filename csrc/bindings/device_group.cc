@@ -14,9 +14,9 @@
 namespace ringcomm {
 namespace {
 
-// How long a device may take to end what was aborted, before its memory is given up to it.
+// How long a device may take to end aborted work, before its memory is leaked.
 constexpr std::chrono::seconds kAbortPatience{10};
-// How long the watches of this rank and others may take to tell why a call has given up.
+// How long the watchdogs of this rank and others may take to report why a call failed.
 constexpr std::chrono::seconds kFailurePatience{2};
 
 std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item) {
@@ -24,8 +24,8 @@ std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item
   return std::exchange(item.profiled, {});
 }
 
-// Messages with ranks for whose messages there is room, of all in `messages`. Whether the last that
-// is enqueued is the carrier's.
+// Posts the messages of `messages` with ranks for which there is room. Returns whether the last
+// enqueued operation is the carrier's.
 bool post_messages(DeviceCarrier& carrier, const DevicePlace& place,
                    const std::vector<DeviceMessageCall>& calls,
                    std::vector<DeviceMessage>& messages, std::set<int>& refused) {
@@ -69,7 +69,7 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   try {
     made = make_device_carrier({store_, rank_, world_size_, *options_, communicator()}, device);
   } catch (const std::exception&) {
-    check();  // a watch that ended the group knows why
+    check();  // throws the reason if a watchdog ended the group
     throw;
   }
   const std::lock_guard lock(mutex_);
@@ -81,6 +81,20 @@ DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_
   const std::lock_guard order(order_);
   check();
   return carrier(device).lend(num_bytes);
+}
+
+bool DeviceGroup::can_lend(c10::DeviceIndex device) {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(carriers_.begin(), carriers_.end(), [&](const auto& one) {
+    return one.first.index() == device && one.second->can_lend();
+  });
+}
+
+DeviceCarrier::LentMemory DeviceGroup::borrow(const c10::Stream& stream, std::size_t num_bytes) {
+  const std::lock_guard order(order_);
+  const DeviceContext context(stream.device());
+  check();
+  return carrier(stream.device()).borrow(num_bytes, DevicePlace::of(stream));
 }
 
 int DeviceGroup::row_clusters(c10::Device device, unsigned cluster_blocks, int max_active) {
@@ -120,20 +134,26 @@ void DeviceGroup::check() {
     communicator->failure().rethrow_if_any();
 }
 
-void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
+template <class MayCome>
+void DeviceGroup::await_reason(const MayCome& may_come) {
   const auto deadline = std::chrono::steady_clock::now() + kFailurePatience;
-  do {
-    check();
+  for (check(); may_come() && std::chrono::steady_clock::now() < deadline; check())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  check();  // reported since
+}
+
+void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
+  await_reason([&] {
     const auto communicator = communicator_.lock();
-    if (communicator == nullptr) break;
+    if (communicator == nullptr) return false;
     Membership* const members = communicator->members();
     if (members != nullptr && members->state_of(rank_) == Stop::kAborted)
       communicator->failure().raise_stopped(Stop::kAborted, rank_,
                                             {.op = title, .description = title});
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  } while (std::chrono::steady_clock::now() < deadline);
-  const std::string why = std::string(title) + " gave up on its device" +
-                          (detail.empty() ? ", for a reason that no rank has told" : ": " + detail);
+    return true;
+  });
+  const std::string why = std::string(title) + " failed on its device" +
+                          (detail.empty() ? "; no rank has reported a reason" : ": " + detail);
   end(why);
   check();
   throw Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = title}, "ringcomm: " + why);
@@ -196,8 +216,8 @@ void DeviceGroup::lose(const std::vector<at::Tensor>& kept) {
   lost_.insert(lost_.end(), kept.begin(), kept.end());
 }
 
-// Lets go of earlier ones. The device is asked only about those that still have tensors: of those
-// that have none, and that nobody else has, the last one of each stream tells of all.
+// Releases completed uses. The device is queried only for uses that still hold tensors. Among the
+// others, if nothing else references them, the last one of each stream is sufficient.
 void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
   const std::lock_guard lock(mutex_);
   for (const auto& earlier : uses_)
@@ -210,7 +230,7 @@ void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
     later.push_back(earlier->stream());
     return false;
   };
-  // From the last one back.
+  // From the last one to the first.
   uses_.erase(uses_.begin(), std::remove_if(uses_.rbegin(), uses_.rend(), is_told_of).base());
   uses_.push_back(use);
   if (is_aborted_) use->give_up();
@@ -222,8 +242,10 @@ void DeviceGroup::ending_on_failure(const std::function<std::string()>& what,
   try {
     enqueue();
   } catch (const std::exception& error) {
-    check();  // a watch that ended the group under this call knows why
-    // Wherever this rank has stopped, the others have gone on.
+    // If ranks make different calls, their data may end in an error before the hosts have compared
+    // the headers, which tells more.
+    await_reason([&] { return num_checks_ > 0; });
+    // The other ranks have continued, so the group ends.
     end(what() + ": " + error.what());
     throw;
   }
@@ -234,10 +256,15 @@ void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const Devi
   carrier.check_collective(place);
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
-  if (world_size_ > 1 && !carrier.finds_mismatches())
-    check_header(engine, header, options_->timeout, [weak = weak_from_this()] {
-      if (const auto group = weak.lock(); group != nullptr) group->abort();
+  if (world_size_ > 1 && !carrier.finds_mismatches()) {
+    check_header(engine, header, options_->timeout, [weak = weak_from_this()](bool has_failed) {
+      const auto group = weak.lock();
+      if (group == nullptr) return;
+      if (has_failed) group->abort();
+      --group->num_checks_;
     });
+    ++num_checks_;
+  }
   ending_on_failure([&] { return describe(header); },
                     [&] {
                       engine->count(item.call.op, carrier.enqueue(item.call, header, place));
@@ -294,8 +321,8 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vecto
                  });
 }
 
-// A rank for whose messages there is no room refuses them as well. Messages with others go: their
-// ranks may have launched what waits for them.
+// A rank without room for a peer's messages and that peer both refuse them. Messages with other
+// ranks are sent, because those ranks may already wait for them.
 c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
                                                      std::vector<DeviceMessageCall> calls,
                                                      DeviceCallInfo info) {

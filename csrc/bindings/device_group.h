@@ -3,6 +3,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -24,7 +25,7 @@
 
 namespace ringcomm {
 
-/// What of a call is not its data.
+/// The metadata of a call.
 struct DeviceCallInfo {
   c10d::OpType op_type;
   const char* title;
@@ -41,31 +42,35 @@ struct DeviceMessageCall {
   TensorCall item;
 };
 
-/// A group's calls on device tensors: gives them their order, their streams and a carrier, and
-/// keeps alive what they use. May be used from any thread.
+/// A group's calls on device tensors: assigns their order, streams and carrier, and keeps the
+/// tensors that they use alive. Thread-safe.
 class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
  public:
   DeviceGroup(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<GroupOptions> options,
               std::weak_ptr<Communicator> communicator, int rank, int world_size);
   ~DeviceGroup();
 
-  /// Enqueues collectives. Synchronous ones go to the caller's current stream; others to the
-  /// group's own, behind what the current one holds. Throws what the engine throws.
+  /// Enqueues collectives. Synchronous ones run on the caller's current stream; asynchronous ones
+  /// on the group's own stream, after the work of the current one. Throws what the engine throws.
   c10::intrusive_ptr<c10d::Work> start(c10::Device device, std::vector<TensorCall> calls,
                                        DeviceCallInfo info);
   /// Enqueues messages of which none waits for another.
   c10::intrusive_ptr<c10d::Work> exchange(c10::Device device, std::vector<DeviceMessageCall> calls,
                                           DeviceCallInfo info);
-  /// Makes the carrier for a device, where there is none yet: collective over the group.
+  /// Returns the carrier for a device. The first call creates it and is collective over the group.
   DeviceCarrier& carrier(c10::Device device);
   /// DeviceCarrier::row_clusters().
   int row_clusters(c10::Device device, unsigned cluster_blocks, int max_active);
-  /// Memory that other ranks use where it lies: collective over the group.
+  /// Memory that other ranks access directly. Collective over the group.
   DeviceCarrier::LentMemory lend(c10::Device device, std::size_t num_bytes);
-  /// By device, what carries its tensors; for people.
+  /// Whether that device's carrier, which there is already, has such memory.
+  bool can_lend(c10::DeviceIndex device);
+  /// DeviceCarrier::borrow(): collective over the group.
+  DeviceCarrier::LentMemory borrow(const c10::Stream& stream, std::size_t num_bytes);
+  /// A readable description of the transport of each device.
   std::map<std::string, std::string> transports();
 
-  /// Where the group has failed, ends what is enqueued; check() then throws what the cause was.
+  /// If the group has failed, ends enqueued work; check() then throws the cause.
   void abort_if_failed();
   void check();
   /// Ends the group.
@@ -74,7 +79,7 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   /// A call of this group has ended on a device without having done all: throws why, which other
   /// threads and ranks may be about to tell, or else ends the group for `detail`.
   [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
-  /// Whether another rank has given up, by a look where it says so: in the store, between hosts.
+  /// Whether another rank has failed; between hosts, this reads the store.
   bool has_another_given_up();
   bool is_stuck();
   /// Waits until devices are through with all calls; where the group has failed, ends them.
@@ -92,6 +97,10 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   c10::Stream own_stream(c10::Device device, int peer);
   void keep(const std::shared_ptr<DeviceUse>& use);
   void lose(const std::vector<at::Tensor>& kept);
+  /// Throws the reason for which the group ends, if a watchdog of this or another rank reports one
+  /// in time, while `may_come()`.
+  template <class MayCome>
+  void await_reason(const MayCome& may_come);
   template <class Enqueue>
   void ending_on_failure(const std::function<std::string()>& what, const Enqueue& enqueue);
 
@@ -101,13 +110,14 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   int rank_;
   int world_size_;
 
-  std::mutex order_;  // held while a call is enqueued; guards what follows
+  std::atomic<int> num_checks_ = 0;  // of headers, under way
+  std::mutex order_;                 // held while a call is enqueued; guards what follows
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_;
 
   std::mutex mutex_;                             // held for moments; guards what follows
-  std::deque<std::shared_ptr<DeviceUse>> uses_;  // that nobody may have waited for
+  std::deque<std::shared_ptr<DeviceUse>> uses_;  // perhaps not waited for yet
   std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use
-  std::vector<std::pair<c10::Device, std::unique_ptr<DeviceCarrier>>> carriers_;  // none ever goes
+  std::vector<std::pair<c10::Device, std::unique_ptr<DeviceCarrier>>> carriers_;  // never shrinks
   bool is_aborted_ = false;
 };
 

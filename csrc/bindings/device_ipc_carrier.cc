@@ -26,6 +26,14 @@ cuda::StreamPlace to_place(const DevicePlace& place) {
   return {.stream = handle_of(place.stream), .capture = place.capture};
 }
 
+DeviceCarrier::LentMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
+  return {loan->data(), [loan](const std::vector<c10::Stream>& streams) {
+            std::vector<cuda::StreamHandle> handles;
+            for (const c10::Stream& stream : streams) handles.push_back(handle_of(stream));
+            loan->give_back(handles);
+          }};
+}
+
 }  // namespace
 
 Traffic IpcDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
@@ -47,18 +55,19 @@ void IpcDeviceCarrier::check_collective(const DevicePlace& place) const {
 }
 
 DeviceCarrier::LentMemory IpcDeviceCarrier::lend(std::size_t num_bytes) {
-  std::shared_ptr<const cuda::Loan> loan = engine_->lend(num_bytes);
-  return {loan->data(), [loan](const std::vector<c10::Stream>& streams) {
-            std::vector<cuda::StreamHandle> handles;
-            for (const c10::Stream& stream : streams) handles.push_back(handle_of(stream));
-            loan->give_back(handles);
-          }};
+  return to_memory(engine_->lend(num_bytes));
+}
+
+DeviceCarrier::LentMemory IpcDeviceCarrier::borrow(std::size_t num_bytes,
+                                                   const DevicePlace& place) {
+  std::shared_ptr<const cuda::Loan> loan = engine_->borrow(num_bytes, to_place(place));
+  return loan != nullptr ? to_memory(std::move(loan)) : LentMemory{};
 }
 
 std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup& group,
                                                        c10::Device device, std::string& reason) {
   if (group.world_size == 1 || !is_of_driver(device)) {
-    reason = group.world_size == 1 ? "a group of one" : "not a device of CUDA";
+    reason = group.world_size == 1 ? "a group of one" : "not a CUDA device";
     return nullptr;
   }
   if (group.options.engine.transport == "p2p") {
@@ -66,11 +75,13 @@ std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup&
     return nullptr;
   }
   const c10::DeviceGuard guard(device);
-  const std::string who = "ringcomm: group " + group.options.group_name;
+  const std::string name = "ringcomm: group " + group.options.group_name;
   try {
     return std::make_unique<IpcDeviceCarrier>(cuda::Engine::make(
-        *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
-        [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }));
+        *group.communicator, device.index(),
+        {.timeout = std::min(group.options.timeout, kLongestTimeout),
+         .is_interrupted = is_interrupted},
+        [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; }));
   } catch (const cuda::Unavailable& unavailable) {
     reason = unavailable.what();
     return nullptr;

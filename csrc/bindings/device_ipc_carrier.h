@@ -29,6 +29,8 @@ class IpcDeviceCarrier final : public DeviceCarrier {
     return engine_->row_clusters(cluster_blocks, max_active);
   }
   LentMemory lend(std::size_t num_bytes) override;
+  bool can_lend() const override { return engine_->can_lend(); }
+  LentMemory borrow(std::size_t num_bytes, const DevicePlace& place) override;
   bool may_have_given_up() const noexcept override { return engine_->may_have_given_up(); }
   bool is_stuck() const override { return engine_->is_stuck(); }
   void abort() noexcept override { engine_->abort(); }
@@ -37,8 +39,8 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   std::unique_ptr<cuda::Engine> engine_;
 };
 
-/// Null, on all ranks alike and with the reason, where the ranks cannot map each other's memory.
-/// Throws as make_device_carrier() does.
+/// Null on all ranks, with the reason, if the ranks cannot map each other's memory. Throws like
+/// make_device_carrier().
 std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup& group,
                                                        c10::Device device, std::string& reason);
 

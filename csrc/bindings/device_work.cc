@@ -35,7 +35,7 @@ DeviceUse::DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEv
       end_(std::move(end)),
       is_captured_(place.is_captured()),
       tensors_(std::move(tensors)) {
-  // On the caller's own stream whoever gets the memory comes later anyhow.
+  // On the caller's own stream, later users of the memory are ordered after this work.
   if (stream_ == home_) tensors_.clear();
   if (is_captured_) parts_.clear();
 }
@@ -49,7 +49,7 @@ bool DeviceUse::is_over() {
     const QueriesInCaptures allowed(stream_.device());
     is_over_ = end_.is_over();
     if (is_over_) {
-      // Asked after the event has passed: what gives up says so first.
+      // Checked after the event has passed, because a failing carrier sets this first.
       is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
       ended.swap(parts_);
       for (const auto& part : ended) note_failure(part->exception());
@@ -100,7 +100,7 @@ void DeviceUse::note_failure(const std::exception_ptr& error) {
   } catch (const std::exception& what) {
     failure_ = what.what();
   } catch (...) {
-    failure_ = "for a reason that is no exception of C++";
+    failure_ = "an exception that is not a std::exception";
   }
 }
 
@@ -182,7 +182,7 @@ void DeviceWork::check_whole() const {
   if (const auto group = group_.lock(); group != nullptr)
     group->throw_given_up(title_, use_->failure());
   throw Error({.kind = ErrorKind::kAborted, .op = title_},
-              std::string("ringcomm: ") + title_ + " was on its way when its group ended");
+              std::string("ringcomm: ") + title_ + " was not complete when its group ended");
 }
 
 void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group) {

@@ -21,40 +21,40 @@ namespace ringcomm {
 class DeviceCarrier;
 class DeviceGroup;
 
-/// What a call on a device uses until the device is through with it: the tensors, and the event
-/// that says so. The event of a call that was aborted looks like that of one that is done, so it is
-/// believed only where nothing has given up by then. Thread-safe.
+/// The tensors that a call on a device uses, and the event of its end. The event of an aborted call
+/// looks like that of a complete call, so it only counts if nothing has failed by then.
+/// Thread-safe.
 class DeviceUse {
  public:
   using Parts = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  /// `end` is behind what was enqueued at `place`. Allocators give what is freed to those who come
-  /// later on `home`, the stream that was current when the call was made.
-  /// What is captured in a graph ends whenever that runs, and cannot be asked for: it counts as
-  /// over at once. `carrier` must live until disown(); `parts` is what its take_works() gave.
+  /// `end` is after the work enqueued at `place`. Allocators reuse freed memory for later work on
+  /// `home`, the current stream at the call. Captured work ends when its graph runs and cannot be
+  /// queried, so it counts as complete at once. `carrier` must live until disown(); `parts` is the
+  /// result of its take_works().
   DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEvent end,
             std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts);
 
   const c10::Stream& stream() const { return stream_; }
   /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
   bool is_over();
-  /// Finds out whether it is broken; asks the device only where something has given up by now.
+  /// Checks whether it is broken; queries the device only if something has failed.
   void look_for_failure();
   /// Whether it was seen to be over.
   bool is_known_to_be_over();
   bool has_tensors();
-  /// Has the current stream of the device wait, and lets the tensors go if that is enough for
-  /// whoever gets their memory.
+  /// Makes the device's current stream wait, and releases the tensors if that orders later users of
+  /// their memory.
   void block_current_stream();
-  /// The group has ended: what nobody has seen to be over counts as broken.
+  /// The group has ended: work that is not known to be complete counts as broken.
   void give_up();
-  /// Another rank had given up by the time this was over.
+  /// Another rank had failed by the time this ended.
   void doubt();
-  /// As give_up(), and the carrier goes.
+  /// Like give_up(), before the carrier is destroyed.
   void disown();
   /// Whether the device is through without having done all of it, as far as is_over() has seen.
   bool is_broken();
-  /// What a part of it says of that; empty where none does.
+  /// The error message of a part; empty if there is none.
   std::string failure();
 
  private:
@@ -73,29 +73,29 @@ class DeviceUse {
   std::vector<at::Tensor> tensors_;
 };
 
-/// What one call of c10d has enqueued to a device: it is on its way, or will be as soon as its
-/// stream gets there. Nothing here waits on the host, but for barriers and for wait() with a limit.
+/// The device work of one c10d call, enqueued on a stream. The host never waits, except in barriers
+/// and in wait() with a timeout.
 class DeviceWork final : public c10d::Work {
  public:
   DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type, const char* title,
              const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
              std::uint64_t seq);
 
-  /// All has been enqueued. Called once, before anybody else has this work.
+  /// Called once, after everything was enqueued and before the work is shared.
   void set_enqueued(std::shared_ptr<DeviceUse> use);
   /// The host waits for this one, so long; after that the group ends.
   void set_barrier(std::chrono::milliseconds timeout) { barrier_timeout_ = timeout; }
 
   bool isCompleted() override;
-  /// Whether it has not failed so far.
+  /// Whether it has not failed yet.
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  /// Has the current stream wait. With a limit, and for a barrier, the host waits too: throws
-  /// CollectiveTimeoutError, and what ended the group.
+  /// Makes the current stream wait. With a timeout, and for a barrier, the host waits too. Throws
+  /// CollectiveTimeoutError, or the error that ended the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return results_; }
-  /// Complete at once; whoever uses it waits on the device.
+  /// Complete immediately; its users wait on the device.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return seq_; }
 

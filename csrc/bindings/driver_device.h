@@ -12,7 +12,7 @@
 
 namespace ringcomm {
 
-/// Whether the driver has this device: one of CUDA, or of what stands in for its driver.
+/// Whether this is a device of the driver: CUDA, or an emulator of its driver.
 bool is_of_driver(c10::Device device);
 
 cuda::StreamHandle handle_of(const c10::Stream& stream);
@@ -28,7 +28,8 @@ class DeviceContext {
   std::optional<cuda::ContextGuard> guard_;
 };
 
-/// Where one call is enqueued: a stream, and the capture of the driver that it is in then; 0: none.
+/// The place of one enqueued call: a stream, and the driver's capture that the stream is part of; 0
+/// if none.
 struct DevicePlace {
   c10::Stream stream;
   std::uint64_t capture = 0;

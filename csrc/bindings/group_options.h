@@ -8,7 +8,7 @@
 
 namespace ringcomm {
 
-/// What a group was made with, in c10d's form: what split_group copies and hands on.
+/// A group's options in c10d's form, which split_group copies to the new group.
 struct GroupOptions final : c10d::Backend::Options {
   CommunicatorOptions engine;
   /// In place of the engine's, where tensors of a device go over messages.

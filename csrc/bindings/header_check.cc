@@ -45,16 +45,15 @@ struct Check {
 }  // namespace
 
 void check_header(const std::shared_ptr<Communicator>& communicator, const CallHeader& header,
-                  std::chrono::milliseconds timeout, std::function<void()> ended) {
+                  std::chrono::milliseconds timeout, std::function<void(bool)> done) {
   const auto check = std::make_shared<Check>();
   check->header = header;
   check->mine = words_of(header);
   check->all.resize(static_cast<std::size_t>(communicator->world_size()));
-  communicator->submit([check](Communicator::Steps& steps) { check->run(steps); },
-                       {.timeout = timeout, .is_interrupted = {}},
-                       [ended = std::move(ended)](const std::exception_ptr& error) {
-                         if (error != nullptr) ended();
-                       });
+  communicator->submit(
+      [check](Communicator::Steps& steps) { check->run(steps); },
+      {.timeout = timeout, .is_interrupted = {}},
+      [done = std::move(done)](const std::exception_ptr& error) { done(error != nullptr); });
 }
 
 }  // namespace ringcomm

@@ -8,10 +8,11 @@
 
 namespace ringcomm {
 
-/// Starts to compare a call's header with those of all ranks, by the hosts and beside what they
-/// have enqueued: for carriers whose data says nothing of its call. What differs, or a rank that
-/// does not make the call in time, ends the group; `ended` is told, from another thread.
+/// Starts to compare a call's header with those of all ranks, on the hosts and concurrently with
+/// the enqueued work, for carriers whose data has no headers. A difference, or a rank that does not
+/// make the call in time, ends the group. `done` is called from another thread, with whether that
+/// has happened.
 void check_header(const std::shared_ptr<Communicator>& communicator, const CallHeader& header,
-                  std::chrono::milliseconds timeout, std::function<void()> ended);
+                  std::chrono::milliseconds timeout, std::function<void(bool)> done);
 
 }  // namespace ringcomm

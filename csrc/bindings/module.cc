@@ -17,7 +17,7 @@
 #include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "device/reduce_op.h"
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 #include "transport/shm/shared_arena.h"
 
 namespace py = pybind11;
@@ -59,7 +59,7 @@ std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Bac
   return process_group_of(backend).communicator();
 }
 
-// What the process holds of memory that its peers can map.
+// The usage of memory that peers can map.
 py::dict shared_memory_usage() {
   const shm::SharedArena* arena = shm::SharedArena::find();
   const shm::SharedArena::Usage usage =
@@ -153,12 +153,12 @@ void bind_classes(py::module_& m) {
       .def_property_readonly("p2p_backend",
                              [](const GroupOptions& options) { return options.engine.p2p_backend; })
       .def_readonly("device_slot_bytes", &GroupOptions::device_slot_bytes);
-  // Its destructor waits for threads without Python's lock, whoever holds it.
+  // Its destructor releases the GIL while it waits for threads.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
       .def_property_readonly("options", &ProcessGroupRingcomm::options)
       .def("get_error", &ProcessGroupRingcomm::getError)
-      // Asked of ranks that a group made by splitting leaves out: they have no part in it.
+      // torch calls this on ranks that are not part of a split group.
       .def("perform_nocolor_split", [](const ProcessGroupRingcomm&, const py::object&) {});
 }
 
@@ -185,7 +185,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return communicator_of(backend)->transport();
   });
   m.def("device_transports", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    const py::gil_scoped_release released;  // what a group keeps may want it to be let go
+    const py::gil_scoped_release
+        released;  // objects that a group keeps may need the GIL in their destructors
     return process_group_of(backend).device_transports();
   });
   m.def("empty_shared_on",
@@ -208,6 +209,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("cross_entropy_over_shards", &cross_entropy_over_shards_of,
         py::call_guard<py::gil_scoped_release>());
-  m.def("say_last_words", &shm::ProcessHub::say_last_words, py::arg("text"));
+  m.def("say_last_words", &shm::Bootstrap::say_last_words, py::arg("text"));
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

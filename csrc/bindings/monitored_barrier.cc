@@ -22,7 +22,7 @@ constexpr std::uint64_t kAnswerTag = std::uint64_t{1} << 33;
 
 using Clock = PointToPoint::Clock;
 
-// What rank 0 says to the others: who was missing, or nothing.
+// Rank 0's answer to the others: the missing rank, or none.
 struct Answer {
   std::int64_t missing_rank = -1;
   std::array<char, 504> text = {};
@@ -82,7 +82,7 @@ class MonitoredBarrier {
                  .tag = tag + barrier_idx_,
                  .data = reinterpret_cast<std::byte*>(&note->answer),
                  .num_bytes = sizeof(note->answer),
-                 // What is received ends by the barrier's own deadline, and is left behind.
+                 // Receives end at the barrier's own deadline and stay posted.
                  .timeout = is_send ? patience_ : kLongestTimeout,
                  .done = [note] {}};
     communicator_.p2p()->post(note->op);

@@ -15,7 +15,7 @@ namespace {
 at::Scalar factor_of(const c10d::ReduceOp& op) {
   // The name that torch 2.11 knows, and later ones still do.
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  TORCH_CHECK_VALUE(supplement != nullptr, "ringcomm: ReduceOp.PREMUL_SUM came without a factor");
+  TORCH_CHECK_VALUE(supplement != nullptr, "ringcomm: ReduceOp.PREMUL_SUM has no factor");
   if (supplement->tensor_factor.defined()) return supplement->tensor_factor.item();
   return supplement->double_factor;
 }
@@ -37,14 +37,14 @@ at::ScalarType signed_type(at::ScalarType type) {
   }
 }
 
-// The factor as a number of 64 bits, cut to the width of the type as its products are.
+// The factor as a 64-bit number, truncated to the type's width like its products.
 at::Scalar whole_factor(const at::Scalar& factor, at::ScalarType type) {
   // Doubles from 2^63 on are no int64.
   const bool is_whole =
       !factor.isFloatingPoint() ||
       (std::trunc(factor.toDouble()) == factor.toDouble() && std::abs(factor.toDouble()) < 0x1p63);
   TORCH_CHECK_TYPE(is_whole, "ringcomm: ReduceOp.PREMUL_SUM of ", type,
-                   " wants a whole number as its factor, got ", factor.toDouble());
+                   " needs a whole number as its factor, got ", factor.toDouble());
   const auto value =
       factor.isFloatingPoint() ? static_cast<int64_t>(factor.toDouble()) : factor.to<int64_t>();
   switch (c10::elementSize(type)) {
@@ -66,8 +66,8 @@ at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   const at::Scalar factor = factor_of(op);
   const at::ScalarType type = tensor.scalar_type();
   TORCH_CHECK_TYPE(!factor.isComplex(),
-                   "ringcomm: ReduceOp.PREMUL_SUM takes a real factor, got a complex one");
-  TORCH_CHECK_TYPE(type != at::kBool, "ringcomm: ReduceOp.PREMUL_SUM has no meaning for Bool");
+                   "ringcomm: ReduceOp.PREMUL_SUM needs a real factor, got a complex one");
+  TORCH_CHECK_TYPE(type != at::kBool, "ringcomm: ReduceOp.PREMUL_SUM is not defined for Bool");
   const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
   if (!c10::isIntegralType(type, false)) return at::mul(tensor, factor);
   const at::ScalarType as_signed = signed_type(type);

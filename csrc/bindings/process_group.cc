@@ -180,7 +180,7 @@ void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
   try {
     with_python_errors([&] { devices()->carrier(device); });
   } catch (const c10::ValueError&) {
-    // Nothing carries such tensors; whoever has some is told.
+    // No carrier supports such tensors; a call with one raises.
   }
 }
 
@@ -267,7 +267,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::endCoalescing() {
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::coalesced(Work work) {
   const std::lock_guard lock(mutex_);
   if (!is_coalescing_ || work == nullptr) return work;
-  // A block that an exception has left open must not keep all that comes after it.
+  // A block that an exception has left open must not keep all later works.
   if (coalesced_works_.size() >= kMaxFinishedWorks)
     std::erase_if(coalesced_works_,
                   [](const Work& other) { return other->isCompleted() && other->isSuccess(); });

@@ -21,8 +21,8 @@
 
 namespace ringcomm {
 
-/// What a reduce_scatter_update_all_gather works on: parameters and gradient whole, and of the
-/// state this rank's shard. In fp32 but for parameters and gradient.
+/// The tensors of a reduce_scatter_update_all_gather: whole parameters and gradient, and this
+/// rank's shard of the state, which is in fp32.
 struct UpdateTensors {
   const at::Tensor& param;
   const at::Tensor& grad;
@@ -113,28 +113,27 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex deviceIdx) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  /// What is started in between is on its way as ever, and also part of the work that
-  /// endCoalescing() returns; but sends and receives of device tensors, which return no work, go on
-  /// their way together there. Those of CPU tensors need no coalescing, since none of them waits
-  /// for another: so supportsCoalescing() is false, and each has a work of its own, where there are
-  /// no other devices.
+  /// Calls in between start as usual, and are also part of the work that endCoalescing() returns.
+  /// Sends and receives of device tensors return no work and start together there. Those of CPU
+  /// tensors need no coalescing, because none waits for another. So supportsCoalescing() is false
+  /// without other devices, and each call has its own work.
   bool supportsCoalescing() const override;
   void startCoalescing() override;
   Work endCoalescing() override;
 
-  /// The group has ended, and why; SUCCESS while it has not.
+  /// The error that ended the group; SUCCESS while it has not ended.
   c10d::ErrorType getError() override;
   /// Both may be called again, and in any order.
   void abort() override;
   void shutdown() override;
 
-  /// Has the carrier of the device's tensors be made now, if there is one: torch calls it on all
-  /// ranks of a group that is bound to devices.
+  /// Creates the carrier of the device's tensors now, if there is one. torch calls it on all ranks
+  /// of a group that is bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
-  /// A tensor on a device in memory that the other ranks map. Collective; throws what
-  /// DeviceCarrier::lend() does.
+  /// A device tensor in memory that the other ranks map. Collective; throws like
+  /// DeviceCarrier::lend().
   at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
-  /// By device, what carries its tensors; for people.
+  /// A readable description of the transport of each device.
   std::map<std::string, std::string> device_transports() { return devices()->transports(); }
 
   /// all_reduce whose input stays as it is; blocks.
@@ -154,7 +153,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
-  /// Where there are no tensors, `device` says where the call belongs.
+  /// `device` is the device of a call without tensors.
   Work start(c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
              std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async,
              std::optional<c10::Device> device = {});
@@ -180,7 +179,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// A call, under the name that profilers show.
   trace::Event trace_event_of(const char* title, const std::vector<TensorCall>& calls) const;
   Algorithm algorithm_of(const Collective& call, c10::Device device) const;
-  /// Notes a work for endCoalescing(), if that is to come.
+  /// Records a work for endCoalescing() inside a coalesced block.
   Work coalesced(Work work);
 
   c10::intrusive_ptr<GroupOptions> options_;

@@ -99,7 +99,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather_coalesced(
     std::vector<std::vector<at::Tensor>>& outputTensorLists, std::vector<at::Tensor>& inputTensors,
     const c10d::AllgatherOptions& opts) {
   TORCH_CHECK_VALUE(outputTensorLists.size() == static_cast<std::size_t>(getSize()),
-                    "ringcomm: all_gather_coalesced wants one list of outputs for each of the ",
+                    "ringcomm: all_gather_coalesced needs one list of outputs for each of the ",
                     getSize(), " ranks, got ", outputTensorLists.size());
   for (const std::vector<at::Tensor>& outputs : outputTensorLists)
     TORCH_CHECK_VALUE(outputs.size() == inputTensors.size(), "ringcomm: all_gather_coalesced got ",

@@ -56,8 +56,8 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_message(P2pOp::Kind kind,
   return work;
 }
 
-// Alone it takes its place in the order of the group's calls on the device. One of a coalesced
-// block goes with the others.
+// A single call is ordered with the group's calls on the device. A call in a coalesced block starts
+// with the others.
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_device_message(P2pOp::Kind kind,
                                                                       const char* title,
                                                                       const at::Tensor& tensor,
@@ -84,7 +84,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_device_message(P2pOp::Kin
       TORCH_CHECK_VALUE(
           coalesced_messages_.empty() || coalesced_messages_[0].device == tensor.device(),
           "ringcomm: a batch of sends and receives got tensors on ", tensor.device(), " and on ",
-          coalesced_messages_[0].device, "; those of one batch must be on one device");
+          coalesced_messages_[0].device, "; all tensors of a batch must be on one device");
       coalesced_messages_.push_back(std::move(calls[0]));
       return nullptr;
     }

@@ -15,7 +15,7 @@
 namespace ringcomm {
 namespace {
 
-// What a call that writes into `buffer` reads: `buffer` itself, or a copy times a factor.
+// The input of a call that writes into `buffer`: `buffer` itself, or a copy times a factor.
 const void* input_of(const at::Tensor& buffer, const c10d::ReduceOp& op, TensorCall& item) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return buffer.data_ptr();
   return readable(premultiplied(buffer, op), item);

@@ -1,4 +1,4 @@
-// reduce_scatter_update_all_gather: what its tensors must be, and the engine's call.
+// reduce_scatter_update_all_gather: checks of its tensors, and the engine's call.
 
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
@@ -20,7 +20,7 @@ constexpr const char* kFusedUpdate = "reduce_scatter_update_all_gather_";
 void check_contiguous(const at::Tensor& tensor, const char* name) {
   check_tensor(tensor, kFusedUpdate);
   TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg(), "ringcomm: ", kFusedUpdate,
-                    " wants ", name, " contiguous, got shape ", tensor.sizes(), " with strides ",
+                    " needs ", name, " contiguous, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
 }
 
@@ -33,9 +33,9 @@ void check_array(const at::Tensor& tensor, const char* name) {
 float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& shard,
                   TensorCall& item) {
   check_contiguous(tensor, name);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kFusedUpdate, " wants ", name,
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kFusedUpdate, " needs ", name,
                    " in float32, got ", tensor.scalar_type());
-  TORCH_CHECK_VALUE(num_elems_of(tensor) == shard.num_elems, "ringcomm: ", kFusedUpdate, " wants ",
+  TORCH_CHECK_VALUE(num_elems_of(tensor) == shard.num_elems, "ringcomm: ", kFusedUpdate, " needs ",
                     name, " to be this rank's shard, elements ", shard.begin_elems, " to ",
                     shard.end_elems(), " (", shard.num_elems, "), got ", tensor.numel(),
                     "; see ringcomm.ops.shard_range");
@@ -49,7 +49,7 @@ void check_disjoint(const std::vector<at::Tensor>& tensors) {
       TORCH_CHECK_VALUE(at::get_overlap_status(tensors[i], tensors[j]) == at::MemOverlapStatus::No,
                         "ringcomm: ", kFusedUpdate,
                         " got tensors that share memory; parameters, gradient and state must "
-                        "be apart");
+                        "not overlap");
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
   check_array(tensors.param, "the parameters");
   check_array(tensors.grad, "the gradient");
   TORCH_CHECK_VALUE(tensors.grad.sizes() == tensors.param.sizes(), "ringcomm: ", kFusedUpdate,
-                    " wants a gradient of the parameters' shape, ", tensors.param.sizes(), ", got ",
+                    " needs a gradient of the parameters' shape, ", tensors.param.sizes(), ", got ",
                     tensors.grad.sizes());
   spec.param_dtype = reduced_dtype(tensors.param, kFusedUpdate);
   spec.has_master = tensors.master.has_value();
@@ -73,7 +73,7 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
     const auto& [name, state] = tensors.states[i];
     const bool is_needed = i < static_cast<std::size_t>(num_states(spec));
     TORCH_CHECK_VALUE(state.has_value() == is_needed, "ringcomm: ", kFusedUpdate,
-                      is_needed ? " needs " : " has no use for ", name, " in ", describe(spec));
+                      is_needed ? " needs " : " does not take ", name, " in ", describe(spec));
     if (is_needed) update->states[i] = shard_data(*state, name, shard, item);
   }
   check_disjoint(item.kept);

@@ -49,12 +49,12 @@ python_error make_python_error(const Error& error) {
              py::arg("pid") = info.pid, py::arg("op") = info.op, py::arg("seq") = info.seq);
     PyErr_SetObject(type.ptr(), value.ptr());
   } catch (py::error_already_set& failed) {
-    failed.restore();  // the import system is gone, perhaps: better another error than none
+    failed.restore();  // the import system may be gone: another error is better than none
   }
   return fetch_python_error();
 }
 
-// What a signal handler raised; the main thread's, and empty outside of calls.
+// The exception of a signal handler; of the main thread only, and empty outside calls.
 thread_local std::optional<python_error> raised;
 
 }  // namespace
@@ -85,7 +85,7 @@ std::exception_ptr to_python(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& engine_error) {
-    // No Python any more: the error is about to be shown by nobody.
+    // Python has ended, so the error will not be shown.
     if (!Py_IsInitialized()) return error;
     return std::make_exception_ptr(make_python_error(engine_error));
   } catch (const Unsupported& unsupported) {

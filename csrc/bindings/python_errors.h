@@ -5,9 +5,9 @@
 
 namespace ringcomm {
 
-/// Whether a signal handler of Python wants the program to stop (Ctrl-C); what it raised is kept
-/// for with_python_errors(). For threads that wait without the GIL; Python's main thread alone runs
-/// handlers, so others are told no at once.
+/// Whether a Python signal handler raised an exception (Ctrl-C); it is kept for
+/// with_python_errors(). For threads that wait without the GIL. Only Python's main thread runs
+/// handlers; other threads get false immediately.
 bool is_interrupted();
 
 /// The same error as an exception that torch translates to Python's types: ringcomm::Error to the
@@ -19,8 +19,8 @@ std::exception_ptr to_python(const std::exception_ptr& error);
 /// Returns if there is nothing.
 void rethrow_interruption();
 
-/// Runs `body`; what it throws leaves as to_python() of it. What a signal handler raised meanwhile
-/// goes first, also when `body` succeeds: Ctrl-C must not be lost.
+/// Runs `body` and converts its exceptions with to_python(). An exception of a signal handler
+/// during the call takes precedence, also if `body` succeeds, so that Ctrl-C is not lost.
 template <class Body>
 void with_python_errors(const Body& body) {
   try {

@@ -20,15 +20,15 @@ std::uint32_t scatter(std::uint64_t value) {
   return static_cast<std::uint32_t>(value >> 50);
 }
 
-// From a shard's first class to its end. Added up over shards it is the way from 0 to their number
-// of classes where each one ends where another begins; sizes alone would not tell two equal shards
-// from two neighbours.
+// A checksum of a shard's range of classes. If the shards are contiguous, the sum over all shards
+// is the checksum of the range from 0 to their number of classes. Sizes alone could not distinguish
+// two equal shards from two adjacent ones.
 float way_of(std::int64_t first, std::int64_t end) {
   return static_cast<float>(scatter(static_cast<std::uint64_t>(end))) -
          static_cast<float>(scatter(static_cast<std::uint64_t>(first)));
 }
 
-// Of what all ranks must have been given alike, for their stats to mean the same.
+// The digest of arguments that must be equal on all ranks.
 std::uint32_t digest_of(const VocabShard& shard, bool wants_weighted, bool wants_more) {
   std::uint64_t digest = (wants_weighted ? 1 : 0) + (wants_more ? 2 : 0);
   for (const std::uint64_t part : {static_cast<std::uint64_t>(shard.vocab_size),
@@ -59,11 +59,12 @@ SoftmaxStats get_stats(const at::Tensor& stats, std::int64_t idx) {
 }
 
 void check_stats(const at::Tensor& stats, std::int64_t num_tokens) {
-  TORCH_CHECK_VALUE(
-      num_tokens >= 0 && stats.scalar_type() == at::kFloat && stats.is_contiguous() &&
-          stats.dim() == 2 && stats.size(0) == num_tokens + 1 && stats.size(1) == kNumSoftmaxStats,
-      "ringcomm: stats for ", num_tokens, " tokens are contiguous float32 of ", num_tokens + 1,
-      " rows of ", kNumSoftmaxStats, ", got ", stats.scalar_type(), " of shape ", stats.sizes());
+  TORCH_CHECK_VALUE(num_tokens >= 0 && stats.scalar_type() == at::kFloat && stats.is_contiguous() &&
+                        stats.dim() == 2 && stats.size(0) == num_tokens + 1 &&
+                        stats.size(1) == kNumSoftmaxStats,
+                    "ringcomm: stats for ", num_tokens, " tokens must be contiguous float32 with ",
+                    num_tokens + 1, " rows of ", kNumSoftmaxStats, ", got ", stats.scalar_type(),
+                    " of shape ", stats.sizes());
 }
 
 // ---- the entry of the shards
@@ -82,15 +83,15 @@ SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes, bool
 
 void check_shards(const at::Tensor& stats, int world_size) {
   const SoftmaxStats entry = get_stats(stats, stats.size(0) - 1);
-  // All digests are alike where their sum is as many times the smallest.
+  // All digests are equal if their sum is world_size times the smallest.
   TORCH_CHECK_VALUE(entry.sum == static_cast<float>(entry.argmax) * static_cast<float>(world_size),
                     "ringcomm: the ranks' calls differ in vocab_size, ignore_index, logit_scale, "
                     "softcap, label_smoothing or outputs");
   const auto found = static_cast<std::int64_t>(entry.target);
   TORCH_CHECK_VALUE(entry.weighted == way_of(0, found),
                     "ringcomm: the shards of the vocabulary do not add up: they have ", found,
-                    " classes together, but are not one behind another from 0 to ", found,
-                    "; is every vocab_start right?");
+                    " classes together, but do not cover 0 to ", found,
+                    " without gaps; is every vocab_start right?");
 }
 
 std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected) {

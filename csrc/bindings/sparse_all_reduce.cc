@@ -21,7 +21,7 @@ namespace {
 
 using Steps = Communicator::Steps;
 
-// "sparse Float": ranks of other dtypes, or with dense tensors, are told apart by it.
+// "sparse Float": distinguishes ranks with other dtypes or dense tensors.
 ElementName sparse_name_of(const at::Tensor& tensor) {
   return element_name(std::string("sparse ") + c10::toString(tensor.scalar_type()));
 }
@@ -52,7 +52,7 @@ at::Tensor all_gather_rows(Steps& steps, const at::Tensor& rows, const std::vect
   return all;
 }
 
-// How many entries each rank has; all must have tensors of one shape, split alike.
+// The number of entries of each rank; all tensors must have the same shape and sparse dimensions.
 std::vector<int64_t> exchange_counts(Steps& steps, const at::Tensor& mine, int rank,
                                      int world_size) {
   std::vector<int64_t> words = mine.sizes().vec();
@@ -68,8 +68,9 @@ std::vector<int64_t> exchange_counts(Steps& steps, const at::Tensor& mine, int r
     if (!shapes[peer].equal(shapes[rank]))
       steps.raise_mismatch(
           "all_reduce", static_cast<int>(peer),
-          c10::str("rank ", peer, " has another shape (or number of sparse dimensions) than rank ",
-                   rank, ", whose tensor is ", mine.sizes(), " with ", mine.sparse_dim(),
+          c10::str("rank ", peer,
+                   " has a different shape (or number of sparse dimensions) than rank ", rank,
+                   ", whose tensor is ", mine.sizes(), " with ", mine.sparse_dim(),
                    " sparse dimensions"));
     counts.push_back(all[peer][num_words - 1].item<int64_t>());
   }
@@ -101,9 +102,9 @@ void sum_over_ranks(Steps& steps, const at::Tensor& tensor, int rank, int world_
 TensorCall sparse_all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op, int rank,
                                   int world_size) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "ringcomm: all_reduce got a sparse tensor on ",
-                    tensor.device(), "; it sums sparse tensors on the CPU");
+                    tensor.device(), "; it supports sparse tensors on the CPU only");
   TORCH_CHECK_NOT_IMPLEMENTED(op == c10d::ReduceOp::SUM,
-                              "ringcomm: all_reduce of sparse tensors has ReduceOp.SUM only");
+                              "ringcomm: all_reduce of sparse tensors supports ReduceOp.SUM only");
   TensorCall item;
   item.kept.push_back(tensor);
   item.profiled.push_back(tensor);

@@ -11,7 +11,7 @@
 
 namespace ringcomm {
 
-/// torch's store (TCPStore, FileStore, HashStore, prefixed) as rendezvous wants it.
+/// Adapts torch's store (TCPStore, FileStore, HashStore, prefixed) to the rendezvous.
 class StoreAdapter final : public KeyValueStore {
  public:
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}

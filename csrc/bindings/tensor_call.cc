@@ -18,8 +18,8 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Outputs that share memory cannot all hold their results. Of tensors whose elements do not lie one
-// after another that is hard to say (columns of a matrix interleave), and not asked.
+// Outputs that share memory cannot all hold their results. Tensors with gaps between elements are
+// not checked, because they may interleave without overlap (columns of a matrix).
 void check_outputs_disjoint(const std::vector<at::Tensor>& tensors) {
   std::vector<std::pair<const char*, const char*>> ranges;
   for (const at::Tensor& tensor : tensors) {
@@ -30,7 +30,7 @@ void check_outputs_disjoint(const std::vector<at::Tensor>& tensors) {
   std::sort(ranges.begin(), ranges.end());
   for (std::size_t i = 1; i < ranges.size(); ++i)
     TORCH_CHECK_VALUE(ranges[i - 1].second <= ranges[i].first,
-                      "ringcomm: two outputs share memory, which cannot hold both results");
+                      "ringcomm: two outputs share memory, so it cannot hold both results");
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ c10::Device device_of(const std::vector<TensorCall>& calls, const std::vector<at
     for (const at::Tensor& tensor : tensors) {
       if (!device) device = tensor.device();
       TORCH_CHECK_VALUE(tensor.device() == *device, title, " got tensors on ", *device, " and on ",
-                        tensor.device(), "; those of one call must be on one device");
+                        tensor.device(), "; all tensors of a call must be on one device");
     }
   };
   for (const TensorCall& item : calls) {
@@ -93,7 +93,7 @@ void check_no_overlap(const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
                     "ringcomm: an output of shape ", tensor.sizes(), " and strides ",
                     tensor.strides(),
-                    " has several elements at one memory location (an expanded tensor?), which "
+                    " has several elements at one memory location (an expanded tensor?), so it "
                     "cannot hold their results; pass a clone()");
 }
 
@@ -137,18 +137,18 @@ void add_outputs(const std::vector<at::Tensor>& tensors, std::size_t element_byt
 
 void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int world_size,
               const char* what, const std::function<void(void*, std::size_t)>& add) {
-  TORCH_CHECK_VALUE(buffer.dim() > 0, "ringcomm: all_to_all_single cuts its ", what,
+  TORCH_CHECK_VALUE(buffer.dim() > 0, "ringcomm: all_to_all_single splits its ", what,
                     " along dimension 0, which a scalar does not have");
   const int64_t num_rows = buffer.size(0);
   std::vector<int64_t> rows = splits;
   if (rows.empty()) {
-    TORCH_CHECK_VALUE(num_rows % world_size == 0, "ringcomm: all_to_all_single cannot cut the ",
+    TORCH_CHECK_VALUE(num_rows % world_size == 0, "ringcomm: all_to_all_single cannot split the ",
                       num_rows, " rows of its ", what, " evenly for ", world_size,
                       " ranks; pass split sizes");
     rows.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
   }
   TORCH_CHECK_VALUE(rows.size() == static_cast<std::size_t>(world_size),
-                    "ringcomm: all_to_all_single wants one split size of its ", what,
+                    "ringcomm: all_to_all_single needs one split size of its ", what,
                     " for each of the ", world_size, " ranks, got ", rows.size());
   int64_t begin_row = 0;
   const std::size_t row_bytes =
@@ -156,7 +156,7 @@ void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int 
   for (const int64_t share_rows : rows) {
     TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= num_rows - begin_row,
                       "ringcomm: all_to_all_single: the split sizes of its ", what, ", ",
-                      at::IntArrayRef(rows), ", are no way to cut ", num_rows, " rows");
+                      at::IntArrayRef(rows), ", do not fit its ", num_rows, " rows");
     add(offset(buffer.data_ptr(), static_cast<std::size_t>(begin_row) * row_bytes),
         static_cast<std::size_t>(share_rows) * row_bytes);
     begin_row += share_rows;

@@ -12,8 +12,8 @@
 
 namespace ringcomm {
 
-/// A collective in terms of tensors: the engine's call, what it points to, and what to do when it
-/// is over.
+/// A collective on tensors: the engine's call, the tensors it points to, and the function that runs
+/// after it.
 struct TensorCall {
   Collective call;
   std::vector<const void*> inputs;
@@ -27,14 +27,14 @@ struct TensorCall {
   std::function<void()> finish = {};
   Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
 
-  /// Has `call` point to the vectors, which must stay where they are from then on.
+  /// Makes `call` point to the vectors, which must not be moved afterwards.
   void link();
-  /// Takes the size of the shares as call.num_elems where all are alike, as all_to_all wants it.
+  /// Sets call.num_elems to the size of the shares if all are equal, as all_to_all requires.
   void take_even_size();
 };
 
-/// An output that the engine can write: the tensor itself, or a contiguous stand-in that the call's
-/// finish() copies back. Throws ValueError where elements of the tensor share a location.
+/// An output that the engine can write: the tensor itself, or a contiguous buffer that the call's
+/// finish() copies back. Throws ValueError if elements of the tensor share a location.
 class Writable {
  public:
   Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too);
@@ -56,20 +56,20 @@ void add_inputs(const std::vector<at::Tensor>& tensors, std::size_t element_byte
                 TensorCall& item);
 void add_outputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
                  TensorCall& item);
-/// Cuts a contiguous tensor in parts of `splits` rows each, for an array of pointers and sizes in
-/// bytes; in equal parts where there are no splits. Throws ValueError where that does not work;
-/// `what` names the tensor.
+/// Splits a contiguous tensor into parts of `splits` rows each, or into equal parts without splits,
+/// and passes each part's pointer and size in bytes to `add`. Throws ValueError if the splits do
+/// not fit; `what` names the tensor.
 void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int world_size,
               const char* what, const std::function<void(void*, std::size_t)>& add);
 
-/// The same bits for c10d's complex tensors, which sum like pairs of reals. Throws ValueError where
-/// the reduction is another one.
+/// The same bits for c10d's complex tensors, which sum like pairs of reals. Throws ValueError for
+/// other reductions.
 at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
 /// Throws ValueError where elements of an output share a location, which cannot hold their results.
 void check_no_overlap(const at::Tensor& tensor);
-/// Where the tensors of calls, and their results, lie; the CPU where there are none. Throws
-/// ValueError where they lie on several devices.
+/// The device of the calls' tensors and results; the CPU if there are none. Throws ValueError if
+/// they are on several devices.
 c10::Device device_of(const std::vector<TensorCall>& calls, const std::vector<at::Tensor>& results,
                       const char* title);
 /// The rank as a number of the group; throws ValueError. `what` names it in the message.

@@ -88,10 +88,10 @@ Reduction reduction_of(const c10d::ReduceOp& op, const char* name) {
 void check_tensor(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK_VALUE(tensor.defined(), "ringcomm: ", op, " got an undefined tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "ringcomm: ", op, " got a ", tensor.layout(),
-                    " tensor; it moves dense (strided) ones");
+                    " tensor; it needs a dense (strided) one");
   TORCH_CHECK_VALUE(tensor.device().is_cpu() || at::isAccelerator(tensor.device().type()),
                     "ringcomm: ", op, " got a tensor on ", tensor.device(),
-                    ", but it moves those of CPUs and accelerators only");
+                    "; it supports CPUs and accelerators only");
 }
 
 const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op) {
@@ -104,7 +104,7 @@ const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char
 void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
                   const at::Tensor& reference, const char* op) {
   TORCH_CHECK_VALUE(tensors.size() == static_cast<std::size_t>(world_size), "ringcomm: ", op,
-                    " wants one tensor for each of the ", world_size, " ranks, got ",
+                    " needs one tensor for each of the ", world_size, " ranks, got ",
                     tensors.size());
   for (const at::Tensor& tensor : tensors) {
     check_tensor(tensor, op);
@@ -115,7 +115,7 @@ void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
 const std::vector<at::Tensor>* only_list(const std::vector<std::vector<at::Tensor>>& lists,
                                          bool has_list, const char* op) {
   TORCH_CHECK_VALUE(
-      lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " wants ",
+      lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " needs ",
       has_list ? "one list of tensors, one for each rank" : "a list of tensors at its root only",
       ", got ", lists.size(), " lists");
   return has_list ? &lists[0] : nullptr;

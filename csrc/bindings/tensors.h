@@ -19,7 +19,7 @@ namespace ringcomm {
 DType reduced_dtype(const at::Tensor& tensor, const char* op);
 /// The same for what is only moved, in torch's words: "Float8_e5m2".
 ElementName element_name_of(const at::Tensor& tensor);
-/// Any other text, cut to what a name holds.
+/// Any other text, truncated to the size of a name.
 ElementName element_name(std::string_view text);
 Reduction reduction_of(const c10d::ReduceOp& op, const char* name);
 
@@ -28,7 +28,7 @@ void check_tensor(const at::Tensor& tensor, const char* op);
 /// The one tensor of a list; c10d's signatures carry lists from the time of several GPUs per
 /// process.
 const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op);
-/// One tensor per rank, of any sizes, each as check_tensor() wants it and of `reference`'s dtype.
+/// One tensor per rank, of any sizes; each must pass check_tensor() and have `reference`'s dtype.
 void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
                   const at::Tensor& reference, const char* op);
 /// The one list of a list of lists; or null where the list belongs to the root and this rank is
@@ -37,8 +37,9 @@ const std::vector<at::Tensor>* only_list(const std::vector<std::vector<at::Tenso
                                          bool has_list, const char* op);
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 
-/// Copies a result to where the call could not put it. Like the engine's own writes unseen by
-/// autograd, so that it may be a parameter or made in inference mode; from any thread.
+/// Copies a result to a tensor that the call could not write directly. Like the engine's own
+/// writes, it is not recorded by autograd, so the tensor may be a parameter or an inference tensor.
+/// From any thread.
 void copy_back(const at::Tensor& to, const at::Tensor& from);
 
 }  // namespace ringcomm

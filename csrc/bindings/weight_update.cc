@@ -17,7 +17,7 @@ bool is_at_least_0(double value) { return std::isfinite(value) && value >= 0; }
 
 void check_dense(const at::Tensor& tensor, const char* name, const char* op) {
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), "ringcomm: ", op,
-                    " wants ", name, " dense and on the CPU, as the weight is, got a ",
+                    " needs ", name, " dense and on the CPU, like the weight, got a ",
                     tensor.layout(), " tensor on ", tensor.device());
 }
 
@@ -26,12 +26,12 @@ WeightFormat format_of(const at::Tensor& weight, bool has_low, std::int64_t roun
   check_float(weight, "weight", op);
   const auto dtype = weight.scalar_type();
   TORCH_CHECK_VALUE(rounding_seed >= -1, "ringcomm: ", op,
-                    " wants a rounding_seed from 0 on, or -1 for none, got ", rounding_seed);
+                    ": rounding_seed must be 0 or more, or -1 for none, got ", rounding_seed);
   TORCH_CHECK_VALUE(rounding_seed < 0 || dtype == at::kBFloat16, "ringcomm: ", op,
                     " rounds stochastically to bfloat16 only, got a rounding_seed for a weight of ",
                     dtype);
   TORCH_CHECK_VALUE(!has_low || dtype == at::kBFloat16, "ringcomm: ", op,
-                    " wants low for weights of bfloat16 only, got it for ", dtype);
+                    " takes low for bfloat16 weights only, got it for ", dtype);
   TORCH_CHECK_VALUE(!has_low || rounding_seed < 0, "ringcomm: ", op,
                     " got both low and a rounding_seed; with low nothing is rounded off");
   if (has_low) return WeightFormat::kSplit;
@@ -52,7 +52,7 @@ bool has_strides_of(const at::Tensor& tensor, const at::Tensor& other) {
   return true;
 }
 
-// Where a tensor's memory ends, at the latest.
+// An upper bound of the end of a tensor's memory.
 const char* end_of(const at::Tensor& tensor) {
   std::int64_t last = 0;
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim)
@@ -65,13 +65,12 @@ const char* end_of(const at::Tensor& tensor) {
 WeightStep weight_step_of(const UpdateOptions& options, const char* op) {
   const double clip = options.clip_value.value_or(std::numeric_limits<double>::infinity());
   TORCH_CHECK_VALUE(is_at_least_0(options.lr), "ringcomm: ", op,
-                    " wants lr to be a finite number from 0 on, got ", options.lr);
+                    ": lr must be finite and 0 or more, got ", options.lr);
   TORCH_CHECK_VALUE(is_at_least_0(options.weight_decay), "ringcomm: ", op,
-                    " wants weight_decay to be a finite number from 0 on, got ",
-                    options.weight_decay);
-  TORCH_CHECK_VALUE(std::isfinite(options.scale), "ringcomm: ", op,
-                    " wants scale to be a finite number, got ", options.scale);
-  TORCH_CHECK_VALUE(clip > 0, "ringcomm: ", op, " wants clip_value to be positive or None, got ",
+                    ": weight_decay must be finite and 0 or more, got ", options.weight_decay);
+  TORCH_CHECK_VALUE(std::isfinite(options.scale), "ringcomm: ", op, ": scale must be finite, got ",
+                    options.scale);
+  TORCH_CHECK_VALUE(clip > 0, "ringcomm: ", op, ": clip_value must be positive or None, got ",
                     clip);
   return {.scale = static_cast<float>(options.scale),
           .clip_value = static_cast<float>(clip),
@@ -88,13 +87,13 @@ void check_float(const at::Tensor& tensor, const char* name, const char* op) {
 void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                   "ringcomm: ", op, " wants ", name, " in float32, float16 or bfloat16, got ",
+                   "ringcomm: ", op, " needs ", name, " in float32, float16 or bfloat16, got ",
                    dtype);
 }
 
 void check_fp32(const at::Tensor& tensor, const char* name, const char* op) {
   check_dense(tensor, name, op);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", op, " wants ", name,
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", op, " needs ", name,
                    " in float32, got ", tensor.scalar_type());
 }
 
@@ -106,7 +105,7 @@ DType float_dtype_of(const at::Tensor& tensor) {
 
 void check_shape(const at::Tensor& tensor, at::IntArrayRef sizes, const char* name,
                  const char* op) {
-  TORCH_CHECK_VALUE(tensor.sizes() == sizes, "ringcomm: ", op, " wants ", name, " of shape ", sizes,
+  TORCH_CHECK_VALUE(tensor.sizes() == sizes, "ringcomm: ", op, " needs ", name, " of shape ", sizes,
                     ", got ", tensor.sizes());
 }
 
@@ -114,8 +113,9 @@ void check_apart(const at::Tensor& written, const at::Tensor& other, const char*
   if (written.numel() == 0 || other.numel() == 0) return;
   const auto* begin = static_cast<const char*>(written.const_data_ptr());
   const auto* other_begin = static_cast<const char*>(other.const_data_ptr());
-  TORCH_CHECK_VALUE(end_of(written) <= other_begin || end_of(other) <= begin, "ringcomm: ", op,
-                    " got tensors that share memory; what is written must be apart");
+  TORCH_CHECK_VALUE(
+      end_of(written) <= other_begin || end_of(other) <= begin, "ringcomm: ", op,
+      " got tensors that share memory; a tensor that is written must not overlap another");
 }
 
 void check_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op) {
@@ -124,7 +124,7 @@ void check_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op
 }
 
 void check_first_elem(std::int64_t first_elem, const char* op) {
-  TORCH_CHECK_VALUE(first_elem >= 0, "ringcomm: ", op, " wants first_elem from 0 on, got ",
+  TORCH_CHECK_VALUE(first_elem >= 0, "ringcomm: ", op, ": first_elem must be 0 or more, got ",
                     first_elem);
 }
 
@@ -139,19 +139,19 @@ WeightArray::WeightArray(const at::Tensor& weight, const std::optional<at::Tenso
       low_(low),
       format_(format_of(weight, low.has_value(), rounding_seed, op)),
       op_(op) {
-  TORCH_CHECK_VALUE(
-      is_matrix ? weight.dim() == 2 && weight.is_contiguous()
-                : weight.is_non_overlapping_and_dense(),
-      "ringcomm: ", op, " wants a weight ",
-      is_matrix ? "of two dimensions, contiguous" : "whose elements lie side by side in memory",
-      ", got shape ", weight.sizes(), " with strides ", weight.strides());
+  TORCH_CHECK_VALUE(is_matrix ? weight.dim() == 2 && weight.is_contiguous()
+                              : weight.is_non_overlapping_and_dense(),
+                    "ringcomm: ", op, " needs a ",
+                    is_matrix ? "contiguous weight of two dimensions"
+                              : "weight whose elements are contiguous in memory",
+                    ", got shape ", weight.sizes(), " with strides ", weight.strides());
   if (!low.has_value()) return;
   check_dense(*low, "low", op);
-  TORCH_CHECK_TYPE(low->scalar_type() == at::kShort, "ringcomm: ", op, " wants low in int16, got ",
+  TORCH_CHECK_TYPE(low->scalar_type() == at::kShort, "ringcomm: ", op, " needs low in int16, got ",
                    low->scalar_type());
   check_shape(*low, weight.sizes(), "low", op);
   TORCH_CHECK_VALUE(has_strides_of(*low, weight), "ringcomm: ", op,
-                    " wants low with the weight's strides, ", weight.strides(), ", got ",
+                    " needs low with the weight's strides, ", weight.strides(), ", got ",
                     low->strides());
 }
 

@@ -10,10 +10,10 @@
 
 namespace ringcomm {
 
-// What the updates of weights want of their arguments; as torch operators in
-// ops/weight_update_ops.cc and ops/adalomo_ops.cc. Wrong arguments throw ValueError or TypeError.
+// Argument checks of the weight updates, which are torch operators in ops/weight_update_ops.cc and
+// ops/adalomo_ops.cc. Wrong arguments throw ValueError or TypeError.
 
-/// The arguments that all updates have; docs/design/optim.md says what they mean.
+/// The arguments that all updates have; see docs/design/optim.md.
 struct UpdateOptions {
   double lr = 0;
   double weight_decay = 0;
@@ -38,7 +38,7 @@ class WeightArray {
 
   /// Elements in the order of memory, with their numbers and without a gradient.
   WeightRun run(std::int64_t begin, std::int64_t num_elems) const;
-  /// No gradient is to come of what is overwritten; and it is read from no tensor of these.
+  /// Throws if the overwritten tensors require a gradient or overlap a tensor of `read`.
   void check_writable(std::initializer_list<at::Tensor> read) const;
   void mark_written() const;
 
@@ -53,7 +53,7 @@ class WeightArray {
 void check_float(const at::Tensor& tensor, const char* name, const char* op);
 /// The same, wherever the tensor is.
 void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
-/// Of such a tensor.
+/// The DType of such a tensor.
 DType float_dtype_of(const at::Tensor& tensor);
 void check_fp32(const at::Tensor& tensor, const char* name, const char* op);
 void check_shape(const at::Tensor& tensor, at::IntArrayRef sizes, const char* name, const char* op);

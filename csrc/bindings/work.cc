@@ -28,7 +28,7 @@ void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
   throw Error({.kind = ErrorKind::kTimeout, .op = what},
               std::string("ringcomm: ") + what + " did not complete within wait(" +
                   std::to_string(timeout.count()) +
-                  " ms); it continues, and can be waited for again");
+                  " ms); it continues, so you can wait for it again");
 }
 
 // ---- LazyFuture
@@ -39,7 +39,7 @@ c10::intrusive_ptr<c10::ivalue::Future> LazyFuture::get(const std::vector<at::Te
     const std::lock_guard lock(mutex_);
     if (future_ != nullptr) return future_;
     is_late = is_complete_;
-    // Started here, where a thread that cannot be had is the caller's error.
+    // Started here, so that a thread that cannot be started is the caller's error.
     if (!is_late) CallbackThread::at(callback_level_);
     future_ =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
@@ -130,7 +130,7 @@ void CollectiveWork::finish_call(std::size_t call_idx, const std::exception_ptr&
   if (first_error_ == nullptr) first_error_ = error;
   try {
     if (error == nullptr && calls_[call_idx].finish) calls_[call_idx].finish();
-  } catch (...) {  // for whoever waits: the thread that runs this has no use for it
+  } catch (...) {  // kept for the threads that wait; this thread has no caller
     if (first_error_ == nullptr) first_error_ = std::current_exception();
   }
   if (call_idx + 1 < calls_.size()) return;
@@ -186,8 +186,8 @@ void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, Communicator& commun
   }
 }
 
-// Called by the engine and by whoever waits; the later of the two returns when the first is
-// through. Throws nothing: the engine's thread has no use for it.
+// Called by the engine and by waiting threads; the later call returns after the first one is
+// complete. Throws nothing, because the engine's thread has no caller.
 void P2pWork::complete() {
   std::call_once(completed_once_, [this] {
     std::exception_ptr error = op_->error;

@@ -12,10 +12,10 @@
 
 namespace ringcomm {
 
-/// Says that a wait with a limit gave up, and that `what` goes on.
+/// Throws the error of a wait with a timeout; `what` continues.
 [[noreturn]] void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout);
 
-/// The future of a work, made when it is first asked for; most never are. Thread-safe.
+/// The future of a work, created at the first request; most works never need one. Thread-safe.
 class LazyFuture {
  public:
   c10::intrusive_ptr<c10::ivalue::Future> get(const std::vector<at::Tensor>& results);
@@ -33,7 +33,7 @@ class LazyFuture {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-/// What collectives and messages have in common.
+/// The base of collectives and messages.
 class EngineWork : public c10d::Work {
  public:
   void synchronize() override { wait(kNoTimeout); }
@@ -46,8 +46,8 @@ class EngineWork : public c10d::Work {
   /// Returns when finish() has been called, by whatever thread; throws what it was called with.
   void wait_for_finish();
 
-  // Weak: the communicator ends its threads when it goes, and must not be kept by what runs on
-  // them. It ends all works first.
+  // Weak, because the communicator's destructor joins its threads, so work on them must not keep it
+  // alive. It ends all works first.
   std::weak_ptr<Communicator> communicator_;
 };
 

@@ -20,7 +20,7 @@ namespace ringcomm {
 struct Stopped {
   Stop stop;
   int peer = -1;            ///< the rank waited for
-  std::string detail = {};  ///< what the transport said
+  std::string detail = {};  ///< the transport's message
 };
 
 /// A peer that made another call.
@@ -30,15 +30,16 @@ struct Mismatched {
   std::string difference = {};  ///< in words, where the headers do not show it
 };
 
-/// What a collective has cost this rank; stats.h says what is counted.
+/// The traffic of one collective on this rank; see stats.h for the counters.
 struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t copied_bytes = 0;
-  Algorithm algorithm = Algorithm::kDirect;  ///< what ran: where buffers lie may allow a better one
+  Algorithm algorithm = Algorithm::kDirect;  ///< the algorithm that ran; the location of buffers
+                                             ///< may allow a better one than planned
 };
 
-/// What moves the data of a group: shared memory, messages, or both. The Communicator sees to order
-/// and failures, a carrier to the bytes.
+/// Moves the data of a group: over shared memory, messages, or both. The Communicator handles order
+/// and failures, a carrier moves the bytes.
 class Carrier {
  public:
   virtual ~Carrier() = default;
@@ -55,9 +56,9 @@ class Carrier {
   /// reduce_scatter and an all_gather of uneven shares.
   virtual bool fuses_updates() const { return false; }
 
-  /// What it can be asked for; checked when the group is made, and before each call.
+  /// The supported algorithms; checked when the group is made and before each call.
   virtual std::span<const Algorithm> all_reduce_algorithms() const = 0;
-  /// Fills in the algorithm of `header` and its geometry: from what is equal on all ranks.
+  /// Sets the algorithm of `header` and its geometry from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
   /// Runs one collective, on one thread at a time; checks every peer's header before its data.
   /// Throws Stopped, Mismatched.

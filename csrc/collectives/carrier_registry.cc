@@ -8,7 +8,7 @@
 #include "collectives/messages/carrier.h"
 #include "collectives/shm/carrier.h"
 #include "transport/messages/message_transport.h"
-#include "transport/roster.h"
+#include "transport/peer_table.h"
 #include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
@@ -27,27 +27,27 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
       {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size, options),
        .is_one_host = options.transport == "shm"},
       timeout);
-  const Roster roster = rendezvous.find_ranks();
-  const std::string hosts = roster.describe();
-  if (roster.num_hosts() == 1 && !is_p2p)
-    return {std::make_unique<ShmCarrier>(rendezvous, roster, rank, options), "shm: " + hosts};
+  const PeerTable peer_table = rendezvous.find_ranks();
+  const std::string hosts = peer_table.describe();
+  if (peer_table.num_hosts() == 1 && !is_p2p)
+    return {std::make_unique<ShmCarrier>(rendezvous, peer_table, rank, options), "shm: " + hosts};
 
   if (!make_messages)
     throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
-                                ", and no backend is available that carries messages");
+                                ", but no backend for messages is available");
   std::string name;
   const MakeMessages make = [&](const LookForRanks& look) {
     auto messages = make_messages(look);
     name = messages->name();
     return messages;
   };
-  if (is_p2p || roster.max_ranks_on_a_host() == 1) {
+  if (is_p2p || peer_table.max_ranks_on_a_host() == 1) {
     auto carrier = std::make_unique<MessageCarrier>(store, rendezvous, options, make);
     return {std::move(carrier),
             "p2p over " + name +
-                (is_p2p ? ", as asked for; " : ", as no two ranks share a host; ") + hosts};
+                (is_p2p ? ", as requested; " : ", because no two ranks share a host; ") + hosts};
   }
-  auto carrier = std::make_unique<HostsCarrier>(store, rendezvous, roster, options, make);
+  auto carrier = std::make_unique<HostsCarrier>(store, rendezvous, peer_table, options, make);
   return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
 }
 

@@ -15,19 +15,20 @@ namespace ringcomm {
 
 class MessageTransport;
 
-/// Makes the messages of a group: collective over it; no rank has its own before all have made
-/// theirs. Called at most once, and only where ranks share no memory or messages are asked for.
-/// Throws Error, and what the function that it is given throws. Empty where there are none.
+/// Creates the message transport of a group. Collective: it returns on no rank before all ranks
+/// have created theirs. Called at most once, and only if ranks share no memory or messages are
+/// requested. Throws Error, and what its LookForRanks throws. Empty if there is no backend for
+/// messages.
 using MakeMessages = std::function<std::unique_ptr<MessageTransport>(const LookForRanks&)>;
 
-/// What moves a group's bytes, and why it is that: for people.
+/// A carrier, and a readable description of the choice with its reason.
 struct ChosenCarrier {
   std::unique_ptr<Carrier> carrier;
   std::string reason;
 };
 
-/// The one place where a group's transport is chosen. Collective over the group, of 2 ranks at
-/// least. Throws Error, and std::invalid_argument where messages are needed and there are none.
+/// Chooses a group's transport; the only place that does. Collective over a group of at least 2
+/// ranks. Throws Error, and std::invalid_argument if messages are needed but not available.
 ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, const MakeMessages& make_messages,
                            const KnownProcesses& known, std::chrono::milliseconds timeout);

@@ -77,7 +77,7 @@ void check_all_reduce_algorithm(Algorithm algorithm, std::span<const Algorithm> 
                                 const std::string& carrier) {
   if (std::find(known.begin(), known.end(), algorithm) != known.end()) return;
   throw std::invalid_argument(std::string(name_of(algorithm)) +
-                              " is no algorithm of all_reduce on this group (" + carrier +
+                              " is not an algorithm of all_reduce on this group (" + carrier +
                               "); known are " + names_of(known));
 }
 

@@ -36,10 +36,9 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
-/// What users may ask for: an algorithm of all_reduce. Options are the group's, whatever carries
-/// its tensors, so each carrier says which of these it has (Carrier::all_reduce_algorithms) and the
-/// others are refused. A carrier of device tensors may run another one than asked for, where
-/// buffers do not allow it; Stats say what ran.
+/// The algorithms of all_reduce that users may request. Each carrier lists the ones it supports
+/// (Carrier::all_reduce_algorithms), and the others are refused. A carrier of device tensors may
+/// run a different one if the buffers do not allow the requested one; Stats show which one ran.
 inline constexpr std::array kAllReduceAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
                                                     Algorithm::kTwoShot, Algorithm::kRing};
 /// Throws std::invalid_argument unless `known` has `algorithm`: names both, and the `carrier`.
@@ -48,12 +47,12 @@ void check_all_reduce_algorithm(Algorithm algorithm, std::span<const Algorithm> 
 /// Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
 
-/// The elements of what is moved without looking at them, as the caller names them: compared
-/// between the ranks, and shown. Padded with zeros; empty where DType says it.
+/// The caller's name of an element type that is moved but not reduced. It is compared between ranks
+/// and shown in messages. Padded with zeros; empty if DType names the type.
 using ElementName = std::array<char, 16>;
 
-/// What the owner of a chunk does to it in reduce_scatter_update_all_gather: a step of an
-/// optimizer, and this rank's shard of its state, as long as the chunk.
+/// The update of a chunk by its owner in reduce_scatter_update_all_gather: an optimizer step and
+/// this rank's shard of the optimizer state, which has the chunk's length.
 struct ShardUpdate {
   UpdateSpec spec;
   float* master = nullptr;  ///< null unless spec.has_master
@@ -68,15 +67,15 @@ struct RowLaunch;
 ///
 /// `num_elems` is what one rank contributes or receives: the whole buffer of all_reduce, reduce and
 /// broadcast, this rank's share of reduce_scatter, all_gather, gather, scatter and all_to_all.
-/// Buffers are contiguous. `inputs` and `outputs` are arrays of one pointer where the call has one
-/// buffer, and of world_size pointers, in rank order, where it has a share for every rank: inputs
-/// of reduce_scatter, all_to_all and (at the root) scatter; outputs of all_gather, all_to_all and
-/// (at the root) gather. An output may be the input it corresponds to.
+/// Buffers are contiguous. `inputs` and `outputs` are arrays of one pointer if the call has one
+/// buffer, and of world_size pointers in rank order if it has a share for every rank: inputs of
+/// reduce_scatter, all_to_all and (at the root) scatter; outputs of all_gather, all_to_all and (at
+/// the root) gather. An output may be the input it corresponds to.
 ///
-/// Where the shares differ, `input_elems` and `output_elems` say the elements behind each of
+/// If the shares differ, `input_elems` and `output_elems` give the number of elements of each of
 /// `inputs` and `outputs`: both in all_to_all (whose num_elems is then 0), input_elems in
-/// reduce_scatter and scatter, output_elems in all_gather and gather. Which sizes must fit is
-/// checked pair by pair.
+/// reduce_scatter and scatter, output_elems in all_gather and gather. The sizes are checked for
+/// each pair of ranks.
 ///
 /// reduce_scatter_update_all_gather has the gradient as its input and the parameters as its output,
 /// num_elems of each and equal on all ranks before; `dtype` is the gradient's. Rank r owns chunk r
@@ -111,8 +110,8 @@ struct Collective {
   bool is_uneven(int world_size) const;
 };
 
-/// What must be equal on all ranks of a collective, but for the sizes where shares may differ.
-/// Stands in front of the data of its first phase.
+/// The values that must be equal on all ranks of a collective, except sizes of uneven shares. It
+/// precedes the data of the first phase.
 struct CallHeader {
   static constexpr std::uint64_t kNoSeq =
       ~std::uint64_t{0};  ///< of a call whose number is not known
@@ -130,8 +129,7 @@ struct CallHeader {
   ElementName element_name = {};
   UpdateSpec update = {};  ///< of reduce_scatter_update_all_gather, and of its parts
 
-  /// What must be told to the peers: of most calls not the last member, which would cost a cache
-  /// line.
+  /// The bytes that peers need. Most calls omit the last member, which would cost a cache line.
   std::size_t told_bytes() const {
     return has_update ? sizeof(CallHeader) : offsetof(CallHeader, update);
   }
@@ -149,8 +147,8 @@ bool has_private_sizes(OpKind op);
 /// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
 std::string describe(const CallHeader& header);
 /// "rank 1 called broadcast #7 (...) instead", for a message that has named this rank's call, which
-/// is an `our_op`. Where one of the two calls is a barrier or a broadcast and the other is not,
-/// asks about the likely cause.
+/// is an `our_op`. If only one of the two calls is a barrier or a broadcast, it asks about the
+/// likely cause.
 std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op);
 
 }  // namespace ringcomm

@@ -12,19 +12,19 @@
 namespace ringcomm {
 namespace {
 
-// What no rank could carry out, and what would have it read the board of a rank that is not there.
+// Rejects calls that no rank can run, and roots outside the group.
 void check_op(const Collective& call, int world_size) {
   if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
     throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
   const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
                         call.op == OpKind::kGather || call.op == OpKind::kScatter;
   if (has_root && (call.root < 0 || call.root >= world_size))
-    throw std::invalid_argument("root is a rank of the group, 0 to " +
+    throw std::invalid_argument("root must be a rank of the group, 0 to " +
                                 std::to_string(world_size - 1) + ", got " +
                                 std::to_string(call.root));
 }
 
-// What a rank keeps for itself is not for other ranks to complain of.
+// A rank's share for itself is an argument error of that rank, not a mismatch between ranks.
 void check_own_share(const Collective& call, int rank) {
   const std::size_t given = call.input_share(rank);
   const std::size_t taken = call.output_share(rank);
@@ -130,7 +130,7 @@ OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
     }
     done(error);
   });
-  // Counted when it is in: where its thread cannot be had, it was not called.
+  // Counted after it is queued: if its thread cannot be started, the call did not happen.
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   return ticket;
 }
@@ -168,7 +168,7 @@ void Communicator::validate(const Collective& call) const {
   check_own_share(call, rank_);
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather) {
-    if (call.update == nullptr) throw std::invalid_argument("an update has an optimizer");
+    if (call.update == nullptr) throw std::invalid_argument("an update needs an optimizer");
     host::make_update_op(call.update->spec, call.dtype);
   }
   options_.check_ring(call);
@@ -240,13 +240,13 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
             : describe_difference(mismatched.peer, mismatched.theirs, name_of(header.op)),
         activity());
   } catch (const std::exception& error) {
-    // Out of memory, most likely. Wherever this rank has stopped, the others have gone on.
+    // Probably out of memory. The other ranks have continued, so the group ends.
     failure_->abort(activity().description + ": " + error.what());
     throw;
   }
 }
 
-// Of an update that the carrier cannot fuse.
+// One part of an update that the carrier cannot fuse.
 Traffic Communicator::run_part(const Collective& part, const WaitLimits& limits) {
   const CallHeader header = planned(part);
   const trace::Span traced([&] { return event_of(part, header, trace_group_); });
@@ -260,7 +260,7 @@ void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {
   } catch (const Error&) {  // from a step, which has ended the group
     throw;
   } catch (const std::exception& error) {
-    // Wherever this rank has stopped, the others have gone on.
+    // The other ranks have continued, so the group ends.
     failure_->abort(error.what());
     throw;
   }

@@ -23,17 +23,17 @@
 
 namespace ringcomm {
 
-/// One rank's end of a group: runs its collectives in the order in which they are called, and its
-/// sends and receives beside them. All functions may be called from any thread.
+/// One rank's side of a group. Runs its collectives in the order of the calls, and its sends and
+/// receives concurrently. All functions may be called from any thread.
 ///
-/// A failed collective leaves the ranks at different places, so it ends the group: the first cause
-/// is kept, told to all ranks through the shared memory, and thrown again by every later call.
-/// Wrong arguments (std::invalid_argument) are found before anything is exchanged and end nothing.
+/// After a failed collective the ranks are out of step, so it ends the group: the first cause is
+/// kept, reported to all ranks, and thrown by every later call. Wrong arguments
+/// (std::invalid_argument) are detected before anything is exchanged and do not end the group.
 class Communicator {
  public:
   using Done = std::function<void(std::exception_ptr)>;
 
-  /// What a sequence may do.
+  /// The operations of a sequence.
   class Steps {
    public:
     /// Runs a collective to its end. Throws Error.
@@ -72,10 +72,10 @@ class Communicator {
   std::uint64_t next_seq() const { return num_issued_.load(std::memory_order_relaxed); }
   /// The algorithm that a call gets.
   Algorithm algorithm_of(const Collective& call) const;
-  /// What moves the bytes, and why it is that: for people.
+  /// A readable description of the transport and the reason for its choice.
   const std::string& transport() const { return transport_; }
-  /// Has the group appear in a recording, under its name and with the job's numbers of its ranks.
-  /// Called before all calls, while trace::is_on().
+  /// Adds the group to a recording, with its name and its ranks' numbers in the job. Call it before
+  /// all collectives, while trace::is_on().
   void trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
   /// The group's number there.
   std::uint32_t trace_group() const { return trace_group_; }
@@ -107,9 +107,9 @@ class Communicator {
   /// Sends and receives; null in a group of one.
   PointToPoint* p2p() { return p2p_.get(); }
 
-  /// Before the group is destroyed, where nothing more is called: returns when the collectives that
-  /// were submitted and the sends are done, and ends the receives with an error. `is_interrupted`
-  /// is asked about every 50 ms, true ends the group; may be empty. A second call does nothing.
+  /// Call it before the destructor, after the last call. Returns when the submitted collectives and
+  /// sends are complete, and ends the receives with an error. `is_interrupted` is called about
+  /// every 50 ms, true ends the group; may be empty. A second call does nothing.
   void close(const std::function<bool()>& is_interrupted);
 
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
@@ -121,8 +121,8 @@ class Communicator {
   bool is_stopped(int rank) { return members() != nullptr && members()->is_stopped(rank); }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
-  /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its
-  /// threads are missing.
+  /// Whether this object was inherited by fork(). If so, do not use or destroy it: its threads do
+  /// not exist here.
   bool is_inherited() const { return failure_->is_inherited(); }
 
  private:

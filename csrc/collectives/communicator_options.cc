@@ -19,14 +19,13 @@ std::string CommunicatorOptions::to_text() const {
 void CommunicatorOptions::validate() const {
   if (num_slots < 2 || num_slots > 64)
     throw std::invalid_argument(
-        "num_slots is 2 to 64 (with one slot the ranks of a ring would wait for each other "
-        "for ever), got " +
+        "num_slots must be 2 to 64 (with one slot the ranks of a ring would deadlock), got " +
         std::to_string(num_slots));
   if (slot_bytes < 64 || slot_bytes > (std::size_t{64} << 20) || slot_bytes % 64 != 0)
-    throw std::invalid_argument("slot_bytes is a multiple of 64 from 64 to 67108864, got " +
+    throw std::invalid_argument("slot_bytes must be a multiple of 64 from 64 to 67108864, got " +
                                 std::to_string(slot_bytes));
   if (!transport.empty() && transport != "shm" && transport != "p2p")
-    throw std::invalid_argument("transport is shm or p2p, got '" + transport + "'");
+    throw std::invalid_argument("transport must be shm or p2p, got '" + transport + "'");
 }
 
 CommunicatorOptions CommunicatorOptions::ring_options(const Collective& call) const {

@@ -8,7 +8,7 @@
 
 namespace ringcomm {
 
-/// What can be chosen when a group is made; must be equal on all its ranks.
+/// The options of a group; must be equal on all its ranks.
 struct CommunicatorOptions {
   Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
   bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
@@ -25,10 +25,10 @@ struct CommunicatorOptions {
   /// Throws std::invalid_argument.
   void validate() const;
 
-  /// How `call` wants a ring's links cut: as it says, else as the group does, else in slots that
-  /// fill them.
+  /// The slots of a ring's links for `call`: from the call if it sets them, else from the group. If
+  /// the call sets only the number of slots, they fill the links.
   CommunicatorOptions ring_options(const Collective& call) const;
-  /// Throws std::invalid_argument where the group's links have no room for what `call` wants.
+  /// Throws std::invalid_argument if the slots that `call` requests do not fit the group's links.
   void check_ring(const Collective& call) const;
 };
 

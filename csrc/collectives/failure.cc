@@ -25,50 +25,50 @@ std::exception_ptr Failure::first_cause() const {
 
 void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
                             const std::string& detail) {
-  const std::string who = name_of_peer(peer);
+  const std::string name = name_of_peer(peer);
   switch (stop) {
     case Stop::kTimeout: {
       const std::string waited =
-          "waited for " + who + " for " + std::to_string(activity.timeout.count()) + " ms";
+          "waited for " + name + " for " + std::to_string(activity.timeout.count()) + " ms";
       // The rank waited for may itself wait for that one.
       if (const int stopped = stopped_rank(); stopped >= 0)
         raise(ErrorKind::kTimeout, stopped,
               waited + ", and the process of " + name_of_peer(stopped) + " is stopped", activity,
               false);
       raise(ErrorKind::kTimeout, peer,
-            waited + "; read what that rank says, or raise the timeout of init_process_group",
+            waited + "; read that rank's output, or raise the timeout of init_process_group",
             activity, false);
     }
     case Stop::kPeerDied:
       raise(ErrorKind::kPeerDied, peer,
-            who + " died" + (detail.empty() ? "" : " (" + detail + ")") +
+            name + " died" + (detail.empty() ? "" : " (" + detail + ")") +
                 why_it_ended(last_words_of(peer)),
             activity, false);
     case Stop::kPeerLeft:
       if (const std::string words = last_words_of(peer); !words.empty())
-        raise(ErrorKind::kPeerDied, peer, who + " died" + why_it_ended(words), activity, false);
+        raise(ErrorKind::kPeerDied, peer, name + " died" + why_it_ended(words), activity, false);
       raise(ErrorKind::kPeerDied, peer,
-            who +
+            name +
                 " has destroyed the group or exited; did the ranks make different numbers of "
                 "calls?",
             activity, false);
     case Stop::kAborted: {
       AbortReason reason = members_->abort_reason();
-      // A peer that runs wild may have written any number.
+      // A faulty peer may have written any number.
       for (int* rank : {&reason.origin, &reason.culprit})
         if (*rank >= world_size_) *rank = -1;
-      // Another thread's failure, which it has kept before it told anybody.
+      // Another thread of this rank failed: it keeps its error before it aborts the group.
       if (reason.origin == rank_ && has_failed()) std::rethrow_exception(first_cause());
-      raise(reason.kind, reason.culprit, name_of_peer(reason.origin) + " gave up: " + reason.text,
+      raise(reason.kind, reason.culprit, name_of_peer(reason.origin) + " failed: " + reason.text,
             activity, true);
     }
     case Stop::kInterrupted:
-      raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + who,
+      raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + name,
             activity, false);
     case Stop::kNone:
       break;
   }
-  raise(ErrorKind::kSystem, peer, "a wait ended for no reason", activity, false);
+  raise(ErrorKind::kSystem, peer, "a wait ended without a reason", activity, false);
 }
 
 void Failure::raise_mismatch(int peer, const std::string& difference, const Activity& activity) {
@@ -93,8 +93,9 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
   }
   const auto error = std::make_exception_ptr(Error(info, prefix() + told));
   keep(error);
-  // Told on as this rank saw it, so that the others' messages carry the cause and not the echo of
-  // an echo; and kept before, for this rank's other threads, whose waits end with it.
+  // Only the rank that saw the failure reports it, so that the others' messages carry the cause.
+  // The error is kept first, because this rank's other threads stop waiting as soon as it is
+  // reported.
   if (!is_told_by_peer && members_ != nullptr)
     members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
   std::rethrow_exception(error);

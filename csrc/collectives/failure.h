@@ -14,7 +14,7 @@
 
 namespace ringcomm {
 
-/// What was going on when something failed.
+/// The operation that was running when something failed.
 struct Activity {
   std::string op;           ///< "all_reduce"
   std::int64_t seq = -1;    ///< its number in the group
@@ -32,8 +32,8 @@ class Failure {
 
   /// Throws the first cause again if there is one; also throws what check_not_inherited() does.
   void rethrow_if_any() const;
-  /// Whether the group came here by a fork: it belongs to the parent then, whose threads are
-  /// missing, and must not be used, not even destroyed.
+  /// Whether the group was inherited by fork(). It then belongs to the parent, its threads do not
+  /// exist here, and it must not be used or destroyed.
   bool is_inherited() const { return generation_ != process_generation(); }
   /// Throws Error in a process forked from the group's.
   void check_not_inherited() const;
@@ -41,10 +41,10 @@ class Failure {
   /// Whether the group has ended, as far as this rank knows.
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
-  /// A wait for `peer` ended early; `detail` is what the transport said.
+  /// A wait for `peer` ended early; `detail` is the transport's message.
   [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity,
                                   const std::string& detail = {});
-  /// `peer` did something else than this rank; `difference` says both.
+  /// `peer` made a different call than this rank; `difference` describes both.
   [[noreturn]] void raise_mismatch(int peer, const std::string& difference,
                                    const Activity& activity);
   /// This rank ends the group, by its user's wish or for a failure of its own. Throws nothing.

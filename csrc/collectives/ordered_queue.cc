@@ -59,13 +59,12 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
 void OrderedQueue::check_not_in_task() const {
   if (is_running_ && running_thread_ == std::this_thread::get_id())
     throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: a collective was called inside another one of its group, from a signal "
-                "handler perhaps; it "
-                "would wait for itself");
+                "ringcomm: a collective was called inside another one of its group, perhaps from "
+                "a signal handler; this would deadlock");
 }
 
-// Called and left with the lock held, which the task runs without. Wakes others only where there is
-// something for them: a wake-up costs more than a small collective.
+// Called and left with the lock held; the task runs without it. Wakes other threads only if there
+// is work for them, because a wake-up costs more than a small collective.
 void OrderedQueue::run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task) {
   is_running_ = true;
   running_thread_ = std::this_thread::get_id();
@@ -82,7 +81,7 @@ void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
   entries_.pop_front();
   run_unlocked(lock, [&] {
     entry->task();
-    entry->task = nullptr;  // what it holds (tensors) goes with it
+    entry->task = nullptr;  // frees what it holds (tensors)
   });
   entry->is_done = true;
 }

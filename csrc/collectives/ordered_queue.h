@@ -12,10 +12,9 @@
 
 namespace ringcomm {
 
-/// Runs tasks one at a time, in the order in which they were put in, on whichever thread is there
-/// to do it: the caller of run() when nothing is before its task (no hand-over to another thread,
-/// which would cost 5-70 us), the caller of wait(), or a progress thread, which is started by the
-/// first submit().
+/// Runs tasks one at a time, in the order in which they were queued, on one of these threads: the
+/// caller of run() if no task is before its own (a switch to another thread would cost 5-70 us),
+/// the caller of wait(), or a progress thread, which the first submit() starts.
 class OrderedQueue {
  public:
   using Clock = std::chrono::steady_clock;
@@ -35,24 +34,24 @@ class OrderedQueue {
   OrderedQueue(const OrderedQueue&) = delete;
   OrderedQueue& operator=(const OrderedQueue&) = delete;
 
-  /// From here on the progress thread runs all tasks, and callers sleep: for tasks that cannot poll
-  /// for signals. Called before any other function.
+  /// Lets the progress thread run all tasks while callers sleep, for tasks that cannot poll for
+  /// signals. Call it before any other function.
   void leave_to_thread() { is_left_to_thread_ = true; }
 
-  /// Runs `task` in this thread after all tasks before it, which it runs too if nobody else does.
-  /// Throws Error where the thread is in a task already (a signal handler that interrupted it): it
-  /// would wait for itself.
+  /// Runs `task` in this thread after all earlier tasks, and runs those too if no other thread
+  /// does. Throws Error if the thread is already in a task (in a signal handler), which would
+  /// deadlock.
   void run(const Task& task, const Poll& poll);
-  /// Puts `task` in and returns. Throws std::system_error where the progress thread cannot be had.
+  /// Queues `task` and returns. Throws std::system_error if the progress thread cannot be started.
   Ticket submit(Task task);
-  /// Returns when the task is done; runs tasks until then if nobody else does. Throws as run()
-  /// does.
+  /// Returns when the task is done; runs tasks until then if no other thread does. Throws like
+  /// run().
   void wait(const Ticket& ticket, const Poll& poll);
   /// Leaves the work to other threads and waits until `deadline` at most. False when the task is
   /// not done then.
   bool wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll);
   bool is_done(const Ticket& ticket);
-  /// Returns when no task is left; runs tasks until then if nobody else does.
+  /// Returns when no task is left; runs tasks until then if no other thread does.
   void drain(const Poll& poll);
 
  private:
@@ -66,7 +65,7 @@ class OrderedQueue {
 
   std::mutex mutex_;
   std::condition_variable has_work_;  // the progress thread sleeps here
-  std::condition_variable has_news_;  // everybody else does
+  std::condition_variable has_news_;  // all other threads wait on it
   std::deque<Ticket> entries_;
   int num_waiting_ = 0;  // threads at has_news_
   std::thread::id running_thread_;

@@ -10,10 +10,9 @@
 
 namespace ringcomm {
 
-/// What the owner of a chunk does in a reduce_scatter_update_all_gather: the one hook by which
-/// every algorithm carries the update. Reduces gradients, and updates parameters and state with the
-/// result before that has left the innermost cache; the reduced gradient is never stored anywhere
-/// else.
+/// The update of a chunk by its owner in reduce_scatter_update_all_gather; all algorithms use it.
+/// It reduces gradients, and updates parameters and state while the result is in the innermost
+/// cache. The reduced gradient is never stored elsewhere.
 ///
 /// The reduced gradient is rounded to its dtype in between, so that the result is that of a
 /// reduce_scatter followed by the update, to the last bit.

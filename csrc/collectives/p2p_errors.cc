@@ -19,8 +19,9 @@ Activity activity_of(const P2pOp& op) {
 void check_peer(const P2pOp& op, int rank, int world_size) {
   const int least = op.kind == P2pOp::Kind::kRecv ? -1 : 0;  // -1: from any source
   if (op.peer < least || op.peer >= world_size || op.peer == rank)
-    throw std::invalid_argument("the peer of a send or receive is another rank of the group's " +
-                                std::to_string(world_size) + ", got " + std::to_string(op.peer));
+    throw std::invalid_argument(
+        "the peer of a send or receive must be another rank of the group's " +
+        std::to_string(world_size) + ", got " + std::to_string(op.peer));
 }
 
 void raise_misfit(Failure& failure, const P2pOp& receive, std::uint64_t sent_bytes, int rank) {
@@ -37,7 +38,7 @@ std::exception_ptr orphaned(const P2pOp& op, int rank) {
   return std::make_exception_ptr(
       Error({.kind = ErrorKind::kAborted, .rank = rank, .op = activity.op},
             "ringcomm: " + activity.description + ": the group was destroyed before " +
-                (op.kind == P2pOp::Kind::kSend ? "it was sent" : "a message came")));
+                (op.kind == P2pOp::Kind::kSend ? "it was sent" : "a message arrived")));
 }
 
 }  // namespace ringcomm

@@ -19,13 +19,14 @@ class PointToPoint {
   /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
   /// std::invalid_argument where `peer` is no other rank.
   virtual void post(const P2pOpPtr& op) = 0;
-  /// Returns true when the operation is done (well or not), false when `deadline` passes before.
-  /// `is_interrupted` is asked about every 50 ms, true ends the group; may be empty.
+  /// Returns true when the operation has ended (with or without an error), false if `deadline`
+  /// passes before. `is_interrupted` is called about every 50 ms, true ends the group; may be
+  /// empty.
   virtual bool wait(const P2pOpPtr& op, Clock::time_point deadline,
                     const Interrupted& is_interrupted) = 0;
-  /// Before this is destroyed, where nothing is posted any more: returns when the sends are
-  /// received, or their receivers gone or their time-outs over, and ends the receives with an
-  /// error. `is_interrupted` as in wait(). A second call does nothing.
+  /// Call it before the destructor, after the last post. Returns when every send is received, its
+  /// receiver has left, or its timeout has passed; ends the receives with an error.
+  /// `is_interrupted` as in wait(). A second call does nothing.
   virtual void close(const Interrupted& is_interrupted) = 0;
 };
 

@@ -18,12 +18,12 @@ inline const ReduceOp& reduce_op_of(const Collective& call) {
   return *op;
 }
 
-/// What ranks do that leave the division of an average to the last step.
+/// The reduction of all steps but the last one, which divides for an average.
 inline Reduction undivided(Reduction reduction) {
   return reduction == Reduction::kAvg ? Reduction::kSum : reduction;
 }
 
-/// By what the last step of the reduction divides.
+/// The divisor of the last step of the reduction.
 inline int divisor_of(const Collective& call, int world_size) {
   return call.reduction == Reduction::kAvg ? world_size : 1;
 }

@@ -8,7 +8,7 @@
 
 namespace ringcomm {
 
-/// What one rank has done, by collective and algorithm. May be read while others count.
+/// Counters of one rank, by collective and algorithm. May be read while other threads count.
 class Stats {
  public:
   struct Counts {
@@ -34,7 +34,7 @@ class Stats {
             cell.copied_bytes.load(std::memory_order_relaxed)};
   }
 
-  /// Of all groups that this process has had.
+  /// The counters of all groups of this process.
   static Stats& process_wide() {
     static Stats stats;
     return stats;

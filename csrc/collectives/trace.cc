@@ -26,7 +26,7 @@ constexpr std::size_t kMaxNames = 255;
 
 struct FileHeader {
   std::array<char, 8> magic;
-  std::uint64_t num_lost;  // events of threads that had no buffer
+  std::uint64_t num_lost;  // events of threads without a buffer
 };
 
 struct ThreadHeader {
@@ -72,7 +72,8 @@ class Buffer {
   std::uint64_t write(const Event& event) {
     const std::uint64_t number = header_->num_events;
     events_[number % capacity_] = event;
-    // After the event: a reader of a killed process's file, or of a living one's, finds it whole.
+    // Stored after the event, so that a reader sees complete events only, also in the file of a
+    // killed or running process.
     __atomic_store_n(&header_->num_events, number + 1, __ATOMIC_RELEASE);
     return number;
   }
@@ -84,7 +85,7 @@ class Buffer {
     __atomic_store_n(&header_->alive_ns, time_ns, __ATOMIC_RELAXED);
   }
 
-  // Of the innermost collective that this thread is in.
+  // The innermost collective of this thread.
   std::uint64_t seq = kNoSeq;
   std::uint32_t group = kNoGroup;
 
@@ -94,7 +95,7 @@ class Buffer {
   std::size_t capacity_;
 };
 
-/// What a process records. Never destroyed: threads use it to their end.
+/// The recording of a process. Never destroyed, because threads use it until they end.
 class Recorder {
  public:
   Recorder(int events_fd, int log_fd, std::size_t num_events)
@@ -125,7 +126,7 @@ class Recorder {
         field("tid", static_cast<std::uint64_t>(::syscall(SYS_gettid))));
     return buffers_[number].get();
   }
-  /// Its thread has ended: its events stay, and another thread may go on behind them.
+  /// Its thread has ended. Its events remain, and another thread may append to them.
   void give_back(const Buffer* buffer) {
     const std::lock_guard lock(mutex_);
     for (std::size_t number = 0; number < buffers_.size(); ++number)
@@ -135,7 +136,7 @@ class Recorder {
     if (header_ != nullptr) __atomic_fetch_add(&header_->num_lost, 1, __ATOMIC_RELAXED);
   }
 
-  /// One line; a single write, so that lines of several threads stay whole.
+  /// Writes one line with a single write, so that lines of several threads do not mix.
   void log(const std::string& fields) const {
     const std::string line = "{" + fields + "}\n";
     // Nothing depends on it: a full disk costs the trace, not the job.
@@ -148,7 +149,8 @@ class Recorder {
     if (const std::uint8_t number = find_name(literal); number != 0) return number;
     const std::size_t count = num_names_.load(std::memory_order_relaxed);
     if (count == kMaxNames) return 0;
-    // Before any event can have the number: who reads events first and then the log finds it.
+    // Logged before any event can use the number, so that a reader of the events and then the log
+    // finds it.
     log(field("label", count + 1) + ", " + field("text", literal));
     names_[count] = literal;
     num_names_.store(count + 1, std::memory_order_release);

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-/// A recording of what this rank does, for `ringcomm trace`: each thread writes events to a ring
-/// buffer in a mapped file, which a process that is killed leaves behind. docs/how-to/trace.md says
-/// what the events mean, ringcomm/trace/recordings.py reads them.
+/// A recording of this rank for `ringcomm trace`: each thread writes events to a ring buffer in a
+/// mapped file, which survives if the process is killed. docs/how-to/trace.md explains the events;
+/// ringcomm/trace/recordings.py reads them.
 ///
 /// While nothing is recorded, a Span costs one relaxed load of `active`.
 namespace ringcomm::trace {
@@ -27,11 +27,12 @@ inline constexpr std::uint32_t kNoGroup = ~std::uint32_t{0};
 inline constexpr std::uint64_t kNoSeq = ~std::uint64_t{0};
 
 /// One event, as it is in the file. Ranks are those of the event's group; -1 is none. Names are
-/// numbers that name_number() gave.
+/// numbers from name_number().
 struct Event {
   std::uint64_t begin_ns = 0;  ///< CLOCK_MONOTONIC; 0 is filled in
-  std::uint64_t end_ns = 0;    ///< 0 while it goes on
-  std::uint64_t seq = kNoSeq;  ///< of a collective in its group, of a message in its process
+  std::uint64_t end_ns = 0;    ///< 0 until it ends
+  std::uint64_t seq =
+      kNoSeq;  ///< the number of a collective in its group, or of a message in its process
   std::uint64_t num_bytes = 0;
   std::uint32_t group = kNoGroup;  ///< kNoGroup takes group and seq of the span around it
   std::int32_t to = -1;            ///< the rank that it sends to
@@ -52,7 +53,7 @@ static_assert(sizeof(Event) == 64);
 /// One step of a ring, for one slice, in the group's ranks.
 struct RingStep {
   const char* phase;      ///< "reduce_scatter" or "all_gather"
-  int step;               ///< from 0 on; -1: the first send, which receives nothing
+  int step;               ///< from 0; -1: the first send, which receives nothing
   int chunk;              ///< what is received, and sent on
   std::size_t slice;      ///< which slice of the chunk
   std::size_t num_bytes;  ///< of the slice
@@ -68,11 +69,11 @@ inline std::atomic<Recorder*> active = nullptr;
 
 inline bool is_on() { return active.load(std::memory_order_relaxed) != nullptr; }
 
-/// Starts recording. Events go to the file `events_fd`, `num_events` of each thread at most, of
-/// which the oldest are overwritten; what is rare goes to the file `log_fd` as lines of JSON. The
-/// files are kept. A second call in one process does nothing.
+/// Starts recording. Events go to the file `events_fd`, at most `num_events` of each thread; then
+/// the oldest are overwritten. Rare records go to the file `log_fd` as lines of JSON. The files
+/// stay open. A second call in one process does nothing.
 void start(int events_fd, int log_fd, std::size_t num_events);
-/// Notes that the process ends as it should.
+/// Records that the process ends normally.
 void end();
 
 /// A group of ranks, by their numbers in the job; its number for Event::group. Call while is_on().
@@ -82,7 +83,8 @@ std::uint32_t add_group(const std::string& name, int rank, const std::vector<std
 void leave_group(std::uint32_t group);
 /// A group has failed, and why.
 void add_failure(const std::exception_ptr& error);
-/// This thread still waits: what a killed process waited for lasted until then at least.
+/// Records that this thread still waits, so that the wait of a killed process is known to have
+/// lasted until then.
 void note_alive();
 
 /// The number of a string literal. Call while is_on().
@@ -108,7 +110,7 @@ class Span {
   Span(const Span&) = delete;
   Span& operator=(const Span&) = delete;
 
-  /// What ran, where that is known at the end only.
+  /// The algorithm that ran, if it is known only at the end.
   void set_algorithm(const char* literal) {
     if (buffer_ != nullptr) [[unlikely]]
       change_algorithm(literal);

@@ -10,12 +10,13 @@
 
 namespace ringcomm {
 
-/// A thread that looks at something every so often while that goes on, and sleeps otherwise.
+/// A thread that runs a check periodically while there is work to watch, and sleeps otherwise.
 class WatchThread {
  public:
   struct Pace {
     std::chrono::milliseconds interval;
-    /// After wake(). Looks and not time, of which a busy machine may let pass any without a look.
+    /// Counted from wake(). It counts checks and not time, because on a busy machine any time may
+    /// pass without a check.
     std::int64_t num_looks;
   };
 
@@ -27,7 +28,7 @@ class WatchThread {
 
   /// From any thread, `look` among them.
   void wake();
-  /// It never sleeps from here on.
+  /// After this call it never sleeps.
   void stay_awake();
 
  private:

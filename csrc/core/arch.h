@@ -8,34 +8,33 @@
 
 namespace ringcomm {
 
-/// Who had the processor while a rank yielded: nobody, somebody for a moment, or somebody who kept
-/// it for longer than ranks that wait do.
-enum class Yielded : std::uint8_t { kToNobody, kBriefly, kDearly };
+/// What happened during a yield: no other thread ran, one ran briefly, or one ran for a full
+/// scheduler slice.
+enum class Yielded : std::uint8_t { kCoreIdle, kShort, kLong };
 
 /// What a machine must offer for the protocols of core to run on it.
 ///
 /// The link and board protocols are written once, against this concept, and run under several
 /// machines: the host's processes over shared memory, threads in tests, and a model checker that
-/// explores interleavings. Orders stand on the operations themselves, never on free-standing
-/// fences, which ThreadSanitizer ignores.
+/// explores interleavings. Every memory order belongs to an operation; there are no separate
+/// fences, because ThreadSanitizer ignores them.
 ///
 /// - load_acquire pairs with store_seq_cst of the same word.
 /// - load_seq_cst, store_seq_cst and add_seq_cst have one total order: a store followed by a load
-/// of
-///   another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
+///   of another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
 /// - copy moves payload and has no order of its own.
 /// - budget is the SpinBudget of the waits (core/wait_policy.h), a reference or a new one.
-/// - once runs a function that returns a Stop. Where several threads carry one rank, the threads of
-///   a block on a GPU, one of them runs it, and all return, with what it returned, after it.
-/// - each runs a function for every number below the one given, at once where several threads carry
-///   the rank, and returns kNone or one of the other Stops to all of them, after all.
+/// - once runs a function that returns a Stop. If several threads act for one rank (the threads of
+///   a GPU block), one of them runs it, and all return its result afterwards.
+/// - each runs a function for every number below the one given, in parallel if several threads act
+///   for the rank. Afterwards it returns kNone, or one of the other Stops, to all of them.
 /// - pause is one step of waiting.
-/// - yield gives the processor away, and tells what became of it.
+/// - yield offers the processor to other threads and returns what happened.
 /// - park sleeps while the low half of the word equals that of `expected`, for one slice at most.
 /// - wake wakes all that are parked on the word.
-/// - note_core writes down where this rank runs; leave_core asks to run elsewhere if it runs there.
-/// - stopped says why this rank should no longer wait for `peer`; Stop::kNone while it should.
-/// Asked
+/// - note_core stores the processor that this rank runs on; leave_core asks to move this thread
+///   away from that processor.
+/// - stopped returns why this rank should no longer wait for `peer`, or Stop::kNone. It is called
 ///   before every slice of sleep, and always before a wait ends without its condition.
 /// - record_wait may be missing (see wait_policy.h).
 template <class A>

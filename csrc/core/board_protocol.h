@@ -10,7 +10,7 @@
 
 namespace ringcomm {
 
-/// Where the boards of a group lie that shares one mapping; the same on every rank.
+/// The memory layout of the boards of a group that shares one mapping; the same on every rank.
 struct BoardGeometry {
   int world_size = 0;
   Cursor* published = nullptr;  ///< one per rank, `published_stride_bytes` apart
@@ -32,24 +32,23 @@ struct BoardGeometry {
 ///
 /// Collectives on boards are a sequence of phases that every rank runs through in the same order.
 /// In phase k a rank may fill its own region k % 2, publishes, waits for the peers it needs and
-/// reads their regions k % 2. `published` counts the phases a rank has published, and so also says
-/// what it has finished reading:
+/// reads their regions k % 2. `published` counts the phases a rank has published, and so also which
+/// phases it has finished reading:
 ///
 ///   published[q] >= k + 1   q's region of phase k may be read
-///   published[q] >= k       q has read all it wanted of phase k - 2, so region k % 2 may be filled
-///   again
+///   published[q] >= k       q has finished reading phase k - 2, so region k % 2 may be refilled
 ///
-/// No other credit is needed, and each byte is written once however many ranks read it. A phase in
-/// which a rank writes nothing needs no open(): it publishes to say that it has finished the phases
-/// before.
+/// No other credit is needed, and each byte is written once, regardless of the number of readers. A
+/// phase in which a rank writes nothing needs no open(): it publishes to say that it has finished
+/// the phases before.
 ///
-/// What a rank lends its peers outside of the boards, its own buffers, they may use from the
-/// publication that says so on until they publish next. So a rank takes it back with rejoin(), and
-/// gives nothing of it back to its caller before.
+/// A rank may lend its own buffers to its peers. Peers may access them from the publication that
+/// announces the loan until their own next publication. So a rank calls rejoin() before it returns
+/// a lent buffer to its caller.
 ///
 /// A geometry has world_size, region_bytes, region(rank, phase), and cursor(reader, writer): where
-/// the reader finds the writer's `published`. With kHasCopies each reader has one of its own, in
-/// memory that is near it, and a publication is a store to each; without, all have the same.
+/// the reader finds the writer's `published`. With kHasCopies each reader has its own copy in
+/// memory close to it, and a publication stores to every copy; without, all readers share one.
 template <Arch A, class Geometry = BoardGeometry>
 class Board {
  public:
@@ -64,13 +63,13 @@ class Board {
 
   RINGCOMM_HD std::size_t region_bytes() const { return geometry_.region_bytes; }
 
-  /// Waits until this rank's region of the coming phase may be filled, and hands it out.
+  /// Waits until this rank's region of the next phase may be filled, and returns it.
   RINGCOMM_HD Stop open(std::byte*& region) {
     region = geometry_.region(rank_, phase_);
     return wait_all();
   }
 
-  /// Ends the phases before and starts reading the coming one: what was filled is visible to all.
+  /// Ends the previous phases and starts reading the next one. The filled region is visible to all.
   RINGCOMM_HD void publish() {
     ++phase_;
     if constexpr (Geometry::kHasCopies)
@@ -81,7 +80,7 @@ class Board {
       advance(arch_, geometry_.cursor(rank_, rank_), phase_);
   }
 
-  /// Waits for `peer` in the phase published last, and hands out its region for reading.
+  /// Waits for `peer` in the last published phase, and returns its region for reading.
   RINGCOMM_HD Stop wait(int peer, const std::byte*& region) {
     const Stop stop = wait_at_least(arch_, geometry_.cursor(rank_, peer), phase_, peer);
     if (stop != Stop::kNone) return stop;
@@ -89,15 +88,15 @@ class Board {
     return Stop::kNone;
   }
 
-  /// Waits for all peers in the phase published last.
+  /// Waits for all peers in the last published phase.
   RINGCOMM_HD Stop wait_all() {
     return wait_all_at_least(
         arch_, geometry_.world_size, rank_,
         [&](int peer) -> Cursor& { return geometry_.cursor(rank_, peer); }, phase_);
   }
 
-  /// Publishes a phase without data and waits for all: from then on no peer touches what any rank
-  /// has lent before, and what they wrote to it is visible.
+  /// Publishes a phase without data and waits for all peers. Afterwards no peer accesses a buffer
+  /// that was lent before, and what peers wrote to it is visible.
   RINGCOMM_HD Stop rejoin() {
     publish();
     return wait_all();

@@ -16,9 +16,9 @@ struct ElemRange {
 
 /// Cuts `num_elems` elements into one chunk per rank.
 ///
-/// Chunks are contiguous, in rank order, and differ by one element at most: the first num_elems %
-/// num_chunks have one more. So any count works (fewer elements than ranks, none at all), nothing
-/// is padded, and the traffic of a ring is exactly 2(N-1)/N of the buffer whenever N divides it.
+/// Chunks are contiguous, in rank order, and differ by at most one element: the first num_elems %
+/// num_chunks have one more. Any count works, also fewer elements than ranks or none, without
+/// padding. If N divides the count, a ring sends exactly 2(N-1)/N of the buffer.
 class ChunkLayout {
  public:
   constexpr ChunkLayout(std::size_t num_elems, int num_chunks)

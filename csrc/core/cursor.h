@@ -13,11 +13,11 @@ inline constexpr std::size_t kLineBytes = 128;
 ///
 /// `value` is 64-bit, monotonic, never reset, and has one writer, so that "at least" is the only
 /// comparison a reader needs. `sleepers` counts the ranks that are about to sleep on `value`; it
-/// stands on a line of its own, so that the writer's look at it stays in its cache as long as
-/// nobody sleeps. `waker_core` is the processor that whoever woke them last ran on.
+/// has its own cache line, so that the writer's check hits its cache while no rank sleeps.
+/// `waker_core` is the processor of the rank that last woke them.
 ///
-/// Plain words, not std::atomic: the struct lies in memory shared with other processes (and later
-/// with GPUs), and every access goes through an Arch, which gives it its order.
+/// Plain words, not std::atomic: the struct is in memory shared with other processes and GPUs, and
+/// every access goes through an Arch, which defines its memory order.
 struct Cursor {
   alignas(kLineBytes) std::uint64_t value = 0;
   alignas(kLineBytes) std::uint32_t sleepers = 0;

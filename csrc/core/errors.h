@@ -10,14 +10,14 @@ namespace ringcomm {
 /// What went wrong; decides the exception's type in Python.
 enum class ErrorKind : std::uint8_t {
   kMismatch,     ///< ranks called different collectives, or made the group with different options
-  kPeerDied,     ///< a rank's process is gone, or has destroyed its side of the group
+  kPeerDied,     ///< a rank's process has ended, or has destroyed its side of the group
   kTimeout,      ///< a rank did not arrive in time
   kAborted,      ///< the group was aborted by its user
   kInterrupted,  ///< a signal handler of this process asked to stop
   kSystem,       ///< the operating system refused something
 };
 
-/// Who and what an error is about. Unknown numbers are -1, unknown texts empty.
+/// The rank and the call of an error. Unknown numbers are -1, unknown texts are empty.
 struct ErrorInfo {
   ErrorKind kind = ErrorKind::kSystem;
   int rank = -1;          ///< the rank at fault, in the group's numbering
@@ -27,8 +27,7 @@ struct ErrorInfo {
   std::int64_t seq = -1;  ///< its number in the group
 };
 
-/// The one exception that the engine throws for what happens while it runs; wrong arguments are
-/// std::invalid_argument.
+/// The engine's exception for failures at run time. Wrong arguments throw std::invalid_argument.
 class Error : public std::runtime_error {
  public:
   Error(ErrorInfo info, const std::string& message)

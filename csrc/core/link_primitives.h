@@ -7,8 +7,8 @@
 
 namespace ringcomm {
 
-/// What ring algorithms are made of: each step receives from one link, sends on another, or both at
-/// once, without a copy between. `num_bytes` is at most the slot's size, the same on both ends, and
+/// The steps of ring algorithms. Each receives from one link, sends on another, or both at once
+/// without an intermediate copy. `num_bytes` is at most the slot's size, the same on both ends, and
 /// may be 0.
 ///
 /// `Combine` is called as combine(to, also_to, received, local, num_bytes): it writes the reduction
@@ -84,8 +84,7 @@ RINGCOMM_HD Stop recv_copy_send(A& arch, RecvLink<A>& from, SendLink<A>& to, std
   if (const Stop stop = to.acquire(slot); stop != Stop::kNone) return stop;
   arch.copy(slot, received, num_bytes);
   to.publish();
-  // The output comes after the neighbour has been served: that copy is off the ring's critical
-  // path.
+  // The output is copied after the send to the neighbour, so the copy is off the critical path.
   arch.copy(output, received, num_bytes);
   from.release();
   return Stop::kNone;

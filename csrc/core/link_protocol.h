@@ -16,18 +16,18 @@ namespace ringcomm {
 ///   head   slots drained, written by the receiver only
 ///
 /// Slot `n % num_slots` belongs to the sender from the moment `n - head < num_slots` until it
-/// publishes tail = n + 1; from then on to the receiver, until that publishes head = n + 1. Nothing
-/// is read or written outside its owner's turn. Publishing tail orders the payload before the
-/// receiver's reads; publishing head orders those reads before the slot's next filling.
+/// publishes tail = n + 1; from then on to the receiver, until that publishes head = n + 1. A slot
+/// is accessed by its current owner only. Publishing tail orders the payload before the receiver's
+/// reads; publishing head orders those reads before the slot's next filling.
 ///
-/// Two slots are the least with which a primitive may receive and send in one step: with one, every
-/// rank of a ring would wait for a credit that its neighbour gives only after its own send.
+/// A link needs at least two slots. With one, every rank of a ring would wait for a credit that its
+/// neighbour gives only after its own send: a deadlock.
 struct LinkCursors {
   Cursor tail;
   Cursor head;
 };
 
-/// Where a link lies and how it is cut; the same on both ends.
+/// The memory layout of a link; the same on both ends.
 struct LinkGeometry {
   Cursor* tail = nullptr;
   Cursor* head = nullptr;
@@ -36,7 +36,8 @@ struct LinkGeometry {
   std::size_t slot_bytes = 0;
 };
 
-/// The slot whose turn it is, of a link's; moved on without a division, of which a GPU has none.
+/// The current slot of a link. It advances without a division, because GPUs have no integer
+/// division instruction.
 class SlotTurn {
  public:
   RINGCOMM_HD SlotTurn(const LinkGeometry& geometry, std::uint64_t n)
@@ -63,7 +64,7 @@ class SendLink {
         tail_(arch.load_acquire(geometry.tail->value)),
         turn_(geometry, tail_) {}
 
-  /// Waits until the next slot is free and hands it out.
+  /// Waits until the next slot is free and returns it.
   RINGCOMM_HD Stop acquire(std::byte*& slot) {
     if (const Stop stop = wait_drained(geometry_.num_slots - 1); stop != Stop::kNone) return stop;
     slot = turn_.slot(geometry_);
@@ -109,7 +110,7 @@ class RecvLink {
         head_(arch.load_acquire(geometry.head->value)),
         turn_(geometry, head_) {}
 
-  /// Waits until the next slot is filled and hands it out for reading.
+  /// Waits until the next slot is filled and returns it for reading.
   RINGCOMM_HD Stop wait(const std::byte*& slot) {
     const Stop stop = wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_);
     if (stop != Stop::kNone) return stop;
@@ -124,7 +125,7 @@ class RecvLink {
     return true;
   }
 
-  /// Gives the slot back to the sender.
+  /// Returns the slot to the sender.
   RINGCOMM_HD void release() {
     turn_.move_on(geometry_);
     advance(arch_, *geometry_.head, ++head_);

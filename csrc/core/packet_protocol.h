@@ -7,21 +7,21 @@
 
 namespace ringcomm {
 
-/// Eight bytes of data with their flags: two words of 64 bits, each with a half of the data below
-/// and the call's number above.
+/// Eight bytes of data with their flags: two 64-bit words. Each has half of the data in its low
+/// half and the call's number in its high half.
 ///
-/// A word is written and read whole, so data that comes with the right number is the call's: small
-/// messages need no other hand-over than their own arrival, and no order between words. Each pair
-/// of ranks has two places per packet, used in turn. A place of call n is written again in call n
-/// + 2. By then its reader has finished call n: the writer has ended call n + 1, for which it
-/// needed the reader's packets of n + 1, and those were written after the reader had ended n.
+/// A word is written and read atomically, so data with the right number belongs to the call. Small
+/// messages therefore need no other synchronization and no order between words. Each pair of ranks
+/// has two places per packet, used in turn; call n + 2 reuses the place of call n. By then the
+/// reader has finished call n: the writer has finished call n + 1, for which it needed the reader's
+/// packets of n + 1, which the reader wrote after it had finished call n.
 struct alignas(16) Packet {
   std::uint64_t low;
   std::uint64_t high;
 };
 
-/// What stands above the data of call `number`, from 1 on: never zero, which is what fresh memory
-/// holds, and never that of the call before last.
+/// The flag of call `number`, which counts from 1. It is never zero, the content of fresh memory,
+/// and never the flag of the call before last.
 RINGCOMM_HD constexpr std::uint32_t packet_flag(std::uint64_t number) {
   return static_cast<std::uint32_t>(number % 0xffffffffu) + 1;
 }
@@ -31,11 +31,11 @@ RINGCOMM_HD constexpr std::size_t packet_turn(std::uint64_t number) {
   return static_cast<std::size_t>(number % 2);
 }
 
-/// A call of many rows uses a number for each, and half of the place's packets: which half. In turn
-/// t a rank puts number t before it takes the peers' t - 1, so that hand-overs are hidden; what it
-/// puts over is number t - 4. It has taken the peers' t - 2, which they put after they had taken t
-/// - 4. In front of the rows and behind them it takes what it puts at once: what comes before and
-/// after such a call uses whole places.
+/// Which half of a place's packets a row uses. A call of many rows uses one number per row and half
+/// of the packets. In turn t a rank writes number t before it reads the peers' number t-1, which
+/// hides the latency. Its write overwrites number t-4. The peers have read that: this rank has read
+/// their t-2, which they wrote after they had read t-4. Before the first row and after the last, a
+/// rank reads in the turn in which it writes, because the calls before and after use whole places.
 RINGCOMM_HD constexpr std::size_t packet_half(std::uint64_t number) {
   return static_cast<std::size_t>(number / 2 % 2);
 }
@@ -46,7 +46,7 @@ RINGCOMM_HD void put_packet(A& arch, Packet& packet, std::uint64_t data, std::ui
   arch.store_packet(packet, (data & 0xffffffffu) | above, (data >> 32) | above);
 }
 
-/// The data of a packet's words; false where one of them is not the call's.
+/// Extracts the data of a packet's words. False if one of them does not belong to the call.
 RINGCOMM_HD constexpr bool open_packet(std::uint64_t low, std::uint64_t high, std::uint32_t flag,
                                        std::uint64_t& data) {
   if (low >> 32 != flag || high >> 32 != flag) return false;
@@ -54,7 +54,7 @@ RINGCOMM_HD constexpr bool open_packet(std::uint64_t low, std::uint64_t high, st
   return true;
 }
 
-/// False while it has not arrived whole.
+/// False until the whole packet has arrived.
 template <class A>
 RINGCOMM_HD bool take_packet(A& arch, const Packet& packet, std::uint32_t flag,
                              std::uint64_t& data) {

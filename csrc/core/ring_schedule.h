@@ -2,12 +2,12 @@
 
 namespace ringcomm {
 
-/// Who sends which chunk at which step of a ring; touches no memory.
+/// Which rank sends which chunk at which step of a ring; accesses no memory.
 ///
 /// In each of world_size - 1 steps a rank sends one chunk to `next` and receives another from
 /// `previous`. After the reduce-scatter rank r holds the complete chunk r, which is where the
 /// all-gather starts. The chunk received at step s is the one sent at step s + 1: a slice can be
-/// passed on as soon as it is there.
+/// forwarded as soon as it arrives.
 class RingSchedule {
  public:
   constexpr RingSchedule(int rank, int world_size) : rank_(rank), world_size_(world_size) {}

@@ -9,9 +9,9 @@ namespace ringcomm {
 enum class [[nodiscard]] Stop : std::uint8_t {
   kNone = 0,     ///< the condition holds
   kTimeout,      ///< the deadline of the operation passed
-  kPeerDied,     ///< the process of the rank waited for is gone
+  kPeerDied,     ///< the process of the rank waited for has ended
   kPeerLeft,     ///< the rank waited for has destroyed its side of the group
-  kAborted,      ///< another rank gave up and said why
+  kAborted,      ///< another rank failed and reported why
   kInterrupted,  ///< this process was asked to stop waiting (a signal, an abort call)
 };
 

@@ -1,8 +1,8 @@
 #pragma once
 
-/// Where a process may end between two things that its peers see. Tests that are compiled with
-/// RINGCOMM_TEST_STEPS count these places and end a rank at each (tests/cpp/test_deaths.cc); in the
-/// library there is nothing.
+/// Marks a point where a process may die between two actions that its peers see. Tests compiled
+/// with RINGCOMM_TEST_STEPS kill a rank at each of them (tests/cpp/test_deaths.cc). In the library
+/// the macro expands to nothing.
 #ifdef RINGCOMM_TEST_STEPS
 namespace ringcomm {
 inline void (*test_step)(const char* what) = nullptr;  ///< set before threads start

@@ -25,8 +25,8 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kNumDTypes = 15;
 
-/// How the elements of the ranks become one; names and meaning as in torch.distributed.ReduceOp,
-/// but for kMerge: of records, as their type says.
+/// How the ranks' elements are combined. Names and meaning as in torch.distributed.ReduceOp, except
+/// kMerge: merges records as their type defines.
 enum class Reduction : std::uint8_t {
   kSum,
   kAvg,

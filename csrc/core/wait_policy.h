@@ -9,24 +9,23 @@
 
 namespace ringcomm {
 
-/// How long to spin before giving the processor away; adapts to whether spinning pays.
+/// How long to spin before yielding the processor; adapts to whether spinning succeeds.
 ///
-/// Measured on two cores (docs/experiments.md, "waiting"): a fixed long spin is best while every
-/// rank has a core of its own and 100 times too slow when it has not; a fixed short one costs a
-/// futex round trip (22 us) for every wait of more than 5 us. Growing on a hit and halving on a
-/// miss stays within 2-3 times of the best in both cases and needs no count of cores, which
-/// containers misreport.
+/// Measured on two cores (docs/experiments.md, "waiting"): a fixed long spin is best if every rank
+/// has its own core, and 100 times too slow otherwise. A fixed short spin costs a futex round trip
+/// (22 us) for every wait longer than 5 us. Growing on a hit and halving on a miss stays within 2-3
+/// times of the best in both cases. It needs no count of cores, which containers misreport.
 class SpinBudget {
  public:
   static constexpr std::uint32_t kMinPauses = 20;
   static constexpr std::uint32_t kMaxPauses = 20'000;  // about 0.5 ms at 24 ns a pause
   static constexpr std::uint32_t kMaxYields = 10;
-  /// Yields that nobody takes, where there are cores enough for all ranks, count apart: they keep a
-  /// rank whose budget has shrunk from a futex round trip for every wait of 5 us.
+  /// If every rank has its own core, yields that return at once have a separate limit. Without it,
+  /// a rank with a small spin budget would pay a futex round trip (22 us) for every 5 us wait.
   static constexpr std::uint32_t kMaxIdleYields = 200;
-  /// A yield beside a busy stranger gives away a whole scheduler slice (3-4 ms). After one such,
-  /// this many waits go from spinning to sleeping at once: with 4 ranks and a stranger on two cores
-  /// a barrier takes 1,600 us on average when every wait may yield, and 20-30 with this.
+  /// Next to a busy process of another program, a yield loses a whole scheduler slice (3-4 ms).
+  /// After such a yield, this many waits go directly from spinning to sleeping. With 4 ranks and
+  /// one busy process on two cores, a barrier takes 20-30 us on average instead of 1,600 us.
   static constexpr std::uint32_t kWaitsWithoutYield = 256;
 
   constexpr SpinBudget() = default;
@@ -44,7 +43,7 @@ class SpinBudget {
   constexpr void hit() {
     if (!is_fixed_) num_pauses_ = std::min(num_pauses_ + num_pauses_ / 8 + 1, kMaxPauses);
   }
-  /// Spinning was in vain. Returns how many yields to try next.
+  /// Spinning failed. Returns how many yields to try next.
   constexpr std::uint32_t miss() {
     if (is_fixed_) return 0;
     num_pauses_ = std::max(num_pauses_ / 2, kMinPauses);
@@ -52,8 +51,8 @@ class SpinBudget {
     --num_waits_without_yield_;
     return 0;
   }
-  /// A yield gave the processor to somebody who kept it.
-  constexpr void yield_was_dear() { num_waits_without_yield_ = kWaitsWithoutYield; }
+  /// Another thread kept the processor for a full scheduler slice during a yield.
+  constexpr void yield_was_long() { num_waits_without_yield_ = kWaitsWithoutYield; }
 
  private:
   std::uint32_t num_pauses_ = 2'000;
@@ -61,8 +60,8 @@ class SpinBudget {
   bool is_fixed_ = false;
 };
 
-/// Notes, on a machine that records what its ranks wait for, that this one waits for `peer`. The
-/// result lives as long as the wait.
+/// On a machine that records waits, records that this rank waits for `peer`. Keep the result until
+/// the wait ends.
 template <Arch A>
 RINGCOMM_HD auto record_wait(A& arch, int peer) {
   if constexpr (requires { arch.record_wait(peer); })
@@ -90,15 +89,15 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
   for (std::uint32_t num_taken = 0, num_idle = 0;
        num_taken < max_yields && num_idle < SpinBudget::kMaxIdleYields;) {
     const Yielded yielded = arch.yield();
-    if (yielded == Yielded::kDearly) budget.yield_was_dear();
+    if (yielded == Yielded::kLong) budget.yield_was_long();
     if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
-    if (yielded == Yielded::kDearly) break;
-    ++(yielded == Yielded::kToNobody ? num_idle : num_taken);
+    if (yielded == Yielded::kLong) break;
+    ++(yielded == Yielded::kCoreIdle ? num_idle : num_taken);
   }
   for (;;) {
     const Stop stop = arch.stopped(peer);
-    // A peer that published and then died, or left, has still published: the cursor has the last
-    // word, and it is read after the reason to stop.
+    // A peer may publish and then die or leave. So the cursor is read after the reason to stop, and
+    // decides.
     if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
     if (stop != Stop::kNone) return stop;
     // Store (sleepers) then load (value) here, store (value) then load (sleepers) in advance():
@@ -113,7 +112,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
 }
 
 /// Waits until `cursor.value` is at least `target`: spins, yields a few times, then parks in
-/// slices; looks for a reason to stop before every slice. `peer` is the rank that advances the
+/// slices; checks for a reason to stop before every slice. `peer` is the rank that advances the
 /// cursor.
 template <Arch A>
 RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target,
@@ -121,17 +120,17 @@ RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std:
   return arch.once([&] { return wait_in_one_thread(arch, budget, cursor, target, peer); });
 }
 
-/// The same with the machine's own budget. No board or link keeps a reference to it: an object that
-/// holds the address of its neighbour is not split into registers, and a GPU's kernel then keeps
-/// its whole state in local memory.
+/// The same with the machine's own budget. Boards and links hold no reference to it: the compiler
+/// cannot split an object into registers while its address is stored, and a GPU kernel would then
+/// keep its state in local memory.
 template <Arch A>
 RINGCOMM_HD Stop wait_at_least(A& arch, Cursor& cursor, std::uint64_t target, int peer) {
   auto&& budget = arch.budget();
   return wait_at_least(arch, budget, cursor, target, peer);
 }
 
-/// Waits until the cursors of all peers of `rank` are at least `target`: of all at once where
-/// several threads carry the rank, so that many peers take no longer than one.
+/// Waits until the cursors of all peers of `rank` are at least `target`: in parallel if several
+/// threads act for the rank, so that many peers take no longer than one.
 template <Arch A, class CursorOf>
 RINGCOMM_HD Stop wait_all_at_least(A& arch, int world_size, int rank, const CursorOf& cursor_of,
                                    std::uint64_t target) {
@@ -142,7 +141,7 @@ RINGCOMM_HD Stop wait_all_at_least(A& arch, int world_size, int rank, const Curs
   });
 }
 
-/// Wakes whoever sleeps on `cursor`, whose value has changed.
+/// Wakes the ranks that sleep on `cursor` after its value has changed.
 template <Arch A>
 RINGCOMM_HD void wake_sleepers(A& arch, Cursor& cursor) {
   if (arch.load_seq_cst(cursor.sleepers) == 0) return;
@@ -150,16 +149,16 @@ RINGCOMM_HD void wake_sleepers(A& arch, Cursor& cursor) {
   arch.wake(cursor.value);
 }
 
-/// Publishes `value` in `cursor` and wakes whoever sleeps on it. All that this rank wrote before is
-/// visible to a rank whose wait_at_least() saw the value.
+/// Publishes `value` in `cursor` and wakes the ranks that sleep on it. All earlier writes of this
+/// rank are visible to a rank whose wait_at_least() saw the value.
 template <Arch A>
 RINGCOMM_HD void advance(A& arch, Cursor& cursor, std::uint64_t value) {
   arch.store_seq_cst(cursor.value, value);
   wake_sleepers(arch, cursor);
 }
 
-/// The same in each reader's own cursor. Every one of the stores says all that advance() says, so
-/// the readers need no order between them.
+/// The same in each reader's own cursor. Each store has the guarantees of advance(), so the stores
+/// need no order among themselves.
 template <class A, class CursorOf>
 RINGCOMM_HD void advance_each(A& arch, int num_readers, const CursorOf& cursor_of,
                               std::uint64_t value) {

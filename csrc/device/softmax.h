@@ -8,8 +8,9 @@
 
 namespace ringcomm {
 
-/// What one pass over a token's logits leaves of them, for any part of the vocabulary: six words,
-/// as kernels on a GPU and tensors of shape (tokens, 6) have them. `z` is a logit as LogitRow says.
+/// The result of one pass over a token's logits, for any part of the vocabulary: six words, with
+/// the layout of GPU kernels and of tensors of shape (tokens, 6). `z` is a logit as defined by
+/// LogitRow.
 struct SoftmaxStats {
   float max;            ///< of z; -infinity without logits
   float sum;            ///< of exp(z - max)
@@ -19,10 +20,10 @@ struct SoftmaxStats {
   std::int32_t argmax;  ///< the first index of the largest, where LogitRow::wants_more; or kNoIndex
 };
 inline constexpr int kNumSoftmaxStats = 6;
-/// No index: behind all classes, and no NaN where its bits are looked at as a float.
+/// No index: larger than all classes, and not a NaN if its bits are read as a float.
 inline constexpr std::int32_t kNoIndex = 1 << 30;
 static_assert(sizeof(SoftmaxStats) == kNumSoftmaxStats * sizeof(float));
-/// Of no logits, and of an ignored token.
+/// The stats of no logits, and of an ignored token.
 inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
                                            .sum = 0,
                                            .target = 0,
@@ -70,8 +71,8 @@ namespace host {
 /// are.
 const SoftmaxOps* find_softmax_ops(DType dtype);
 
-/// Stats of two parts of one row as those of both, exact in all but the sums' rounding; `a` stands
-/// before `b` in every sum.
+/// Merges the stats of two parts of one row; exact except for the rounding of sums. `a` precedes
+/// `b` in every sum.
 SoftmaxStats merge(const SoftmaxStats& a, const SoftmaxStats& b);
 
 }  // namespace host

@@ -3,7 +3,7 @@
 // The random bits of stochastic rounding: a hash of (seed, element), so that a resumed run has the
 // same, and so have all replicas. On numbers of 32 bits, or vectors of them.
 //
-// Internal linkage and forced inline, as the kernels of every SIMD level need it (see
+// Internal linkage and forced inline, as required by the kernels of every SIMD level (see
 // host/vectors.h).
 
 #include <cstdint>
@@ -22,7 +22,7 @@ template <class Word>
   return x ^ (x >> 16);
 }
 
-/// What the bits of all elements have in common.
+/// The part of the random bits that all elements share.
 [[gnu::always_inline]] inline std::uint32_t rounding_key(std::uint64_t seed) {
   const auto low = static_cast<std::uint32_t>(seed);
   return mixed_bits<std::uint32_t>(low + 0x9e3779b9U) ^ static_cast<std::uint32_t>(seed >> 32);

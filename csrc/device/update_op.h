@@ -12,7 +12,7 @@ namespace ringcomm {
 enum class Optimizer : std::uint8_t { kNone, kSgd, kAdamW, kLomo };
 inline constexpr int kNumOptimizers = 4;
 
-/// Where an optimizer's own coefficients stand in UpdateSpec.
+/// The indices of an optimizer's own coefficients in UpdateSpec.
 namespace sgd {
 inline constexpr std::size_t kMomentum = 0, kDampening = 1;
 }
@@ -23,8 +23,8 @@ namespace lomo {
 inline constexpr std::size_t kClipValue = 0;  ///< 0: no clipping
 }
 
-/// One step of an optimizer, as the ranks must agree on it. Plain data: it travels in the header of
-/// the call.
+/// One optimizer step; must be equal on all ranks. Plain data, because it is part of the call's
+/// header.
 struct UpdateSpec {
   double lr = 0;
   double weight_decay = 0;
@@ -41,20 +41,20 @@ struct UpdateSpec {
 
 /// "sgd step 3, lr=0.1, momentum=0.9, ..."
 std::string describe(const UpdateSpec& spec);
-/// How many arrays of fp32 state the step keeps beside the parameters and their master: momentum;
-/// first and second moment; none.
+/// The number of fp32 state arrays besides the parameters and their master: momentum; first and
+/// second moment; none.
 int num_states(const UpdateSpec& spec);
 
-/// The operands of one update, all of as many elements. Any address will do.
+/// The operands of one update, all with the same number of elements. No alignment is required.
 struct UpdateArrays {
   void* param = nullptr;
   const void* grad = nullptr;  ///< reduced
-  float* master = nullptr;     ///< null unless spec.has_master; then what is read, and `param` is
-                               ///< what it is rounded to
+  float* master = nullptr;     ///< null unless spec.has_master; then it is read, and `param` is
+                               ///< its rounded form
   std::array<float*, 2> states = {};
 };
 
-/// What the kernels take from a spec: computed in double, rounded once, as torch.optim does.
+/// The kernels' scalars of a spec: computed in double and rounded once, like torch.optim.
 struct UpdateScalars {
   float grad_scale;
   float lr_minus;      ///< the negative step size
@@ -63,7 +63,7 @@ struct UpdateScalars {
   float momentum, damped;
   bool is_first, is_nesterov;
   float lerp_weight, beta2, beta2_rest, bias_sqrt, eps;
-  float clip_value;  ///< infinite where there is none
+  float clip_value;  ///< infinity if there is none
 };
 
 /// A step of an optimizer on arrays: an entry of the registry with its scalars, made once per call.

@@ -13,14 +13,14 @@ enum class WeightFormat : std::uint8_t {
   kFloat32,
   kFloat16,     ///< to nearest even
   kBFloat16,    ///< to nearest even
-  kStochastic,  ///< bfloat16: 16 random bits are added, and the lower 16 cut off
-  kSplit        ///< bfloat16 and, in `low`, what is missing of an fp32 weight
+  kStochastic,  ///< bfloat16: 16 random bits are added, and the lower 16 bits dropped
+  kSplit        ///< bfloat16 and, in `low`, the remaining bits of an fp32 weight
 };
 inline constexpr int kNumWeightFormats = 5;
 
-/// The numbers of a step, computed in double and rounded once. The update of a weight is
-/// u = clamp(scale * gradient, +-clip_value), times its factors where it has some, and the weight
-/// becomes fma(u, lr_minus, weight * decay) in fp32, rounded as its format says.
+/// The numbers of a step, computed in double and rounded once. The update of a weight is u =
+/// clamp(scale * gradient, +-clip_value), times its factors if it has some, and the weight becomes
+/// fma(u, lr_minus, weight * decay) in fp32, rounded to its format.
 struct WeightStep {
   float scale = 1;
   float clip_value = std::numeric_limits<float>::infinity();
@@ -54,8 +54,8 @@ struct WeightOps {
   RunSquares (*squares)(const WeightStep& step, const WeightRun& run) = nullptr;
 };
 
-/// The passes over gradients of one type. Sums are in fp32 over no more than a few elements, so
-/// that a caller who adds up results in double stays within 1e-6 of the truth.
+/// The passes over gradients of one type. Sums are in fp32 over few elements, so that a caller that
+/// adds the results in double is within 1e-6 of the exact sum.
 struct GradOps {
   /// Adds the square of each scaled and clamped element to its col_sums, and returns their sum.
   double (*add_squares)(const WeightStep& step, const void* grad, std::size_t num_elems,

@@ -21,10 +21,10 @@ class FileTransfer {
  public:
   explicit FileTransfer(std::size_t num_blocks) : num_left_(static_cast<int>(num_blocks)) {}
 
-  /// What a block that met the end of the file reports in place of an errno.
+  /// The error of a block at the end of the file, in place of an errno.
   static constexpr int kEndOfFile = -1;
 
-  /// Says that a block is done; the first error stays. Any thread.
+  /// Records that a block is done, and keeps the first error. Any thread.
   void finish_block(int error) {
     int none = 0;
     error_.compare_exchange_strong(none, error);
@@ -38,7 +38,8 @@ class FileTransfer {
     for (int left = num_left_; left != 0; left = num_left_) {
       if (generation_ != process_generation())
         throw std::runtime_error(
-            "ringcomm: this transfer of a file was under way when the process was forked, and ends "
+            "ringcomm: this file transfer was in progress when the process was forked, and "
+            "completes "
             "in the parent only; wait for transfers before forking");
       num_left_.wait(left);
     }
@@ -53,8 +54,7 @@ class FileTransfer {
   std::atomic<int> error_ = 0;
 };
 
-/// A part of a transfer, which is one operation of the file system, or a few where those come back
-/// short.
+/// A part of a transfer: one file system operation, or several if it transfers less than requested.
 struct FileBlock {
   bool is_write = false;
   int fd = -1;

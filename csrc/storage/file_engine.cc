@@ -10,7 +10,7 @@
 namespace ringcomm {
 namespace {
 
-// A thread does one block at a time, and asks for a stack; more of them than this bring nothing.
+// A thread handles one block at a time and needs a stack; more threads than this bring no gain.
 constexpr unsigned kMaxThreads = 4;
 
 void work_on(BlockQueue& queue) {
@@ -38,13 +38,13 @@ int run_block(const FileBlock& block) {
 FileEngine::FileEngine(const std::string& kind, unsigned queue_depth, std::size_t block_bytes)
     : block_bytes_(block_bytes) {
   if (queue_depth == 0 || block_bytes == 0)
-    throw std::invalid_argument("queue_depth and block_bytes are positive");
+    throw std::invalid_argument("queue_depth and block_bytes must be positive");
   if (kind == "io_uring") {
     workers_->threads.push_back(start_uring_thread(workers_->queue, queue_depth));
   } else if (kind == "threads") {
     start_threads(std::min(queue_depth, kMaxThreads));
   } else {
-    throw std::invalid_argument("an engine is \"io_uring\" or \"threads\", got \"" + kind + "\"");
+    throw std::invalid_argument("engine must be \"io_uring\" or \"threads\", got \"" + kind + "\"");
   }
 }
 

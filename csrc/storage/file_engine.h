@@ -11,14 +11,14 @@
 
 namespace ringcomm {
 
-/// Reads and writes files beside the program: transfers are cut into blocks, of which several are
-/// under way at once.
+/// Reads and writes files asynchronously: transfers are split into blocks, several of which are in
+/// flight.
 ///
-/// For files opened with O_DIRECT, block_bytes, and the addresses, offsets and sizes of transfers
-/// are to be multiples of what the file system asks for; the engine does not look.
+/// For files opened with O_DIRECT, block_bytes and the addresses, offsets and sizes of transfers
+/// must be multiples of the file system's alignment; the engine does not check this.
 ///
-/// A forked child has no part in an engine: its threads are the parent's. There start() throws and
-/// the destructor returns at once.
+/// A forked child cannot use an engine, because its threads are the parent's. There start() throws
+/// and the destructor returns immediately.
 class FileEngine {
  public:
   /// `kind` is "io_uring" or "threads". Throws std::invalid_argument for another one and for values

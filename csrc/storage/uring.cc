@@ -1,4 +1,4 @@
-// io_uring (Axboe 2019), by liburing: one thread keeps many blocks in the kernel at once.
+// io_uring (Axboe 2019), through liburing: one thread keeps many blocks in flight.
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -19,8 +19,7 @@ class Ring {
   explicit Ring(unsigned queue_depth) : queue_depth_(queue_depth) {
     const int error = -io_uring_queue_init(queue_depth, &ring_, 0);
     if (error != 0)
-      throw std::runtime_error(std::string("io_uring is not to be had here: ") +
-                               std::strerror(error));
+      throw std::runtime_error(std::string("io_uring is not available: ") + std::strerror(error));
   }
   ~Ring() { io_uring_queue_exit(&ring_); }
   Ring(const Ring&) = delete;
@@ -45,7 +44,7 @@ class Ring {
   }
 
   void prepare(const FileBlock& block, std::uint64_t id) {
-    io_uring_sqe* entry = io_uring_get_sqe(&ring_);  // as many as blocks: never null
+    io_uring_sqe* entry = io_uring_get_sqe(&ring_);  // as many entries as blocks, so never null
     const auto num_bytes = static_cast<unsigned>(block.num_bytes);
     if (block.is_write)
       io_uring_prep_write(entry, block.fd, block.data, num_bytes, block.offset);
@@ -60,7 +59,7 @@ class Ring {
     do {
       result = io_uring_submit_and_wait(&ring_, 1);
     } while (result == -EINTR);
-    // Too much at once: what is done makes room.
+    // Too many requests: completed ones make room.
     if (result < 0 && result != -EAGAIN && result != -EBUSY) return -result;
     io_uring_cqe* entry = nullptr;
     while (io_uring_peek_cqe(&ring_, &entry) == 0) {
@@ -93,7 +92,7 @@ class Ring {
     transfer->finish_block(error);
   }
 
-  // The ring itself is broken, which a kernel that made it does not do: nothing but to say so.
+  // The ring itself failed, which should not happen: all transfers fail.
   void fail_all(int error) {
     while (!blocks_.empty()) finish(blocks_.begin(), error);
   }

@@ -11,7 +11,7 @@
 namespace ringcomm {
 namespace {
 
-// A thread inherits the mask of the one that starts it.
+// A thread inherits the signal mask of the thread that starts it.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked() {
@@ -52,7 +52,8 @@ BackgroundThread start_background_thread(const char* name, std::function<void()>
   auto owned = std::make_unique<Body>(std::move(body));
   BackgroundThread thread;
   int error = create(thread.thread_, stack_bytes, owned.get());
-  // The thread-local variables of the program's libraries are part of the stack, and fill it here.
+  // Thread-local variables of the program's libraries are part of the stack, and may fill a small
+  // one.
   if (error == EINVAL) error = create(thread.thread_, kDefaultStackBytes, owned.get());
   if (error != 0)
     throw std::system_error(error, std::generic_category(),

@@ -14,9 +14,9 @@ inline constexpr std::size_t kThreadStackBytes = std::size_t{1} << 20;
 /// The program's default, for a thread that runs Python.
 inline constexpr std::size_t kDefaultStackBytes = 0;
 
-/// A thread of the library: named for debuggers, with all signals blocked, since those are for the
-/// threads of the program, Python's main thread above all. Joined or detached before it is
-/// destroyed, as std::thread is.
+/// A thread of the library: named for debuggers, with all signals blocked, because the program's
+/// threads handle them, mainly Python's main thread. Must be joined or detached before it is
+/// destroyed, like std::thread.
 class BackgroundThread {
  public:
   BackgroundThread() = default;

@@ -8,11 +8,11 @@
 
 namespace ringcomm {
 
-/// One T for each process: made at first use and never destroyed, since what uses it may outlive
-/// every order of destruction. A forked child gets a T of its own; the parent's, which another
-/// thread may have locked during the fork, is left as it is.
+/// One T for each process: created at the first use and never destroyed, because its users may
+/// outlive any order of destruction. A forked child gets its own T; the parent's is left unchanged,
+/// because another thread may have locked it during the fork.
 ///
-/// To be a static variable with constant initialisation.
+/// For static variables with constant initialization.
 template <class T>
 class PerProcess {
  public:

@@ -12,7 +12,7 @@ std::atomic<int> generation = 0;
 }  // namespace
 
 int process_generation() {
-  // A load and not a system call: every collective asks.
+  // A load instead of a system call, because every collective calls it.
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
   static_cast<void>(registered);
   return generation.load(std::memory_order_relaxed);

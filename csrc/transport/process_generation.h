@@ -2,9 +2,8 @@
 
 namespace ringcomm {
 
-/// How many forks lie between this process and the one that loaded the library, as a number to
-/// compare: what was made in another generation came here by a fork, without its threads, and must
-/// not be used.
+/// The number of forks between the process that loaded the library and this one. An object of
+/// another generation was inherited by fork(), without its threads, and must not be used.
 int process_generation();
 
 }  // namespace ringcomm

@@ -1,1 +1,1 @@
-"""ringcomm in other libraries; each is imported only by its own module."""
+"""Integrations with other libraries; each library is imported only by its own module."""

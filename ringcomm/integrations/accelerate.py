@@ -1,4 +1,4 @@
-"""Optimizers that reduce gradients themselves, under Hugging Face Accelerate."""
+"""Lomo, AdaLomo and zero.shard() under Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
     The optimizer reduces the gradients. accelerator.backward() applies its loss scale, and
-    accelerator.clip_grad_norm_() clips by it: zero's by any norm, Lomo's by the norm that it was
-    made with (it returns None: optimizer.grad_norm is known after step()).
+    accelerator.clip_grad_norm_() clips through it. An optimizer of zero.shard() accepts any
+    max_norm. Lomo accepts only its own clip_grad_norm, and the call returns None:
+    optimizer.grad_norm is known after step().
 
     Args:
         accelerator: an Accelerator that has prepared no model yet.
-        objects: as accelerator.prepare(); exactly one of them is such an optimizer. The model is on
-            its device already, since the optimizer was made for it.
+        objects: as for accelerator.prepare(); exactly one of them is such an optimizer. The model
+            must already be on its device, because the optimizer was made for it.
 
     Returns:
-        As accelerator.prepare().
+        The same as accelerator.prepare().
 
     Raises:
-        TypeError: there is no such optimizer, or more than one.
-        ValueError: Accelerate has FSDP, DeepSpeed or the like, or a GradScaler; Lomo has other
-            accumulation_steps; the optimizer's group has other processes than the accelerator;
+        TypeError: there is not exactly one such optimizer.
+        ValueError: Accelerate uses FSDP, DeepSpeed or similar, or a GradScaler; Lomo has different
+            accumulation_steps; the optimizer's group has different processes from the accelerator;
             weights are not on the device of the accelerator.
     """
     optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
@@ -53,7 +54,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
 
 def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
-    """Has an Accelerator leave gradients to an optimizer that reduces them; see prepare()."""
+    """Makes an Accelerator leave gradients to an optimizer that reduces them; see prepare()."""
     if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
         raise TypeError(
             "prepare() takes Lomo, AdaLomo or an optimizer of zero.shard(), got "
@@ -62,7 +63,9 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
     name = type(optimizer).__name__
     system = accelerator.distributed_type.name
     if system in _OWN_SYSTEMS:
-        raise ValueError(f"{name} reduces gradients itself, and Accelerate has {system}: leave one")
+        raise ValueError(
+            f"both {name} and {system} of Accelerate would reduce gradients: use only one of them"
+        )
     if accelerator.scaler is not None:
         raise ValueError(
             f'mixed_precision="fp16" has a GradScaler, which {name} cannot use: set'
@@ -71,15 +74,15 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.device.type != accelerator.device.type:
             raise ValueError(
-                f"a weight is on {param.device} and the accelerator on {accelerator.device}: move"
-                f" the model there, then make {name}"
+                f"a weight is on {param.device}, but the accelerator on {accelerator.device}:"
+                f" move the model there before you make {name}"
             )
     _check_ranks(accelerator, optimizer)
     if isinstance(optimizer, InBackwardOptimizer):
         options = optimizer.options
         if options.accumulation_steps != num_micro_batches:
             raise ValueError(
-                f"gradient_accumulation_steps is {num_micro_batches} and accumulation_steps of"
+                f"gradient_accumulation_steps is {num_micro_batches}, but accumulation_steps of"
                 f" {name} is {options.accumulation_steps}: make them equal"
             )
         accelerator.backward = partial(_backward, accelerator, optimizer)
@@ -92,22 +95,22 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
 
 
 def _check_ranks(accelerator: Any, optimizer: Any) -> None:
-    """Raises ValueError where gradients would be averaged over other ranks than have the data."""
+    """Raises ValueError if the ranks that average gradients are not those that have the data."""
     own, num = getattr(optimizer, "group", None), accelerator.num_processes
     if isinstance(optimizer, InBackwardOptimizer):
         own = optimizer.options.group
-    if own is None:  # its weights are sharded, and know their group
+    if own is None:  # its weights are sharded over their own group
         return
     size = 1 if own == "none" else own.size()
     if size != num:
         raise ValueError(
-            f"{type(optimizer).__name__} averages gradients over {size} processes and Accelerate"
+            f"{type(optimizer).__name__} averages gradients over {size} processes, but Accelerate"
             f" has {num}: make it with group=dist.group.WORLD, and start processes with torchrun"
         )
 
 
 def _prepare_model(prepare_model: Any, model: Any, *_: Any, **__: Any) -> Any:
-    """What evaluation_mode leaves out is the wrapper that reduces gradients; weights stay put."""
+    """evaluation_mode only leaves out the wrapper that reduces gradients; weights are not moved."""
     return prepare_model(model, device_placement=False, evaluation_mode=True)
 
 
@@ -129,11 +132,13 @@ def _clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Tensor | None:
-    """Clips, or raises ValueError where Lomo's step() would not clip like that."""
+    """Clips; raises ValueError if Lomo's step() would clip differently."""
     _check_whole(optimizer, parameters)
     name = type(optimizer).__name__
     if norm_type != 2:
-        raise ValueError(f"{name} clips by the 2-norm of all gradients, got norm_type {norm_type}")
+        raise ValueError(
+            f"{name} clips by the 2-norm of all gradients: norm_type must be 2, got {norm_type}"
+        )
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.clip_grad_norm_(max_norm)
     if max_norm not in (optimizer.options.clip_grad_norm, math.inf):
@@ -147,8 +152,8 @@ def _clip_grad_norm(
 def _clip_value(optimizer: Any, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     if getattr(optimizer.options, "clip_grad_value", None) != clip_value:
         raise ValueError(
-            f"clip_grad_value_() finds no gradients, because {type(optimizer).__name__} has "
-            "applied them; Lomo and AdaLomo clamp by their own clip_grad_value="
+            f"clip_grad_value_() finds no gradients, because {type(optimizer).__name__} has"
+            " applied them; use the option clip_grad_value= of Lomo and AdaLomo"
         )
 
 
@@ -156,7 +161,7 @@ def _check_whole(optimizer: Any, parameters: Iterable[Tensor] | Tensor) -> None:
     given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
     if any(param not in given for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
-            f"{type(optimizer).__name__} clips by the norm of all of its weights: give"
+            f"{type(optimizer).__name__} clips by the norm of all its weights: pass"
             " model.parameters()"
         )
 

@@ -1,9 +1,9 @@
-"""`ringcomm tune`: the algorithms of all_reduce in turn, and the cost model that fits their times.
+"""`ringcomm tune`: measures the algorithms of all_reduce in turn, and fits a cost model.
 
-    time = overhead + alpha * hand-overs + beta * bytes sent
+    time = overhead + alpha * transfers + beta * bytes sent
 
-with hand-overs and bytes of docs/design/collectives.md. Errors count relative to the time, since
-times span five orders of magnitude; no coefficient is negative.
+with transfers and bytes as in docs/design/collectives.md. Errors are relative to the time, because
+times span five orders of magnitude. No coefficient is negative.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TUNED: tuple[Any, ...] = ("one_shot", "two_shot", "ring")
 MIB = 1 << 20
 # A piece of one_shot and two_shot, see docs/design/collectives.md.
 PIECE_BYTES = MIB
-# Of a cross-over between two measured sizes: more digits would be noise.
+# For a crossover between two measured sizes: more digits would be noise.
 CROSS_OVER_UNIT_BYTES = 256
 NEVER_BYTES = 1
-# Values on which a sum is verified: exact in float32 for any number of ranks.
+# Values for the verification of sums: exact in float32 for any number of ranks.
 NUM_VALUES = 4093
 
 
@@ -43,11 +43,11 @@ class SizeTimes:
 
     points: tuple[Point, ...]
     ratio: float  # two_shot's time over one_shot's: the median of neighbouring blocks' ratios
-    others_percent: float  # of the machine, used by other programs
+    others_percent: float  # share of the machine that other programs used
 
     @property
     def is_quiet(self) -> bool:
-        """Whether other programs left the machine alone."""
+        """Whether other programs left the machine idle."""
         return self.others_percent <= MAX_OTHERS_PERCENT
 
 
@@ -62,13 +62,13 @@ def _check(team: Team, groups: dict[str, Any], buffer: torch.Tensor) -> None:
         if wrong:
             num_bytes = buffer.nbytes
             raise RankError(f"{wrong} wrong elements in all_reduce of {num_bytes} bytes by {name}")
-    buffer.zero_()  # sums that are made again and again in place do not grow
+    buffer.zero_()  # repeated in-place sums do not grow
 
 
 def _measure_size(
     team: Team, groups: dict[str, Any], num_bytes: int, seconds: float, max_repeats: int
 ) -> SizeTimes | None:
-    """Verifies, times (again while others disturb it), verifies; on rank 0. Collective."""
+    """Verifies, times (again if disturbed), verifies; returns on rank 0. Collective."""
     buffer = torch.zeros(max(1, num_bytes // 4))
     contenders = {
         name: Contender(partial(dist.all_reduce, buffer, group=group), partial(dist.barrier, group))
@@ -100,7 +100,7 @@ def _measure_size(
 def measure_algorithms(
     world_size: int, sizes: list[int], seconds: float, max_repeats: int
 ) -> list[SizeTimes]:
-    """Every size in ascending order, ``seconds`` each, again while it is disturbed.
+    """Measures every size in ascending order for ``seconds`` each; repeats a disturbed measurement.
 
     Raises:
         RankError: a rank failed, or a result was wrong.
@@ -108,7 +108,7 @@ def measure_algorithms(
     found: list[SizeTimes] = []
 
     def run_rank(team: Team) -> None:
-        os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that is to be written
+        os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that will be written
         open_default_group(team, "ringcomm")
         groups = {
             name: dist.new_group(timeout=GROUP_TIMEOUT, pg_options=Options(algorithm=name))
@@ -125,7 +125,7 @@ def measure_algorithms(
 
 
 def world_of(world_size: int, times: list[SizeTimes]) -> World:
-    """What a tuning file holds of one number of ranks. Raises ValueError for too few sizes."""
+    """The entry of a tuning file for one number of ranks. Raises ValueError for too few sizes."""
     points = [point for size in times for point in size.points]
     cost = fit_cost([point for point in points if point.algorithm != "ring"], world_size)
     return World(
@@ -138,14 +138,14 @@ def world_of(world_size: int, times: list[SizeTimes]) -> World:
 
 
 def terms(algorithm: str, num_bytes: int, world_size: int) -> tuple[float, float]:
-    """Hand-overs, and MiB that one rank sends. Raises ValueError for an unknown algorithm."""
+    """Transfers, and MiB that one rank sends. Raises ValueError for an unknown algorithm."""
     num_pieces = max(1, math.ceil(num_bytes / PIECE_BYTES))
     others = world_size - 1
     if algorithm == "one_shot":
         return num_pieces, others * num_bytes / MIB
     if algorithm == "two_shot":
         return 2 * num_pieces, 2 * others / world_size * num_bytes / MIB
-    raise ValueError(f"no model of {algorithm!r}: there are one_shot and two_shot")
+    raise ValueError(f"the algorithm must be one_shot or two_shot, got {algorithm!r}")
 
 
 def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
@@ -155,7 +155,7 @@ def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
     the non-negative least-squares solution. Raises ValueError for fewer than three measurements.
     """
     if len(points) < 3:
-        raise ValueError(f"a model needs at least three measurements, got {len(points)}")
+        raise ValueError(f"a cost model needs at least three measurements, got {len(points)}")
     rows = [(*terms(point.algorithm, point.bytes, world_size), 1.0) for point in points]
     times = torch.tensor([point.p50_us for point in points], dtype=torch.float64)
     relative = torch.tensor(rows, dtype=torch.float64) / times.unsqueeze(1)
@@ -179,20 +179,20 @@ def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
 def cross_over_bytes(ratios: dict[int, float]) -> int:
     """The largest size for which one_shot should be chosen.
 
-    ``ratios`` are times of two_shot over one_shot, by bytes. Where noise makes them cross 1 several
-    times, the split with the least chosen times in all counts, as factors; between its two sizes
-    the ratio is interpolated over their logarithms. ``NEVER_BYTES`` if two_shot always wins, the
+    ``ratios`` are times of two_shot over one_shot, by bytes. If noise makes them cross 1 several
+    times, the split with the smallest product of chosen times is used. Between its two sizes the
+    ratio is interpolated over their logarithms. ``NEVER_BYTES`` if two_shot always wins, the
     largest size if one_shot does, since no larger one was measured.
     """
     sizes = sorted(ratios)
-    gains = [math.log(ratios[size]) for size in sizes]  # of one_shot
+    gains = [math.log(ratios[size]) for size in sizes]  # by one_shot
     totals = list(itertools.accumulate(gains, initial=0.0))
     num_won = max(range(len(totals)), key=lambda count: totals[count])
     if num_won == 0:
         return NEVER_BYTES
     if num_won == len(sizes):
         return sizes[-1]
-    # The split is at its best there: the last of those won gains, the first of the others loses.
+    # The split is optimal there: the last size below it gains, the first above it loses.
     gain, loss = gains[num_won - 1], -gains[num_won]
     share = gain / (gain + loss) if gain + loss > 0 else 0.0
     low, high = sizes[num_won - 1], sizes[num_won]

@@ -1,4 +1,4 @@
-"""`ringcomm doctor`: how a group of ringcomm runs on this machine, and what deserves attention."""
+"""`ringcomm doctor`: measures a group of ringcomm on this machine and reports problems."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from ringcomm.measure.timing import Contender, measure, open_default_group
 
 MIB = 1 << 20
 INIT_TIMEOUT = timedelta(seconds=30)
-# One of each algorithm and, with the last, of a size that no cache of a core holds.
+# One size per algorithm; the last does not fit in a core's cache.
 ALL_REDUCE_BYTES = (1 << 10, 256 << 10, 16 << 20)
 LATENCY_BYTES = 1 << 10
 BANDWIDTH_BYTES = 4 << 20
 NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
-# With more ranks only neighbours are timed: pairs grow with the square.
+# With more ranks only neighbours are timed, because the number of pairs grows with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
 # Read by csrc/, losses and the build; each of the others stands for a field of ringcomm.Options.
 OTHER_VARIABLES = (
@@ -72,7 +72,7 @@ def _num_all_reduces() -> dict[str, int]:
 
 
 def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
-    """Times of all_reduce with the algorithms that are chosen; on rank 0. Collective."""
+    """Times of all_reduce with the algorithms that it selects; returns on rank 0. Collective."""
     found = []
     for num_bytes in ALL_REDUCE_BYTES:
         before = _num_all_reduces()
@@ -81,7 +81,7 @@ def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
         used = [how for how, num in _num_all_reduces().items() if num > before.get(how, 0)]
         if timings is not None:
             us = timings["ringcomm"].summary_us()
-            share = 2 * (team.world_size - 1) / team.world_size  # of the bytes that a link carries
+            share = 2 * (team.world_size - 1) / team.world_size  # of the bytes, sent over a link
             times = {"p50_us": us["p50_us"], "p99_us": us["p99_us"]}
             times["busbw_gb_per_s"] = num_bytes / us["p50_us"] / 1e3 * share
             found.append({"bytes": num_bytes, "algorithms": sorted(used), **times})
@@ -89,7 +89,7 @@ def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
 
 
 def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
-    """Median µs of a message there and one back, halved."""
+    """Half the median round-trip time of a message, in µs."""
     buffer = torch.zeros(num_bytes // 4)
     seconds = []
     for _ in range(NUM_TRIPS[num_bytes]):
@@ -104,7 +104,7 @@ def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
 
 
 def _pairs(team: Team) -> list[dict[str, Any]]:
-    """Transport and messages of every pair, or of neighbours where there are many. Collective."""
+    """Transport and message times of every pair, or of neighbours if there are many. Collective."""
     # In the engine's words: "shm: one host, ..." or "p2p over gloo, as asked for; ...".
     said = _C.transport_of(_own_backend())
     transport, why = said[:3], said[3:].strip(": ")
@@ -125,13 +125,13 @@ def _pairs(team: Team) -> list[dict[str, Any]]:
 
 
 def _memory(team: Team) -> dict[str, int]:
-    """The group's shared memory, which all its ranks map: one piece, charged once. Collective."""
+    """The group's shared memory, which all its ranks map: one segment, charged once. Collective."""
     resident = sum(team.share(mapped_memory()["share_bytes"]))
     return {"mapped_bytes": _C.mapped_bytes(_own_backend()), "resident_bytes": resident}
 
 
 def _run_rank(team: Team, seconds: float) -> None:
-    """Rank 0 reports what was found, piece by piece: what comes before a failure is kept."""
+    """Rank 0 reports results one by one, so that those before a failure are kept."""
 
     def tell(**parts: Any) -> None:
         if team.rank == 0:
@@ -141,7 +141,7 @@ def _run_rank(team: Team, seconds: float) -> None:
     error = None
     try:
         open_default_group(team, "ringcomm", INIT_TIMEOUT)
-    except Exception as problem:  # whatever it is, the user is to read it
+    except Exception as problem:  # show any error to the user
         error = f"{type(problem).__name__}: {problem}"
     init_s = max(team.share(time.perf_counter() - begin))
     errors = [f"rank {rank}: {text}" for rank, text in enumerate(team.share(error)) if text]
@@ -169,31 +169,31 @@ def _tuning_notes(path: str | None, machine: dict[str, Any], world_size: int) ->
         return
     yield from (f"RINGCOMM_TUNING: {path}: {text}" for text in found.differences(machine))
     if found.one_shot_max_bytes(world_size) is None:
-        yield f"RINGCOMM_TUNING: {path} has nothing about {world_size} ranks"
+        yield f"RINGCOMM_TUNING: {path} has no entry for {world_size} ranks"
 
 
 def _limit_notes(num_cores: int, limits: dict[str, Any], world_size: int) -> Iterator[str]:
     if world_size > num_cores:
-        yield f"{world_size} ranks on {num_cores} core(s): ranks wait for each other's turns"
+        yield f"{world_size} ranks on {num_cores} core(s): the ranks have to take turns"
     allowed, file = limits["cpu_cores"] or (float("inf"), "")
     if allowed < min(world_size, len(os.sched_getaffinity(0))):
         yield (
-            f"the container may use {allowed:g} CPUs ({file}): {world_size} computing ranks are"
-            " stopped for a part of the time"
+            f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
+            " throttled"
         )
 
 
 def _group_notes(group: dict[str, Any]) -> Iterator[str]:
-    yield from (f"the group cannot be made: {text}" for text in group.get("errors", []))
+    yield from (f"the group could not be created: {text}" for text in group.get("errors", []))
     if group.get("others_busy_percent", 0.0) > MAX_OTHERS_PERCENT:
         yield (
-            f"other programs used {group['others_busy_percent']:.0f} % of the machine meanwhile:"
-            " times are longer than they need be"
+            f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
+            " measurement: times are longer than on an idle machine"
         )
 
 
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
-    """What --json prints; with `group.errors` if the group of that many ranks cannot be made."""
+    """The report that --json prints; has `group.errors` if the group cannot be made."""
     limits, machine, memory = read_limits(), identity(), psutil.virtual_memory()
     set_variables = variables("RINGCOMM_")
     num_cores = min(psutil.cpu_count(logical=False) or machine["cores"], machine["cores"])
@@ -206,7 +206,7 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
     notes = [
         *_group_notes(group),
         *_limit_notes(num_cores, limits, world_size),
-        *(f"{name} is set, but ringcomm reads no such variable" for name in unknown),
+        *(f"{name} is set, but ringcomm has no such variable" for name in unknown),
         *_tuning_notes(set_variables.get("RINGCOMM_TUNING"), machine, world_size),
     ]
     report = {
@@ -247,7 +247,7 @@ def _words(value: Any) -> str:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """A line for each part, of the group for each measurement; then what deserves attention."""
+    """Prints a line for each part and for each measurement of the group, then the problems."""
     for name in ("versions", "machine", "cpus", "limits", "environment"):
         print(f"{name}: {_words(report[name]) or 'nothing is set'}")
     print(f"\na group of {report['world_size']} rank(s)")
@@ -255,5 +255,5 @@ def print_report(report: dict[str, Any]) -> None:
         for one in found if isinstance(found, list) else [found]:
             print(f"{name}: {_words(one)}")
     print()
-    for note in report["notes"] or ["nothing deserves attention"]:
+    for note in report["notes"] or ["no problems found"]:
         print(f"• {note}")

@@ -1,4 +1,4 @@
-"""The machine: its identity, CPUs and versions, what limits a process, and what others do on it."""
+"""The machine: identity, CPUs, versions, limits of a process, and load by other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringcomm import _C
 
 CGROUPS = Path("/sys/fs/cgroup")
 MAPPED = "/memfd:ringcomm"
-# Above this share of all cores a measured ratio says more about other programs than about us.
+# If other programs use more than this share of all cores, a measured ratio is not reliable.
 MAX_OTHERS_PERCENT = 10.0
 
 
@@ -32,7 +32,7 @@ def utc_now() -> datetime.datetime:
 
 
 def identity() -> dict[str, Any]:
-    """What must be equal for figures to be comparable: CPU, usable cores, kernel."""
+    """The properties that must be equal for comparable figures: CPU, usable cores, kernel."""
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
@@ -47,7 +47,7 @@ def variables(*prefixes: str) -> dict[str, str]:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to five digits: more than a measurement holds, and lines stay legible."""
+    """Rounds floats to five digits: more than the accuracy of a measurement, and still legible."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -73,7 +73,7 @@ def mapped_memory() -> dict[str, int]:
 def _process_seconds(pid: int) -> float:
     """CPU seconds of a process and of its children that it has waited for.
 
-    0 if it is gone: what it has used then counts for the others, and no claim is made in error.
+    0 if it has ended: its time then counts as that of other programs, which is the safe side.
     """
     try:
         return sum(psutil.Process(pid).cpu_times()[:4])
@@ -82,7 +82,7 @@ def _process_seconds(pid: int) -> float:
 
 
 class OthersWatch:
-    """How busy other programs kept the machine, from when this is made.
+    """Measures how busy other programs keep the machine, from construction on.
 
     The clocks tick every 10 ms: a period should last a second.
     """
@@ -96,7 +96,7 @@ class OthersWatch:
         self._start = self._read()
 
     def _read(self) -> tuple[float, float]:
-        # Interrupts are left out: loopback traffic of our own is charged to no process.
+        # Interrupts are left out, because our own loopback traffic is not charged to a process.
         times = psutil.cpu_times()
         busy_s = times.user + times.nice + times.system + times.steal
         return time.monotonic(), busy_s - sum(map(_process_seconds, self._pids))
@@ -109,7 +109,7 @@ class OthersWatch:
 
 
 def read_limits(proc: Path = Path("/proc/self"), cgroups: Path = CGROUPS) -> dict[str, Any]:
-    """The least limits of this process's cgroup (v2) and its ancestors.
+    """The smallest limits of this process's cgroup (v2) and its ancestors.
 
     Returns:
         `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,

@@ -1,8 +1,8 @@
 """The ranks that measure: forked processes, a side channel between them, and how a program ends.
 
-Ranks agree through pipes and not through a backend, so that no backend under test takes part.
-Forking costs 0.4 s, a fresh interpreter with torch 3 to 14 s. It is safe because the parent
-computes nothing with more than one thread before: numpy's BLAS ends its own threads at a fork.
+Ranks coordinate through pipes, so that no backend under test is involved. Forking costs 0.4 s, a
+fresh interpreter with torch 3 to 14 s. It is safe because the parent has not computed with several
+threads before: numpy's BLAS ends its own threads at a fork.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ EXIT_PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 SIDE_CHANNEL_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 7200.0
 POLL_S = 0.05
-# In which a rank that lost another one leaves the report to that one.
+# For this long, a rank that lost its peer lets the peer report the error.
 GRACE_S = 1.0
 MAX_WORLD_SIZE = 64
-# What launchers tell their processes: MPICH's and Intel's, Open MPI's.
+# Environment variables of launchers: MPICH and Intel MPI, Open MPI.
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -101,7 +101,7 @@ class Team:
         return value
 
     def share(self, value: Any) -> list[Any]:
-        """Every rank's value by rank, on all ranks. Collective; no rank returns before all came."""
+        """Every rank's value by rank, on all ranks. Collective; returns after all have arrived."""
         shared: list[Any] = self.agree(self.gather(value))
         return shared
 
@@ -119,7 +119,7 @@ class Team:
                 return peer.recv()
         except (EOFError, OSError):
             raise PeerLostError from None
-        raise TimeoutError(f"another rank said nothing for {SIDE_CHANNEL_TIMEOUT_S:.0f} s")
+        raise TimeoutError(f"another rank sent nothing for {SIDE_CHANNEL_TIMEOUT_S:.0f} s")
 
 
 def _be_rank(
@@ -131,11 +131,11 @@ def _be_rank(
 ) -> None:
     """Runs a forked rank. ``pairs`` join rank 0 with each other rank."""
     mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     world_size = len(pairs) + 1
     peers = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
-    for end in itertools.chain(*pairs):  # others' ends have to end when those do
+    for end in itertools.chain(*pairs):  # the other ends must close when their ranks exit
         if end not in peers:
             end.close()
 
@@ -146,7 +146,7 @@ def _be_rank(
         main(Team(rank, world_size, peers, outbox.send, open_store))
     except PeerLostError:
         time.sleep(GRACE_S)
-        raise RuntimeError("it lost a rank that ended too early, without an error") from None
+        raise RuntimeError("another rank ended early, without an error") from None
 
 
 def _pass_on(inbox: Connection, on_message: Callable[[Any], None], timeout_s: float) -> None:
@@ -169,7 +169,7 @@ def run_ranks(
     Raises:
         RankError: the first rank that failed, and why.
     """
-    # It tells of each process that it ends.
+    # The logger reports each process that it terminates.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     pairs: list[Any] = [Pipe() for _ in range(1, world_size)]
     inbox, outbox = Pipe(duplex=False)
@@ -185,7 +185,7 @@ def run_ranks(
             while not ranks.join(timeout=0):
                 _pass_on(inbox, on_message, POLL_S)
                 if time.monotonic() > deadline:
-                    raise RankError(f"ranks did not end in {RUN_TIMEOUT_S:.0f} s")
+                    raise RankError(f"ranks did not finish in {RUN_TIMEOUT_S:.0f} s")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise RankError(f"rank {error.error_index}: {error.msg.strip()}") from None
         finally:
@@ -197,7 +197,7 @@ def run_ranks(
 
 
 def run_main(name: str, main: Callable[[list[str]], int]) -> int:
-    """``main(argv)``'s exit code: what a user can mend, and Ctrl-C, become one line on stderr."""
+    """Returns ``main(argv)``'s exit code; user errors and Ctrl-C become one line on stderr."""
 
     def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -206,17 +206,17 @@ def run_main(name: str, main: Callable[[list[str]], int]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        # Also where a shell started this in the background, and so with SIGINT ignored.
+        # Also if a shell started this in the background, which ignores SIGINT.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupt)
         try:
             return main(sys.argv[1:])
         finally:
-            sys.stdout.flush()  # here, where it is known what to do if that fails
+            sys.stdout.flush()  # here, where a failure is handled
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `| head` has read what it wanted
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
     except (RankError, OSError, ValueError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""What users read and write: options of a command line, and figures on a terminal."""
+"""Parses command line options and formats figures for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """``parse`` for argparse, which tells of its ValueError only that there was one."""
+    """``parse`` for argparse, with the message of its ValueError, which argparse drops."""
 
     def parse_option(text: str) -> Parsed:
         try:
@@ -27,12 +27,12 @@ def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Checks, before minutes of work, that files can be written, and makes their folders.
+    """Checks before a long measurement that files can be written, and makes their folders.
 
     Files that exist stay as they are; None is no file.
 
     Raises:
-        ValueError: one cannot; names the file and the reason.
+        ValueError: a file cannot be written; names the file and the reason.
     """
     for path in filter(None, paths):
         try:
@@ -50,7 +50,7 @@ def words(text: str) -> list[str]:
     """The parts of a comma-separated option. Raises ValueError when there is none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
-        raise ValueError("names nothing")
+        raise ValueError("the list is empty")
     return parts
 
 
@@ -68,14 +68,16 @@ def amount(text: str) -> int:
     """``80GiB``, ``16k``, ``4M`` in powers of 1024; ``80GB`` in powers of 1000; or all digits.
 
     Raises:
-        ValueError: it is neither, or no whole positive number.
+        ValueError: the text has another format, or is not a positive whole number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     count = 0.0
     if match is not None:
         count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** POWERS[match[2]]
     if count < 1 or count != int(count):
-        raise ValueError(f"{text!r} is not an amount: write 4096, 16k, 4M, 80GiB or 80GB")
+        raise ValueError(
+            f"{text!r} is not a number with an optional unit, such as 4096, 16k, 4M, 80GiB or 80GB"
+        )
     return int(count)
 
 
@@ -102,7 +104,7 @@ def microseconds(value: float) -> str:
 
 
 def factor(value: float) -> str:
-    """Three digits, and no more than two of them behind the point."""
+    """Three digits, at most two of them after the decimal point."""
     return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
@@ -115,7 +117,7 @@ def byte_count(value: int) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], num_words: int) -> str:
-    """Rows below each other, headers first: ``num_words`` columns to the left, figures right."""
+    """Formats rows, headers first: ``num_words`` columns left-aligned, figures right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,7 +1,7 @@
-"""Times several contenders in one set of processes, in turn, block by block.
+"""Times several contenders in one set of processes, alternating block by block.
 
-A machine's speed drifts within seconds by more than the contenders differ. Neighbouring blocks of
-some milliseconds see the same machine, so their ratio holds when neither time does.
+A machine's speed drifts within seconds by more than the contenders differ. Neighbouring blocks of a
+few milliseconds see the same conditions, so their ratio is reliable even if their times are not.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ringcomm.measure.ranks import Team
 # in which the machine changes.
 BLOCK_SECONDS = 0.02
 MAX_CALLS_PER_BLOCK = 2000
-# From here on a block can afford one call outside the clock, to have its own data in the caches.
+# From this size on, a block has one untimed call first, which brings its data into the caches.
 MIN_CALLS_TO_WARM = 4
 MIN_ROUNDS = 5
-# Before the clocks run: peers connected, pages touched, spin budgets settled.
+# Warm-up before timing: peers connected, pages touched, spin budgets settled.
 WARMUP_SECONDS = 0.05
 WARMUP_CALLS = (3, 500)  # at least, at most
 GROUP_TIMEOUT = timedelta(seconds=120)
@@ -93,7 +93,7 @@ class Contender:
     calls_per_block: int = 1
 
     def first_call_s(self) -> float:
-        """Seconds of a call, for a guess at how many make a block."""
+        """Seconds of one call, from which the number of calls per block is estimated."""
         begin = time.perf_counter()
         self.call()
         return time.perf_counter() - begin
@@ -127,8 +127,8 @@ def measure(
 ) -> dict[str, Timings] | None:
     """Blocks of all contenders in turn, for about ``seconds`` in all. Collective.
 
-    Who begins changes from round to round, and all ranks make the same calls. Of each call the
-    slowest rank's time counts. A call lasts from the end of the one before on that rank.
+    The first contender changes from round to round, and all ranks make the same calls. The time of
+    a call is that of the slowest rank, measured from the end of the previous call on that rank.
 
     Returns:
         By contender on rank 0; None elsewhere.

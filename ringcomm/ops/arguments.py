@@ -1,4 +1,4 @@
-"""Checks of weight updates' arguments on CUDA: those that the CPU operators do in C++."""
+"""Argument checks of weight updates on CUDA; the CPU operators do the same checks in C++."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def want(
 ) -> None:
     """Raises unless `is_right`."""
     if not is_right:
-        raise error(f"ringcomm: {op} wants {what}, got {got}")
+        raise error(f"ringcomm: {op} needs {what}, got {got}")
 
 
 # ---- numbers
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float | int, ...]:
-        """All that kernels take at run time."""
+        """The run-time arguments of the kernels."""
         return self[:5]
 
 
@@ -62,11 +62,16 @@ def step_of(
     scale: float,
     rounding_seed: int = -1,
 ) -> Step:
-    """The numbers that kernels take; ValueError where one is out of its range."""
-    want(0 <= lr < math.inf, op, "lr to be a finite number from 0 on", lr)
-    want(0 <= weight_decay < math.inf, op, "weight_decay finite and from 0 on", weight_decay)
+    """The arguments of the kernels; raises ValueError if one is out of range."""
+    want(0 <= lr < math.inf, op, "lr to be a finite number, 0 or more", lr)
+    want(
+        0 <= weight_decay < math.inf,
+        op,
+        "weight_decay to be a finite number, 0 or more",
+        weight_decay,
+    )
     want(math.isfinite(scale), op, "scale to be a finite number", scale)
-    want(rounding_seed >= -1, op, "a rounding_seed from 0 on, or -1 for none", rounding_seed)
+    want(rounding_seed >= -1, op, "rounding_seed to be 0 or more, or -1 for none", rounding_seed)
     limit = math.inf if clip_value is None else clip_value
     want(limit > 0, op, "clip_value to be positive or None", clip_value)
     key = rounding_key(rounding_seed)
@@ -84,17 +89,21 @@ def _has_strides_of(tensor: Tensor, other: Tensor) -> bool:
 def check_weight(
     op: str, weight: Tensor, low: Tensor | None, step: Step, *, is_matrix: bool = True
 ) -> None:
-    """TypeError or ValueError where a weight cannot be kept as is asked."""
+    """Raises TypeError or ValueError if the weight does not support the rounding or `low`."""
     check_float(op, "weight", weight, weight.device)
     is_plain = low is None and not step.is_stochastic
     is_split_or_plain = is_plain or weight.dtype == torch.bfloat16
     want(is_split_or_plain, op, "low and rounding_seed for weights of bfloat16 only", weight.dtype)
-    want(low is None or not step.is_stochastic, op, "low or a rounding_seed", "both")
+    want(low is None or not step.is_stochastic, op, "at most one of low and rounding_seed", "both")
     if is_matrix:
         is_laid_out = weight.dim() == 2 and weight.is_contiguous()
-    else:  # a new tensor keeps the strides of what fills its memory, in whichever order
+    else:  # empty_like() keeps the strides of a dense tensor, in any order of dimensions
         is_laid_out = _has_strides_of(torch.empty_like(weight, device="meta"), weight)
-    layout = "of two dimensions, contiguous" if is_matrix else "whose elements lie side by side"
+    layout = (
+        "of two dimensions, contiguous"
+        if is_matrix
+        else "whose elements are contiguous in any order of dimensions"
+    )
     got = f"shape {tuple(weight.shape)} with strides {weight.stride()}"
     want(is_laid_out or weight.numel() == 0, op, f"a weight {layout}", got)
     if low is not None:
@@ -111,7 +120,7 @@ def _span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def check_writable(op: str, weight: Tensor, low: Tensor | None, *read: Tensor) -> None:
-    """No gradient is to come of what is overwritten, and what is read is elsewhere."""
+    """Checks that overwritten tensors need no gradient and do not overlap tensors that are read."""
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"ringcomm: {op} writes into its input, which requires grad; use torch.no_grad()"
@@ -124,12 +133,12 @@ def check_writable(op: str, weight: Tensor, low: Tensor | None, *read: Tensor) -
                 other_begin, other_end = _span_of(other)
                 if begin < other_end and other_begin < end:
                     raise ValueError(
-                        f"ringcomm: {op} got tensors that share memory; what is written must be"
-                        " apart"
+                        f"ringcomm: {op} got tensors that share memory; a tensor that is written"
+                        " must not overlap another"
                     )
 
 
-# ---- what it is updated by
+# ---- gradients and their factors
 
 
 def check_tensor(
@@ -140,7 +149,7 @@ def check_tensor(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> None:
-    """Its device, dtype and shape."""
+    """Checks device, dtype and shape."""
     _check_device(op, name, tensor, weight.device)
     dtype_name = str(dtype).removeprefix("torch.")
     want(tensor.dtype == dtype, op, f"{name} in {dtype_name}", tensor.dtype, TypeError)
@@ -158,7 +167,7 @@ def _check_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> 
 
 
 def check_float(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    """One of the three dtypes, on the weight's device."""
+    """Checks for one of the three dtypes, and for the weight's device."""
     _check_device(op, name, tensor, device)
     is_float = tensor.dtype in DTYPES
     want(is_float, op, f"{name} in float32, float16 or bfloat16", tensor.dtype, TypeError)
@@ -184,14 +193,14 @@ def tokens_of(op: str, weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Ten
         rows.append(flat if flat.stride(1) == 1 or width <= 1 else flat.contiguous())
     tokens, grads = rows
     dtypes = f"{x.dtype} and {grad_out.dtype}"
-    want(x.dtype == grad_out.dtype, op, "x and grad_out of one dtype", dtypes, TypeError)
+    want(x.dtype == grad_out.dtype, op, "x and grad_out of the same dtype", dtypes, TypeError)
     sizes = f"{len(tokens)} and {len(grads)}"
-    want(len(tokens) == len(grads), op, "x and grad_out of as many tokens", sizes)
+    want(len(tokens) == len(grads), op, "x and grad_out with as many tokens", sizes)
     return tokens, grads
 
 
 def check_indices(op: str, indices: Tensor, grad_out: Tensor, weight: Tensor) -> None:
-    """One index for each row of grad_out, which is (*indices.shape, width)."""
+    """Checks for one index per row of grad_out, of shape (*indices.shape, width)."""
     _check_device(op, "indices", indices, weight.device)
     is_index = indices.dtype in (torch.int64, torch.int32)
     want(is_index, op, "indices in int64 or int32", indices.dtype, TypeError)

@@ -1,8 +1,8 @@
 """Wrappers, fakes and gradients of csrc/bindings/ops/collective_ops.cc.
 
-Gradients are adjoints: a loss that every rank computes from its output is meant as the sum of the
-ranks' losses, as in torch.distributed.nn. So all_reduce(sum) is its own adjoint, all_gather and
-reduce_scatter(sum) are each other's, and so are broadcast and reduce.
+Gradients are adjoints of the sum of the ranks' losses, as in torch.distributed.nn. all_reduce(sum)
+is therefore its own adjoint; all_gather and reduce_scatter(sum) are each other's adjoints, and so
+are broadcast and reduce.
 
 The in-place operators and the explicit ring have no wrapper: torch.ops.ringcomm.all_reduce_,
 broadcast_ and ring_all_reduce_ take the group's name.
@@ -33,25 +33,26 @@ def all_reduce(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The reduction of the ranks' tensors, as a new tensor or in `out`; `tensor` is unchanged.
+    """Reduces the ranks' tensors into a new tensor or `out`; `tensor` is unchanged.
 
     Args:
         tensor: any shape, the same on all ranks; bool, integer or floating.
         reduce_op: sum, avg, product, min, max, band, bor or bxor.
         group: None for the default group.
-        out: of the shape and dtype of `tensor`, which must not require grad then; may be `tensor`.
+        out: a tensor for the result, of the shape and dtype of `tensor`, which then must not
+            require grad; it may be `tensor` itself.
 
     Returns:
         The reduction: a new tensor, or `out`.
 
     Raises:
         ValueError: a tensor is not dense, `out` has another shape or requires grad, or the
-            reduction is unknown or has no meaning for the dtype.
-        TypeError: the dtype cannot be reduced, or `out` has another one.
+            reduction is unknown or not defined for the dtype.
+        TypeError: the dtype cannot be reduced, or `out` has another dtype.
         RingcommError: a rank failed or called something else.
 
-    Collective; blocks until the result is there. Differentiable for sum and avg; a backward pass of
-    another reduction raises NotImplementedError.
+    Collective; blocks until the result is available. Differentiable for sum and avg; the backward
+    pass of another reduction raises NotImplementedError.
     """
     name = resolve_group(group).group_name
     if out is not None:
@@ -64,33 +65,34 @@ def all_reduce(
 def reduce_scatter(
     tensor: Tensor, reduce_op: str = "sum", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's part of the reduction of the ranks' tensors; arguments and errors as all_reduce.
+    """Returns this rank's part of the reduction; arguments and errors as for all_reduce.
 
     Returns:
-        Of tensors of shape (N * d, ...) on N ranks a new one of shape (d, ...): rows
-        [rank * d, (rank + 1) * d) of the reduction. ValueError where N does not divide them.
+        A new tensor of shape (d, ...), for tensors of shape (N * d, ...) on N ranks: rows [rank *
+        d, (rank + 1) * d) of the reduction. Raises ValueError if N does not divide the rows.
 
-    Collective; blocks until the result is there. Differentiable for sum and avg.
+    Collective; blocks until the result is available. Differentiable for sum and avg.
     """
     result: Tensor = _ops.reduce_scatter(tensor, reduce_op, resolve_group(group).group_name)
     return result
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The ranks' tensors, joined along the first dimension in rank order, as a new tensor.
+    """Concatenates the ranks' tensors along the first dimension, in rank order, as a new tensor.
 
-    Shape (d, ...), the same on all ranks, and any dtype; ValueError without a dimension.
-    Collective; blocks until the result is there. Differentiable.
+    Tensors have the same shape (d, ...) on all ranks and any dtype; a scalar raises ValueError.
+    Collective; blocks until the result is available. Differentiable.
     """
     result: Tensor = _ops.all_gather(tensor, resolve_group(group).group_name)
     return result
 
 
 def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The tensor of rank `src`, as a new tensor.
+    """Returns the tensor of rank `src`, as a new tensor.
 
-    Any shape and dtype, the same on all ranks; `src` is a rank of the group, in the group's
-    numbering, else ValueError. Collective; blocks until the result is there. Differentiable.
+    Tensors have any shape and dtype, the same on all ranks. `src` is a rank in the group's
+    numbering; others raise ValueError. Collective; blocks until the result is available.
+    Differentiable.
     """
     result: Tensor = _ops.broadcast(tensor, src, resolve_group(group).group_name)
     return result
@@ -99,10 +101,10 @@ def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) 
 def reduce(
     tensor: Tensor, dst: int, reduce_op: str = "sum", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The reduction of the ranks' tensors on rank `dst`, zeros on the others.
+    """Returns the reduction of the ranks' tensors on rank `dst`, and zeros on the others.
 
-    Arguments and errors as all_reduce; `dst` is a rank of the group, in the group's numbering.
-    Collective; blocks until the result is there. Differentiable for sum.
+    Arguments and errors as for all_reduce; `dst` is a rank in the group's numbering. Collective;
+    blocks until the result is available. Differentiable for sum.
     """
     result: Tensor = _ops.reduce(tensor, dst, reduce_op, resolve_group(group).group_name)
     return result
@@ -113,21 +115,22 @@ def monitored_barrier(
     timeout: timedelta | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """A barrier after which, if it fails, rank 0 knows which ranks did not arrive.
+    """A barrier that reports on rank 0 which ranks did not arrive.
 
-    As torch.distributed.monitored_barrier, which takes groups of backend "gloo" only. A failure
-    leaves the group as it is, and a rank that is late is told.
+    It replaces torch.distributed.monitored_barrier, which accepts only groups of backend "gloo".
+    The group stays usable after a failure, and a late rank raises an error too.
 
     Args:
         group: None for the default group.
-        timeout: how long rank 0 waits for the others, a timedelta; None takes the group's. The
-            others wait for rank 0 for the group's time-out, or twice this one if that is longer.
-        wait_all_ranks: whether rank 0 names all missing ranks, or the first of them only.
+        timeout: how long rank 0 waits for the others, a timedelta; None uses the group's timeout.
+            The others wait for rank 0 for the group's timeout, or for twice this one if that is
+            longer.
+        wait_all_ranks: whether rank 0 names all missing ranks, or only the first.
 
     Raises:
         CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms", and
-            on the ranks that arrived, why rank 0 failed. Its `rank` is the first missing one.
-        ValueError: this rank is not in the group, or there is none.
+            on the ranks that arrived, the reason of rank 0. Its `rank` is the first missing rank.
+        ValueError: this rank is not in the group, or there is no default group.
 
     Collective over the group; blocks until rank 0 has heard from all ranks.
     """
@@ -137,7 +140,7 @@ def monitored_barrier(
     elif isinstance(timeout, timedelta):
         resolved.monitored_barrier(timeout, wait_all_ranks)
     else:
-        raise TypeError(f"timeout of monitored_barrier is a timedelta, got {timeout!r}")
+        raise TypeError(f"timeout of monitored_barrier must be a timedelta, got {timeout!r}")
 
 
 # ---- fakes
@@ -184,7 +187,7 @@ def _(input: Tensor, group_name: str) -> Tensor:
 def _check_linear(op: str, reduce_op: str, *linear: str) -> None:
     if reduce_op not in linear:
         raise NotImplementedError(
-            f"{op} with reduce_op={reduce_op!r} has no gradient; {' and '.join(linear)} have one"
+            f"{op} with reduce_op={reduce_op!r} has no gradient; use {' or '.join(linear)}"
         )
 
 
@@ -218,7 +221,7 @@ def _save_options(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _register_adjoint(name: str, adjoint: Callable[..., Tensor]) -> None:
-    """`adjoint` takes the gradient and what the operator takes behind its tensor."""
+    """`adjoint` gets the gradient and the operator's arguments after its tensor."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return adjoint(grad, *ctx.options), *[None] * len(ctx.options)

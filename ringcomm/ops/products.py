@@ -1,4 +1,4 @@
-"""Products of matrices that are added to what is in memory."""
+"""Matrix products that accumulate into existing memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ringcomm.kernels, imported by the first launch, and how its kernels divide their work.
+"""Imports ringcomm.kernels at the first launch, and chooses the kernels' launch parameters.
 
 Importing ringcomm needs no Triton.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 VECTOR_BYTES = 16
 WARP_SIZE = 32
 MAX_WARPS = 32
-# Fewer lanes than both edges of a row have are of no use.
+# At least as many lanes as both edges of a row have.
 MIN_BLOCK = 32
 TOKEN_BLOCK = 128  # of kernels over tokens
 COUNT_BLOCK = 2048  # of those that are one program
@@ -25,13 +25,13 @@ COUNT_BLOCK = 2048  # of those that are one program
 
 @functools.cache
 def kernels() -> ModuleType:
-    """ringcomm.kernels with its modules; ImportError where there is no Triton."""
+    """ringcomm.kernels with its modules; raises ImportError without Triton."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "cross_entropy and weight updates on CUDA tensors are made of Triton kernels, and"
-            f" `import triton` failed ({error}): pip install triton"
+            "cross_entropy and weight updates on CUDA tensors use Triton kernels, but `import"
+            f" triton` failed ({error}): pip install triton"
         ) from error
     modules = "cross_entropy cross_entropy_in_place token_losses"
     for name in f"{modules} weight_update matrix_update".split():
@@ -43,7 +43,7 @@ _CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
 
 
 def register_on_cuda(*launchers: Callable[..., Any]) -> None:
-    """Makes each the operator of its name for tensors on CUDA."""
+    """Registers each function as the CUDA implementation of the operator of its name."""
     for launcher in launchers:
         _CUDA.impl(launcher.__name__, launcher)
 
@@ -60,7 +60,7 @@ def lead_of(tensor: Tensor) -> int:
 
 
 def mark_written(*tensors: Tensor | None) -> None:
-    """A backward pass that saved what was overwritten must not use it."""
+    """Bumps versions, so that autograd detects saved tensors that were overwritten."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
@@ -112,7 +112,7 @@ def held_plan(width: int, num_options: int) -> Plan | None:
 
 
 def twice_plan(element_bytes: int) -> Plan:
-    """For two reads of a row by so many threads that the rows at work at once stay in L2.
+    """For two reads of a row, with so many threads per row that all active rows fit in L2.
 
     1024 threads of more than 32 registers are one row for each SM: 132 rows of 128256 bfloat16
     elements are 34 MB of an H200's 50. The loops take 14 and 8 instructions an element: 0.76 ms for
@@ -135,14 +135,15 @@ MATRIX_ROWS, MATRIX_COLS, MATRIX_WARPS = 32, 128, 8
 
 # ---- products
 
-# A linear layer's gradient is made in fp32, some rows at a time, which the update then reads: a
-# quarter of them, and no more than stay in an L2 of 50 MB until then. Small ones are made at once.
+# A linear layer's gradient is computed in fp32 in groups of rows, which the update then reads. A
+# group is a quarter of the rows, and small enough to stay in an L2 of 50 MB. Small gradients are
+# computed at once.
 PRODUCT_BYTES, SMALL_PRODUCT_BYTES = 32 << 20, 8 << 20
 PRODUCT_TILE = 128  # rows of a tile of the product
 
 
 def rows_per_product(num_rows: int, num_cols: int) -> int:
-    """How many rows of a gradient are made at a time: whole tiles."""
+    """The number of rows of a gradient that are computed at a time: a multiple of a tile."""
     row_bytes = 4 * max(1, num_cols)
     quarter = -(-num_rows // (4 * PRODUCT_TILE)) * PRODUCT_TILE
     wanted = max(quarter, SMALL_PRODUCT_BYTES // row_bytes)

@@ -1,4 +1,4 @@
-"""Optimizers inside the backward pass: full fine-tuning in the memory of inference."""
+"""Optimizers that update in the backward pass: full fine-tuning with the memory of inference."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which weights a backward pass reduces, agreed by the ranks before the first one.
+"""Agreement of the ranks on the weights that a backward pass reduces, before the first reduction.
 
 A weight may get a gradient on some ranks only. Without an agreement the ranks would call different
 collectives, or average gradients of different weights.
@@ -18,21 +18,21 @@ from ringcomm.parallel.same_gradients import check_same_gradients, largest_of, p
 
 
 def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
-    """The weights whose gradient this backward pass will still bring behind `arrived`, if any."""
+    """The weights whose gradient this backward pass will still produce after `arrived`, if any."""
     task = torch._C._current_graph_task_id()
     return {slot for slot in slots if arrived not in (None, slot) and slot.will_come(task)}
 
 
 class Replicas:
-    """A data-parallel group, and the weights that it reduces in this pass, in one order.
+    """A data-parallel group and the weights that it reduces in this pass, in a common order.
 
-    The order is that in which rank 0 got its gradients in its last pass, and in the first one the
-    reverse of the order in which its layers ran. A gradient that comes before its turn waits. With
-    `overlap` the backward pass goes on while one gradient is reduced.
+    The order is that of rank 0's gradients in its last pass; in the first pass, the reverse of the
+    order in which rank 0's layers ran. A gradient that arrives before its turn waits. With
+    `overlap` the backward pass continues while one gradient is reduced.
 
     Attributes:
-        one_pass_name: the group's name for the operator that reduces, updates and gathers; None
-            where it does not work.
+        one_pass_name: the group's name for the operator that reduces, updates and gathers; None if
+            it is not supported.
         has_agreed: whether the ranks have agreed since forget().
     """
 
@@ -44,7 +44,7 @@ class Replicas:
         self._arrived: list[int] = []
         self._due: deque[Slot] = deque()
         self._awaited: set[Slot] = set()
-        # What is reduced now: the gradient, and what gets its mean.
+        # The reduction in progress: the gradient, and the callback for its mean.
         self._pending: tuple[dist.Work, Tensor, Callable[[Tensor], None]] | None = None
         self.has_agreed = False
 
@@ -52,13 +52,14 @@ class Replicas:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of the pass is left to reduce."""
+        """Whether all reductions of the pass are done."""
         return not self._due
 
     def agree(self, slots: list[Slot], arrived: Slot | None) -> None:
-        """Begins a pass: of all weights, those with a gradient on any rank take turns.
+        """Begins a pass: selects the weights that have a gradient on any rank.
 
-        `arrived` is that whose gradient has just come; None outside of a backward pass. Collective.
+        `arrived` is the weight whose gradient has just arrived; None outside a backward pass.
+        Collective.
         """
         self._keep_order(slots)
         self._awaited = _coming(slots, arrived)
@@ -68,7 +69,7 @@ class Replicas:
             for position, index in enumerate(self._order):
                 positions[index] = position
         for slot in slots:
-            if not slot.param.requires_grad:  # frozen on this rank, which may need it to the end
+            if not slot.param.requires_grad:  # frozen on this rank, which may need it until the end
                 positions[slot.index] = len(slots)
         found = largest_of(has + positions, (self._group,), slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
@@ -93,7 +94,7 @@ class Replicas:
         return True
 
     def due(self, *, all_of_them: bool) -> Iterator[Slot]:
-        """The weights whose turn it is, up to the first whose gradient is still to come."""
+        """The weights whose turn it is, up to the first whose gradient has not arrived."""
         while self._due and (all_of_them or self._due[0] not in self._awaited):
             slot = self._due.popleft()
             self._awaited.discard(slot)
@@ -102,7 +103,7 @@ class Replicas:
     # ---- reductions
 
     def average(self, grad: Tensor, done: Callable[[Tensor], None]) -> None:
-        """Has `done` called with the mean of all ranks' `grad`, with equal bits. Collective."""
+        """Calls `done` with the mean of all ranks' `grad`, with equal bits. Collective."""
         work = dist.all_reduce(grad, dist.ReduceOp.AVG, self._group, async_op=self._overlap)
         self.drain()
         if self._overlap:
@@ -111,14 +112,14 @@ class Replicas:
             done(grad)
 
     def drain(self) -> None:
-        """Returns once nothing is reduced."""
+        """Returns when no reduction is in progress."""
         if self._pending is not None:
             (work, grad, done), self._pending = self._pending, None
             work.wait()
             done(grad)
 
     def forget(self) -> None:
-        """Before a step, or the second of two passes: drops what is under way."""
+        """Before a step, or the second of two passes: drops unfinished work."""
         if self._pending is not None:
             self._pending[0].wait()
             self._pending = None
@@ -135,19 +136,19 @@ def _is_ringcomm_on_cpu(group: dist.ProcessGroup) -> bool:
 
 
 class SameWeights:
-    """Has all ranks of shards reduce the same weights at the same times, or none any.
+    """Ensures that all ranks of shards reduce the same weights in the same order, or none.
 
-    Gathers of weights lie between the gradients, so that ranks cannot wait for each other's turn.
+    Weights are gathered between gradients, so ranks cannot reorder gradients by waiting.
     """
 
     def __init__(self, slots: list[Slot]) -> None:
-        """Slots are those of a mesh, whose ranks share the weights."""
+        """Slots are those of a mesh, whose ranks shard the weights."""
         self._slots = slots
         self._expected: set[Slot] = set()
         self.has_agreed = False
 
     def expect(self, slot: Slot) -> None:
-        """A gradient is here: the ranks have agreed on it, or do so now; see agree()."""
+        """Called when a gradient arrives: the ranks agree on it if they have not; see agree()."""
         if slot in self._expected:
             self._expected.discard(slot)
         else:
@@ -156,7 +157,7 @@ class SameWeights:
     def agree(self, arrived: Slot | None) -> None:
         """Compares which weights have or will get a gradient, in how many backward passes.
 
-        Raises RuntimeError on all ranks where they differ; nothing has been written in this pass.
+        Raises RuntimeError on all ranks if they differ; nothing has been written in this pass.
         Collective.
         """
         self._expected = _coming(self._slots, arrived)

@@ -1,10 +1,9 @@
-"""Layers that keep their weight from autograd, and hand over what its gradient is made of.
+"""Layers that hide their weight from autograd and deliver the factors of its gradient.
 
 A fused layer's function takes a token in the weight's place: a scalar leaf that requires grad. Its
 backward computes the input's gradient from the weight as it is, keeps (input, grad_out) in the
-handle, and autograd runs the token's hook once everything that leads to the token has run. So the
-hook sees all uses of the weight in this backward pass, and whatever it writes into the weight comes
-after all that reads it.
+handle, and autograd runs the token's hook once everything that leads to the token has run. The hook
+therefore sees all uses of the weight in this backward pass, and writes the weight after all reads.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ringcomm.optim.gradients import Uses
 
 
 class Handle:
-    """Where the uses of one weight gather; `deliver` gets all of a backward pass."""
+    """Collects the uses of one weight; `deliver` gets all of a backward pass."""
 
     def __init__(self, module: nn.Module, deliver: Callable[[Uses], None]) -> None:
         self.module, self._deliver = module, deliver
@@ -36,10 +35,10 @@ class Handle:
         self.num_forwards = 0  # uses that may still deliver
 
     def token(self, device: torch.device) -> Tensor:
-        """The leaf in the weight's place, where the weight is now."""
+        """The leaf that replaces the weight, on the weight's current device."""
         if self._token is None or self._token.device != device:
             self._token = torch.zeros([], device=device, requires_grad=True)
-            # Python's collector does not see through a tensor's hooks: no circle of references.
+            # Avoids a reference cycle: Python's garbage collector does not see a tensor's hooks.
             told = weakref.ref(self)
 
             def complete(token: Tensor) -> None:
@@ -63,24 +62,24 @@ _handles = WeakIdKeyDictionary()
 
 
 def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
-    """The handle of a fused layer's weight, where this use of it is one for autograd."""
-    if torch.compiler.is_compiling():  # which has the ordinary gradient, for the parameter's hook
+    """The handle of a fused layer's weight, if this use is recorded by autograd."""
+    if torch.compiler.is_compiling():  # it then has an ordinary gradient, for the parameter's hook
         return None
     handle: Handle | None = _handles.get(weight)
     if handle is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return None
-    if weight._backward_hooks:  # such as tensor.all_reduce_grad_(): they want autograd's gradient
+    if weight._backward_hooks:  # such as tensor.all_reduce_grad_(), which needs autograd's gradient
         return None
     if handle.module is not module:
         raise RuntimeError(
             f"the weight of shape {tuple(weight.shape)} was tied to another layer after the"
-            " optimizer was made: tie weights first"
+            " optimizer was made: tie weights before"
         )
     return handle
 
 
 class _Fused(torch.autograd.Function):
-    """A linear layer, or a table where `given` are indices: with the token for the weight."""
+    """A linear layer, or an embedding if `given` are indices, with the token as its weight."""
 
     @staticmethod
     def forward(
@@ -147,7 +146,7 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def is_fusable(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Whether this is torch's own class with that weight, and nothing needs the gradient."""
+    """Whether this is torch's own class with that weight, and no hook needs the gradient."""
     if type(module) not in _FUSED or module.weight is not weight or isinstance(weight, DTensor):
         return False
     return not isinstance(module, nn.Embedding) or (
@@ -156,7 +155,7 @@ def is_fusable(module: nn.Module, weight: nn.Parameter) -> bool:
 
 
 def fuse(module: nn.Module, deliver: Callable[[Uses], None]) -> Handle:
-    """Has a module's weight gradients go to `deliver`; the class of the module changes."""
+    """Sends a module's weight gradients to `deliver`; changes the class of the module."""
     handle = Handle(module, deliver)
     _handles[module.weight] = handle
     module.__class__ = _FUSED[type(module)]

@@ -1,4 +1,4 @@
-"""The way of every gradient: it arrives, is counted, reduced over the ranks, and kept or applied.
+"""The path of a gradient: it arrives, is counted, reduced over the ranks, and kept or applied.
 
 docs/design/optim.md has the picture.
 """
@@ -25,19 +25,19 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class GradientPath:
-    """Where all weights of an optimizer stand in a step.
+    """The state of all weights of an optimizer within a step.
 
     Attributes:
         slots: the weights, in the order of the parameter groups.
-        replicas: whose gradients are averaged; None for one of a kind.
-        axes: over which norms are summed.
+        replicas: the ranks over which gradients are averaged; None without replicas.
+        axes: the axes over which norms are summed.
         loss_scale: None where losses are not scaled.
         is_scaled: whether this step's loss was.
-        grad_norm: of the last step that looked at it.
+        grad_norm: of the last step that computed it.
     """
 
     _facts: StepFacts
-    _is_checked: bool  # whether the first gradient was looked at
+    _is_checked: bool  # whether the first gradient was checked
     _is_due: bool  # whether a gradient has come, so that step() ends a step
     _has_overflow: bool
 
@@ -56,13 +56,13 @@ class GradientPath:
         self._forget_gradients()
 
     def watch_shards(self) -> None:
-        """Called when all slots are here: those of one mesh agree on their gradients."""
+        """Called when all slots exist: those of one mesh agree on their gradients."""
         for peers in {slot.peers: None for slot in self.slots if slot.peers}:
             self._same[peers] = SameWeights([s for s in self.slots if s.peers == peers])
 
     @property
     def scale(self) -> float:
-        """What gradients are multiplied by on their way here."""
+        """The factor that gradients already have."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     # ---- arriving
@@ -70,7 +70,7 @@ class GradientPath:
     def param_arrived(self, slot: Slot) -> None:
         """Autograd has added to the parameter's gradient."""
         if slot.handle is not None and slot.handle.num_forwards > 0:
-            # Uses of a fused layer, beside which autograd saw another, come before or after this.
+            # Uses of a fused layer may arrive before or after uses that autograd saw.
             slot.autograd_in = torch._C._current_graph_task_id()
             slot.collect()
             if slot.arrived_in == slot.autograd_in and slot.num_arrived == self._num_parts:
@@ -109,7 +109,7 @@ class GradientPath:
             self._complete(slot, gradient)
 
     def _count(self, slot: Slot) -> None:
-        """One more gradient. Raises RuntimeError before a write where that cannot be."""
+        """Counts a gradient. Raises RuntimeError, before a write, if it is not expected."""
         if self.loss_scale is not None and not self.is_scaled:
             raise RuntimeError("with loss_scale=, call opt.scale(loss).backward()")
         self.check_pass()
@@ -120,7 +120,7 @@ class GradientPath:
         slot.arrived_in = torch._C._current_graph_task_id()
 
     def check_pass(self) -> None:
-        """Raises RuntimeError for a gradient that comes outside of the two passes it wants."""
+        """Raises RuntimeError for a gradient outside the two passes of clip_mode="two_pass"."""
         if self._mode == "two_pass" and self._pass == "plain":
             raise RuntimeError('with clip_mode="two_pass", call opt.backward(loss)')
 
@@ -136,13 +136,13 @@ class GradientPath:
         self._take_turns(replicas)
 
     def _end_turns(self) -> None:
-        """At the end of a backward pass: what was promised and did not come is zeros."""
+        """At the end of a backward pass: expected gradients that are missing count as zeros."""
         if self.replicas is not None:
             with exact(self.slots[0].param.device):
                 self._take_turns(self.replicas, all_of_them=True)
 
     def _take_turns(self, replicas: Replicas, *, all_of_them: bool = False) -> None:
-        """Reduces whatever is due; zeros for a weight that has a gradient on other ranks only."""
+        """Reduces the weights that are due; zeros for one with a gradient on other ranks only."""
         for slot in replicas.due(all_of_them=all_of_them):
             slot.num_arrived = self._num_parts
             grad = slot.take() if slot.has_grad else torch.zeros_like(slot.param)
@@ -154,7 +154,7 @@ class GradientPath:
                 self._complete(slot, Gradient(slot.take()))
 
     def _complete(self, slot: Slot, gradient: Gradient) -> None:
-        """This rank's gradient is complete. Collective where ranks share the work."""
+        """This rank's gradient is complete. Collective if ranks share the work."""
         if self._pass != "facts":  # which leaves a gradient for the next one
             slot.mark_spent()
         if slot.shards is not None:
@@ -189,7 +189,7 @@ class GradientPath:
             self._facts.add(gradient, slot.parts, with_norm=with_norm)
             return
         if mode == "immediate" and not self._is_checked:
-            # A loss that is NaN shows in the first gradient, before anything is written.
+            # A NaN loss appears in the first gradient, before anything is written.
             if not gradient.is_finite():
                 raise RuntimeError(
                     f"the gradient of {slot.name}, the first of this backward pass, is not finite;"
@@ -203,7 +203,7 @@ class GradientPath:
     def two_passes(self, loss: Tensor) -> None:
         """Runs the backward pass for the facts, then to update.
 
-        Raises RuntimeError before a write where a gradient is not finite.
+        Raises RuntimeError, before a write, if a gradient is not finite.
         """
         uses = [slot.num_unseen_uses for slot in self.slots]
         try:
@@ -214,8 +214,8 @@ class GradientPath:
                 if "donated buffers" not in str(error):
                     raise
                 raise RuntimeError(
-                    'clip_mode="two_pass" runs the backward pass twice, and torch.compile has made'
-                    ' code that gives up its buffers in the first: take clip_mode="deferred", or'
+                    'clip_mode="two_pass" runs the backward pass twice, but code of torch.compile'
+                    ' frees its buffers in the first: use clip_mode="deferred", or'
                     " set torch._functorch.config.donated_buffer = False before the model compiles"
                 ) from error
             self.end_pass()
@@ -232,9 +232,9 @@ class GradientPath:
             self._pass, self._factor = "plain", 1.0
 
     def end_pass(self) -> None:
-        """Completes what the backward pass has left: weights that had no gradient in all of it.
+        """Completes weights that had no gradient in the whole backward pass.
 
-        Collective where ranks share the work: a rank without any gradient takes part.
+        Collective if ranks share the work; a rank without any gradient participates.
         """
         with exact(self.slots[0].param.device):
             if any(slot.has_grad for slot in self.slots):
@@ -255,7 +255,7 @@ class GradientPath:
             self.replicas.drain()
 
     def finish(self) -> bool:
-        """Applies what waits for the whole step; returns whether the step was made."""
+        """Applies deferred gradients; returns whether the step was made or skipped."""
         if not self._is_due:
             return False
         with exact(self.slots[0].param.device):
@@ -270,7 +270,7 @@ class GradientPath:
         return not self._has_overflow
 
     def _factor_of_facts(self) -> float | None:
-        """What this step's gradients are multiplied by; None where it must not be made."""
+        """The factor of this step's gradients; None if the step must be skipped."""
         facts, self._facts = self._facts, StepFacts()
         norm, is_finite = facts.finish(self.axes, self.slots[0].local.device)
         norm /= self.scale
@@ -286,7 +286,7 @@ class GradientPath:
         return factor / self.scale
 
     def forget(self) -> None:
-        """Nothing is left of this step. Not inside a backward pass."""
+        """Discards the state of this step. Not inside a backward pass."""
         for shards in {slot.shards for slot in self.slots}:
             if shards is not None:
                 shards.release_all()

@@ -1,4 +1,4 @@
-"""What a weight's gradient is when it arrives: a tensor, or what a layer makes it of."""
+"""A weight's gradient when it arrives: a tensor, or the factors from a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringcomm.parallel.model_axes import Axes, Held
 
 Uses = list[tuple[Tensor, Tensor]]  # of a layer: its input or indices, its output's gradient
 
-# Rows of the smaller matrix of a product at a time, where only the squares of the whole count.
+# Rows of a product's smaller matrix per block when only the sum of squares is needed.
 _BLOCK_BYTES = 32 << 20
 
 
@@ -29,11 +29,11 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """What it keeps in memory."""
+        """The bytes that it keeps in memory."""
         return sum(part.nbytes for part in self.parts)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As a tensor. In `dtype` if it is made here; default: that of the weight."""
+        """The gradient as a tensor, in `dtype` if computed here; default: the weight's dtype."""
         return self.parts[0]
 
     def square_sum(self) -> Tensor:
@@ -41,7 +41,7 @@ class Gradient:
         return _square_sum(self.parts[0])
 
     def is_finite(self) -> Tensor:
-        """Whether what it is made of has neither Inf nor NaN, bool, shape ()."""
+        """Whether its parts have neither Inf nor NaN, bool, shape ()."""
         return torch.stack([_is_finite(p) for p in self.parts if p.is_floating_point()]).all()
 
 
@@ -68,7 +68,7 @@ class LinearGradient(Gradient):
         return grad_out.to(dtype) @ x.to(dtype)
 
     def square_sum(self) -> Tensor:
-        """By whichever way has fewer operations, and never all of the product at once.
+        """Uses the method with fewer operations, and never materializes the product.
 
         With few tokens by the Gram identity |dY^T X|^2 = sum(X X^T * dY dY^T).
         """
@@ -117,7 +117,7 @@ class EmbeddingGradient(Gradient):
         return result
 
     def square_sum(self) -> Tensor:
-        """Of the rows that are touched."""
+        """The sum over the rows with gradients."""
         return _square_sum(self._row_sums()[1])
 
 
@@ -147,13 +147,13 @@ def _blocks(num_rows: int, row_elems: int) -> list[slice]:
 
 
 class StepFacts:
-    """What must be known of a step before it is made, summed over gradients as they come."""
+    """Facts needed before a step is made, summed over gradients as they arrive."""
 
     def __init__(self) -> None:
         self._sums: dict[Held, Tensor] = {}  # (squares, gradients that are not finite), float64
 
     def add(self, gradient: Gradient, held: Held, *, with_norm: bool) -> None:
-        """One weight's gradient, or this rank's part of it; `held` says who has the rest."""
+        """Adds a weight's gradient, or this rank's part; `held`: the ranks with the rest."""
         not_finite = (~gradient.is_finite()).double()
         square = gradient.square_sum() if with_norm else torch.zeros_like(not_finite)
         sums = torch.stack([square, not_finite])
@@ -169,6 +169,6 @@ class StepFacts:
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """No gradients, and no autocast, which would round what is summed in fp32."""
+    """Disables gradients and autocast, which would round fp32 sums."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

@@ -1,4 +1,4 @@
-"""An optimizer that consumes gradients while the backward pass makes them."""
+"""An optimizer that applies each gradient as soon as the backward pass produces it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ringcomm.optim.slot import Slot
 
 @dataclasses.dataclass(kw_only=True)
 class StepOptions:
-    """Checked; see Lomo for what they mean.
+    """Checked options; see Lomo for their meaning.
 
     Raises:
-        ValueError: a value is out of its range, or two exclude each other.
+        ValueError: a value is out of range, or two options cannot be used together.
     """
 
     clip_grad_norm: float | None = None
@@ -59,17 +59,17 @@ class StepOptions:
         if self.accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be 1 or more, got {self.accumulation_steps}")
         if not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"seed is a number of 32 bits, got {self.seed}")
+            raise ValueError(f"seed must be a number of 32 bits, got {self.seed}")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
-            raise ValueError("clip_grad_norm and clip_grad_value exclude each other")
+            raise ValueError("clip_grad_norm and clip_grad_value cannot be used together")
         if self.clip_mode is not None and not self.looks_ahead:
             raise ValueError(
                 "clip_mode has no effect without clip_grad_norm or loss_scale: set one of them"
             )
         if self.mode == "two_pass" and self.accumulation_steps > 1:
             raise ValueError(
-                'clip_mode="two_pass" runs one backward pass twice, and cannot accumulate over '
-                'several: use clip_mode="deferred"'
+                'clip_mode="two_pass" runs one backward pass twice and cannot accumulate over'
+                ' several: use clip_mode="deferred"'
             )
         if self.master is not None and self.stochastic_rounding:
             raise ValueError(
@@ -79,7 +79,7 @@ class StepOptions:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether something of the whole step must be known before it is made."""
+        """Whether the whole step's gradients must be known before it is made."""
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
     @property
@@ -90,11 +90,11 @@ class StepOptions:
 
 def _check_word(name: str, value: str | None, *allowed: str) -> None:
     if value is not None and value not in allowed:
-        raise ValueError(f"{name} is None or one of {', '.join(allowed)}, got {value!r}")
+        raise ValueError(f"{name} must be None or one of {', '.join(allowed)}, got {value!r}")
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
-    """What Lomo and AdaLomo share: everything but the update of one weight."""
+    """The base of Lomo and AdaLomo: everything except the update of one weight."""
 
     def __init__(
         self,
@@ -122,22 +122,22 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What scale() multiplies a loss by now."""
+        """The current factor of scale()."""
         return self._path.scale
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients of the last step before clipping; None where none is taken."""
+        """The norm of all gradients of the last step before clipping; None if not computed."""
         return self._path.grad_norm
 
     @property
     def held_bytes(self) -> int:
-        """What gradients take now that wait: for others of their sum, their turn, or step()."""
+        """Bytes of gradients in memory that wait for accumulation, their turn, or step()."""
         waiting = (kept for slot in self._path.slots for kept in (slot.total, slot.held))
         return sum(kept.nbytes for kept in waiting if kept is not None)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for backward(); the loss itself where there is none."""
+        """The loss times the loss scale, for backward(); the loss itself without a loss scale."""
         self._path.is_scaled = True
         return loss if self._path.loss_scale is None else loss * self._path.scale
 
@@ -145,8 +145,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """scale(loss).backward(); with clip_mode="two_pass" once for the norm, once to update.
 
         Raises:
-            RuntimeError: two passes, no loss scale, and a gradient is not finite: nothing has been
-                written. Otherwise as the hooks of Lomo.
+            RuntimeError: with two passes and no loss scale, a gradient is not finite: nothing has
+                been written. Otherwise as Lomo in the backward pass.
         """
         scaled = self.scale(loss)
         if self.options.mode == "two_pass":
@@ -155,14 +155,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             scaled.backward()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Ends a step: applies what was deferred. All else has been applied in the backward pass.
+        """Ends a step: applies deferred gradients. Others were applied in the backward pass.
 
         Raises:
             RuntimeError: no loss scale, and a deferred gradient is not finite: nothing has been
                 written, and the gradients are dropped.
             ValueError: a weight was replaced since the optimizer was made.
 
-        Collective where gradients are reduced, or ranks hold parts of weights.
+        Collective if gradients are reduced or weights are sharded.
         """
         loss = None
         if closure is not None:
@@ -179,12 +179,12 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that wait for a step; micro-batches count from the start."""
+        """Drops gradients that wait for a step, and resets the count of micro-batches."""
         self._forget()
         super().zero_grad(set_to_none)
 
     def close(self) -> None:
-        """Gives the model back: no hooks, and its layers are torch's own again."""
+        """Restores the model: removes hooks and restores torch's own layers."""
         run_all(self._undo)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer's, but state keeps its dtype: resumed, the bits are the same."""
+        """As torch.optim.Optimizer's, but keeps the dtype of state, for equal bits on resume."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -220,14 +220,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
-        """Writes a weight: the step that its complete gradient times a factor makes."""
+        """Updates a weight with its complete gradient times a factor."""
 
     def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
-        """Reduces and updates in one pass, where that can be; returns whether it could."""
+        """Reduces and updates in one pass if supported; returns whether it did."""
         return False
 
     def check_model(self) -> None:
-        """Once a step, at the first forward pass of the model or at what comes without one.
+        """Checks the model once per step: at the first forward pass or, without one, gradient.
 
         Raises:
             ValueError: see Lomo.
@@ -248,11 +248,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _lr_of(self, slot: Slot) -> float:
         lr = float(self._group_of(slot)["lr"])
         if not (lr >= 0 and math.isfinite(lr)):
-            raise ValueError(f"the lr of {slot.name} is 0 or more, got {lr!r}")
+            raise ValueError(f"the lr of {slot.name} must be 0 or more, got {lr!r}")
         return lr
 
     def _rounding_seed(self, slot: Slot) -> int:
-        """The seed of this step's random bits for a weight, -1 where it is rounded to nearest.
+        """The seed of this step's random bits for a weight; -1 for rounding to nearest.
 
         The same on all ranks, and after a resume.
         """
@@ -265,7 +265,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     # ---- set up
 
     def _manage(self) -> None:
-        """Hooks for the parameters that have none yet."""
+        """Adds hooks to the parameters that have none yet."""
         path, weights, options = self._path, self._weights, self.options
         known = {slot.param for slot in path.slots}
         new: list[Slot] = []
@@ -293,14 +293,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         path.slots = slots
         for slot in new:
             self.state[slot.param].update(self._new_low(slot), **self._new_state(slot))
-            # What is reduced over ranks has to be made as a tensor anyway.
+            # A gradient that is reduced over ranks must be materialized anyway.
             may_fuse = path.replicas is None and slot.shards is None
             self._undo += weights.attach(slot, weakref.proxy(path), may_fuse=may_fuse)
         self._undo += weights.watch_units(new, weakref.proxy(path))
         path.watch_shards()
 
     def _new_low(self, slot: Slot) -> dict[str, Tensor]:
-        """The lower halves of a weight that is split: 0, since it is bfloat16 so far."""
+        """The lower halves of a split weight: 0, because the weight is bfloat16 so far."""
         if self.options.master is None or slot.param.dtype != torch.bfloat16:
             return {}
         return {"low": torch.zeros_like(slot.local, dtype=torch.int16)}
@@ -309,7 +309,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 def _split_model(
     model_or_params: nn.Module | Iterable[Any], model: nn.Module | None, name: str
 ) -> tuple[nn.Module | None, Iterable[Any]]:
-    """The model, if there is one, and what torch.optim takes for parameters.
+    """The model, if there is one, and the parameters or groups for torch.optim.
 
     Raises:
         ValueError: two models, or one without weights to train.
@@ -324,7 +324,7 @@ def _split_model(
             )
         return model, model_or_params
     if model is not None and model is not model_or_params:
-        raise ValueError("the model is given twice, and the two differ")
+        raise ValueError("two different models were given: give one")
     params = [param for param in model_or_params.parameters() if param.requires_grad]
     if not params:
         raise ValueError("the model has no parameter that requires grad")
@@ -332,14 +332,14 @@ def _split_model(
 
 
 def _check_dtypes(slots: list[Slot], options: StepOptions) -> None:
-    """Raises ValueError where an option does not fit the weights' dtypes."""
+    """Raises ValueError if an option does not support the weights' dtypes."""
     for slot in slots:
         if options.reduce_dtype not in (None, torch.float32, slot.param.dtype):
             raise ValueError(
-                f"reduce_dtype is torch.float32 or {slot.param.dtype}, the dtype of {slot.name},"
-                f" got {options.reduce_dtype}"
+                f"reduce_dtype must be torch.float32 or {slot.param.dtype}, the dtype of"
+                f" {slot.name}, got {options.reduce_dtype}"
             )
     option = "stochastic_rounding" if options.stochastic_rounding else 'master="split"'
     is_wanted = options.stochastic_rounding or options.master is not None
     if is_wanted and not any(slot.param.dtype == torch.bfloat16 for slot in slots):
-        raise ValueError(f"{option} is for bfloat16 weights, and there are none")
+        raise ValueError(f"{option} is for bfloat16 weights, but the model has none")

@@ -1,4 +1,4 @@
-"""LOMO: SGD whose gradients are consumed while the backward pass makes them; and AdaLomo."""
+"""LOMO, SGD that applies each gradient inside the backward pass, and AdaLomo."""
 
 from __future__ import annotations
 
@@ -19,65 +19,68 @@ _ops: Any = torch.ops.ringcomm
 class Lomo(InBackwardOptimizer):
     """W <- (1 - lr * weight_decay) * W - lr * G, inside the backward pass (Lv et al. 2023).
 
-    A torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(), zero_grad(),
-    schedulers, closures, state_dict. The weights are new when backward() returns, and at most one
-    gradient is in memory at a time; those of nn.Linear and nn.Embedding never are, if the model is
-    given and no ranks share the work. step() then only counts.
+    It is a torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(),
+    zero_grad(), schedulers, closures, state_dict. Weights are updated when backward() returns, and
+    at most one gradient is in memory at a time. Weight gradients of nn.Linear and nn.Embedding are
+    never materialized, if the model is given and no ranks share the work. step() then only counts.
 
-    Clipping by norm and a loss scale must know the whole step before it is made. By default
-    gradients are held until step(); of a layer its input and its output's gradient, where that is
-    smaller. With clip_mode="two_pass" `opt.backward(loss)` runs the backward pass twice, first for
-    the norm: LOMO's memory, a second backward pass (and recomputation), never a second forward.
+    Clipping by norm and a loss scale need all gradients of a step before an update. By default
+    gradients are kept until step(); for a layer its input and its output's gradient are kept
+    instead, if they are smaller. With clip_mode="two_pass", `opt.backward(loss)` runs the backward
+    pass twice, first for the norm. This keeps LOMO's memory and costs a second backward pass (and
+    recomputation), but never a second forward pass.
 
     Args:
-        model_or_params: a model, of which all that requires grad is trained; or parameters, or
+        model_or_params: a model, whose parameters that require grad are trained; or parameters, or
             torch.optim's parameter groups.
         lr: the learning rate, positive.
-        weight_decay: decoupled; of an embedding's table, too, it decays all rows.
-        model: beside parameters or groups, the model they are in: for fusion, names, and layers of
-            tensor parallelism. Required in a job of several ranks.
+        weight_decay: decoupled; for an embedding it decays all rows.
+        model: with parameters or groups, the model that they belong to. It is needed for fusion,
+            names and tensor-parallel layers, and required in a job of several ranks.
         options: these, with their defaults:
-            clip_grad_norm (None): multiply all gradients by min(1, clip_grad_norm / norm), the norm
-            over gradients of all ranks. Each element of a weight that ranks share counts once.
+            clip_grad_norm (None): multiply all gradients by min(1, clip_grad_norm / norm), with the
+                norm over gradients of all ranks. Each element of a sharded or replicated weight
+                counts once.
             clip_grad_value (None): clamp each element to +-clip_grad_value instead.
             clip_mode ("deferred"): or "two_pass".
             loss_scale (None): a factor for float16, or "dynamic": from 2**16, halved on overflow,
-            doubled after 2000 good steps. The loop then is opt.scale(loss).backward(). With Inf or
-            NaN in a gradient no weight and no state changes on any rank.
-            accumulation_steps (1): micro-batches per step(). Their gradients are kept until the
-            last one's are consumed: all gradients' memory.
-            reduce_dtype (torch.float32): what gradients are accumulated and reduced in; or the
-            dtype of 16-bit weights. Weights of fully_shard go by its MixedPrecisionPolicy.
+            doubled after 2000 good steps. The loop is then opt.scale(loss).backward(). An overflow
+            on any rank skips the step on all ranks.
+            accumulation_steps (1): micro-batches per step(). All gradients are kept in memory until
+                the last micro-batch.
+            reduce_dtype (torch.float32): the dtype in which gradients are accumulated and reduced;
+                or the dtype of 16-bit weights. Weights of fully_shard use its MixedPrecisionPolicy.
             group (None): ranks with replicas, over which each gradient is averaged inside the
-            backward pass. Replicas stay equal to the last bit. A weight without a gradient on some
-            ranks counts as zeros there; without one on all ranks it is left alone. Required for
-            replicated weights in a job of several ranks; "none" has this rank train a model of its
-            own. Shards of fully_shard or WeightShards know their group.
-            mesh (None): a DeviceMesh of one dimension in place of a group.
-            overlap (None): let the backward pass go on while a gradient is reduced; two are in
-            memory then. None: where the ranks are not on CPUs.
-            stochastic_rounding (False): round bfloat16 weights up or down by chance, on average
-            right, so that small updates are not lost; no memory.
-            master (None): "split" keeps what bfloat16 weights lack of fp32 in 2 more bytes a
-            weight, exactly.
-            seed (0): of stochastic rounding; 32 bits.
+                backward pass. Replicas stay bitwise equal. A missing gradient on some ranks counts
+                as zeros; a weight without a gradient on all ranks is not updated. Required for
+                replicated weights in a job of several ranks; "none" trains this rank's model
+                independently of the others. Shards of fully_shard or WeightShards have their own
+                group.
+            mesh (None): a DeviceMesh of one dimension, instead of a group.
+            overlap (None): continue the backward pass while a gradient is reduced; two gradients
+                are then in memory. None: enabled unless the ranks are on CPUs.
+            stochastic_rounding (False): round bfloat16 weights up or down at random, without bias,
+                so that small updates are not lost. It needs no memory.
+            master (None): "split" stores the lower 16 bits of fp32 master weights separately:
+                exact, with 2 more bytes per bfloat16 weight.
+            seed (0): the 32-bit seed of stochastic rounding.
 
     Raises:
-        ValueError: an argument is out of range or excludes another; a parameter cannot be managed;
-            the model is a DistributedDataParallel or makes sparse gradients; in a job of several
-            ranks there is no model, or no group= for replicated weights. In the forward pass: such
-            a thing has come to be since. In the backward pass: the learning rate is negative or
-            NaN.
+        ValueError: an argument is out of range or conflicts with another; a parameter is not
+            supported; the model is a DistributedDataParallel or produces sparse gradients; in a job
+            of several ranks the model is missing, or group= for replicated weights. In the forward
+            pass: the model has changed so that one of these holds. In the backward pass: the
+            learning rate is negative or NaN.
         RuntimeError: in the backward pass, before a weight is written: the first gradient is not
-            finite and there is no loss scale; the loss was not scaled; clip_mode="two_pass" and not
-            opt.backward(); a shard gets a gradient on some ranks only (on all ranks). Before that
-            weight is written: it was updated in this step already.
+            finite and there is no loss scale; the loss was not scaled; clip_mode="two_pass" without
+            opt.backward(); or, on all ranks, a shard has a gradient on some ranks only. Before the
+            second update of a weight in one step.
 
-    Parameters without a gradient are left alone, as in torch.optim. Between the use of a gradient
-    and step() a parameter's .grad is a stand-in that raises RuntimeError when read, because
-    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find nothing. With Trainer and
+    Parameters without a gradient are not updated, as in torch.optim. Between the use of a gradient
+    and step(), a parameter's .grad is a placeholder that raises RuntimeError when read, because
+    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find no gradient. With Trainer and
     Accelerate call prepare() of ringcomm.integrations.transformers or .accelerate. Under
-    torch.compile all gradients are made as tensors, and clip_mode="two_pass" wants
+    torch.compile all gradients are materialized, and clip_mode="two_pass" needs
     torch._functorch.config.donated_buffer = False, or raises.
     """
 
@@ -112,7 +115,7 @@ class Lomo(InBackwardOptimizer):
             _ops.sgd_update_(weight, gradient.dense(), *scalars, **options)
 
     def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
-        """By the operator that reduces, updates and gathers, on CPUs: half of the passes."""
+        """On CPUs, one operator reduces, updates and gathers, with half as many memory passes."""
         options, weight = self.options, slot.local
         is_rounded = options.stochastic_rounding or options.master is not None
         if is_rounded or weight.device.type != "cpu" or not weight.is_contiguous():
@@ -139,14 +142,15 @@ class AdaLomo(InBackwardOptimizer):
         U = G / sqrt(R C / mean(R)),  U <- U / max(1, RMS(U) / clip_threshold)
         s = lr * max(eps[1], RMS(W)), W <- (1 - s * weight_decay) W - s U
 
-    What is no matrix keeps a moment for each element. State: "exp_avg_sq_row" and "exp_avg_sq_col",
-    or "exp_avg_sq", float32. Of a linear layer's gradient one exists at a time.
+    A weight that is not a matrix has one moment per element. State: "exp_avg_sq_row" and
+    "exp_avg_sq_col", or "exp_avg_sq", float32. At most one gradient of a linear layer is in memory
+    at a time.
 
     Args:
-        model_or_params: as Lomo, as are model, options and what is raised.
+        model_or_params: as for Lomo, like model, options and the errors.
         lr: the learning rate, relative to each weight's RMS; positive.
-        weight_decay: decoupled, relative likewise.
-        eps: added to squares of gradients; the least RMS of a weight.
+        weight_decay: decoupled, also relative to it.
+        eps: a pair: a summand of squared gradients, and the lower bound of a weight's RMS.
         clip_threshold: the largest RMS of an update.
         decay_rate: the exponent of t in beta, negative.
         model: as Lomo.
@@ -217,7 +221,7 @@ class AdaLomo(InBackwardOptimizer):
             _ops.adalomo_update_(*given, scalars, factor, seed, **more, first_elem=first_elem)
 
     def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        """Moves the moments on; what rows and columns of G are multiplied by to make U."""
+        """Updates the moments; returns the factors of the rows and columns of G that make U."""
         group, state, layout = self._group_of(slot), self.state[slot.param], slot.layout
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
         num_rows, num_columns = layout.matrix
@@ -239,7 +243,7 @@ class AdaLomo(InBackwardOptimizer):
 
 
 def _summed(sums: Tensor, layout: Layout) -> Tensor:
-    """Sums over this rank's part of a weight become those of the whole, in place. Collective."""
+    """Reduces sums over this rank's part to sums over the whole weight, in place. Collective."""
     for group in layout.groups:
         dist.all_reduce(sums, group=group)
     return sums.div_(layout.num_copies)

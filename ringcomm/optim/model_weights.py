@@ -1,4 +1,4 @@
-"""The model of an optimizer in the backward pass: what is refused of it, and the hooks on it."""
+"""The model of an optimizer in the backward pass: checks of its weights, and hooks."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _managed = WeakIdKeyDictionary()  # parameters that have an optimizer in their b
 
 
 class ModelWeights:
-    """A model and names for its parameters, or parameters alone.
+    """A model and the names of its parameters, or parameters without a model.
 
     Args:
         model: None for parameters alone.
-        optimizer: its name, for messages.
+        optimizer: the name of the optimizer, for messages.
 
     Raises:
-        ValueError: the model reduces gradients itself, or makes sparse ones.
+        ValueError: the model reduces gradients itself, or produces sparse gradients.
     """
 
     def __init__(self, model: nn.Module | None, optimizer: str) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
-                "DistributedDataParallel keeps all gradients to reduce them: give the model itself,"
-                " and group="
+                "DistributedDataParallel keeps all gradients until it has reduced them: pass the"
+                " model itself, and group="
             )
         self._model, self._optimizer = model, optimizer
-        # The modules that have a parameter, each with its name there.
+        # The modules that have a parameter, each with the parameter's name in it.
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         self._names: dict[nn.Parameter, str] = {}
         self.parts: dict[nn.Parameter, Any] = {}  # of tensor-parallel layers
@@ -58,49 +58,48 @@ class ModelWeights:
         self.parts = {param: (module, split) for _, param, module, split in split_params(model)}
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ValueError(f"{name} makes sparse gradients: give it sparse=False")
+                raise ValueError(f"{name} produces sparse gradients: make it with sparse=False")
             for attribute, param in module._parameters.items():
                 if param is not None:
                     self._places.setdefault(param, []).append((module, attribute))
 
     def name_of(self, param: nn.Parameter, index: int) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self._names.get(param, f"parameter {index} of shape {tuple(param.shape)}")
 
-    # ---- what is refused, by ValueError
+    # ---- checks, which raise ValueError
 
     def check_param(self, param: nn.Parameter, name: str) -> None:
-        """Of a parameter that cannot be managed."""
+        """Raises for a parameter that is not supported."""
         if self._model is not None and param not in self._names:
-            why = "is none of the model's"
+            why = "is not a parameter of the model"
         elif self._model is not None and param in tied_over_stages(self._model):
             why = (
-                "is shared by stages of a pipeline, which sum its gradients behind the backward"
-                " pass: train it by an optimizer that keeps gradients"
+                "is shared by stages of a pipeline, which sum its gradients after the backward"
+                " pass: train it with an optimizer that keeps gradients"
             )
         elif not param.requires_grad:
-            why = "does not require grad, and can have no hook: leave it out"
+            why = "does not require grad: leave it out"
         elif not param.is_floating_point():
-            why = f"is {param.dtype}, and weights are floating point"
+            why = f"must be floating point, got {param.dtype}"
         elif param in _managed:
-            why = "has an optimizer in its backward pass already: close() that one first"
+            why = "already has an optimizer in its backward pass: close() that one first"
         else:
             return
         raise ValueError(f"{name} {why}")
 
     def check_replicas(self, slots: Iterable[Slot], group: dist.ProcessGroup) -> None:
-        """Of weights that differ between the ranks of a data-parallel group."""
+        """Raises for weights that differ between the ranks of a data-parallel group."""
         if self._model is not None:
             refuse_experts(self._model, f"{self._optimizer} over several ranks")
         for slot in slots:
             if slot.shards is not None or any(_overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(
-                    f"{slot.name} is sharded: leave group= out, because its shards have a group "
-                    "of their own"
+                    f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
 
     def check_ranks(self, slots: Iterable[Slot], group: dist.ProcessGroup | str | None) -> None:
-        """Of ranks in a job that would train replicas that drift apart."""
+        """Raises if ranks of a job would train replicas that diverge."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size == 1:
             return
@@ -119,41 +118,41 @@ class ModelWeights:
                 f"{self._optimizer} without group= would train {plain[0].name} separately on each "
                 f"of {world_size} ranks, and the replicas would diverge: pass "
                 'group=dist.group.WORLD to average their gradients, or group="none" if each rank '
-                "trains a model of its own"
+                "trains its own model"
             )
 
     def check_unchanged(self, slots: Iterable[Slot]) -> None:
-        """Of a weight that is no longer the one that the optimizer updates."""
+        """Raises for a weight that was replaced since the optimizer was made."""
         modules = set() if self._model is None else set(self._model.modules())
         for slot in slots:
             param: Any = slot.param
-            if isinstance(param, DTensor):  # fully_shard has others in its place meanwhile
+            if isinstance(param, DTensor):  # fully_shard temporarily puts others in its place
                 continue
             for module, attribute in self._places.get(param, []):
                 if module not in modules or module._parameters.get(attribute) is not param:
                     raise ValueError(
-                        f"{slot.name} was replaced or taken out after {self._optimizer} was made,"
-                        " which would train the old one: close() it, change the model, and make it"
-                        " again"
+                        f"{slot.name} was replaced or removed after {self._optimizer} was made,"
+                        " which would train the old one: close() it, change the model, and make"
+                        " it again"
                     )
             if find_shards(param) is not slot.shards:
                 raise ValueError(
-                    f"{slot.name} was sharded after {self._optimizer} was made, or is no longer:"
-                    f" make WeightShards first, then {self._optimizer}"
+                    f"{slot.name} was sharded, or its shards were closed, after {self._optimizer}"
+                    f" was made: make WeightShards first, then {self._optimizer}"
                 )
 
     def place_parts(self, slots: Sequence[Slot]) -> Axes:
-        """Notes for each weight who holds the rest of it; the axes over which norms are summed.
+        """Records for each weight the ranks with its other parts; returns the axes for norms.
 
         Raises:
-            ValueError: other ranks have gradients that are not known of here.
+            ValueError: other ranks have gradients that this rank cannot include.
         """
         axes = Axes({}, (), None) if self._model is None else axes_of(self._model)
         if axes.stages is not None and axes.stages.size() > 1:
             raise ValueError(
-                f"clip_grad_norm and loss_scale of {self._optimizer} would go by the gradients of"
-                " this rank's stages of the pipeline alone: leave them out, or use zero.shard()"
-                " with its clip_grad_norm= and loss_scale="
+                f"clip_grad_norm and loss_scale of {self._optimizer} would see only the gradients"
+                " of this rank's pipeline stages: leave them out, or use zero.shard() with its"
+                " clip_grad_norm= and loss_scale="
             )
         shard_groups: list[dist.ProcessGroup] = []
         for slot in slots:
@@ -165,10 +164,10 @@ class ModelWeights:
         held = {**axes.held, **{slot.param: slot.parts for slot in slots}}
         return axes._replace(held=held, groups=(*dict.fromkeys(shard_groups), *axes.groups))
 
-    # ---- hooks; each returns what undoes it, and an optimizer does when it goes
+    # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 
     def before_forward(self, optimizer: InBackwardOptimizer) -> list[Callable[[], Any]]:
-        """Has the optimizer, a weak proxy, look at the model before each of its forward passes."""
+        """Makes the optimizer, a weak proxy, check the model before each of its forward passes."""
 
         def call(*_: Any) -> None:
             if not torch.compiler.is_compiling():
@@ -177,7 +176,7 @@ class ModelWeights:
         return [] if self._model is None else [self._model.register_forward_pre_hook(call).remove]
 
     def attach(self, slot: Slot, path: GradientPath, *, may_fuse: bool) -> list[Callable[[], Any]]:
-        """Tells the path, a weak proxy, of a weight's gradients."""
+        """Reports a weight's gradients to the path, a weak proxy."""
 
         def param_arrived(_: Tensor) -> None:
             with exact(slot.param.device):
@@ -200,7 +199,7 @@ class ModelWeights:
         return undo
 
     def watch_units(self, slots: Iterable[Slot], path: GradientPath) -> list[Callable[[], Any]]:
-        """Tells the path, a weak proxy, of whole gradients that fully_shard will reduce."""
+        """Reports unsharded gradients, which fully_shard will reduce, to the path, a weak proxy."""
         undo: list[Callable[[], Any]] = []
         slot_at = {place: slot for slot in slots for place in self._places.get(slot.param, [])}
 
@@ -224,7 +223,7 @@ class ModelWeights:
 
 
 def run_all(actions: list[Callable[[], Any]]) -> None:
-    """Calls them and forgets them."""
+    """Calls all functions and clears the list."""
     while actions:
         actions.pop()()
 

@@ -1,4 +1,4 @@
-"""One weight of an optimizer in the backward pass: its gradient until it is used, and its place."""
+"""One weight of an optimizer in the backward pass: its gradient until used, and its layout."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.tensor.splits import Split, SplitModule
 
 Groups = tuple[dist.ProcessGroup, ...]
-_NO_BACKWARD = -1  # torch's id of no graph task
+_NO_BACKWARD = -1  # torch's id outside a graph task
 _uses = itertools.count(1)
 
 
 class Slot:
-    """One weight, and where it stands in this step.
+    """One weight and its state in this step.
 
     Attributes:
-        num_arrived: gradients that have come in this step; `total` is their sum so far.
-        held: its complete gradient, where that waits for step().
-        arrived_in: the backward pass that brought the last one, by torch's number.
-        autograd_in: of a fused layer's weight, the last pass that brought one past the layer.
-        first_use: when a layer first used it in this step, a running number; 0 for not seen.
-        num_unseen_uses: by layers without gradients: a reentrant checkpoint may bring one each.
-        grad_dtype: what several gradients are added up in, and reduced in over ranks.
-        layout, parts: what this rank holds of it, and who holds the rest, for norms.
-        peers: of a shard, the groups of the mesh whose ranks have gradients of the same weights.
-        whole: the parameter that autograd brings gradients to: fully_shard has another one.
-        spent: what .grad is between the use of the gradient and forget().
+        num_arrived: gradients that have arrived in this step; `total` is their sum so far.
+        held: its complete gradient, if that waits for step().
+        arrived_in: the id of the backward pass of the last gradient.
+        autograd_in: for a fused layer's weight, the last pass with a gradient from autograd.
+        first_use: the sequence number of its first use by a layer in this step; 0 if not used.
+        num_unseen_uses: uses in no_grad mode; a reentrant checkpoint may have a gradient for each.
+        grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks. layout,
+        parts: the part on this rank, and the ranks with the other parts, for norms.
+        peers: for a shard, the groups of the mesh whose ranks have gradients of the same weights.
+        whole: the parameter for autograd's gradients, which differs with fully_shard.
+        spent: the placeholder in .grad between the use of the gradient and forget().
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Slot:
         self.forget()
 
     def forget(self) -> None:
-        """Ready for the next step."""
+        """Resets the slot for the next step."""
         self.num_arrived = self.num_unseen_uses = self.first_use = 0
         self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
         self.total: Tensor | None = None
@@ -87,7 +87,7 @@ class Slot:
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds of the weight, which updates write."""
+        """This rank's part of the weight, which updates write."""
         if self.shards is not None:
             return self.shards.shard_of(self.param)
         return _local_of(self.param).detach()
@@ -96,36 +96,36 @@ class Slot:
 
     @property
     def has_grad(self) -> bool:
-        """Whether there is a gradient that nobody has taken."""
+        """Whether there is a gradient that was not taken."""
         self.collect()
         return self.total is not None
 
     def collect(self) -> None:
-        """Adds what autograd, or the user, has left in `.grad` to `total`."""
+        """Adds `.grad`, from autograd or the user, to `total`."""
         grad = self.param.grad
         if grad is not None and grad is not self.spent:
             self.param.grad = None
             self.add(_local_of(grad))
 
     def add(self, grad: Tensor) -> None:
-        """Adds one to `total`. One that stays alone keeps its dtype."""
+        """Adds a gradient to `total`. A single gradient keeps its dtype."""
         self.total = grad if self.total is None else self.total.to(self.grad_dtype).add_(grad)
 
     def take(self) -> Tensor:
-        """The sum of those that have come, which is then gone."""
+        """Returns the sum of the gradients that have arrived, and clears it."""
         self.collect()
         assert self.total is not None
         total, self.total = self.total, None
         return total
 
     def mark_spent(self) -> None:
-        """Has torch's clipping and the like raise until forget()."""
+        """Makes torch's clipping and similar functions raise until forget()."""
         self.param.grad = self.spent
 
-    # ---- what is still to come of it
+    # ---- gradients that are still expected
 
     def is_used(self, module: nn.Module, _: Any) -> None:
-        """The hook before a forward pass of a layer that has the weight."""
+        """The forward pre-hook of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
         ddp = DistributedDataParallel._get_active_ddp_module()
@@ -145,15 +145,15 @@ class Slot:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the gradient that arrives now is one of a reentrant checkpoint's own pass."""
+        """Whether the arriving gradient comes from the nested pass of a reentrant checkpoint."""
         return self._made_in not in (_NO_BACKWARD, torch._C._current_graph_task_id())
 
     def awaits_more(self) -> bool:
-        """Called as a gradient arrives: whether this backward pass will bring more of it.
+        """Called when a gradient arrives: whether this backward pass will produce more of it.
 
-        A reentrant checkpoint (Chen et al. 2016, as torch.utils.checkpoint had it first) runs each
-        segment without gradients, then again in a backward pass of its own inside the outer one.
-        So a weight of several segments arrives several times: as often as it was used unseen.
+        A reentrant checkpoint (Chen et al. 2016, the first form of torch.utils.checkpoint) runs
+        each segment without gradients, then again in a nested backward pass. The gradient of a
+        weight in several segments therefore arrives several times: once per use in no_grad mode.
         """
         if not self.is_nested:
             return False
@@ -161,11 +161,11 @@ class Slot:
         return self.num_unseen_uses > 0
 
     def will_come(self, task: int) -> bool:
-        """Whether a backward pass, by torch's number, will still bring a gradient of the weight."""
+        """Whether a backward pass, by torch's id, will still produce a gradient of the weight."""
         return self.num_unseen_uses > 0 or (self.arrived_in != task and self.autograd_will_bring())
 
     def autograd_will_bring(self) -> bool:
-        """Whether the backward pass that runs now brings a gradient to the parameter itself."""
+        """Whether the current backward pass produces a gradient for the parameter itself."""
         whole = self.whole
         if not whole.requires_grad:
             return False
@@ -180,11 +180,11 @@ def _local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# ---- which part of a weight this rank holds
+# ---- this rank's part of a weight
 
 
 class Block(NamedTuple):
-    """A rectangle of a matrix that this rank holds: local elements from `begin` on, row by row."""
+    """A rectangle of a matrix on this rank: local elements from `begin`, row by row."""
 
     begin: int
     rows: slice
@@ -197,16 +197,17 @@ class Block(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What this rank holds of a weight.
+    """This rank's part of a weight.
 
     Attributes:
         shape: of the whole weight.
-        matrix: its rows and columns; (1, local elements) if it is no matrix, which has means of its
-            own for each element.
+        matrix: its rows and columns; (1, local elements) if it is not a matrix and has one moment
+            per element.
         blocks: the local part of it.
-        groups: a sum over local parts, added up over each of these, has the whole `num_copies`
-            times.
-        first_elem: where the local part begins in the whole, for the random bits of rounding.
+        groups: a sum over local parts, summed over each of these groups, counts each element
+            `num_copies` times.
+        first_elem: the index of the first local element in the whole weight, for the random bits of
+            rounding.
     """
 
     shape: torch.Size
@@ -223,10 +224,10 @@ class Layout(NamedTuple):
 
 
 def layout_of(param: nn.Parameter, part: tuple[SplitModule, Split] | None) -> Layout:
-    """Of a parameter, whole or sharded; `part` says of what a tensor-parallel layer has a part.
+    """The layout of a parameter, unsharded or sharded; `part` describes a tensor-parallel part.
 
-    Locally it is a piece of a box: the elements [begin, end) of a tensor of shape `box`, whose
-    first element is at `offsets` of the whole weight.
+    The local elements are [begin, end) of a box: a tensor of shape `box`, whose first element is at
+    `offsets` of the whole weight.
     """
     shape, box, offsets = list(param.shape), param.shape, [0] * param.dim()
     groups, num_copies, shards = [], 1, find_shards(param)
@@ -256,7 +257,7 @@ def layout_of(param: nn.Parameter, part: tuple[SplitModule, Split] | None) -> La
 
 
 def _blocks(begin: int, end: int, width: int, first_row: int, first_column: int) -> list[Block]:
-    """The elements [begin, end) of a box of a matrix: the rest of a row, whole rows, and a row."""
+    """The elements [begin, end) of a box as blocks: the end of a row, full rows, part of a row."""
     blocks, at = [], begin
     while at < end:
         row, column = divmod(at, width)

@@ -1,4 +1,4 @@
-"""What several ranks hold of one model."""
+"""Parallel training: one model on several ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch.distributed.pipelining or .checkpoint, which are slow to import."""
+    """Imports lazily what needs torch.distributed.pipelining or .checkpoint, which are slow."""
     if name == "pipeline":
         return import_module("ringcomm.parallel.pipeline")
     if name in ("get_state_dict", "set_state_dict"):

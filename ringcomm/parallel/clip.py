@@ -1,4 +1,4 @@
-"""Clipping by one norm of all gradients, whatever the axes of parallelism."""
+"""Clipping by one norm of all gradients, for any combination of parallelism."""
 
 from __future__ import annotations
 
@@ -24,45 +24,47 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for a model on any mesh of ranks.
 
-    Every element of the whole model's gradient counts once: layers in tensor, sequence and expert
-    parallelism, copied key and value heads, the stages of a pipeline with the weights they share,
-    and DTensors of fully_shard, in any combination. The norm and the factor have the same bits on
-    all ranks, so that replicas stay alike.
+    Every element of the whole model's gradient counts once. This includes tensor-, sequence- and
+    expert-parallel layers, replicated key and value heads, pipeline stages with tied weights, and
+    DTensors of fully_shard, in any combination. The norm and the factor are bitwise equal on all
+    ranks, so replicas stay equal.
 
     Args:
-        model: an nn.Module, or a `pipeline.Pipeline`, after the backward pass; gradients are
-            averaged over data parallelism (by DistributedDataParallel, fully_shard or
-            `expert.average_gradients`). An optimizer that has a clip_grad_norm_() of its own is
-            asked for that.
+        model: an nn.Module, or a `pipeline.Pipeline`, after the backward pass. Gradients must
+            already be averaged over data-parallel ranks (by DistributedDataParallel, fully_shard or
+            `expert.average_gradients`). For an optimizer with its own clip_grad_norm_(), that
+            method is called.
         max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
-        norm_type: 2, another p > 0, or infinity.
-        error_if_nonfinite: whether a norm that is not finite is an error.
+        norm_type: p > 0, or infinity.
+        error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
 
     Returns:
-        The norm before, of no dimension, in float64, the same on all ranks.
+        The norm before clipping, a float64 scalar tensor, the same on all ranks.
 
     Raises:
-        TypeError: `model` is parameters, or an optimizer that does not know its model.
+        TypeError: `model` is a list of parameters, or an optimizer without its model.
         ValueError: norm_type is out of range, or the model is a piece of a pipeline.
         RuntimeError: on all ranks and before gradients change: no rank has a gradient, or the norm
-            is not finite and that is an error.
+            is not finite with error_if_nonfinite.
 
-    Collective: an all_gather of 16 bytes a rank for each group of a mesh dimension, of tensor
-    parallelism, of experts and of stages; 32 for tensor-parallel groups of experts in parts.
+    Collective: one all_gather of 16 bytes per rank for each group of a mesh dimension, of tensor
+    parallelism, of experts and of stages; 32 bytes for tensor-parallel groups of sharded experts.
     """
     if not norm_type > 0:
-        raise ValueError(f"norm_type is 2, another positive number or infinity, got {norm_type}")
+        raise ValueError(f"norm_type must be a positive number or infinity, got {norm_type}")
     if isinstance(model, torch.optim.Optimizer) and hasattr(model, "clip_grad_norm_"):
         if norm_type != 2:
             name = type(model).__name__
-            raise ValueError(f"{name} clips by the 2-norm, got norm_type={norm_type}")
+            raise ValueError(
+                f"{name} clips by the 2-norm: norm_type must be 2, got norm_type={norm_type}"
+            )
         own: Tensor = model.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
         return own
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            "clip_grad_norm_ needs the model or its Pipeline, to know what other ranks have; got "
-            f"a {type(model).__name__}"
+            "clip_grad_norm_ needs the model or its Pipeline, which describe the parts of other"
+            f" ranks; got a {type(model).__name__}"
         )
     axes = axes_of(module)
     grads = {param: param.grad for param in module.parameters() if param.grad is not None}
@@ -77,9 +79,9 @@ def clip_grad_norm_(
 
 
 def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of the whole model's gradient, of which `grads` has this rank's elements.
+    """The norm of the whole model's gradient; `grads` has this rank's elements.
 
-    Returns a float64 tensor of no dimension, with the same bits on all ranks. Collective.
+    Returns a float64 scalar tensor, bitwise equal on all ranks. Collective.
     """
     is_max = norm_type == math.inf
     device = next((grad.device for grad in grads.values()), torch.device("cpu"))
@@ -95,30 +97,31 @@ def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float =
     zeros = torch.zeros(2, dtype=torch.float64, device=device)
     total = over_all_ranks(axes, own, zeros, num_sums=1 if is_max else 2)
     num_grads, power = (total[0], total[1]) if is_max else (total[1], total[0])
-    # A rank that has a gradient need not look, and so does not wait for its device.
+    # A rank with a gradient skips the check, and so does not wait for its device.
     if not grads and not num_grads:
         raise RuntimeError(
-            "no rank has a gradient to clip: call backward() before. An optimizer that takes"
-            " gradients in the backward pass, such as Lomo, clips by its option clip_grad_norm"
+            "no rank has a gradient to clip: call backward() before. For an optimizer that"
+            " applies gradients in the backward pass, such as Lomo, set its option"
+            " clip_grad_norm"
         )
     return power if is_max else power ** (1 / norm_type)
 
 
 def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_sums: int) -> Tensor:
-    """Sums and maxima over the whole model, in which every element counts once.
+    """Sums and maxima over the whole model; every element counts once.
 
-    `own` has rows of this rank's elements by where the others are, `num_sums` sums, then maxima;
-    `zeros` is a row of nothing, in float64. Returns a row with the same bits on all ranks:
-    everything is added in rank order. Collective: an all_gather of a row, or of a few, over each
-    group of the axes.
+    `own` has rows for this rank's elements, grouped by the ranks with the other elements:
+    `num_sums` sums, then maxima. `zeros` is an empty row in float64. Returns a row that is bitwise
+    equal on all ranks, because everything is added in rank order. Collective: an all_gather of one
+    or a few rows over each group of the axes.
     """
     pools = dict.fromkeys(_pools_of(axes), zeros)
     for held, row in own.items():
         share = torch.cat([row[:num_sums] / held.num_copies, row[num_sums:]])
         pools[held.groups] = _joined([pools[held.groups], share], num_sums)
     for group in axes.groups:
-        # The same pools in the same order on all ranks of the group: they have the same modules,
-        # but for a group of experts, which is last, so that it has one pool.
+        # All ranks of the group have the same pools in the same order, because they have the same
+        # modules. The exception is a group of experts, which is last and therefore has one pool.
         mine = [rest for rest in pools if rest[:1] == (group,)]
         rows = _gathered(torch.stack([pools[rest] for rest in mine]), group)
         for rest, row in zip(mine, rows.unbind(1), strict=True):
@@ -130,7 +133,7 @@ def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_su
 
 
 def bytes_over_all_ranks(axes: Axes, row_bytes: int, num_shards: int = 1) -> int:
-    """What a rank sends in over_all_ranks(), after axes.sharded_over() a group of num_shards."""
+    """Bytes that a rank sends in over_all_ranks() after axes.sharded_over() with num_shards."""
     pools = _pools_of(axes)
     num_sent = (num_shards - 1) * len({(), *(held.groups for held in axes.held.values())})
     for group in axes.groups:
@@ -141,14 +144,14 @@ def bytes_over_all_ranks(axes: Axes, row_bytes: int, num_shards: int = 1) -> int
 
 
 def _pools_of(axes: Axes) -> list[tuple[dist.ProcessGroup, ...]]:
-    """The groups that elements are still to be summed over, whose sums are kept apart."""
+    """The groups over which elements remain to be summed; their sums are kept separate."""
     of_params = (held.groups for held in axes.held.values())
     every = [(), *((group,) for group in axes.groups), *of_params]
     return list(dict.fromkeys(groups[idx:] for groups in every for idx in range(len(groups) + 1)))
 
 
 def _joined(rows: list[Tensor], num_sums: int) -> Tensor:
-    """One of several rows, added in this order, so that the bits are the same on all ranks."""
+    """Combines several rows in this order, so that the bits are the same on all ranks."""
     found, *others = rows
     for row in others:
         largest = torch.maximum(found[num_sums:], row[num_sums:])
@@ -157,7 +160,7 @@ def _joined(rows: list[Tensor], num_sums: int) -> Tensor:
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks', (ranks, *shape). Not by all_reduce, whose order may differ between groups."""
+    """All ranks' tensors, (ranks, *shape). Not all_reduce: its order may differ between groups."""
     sent = mine.to(device_of(group)).contiguous()
     rows = sent.new_empty(group.size(), *mine.shape)
     all_gather_single(rows.view(-1), sent.view(-1), group=group)
@@ -177,7 +180,7 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
 
 
 def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Lists of one device and dtype each."""
+    """Groups tensors by device and dtype."""
     found: dict[Any, list[Tensor]] = {}
     for grad in grads:
         found.setdefault((grad.device, grad.dtype), []).append(grad)

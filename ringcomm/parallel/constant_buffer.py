@@ -1,6 +1,6 @@
-"""Collectives over lists of tensors through one buffer of a constant size, whatever the model.
+"""Collectives over lists of tensors through one buffer of constant size.
 
-Cb of ZeRO-R (Rajbhandari et al. 2020, 6.2): fused for speed, but not into one copy of everything.
+Cb of ZeRO-R (Rajbhandari et al. 2020, 6.2): calls are fused, without a copy of the whole model.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def all_reduce_mean_(
 ) -> None:
     """Replaces tensors by their means over the ranks, elementwise.
 
-    Small ones travel together, large ones by rows: a call for every buffer of one dtype and device.
-    Rows of a contiguous tensor that fill a buffer travel from where they are.
+    Small tensors are packed together and large ones are split by rows, with one call per buffer of
+    one dtype and device. Rows of a contiguous tensor that fill a buffer are sent in place.
 
     Args:
         tensors: floating point or complex, of any shapes and strides, parameters too; the same
             shapes and dtypes in the same order on all ranks.
         group: None for the default group.
-        buffer_bytes: of all memory that is taken besides, whatever the model. Torch itself takes
-            14 KB more to copy a transposed matrix on a CPU.
-        mesh: of one dimension, in place of a group.
+        buffer_bytes: the total additional memory. Torch itself needs 14 KB more to copy a
+            transposed matrix on a CPU.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
 
     Raises:
         TypeError: a tensor is not floating point or complex; nothing was written.
@@ -73,7 +73,7 @@ def broadcast_(
     mesh: DeviceMesh | None = None,
     group_src: int = 0,
 ) -> None:
-    """Replaces tensors by those of one rank.
+    """Replaces tensors with those of one rank.
 
     Args:
         tensors: of any dtypes, otherwise as all_reduce_mean_()'s.
@@ -91,7 +91,9 @@ def broadcast_(
     listed = _checked(tensors, buffer_bytes)
     resolved = resolve_group(group, mesh)
     if not 0 <= group_src < resolved.size():
-        raise ValueError(f"group_src is a rank of {resolved.size()}, got {group_src}")
+        raise ValueError(
+            f"group_src must be a rank of the group of {resolved.size()}, got {group_src}"
+        )
 
     def send(flat: Tensor) -> None:
         dist.broadcast(flat.view(torch.uint8), group=resolved, group_src=group_src)
@@ -105,17 +107,17 @@ def _checked(tensors: Iterable[Tensor], buffer_bytes: int) -> list[Tensor]:
     for tensor in listed:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise ValueError(
-                f"tensors in a buffer are strided and have their own values, got {tensor.layout}"
+                f"tensors in a buffer must be strided and have values, got {tensor.layout}"
             )
         dims = zip(tensor.stride(), tensor.shape, strict=True)
         if any(stride == 0 and size > 1 for stride, size in dims):
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has"
-                " elements that share memory: give its contiguous() instead"
+                " elements that share memory: pass its contiguous() instead"
             )
         if tensor.element_size() > buffer_bytes:
             raise ValueError(
-                f"buffer_bytes is {buffer_bytes}: an element of {tensor.dtype} has no room"
+                f"buffer_bytes must hold at least one element of {tensor.dtype}, got {buffer_bytes}"
             )
     return listed
 
@@ -127,7 +129,7 @@ def _through_buffer(
     *,
     is_changed: bool,
 ) -> None:
-    """Calls a collective, which changes this rank's values or not, for parts of one dtype."""
+    """Calls a collective for parts of one dtype; copies results back if it changes them."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
@@ -138,11 +140,11 @@ def _through_buffer(
     for (device, dtype), alike in kinds.items():
         for parts in _fill(alike, buffer_bytes // dtype.itemsize):
             if len(parts) == 1 and parts[0].is_contiguous():
-                # A view(-1) of a single element may keep an odd stride.
+                # A view(-1) of a single element may keep an unusual stride.
                 collective(parts[0].as_strided([parts[0].numel()], [1]))
                 continue
             if buffer is None or buffer.device != device:
-                buffer = None  # before the next one is there
+                buffer = None  # before the next one is allocated
                 buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
             sizes = [part.numel() for part in parts]
             flat = buffer[: dtype.itemsize * sum(sizes)].view(dtype)
@@ -158,7 +160,7 @@ def _through_buffer(
 def _fill(tensors: Iterable[Tensor], num_elems: int) -> Iterator[list[Tensor]]:
     """Views of all elements in their order, in lists of `num_elems` at most.
 
-    Where they are cut does not depend on strides, which may differ between ranks.
+    The cuts do not depend on strides, which may differ between ranks.
     """
     parts: list[Tensor] = []
     room = num_elems
@@ -173,7 +175,7 @@ def _fill(tensors: Iterable[Tensor], num_elems: int) -> Iterator[list[Tensor]]:
 
 
 def _pieces(tensor: Tensor, num_elems: int) -> Iterator[Tensor]:
-    """A tensor by as many rows as have room, or by parts of each row."""
+    """Splits a tensor into groups of rows that fit, or into parts of each row."""
     if tensor.numel() <= num_elems:
         yield tensor
         return

@@ -1,4 +1,4 @@
-"""Collectives over one flat buffer in uneven shards, whatever the backend."""
+"""Collectives over one flat buffer in uneven shards, for any backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a group's collectives take tensors: on the CPU if they do there."""
+    """The device for a group's collectives: the CPU if they support it."""
     devices, cpu = group._device_types, torch.device("cpu")
     return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
 
@@ -60,12 +60,12 @@ def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather_shards(
     flat: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None
 ) -> None:
-    """Fills a buffer with the ranks' shards, of which this rank's is in its place.
+    """Fills a buffer with the ranks' shards; this rank's shard is already in place.
 
     Args:
         flat: one dimension, of the same size on all ranks.
         group: whose ranks.
-        sizes: the elements of each rank's shard, one behind the other; by default shard_sizes().
+        sizes: the elements of each rank's shard, in rank order; by default shard_sizes().
 
     Collective, unless the buffer is empty.
     """
@@ -86,7 +86,7 @@ def all_gather_shards(
 
 
 def gather_parts(part: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """All ranks' parts one behind the other, from this rank's, of one dimension.
+    """Concatenates all ranks' one-dimensional parts in rank order.
 
     Collective, unless all parts are empty.
     """
@@ -98,7 +98,7 @@ def gather_parts(part: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Te
 
 
 def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
-    """The shards one behind the other, each as long as the longest."""
+    """The concatenated shards, each padded to the longest."""
     if sizes[-1] == sizes[0]:
         return flat
     rows = flat.new_zeros(len(sizes), sizes[0])
@@ -108,7 +108,7 @@ def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
 
 
 def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """All ranks' numbers, int64 [1] on a device that the group takes. Collective."""
+    """All ranks' numbers, from int64 [1] on a device that the group supports. Collective."""
     numbers = number.new_empty(group.size())
     all_gather_single(numbers, number, group=group)
     found: list[int] = numbers.tolist()
@@ -116,7 +116,7 @@ def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:
 
 
 def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Everybody's objects; this rank's alone without a group. Collective."""
+    """All ranks' objects; without a group only this rank's. Collective."""
     if group is None:
         return [mine]
     everyone: list[Any] = [None] * group.size()
@@ -125,7 +125,7 @@ def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks where they disagree. Collective."""
+    """Raises ValueError on all ranks if values differ. Collective."""
     everyone = all_gathered(mine, group)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

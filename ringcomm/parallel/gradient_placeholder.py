@@ -1,4 +1,4 @@
-"""Gradients go to an optimizer when autograd has made them; what `param.grad` is instead."""
+"""Hooks that pass gradients to an optimizer, and the placeholder that stays in `param.grad`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["GradientHooks", "GradientPlaceholder", "remove_hooks"]
 _add: Any = torch.ops.aten.add_
 _MESSAGE = (
     "param.grad of a weight that zero.shard() has sharded has no values; gradients are in the"
-    " optimizer. Use optimizer.clip_grad_norm_() in place of torch.nn.utils.clip_grad_norm_, the"
-    " option loss_scale= in place of torch.amp.GradScaler, and no DistributedDataParallel"
+    " optimizer. Use optimizer.clip_grad_norm_() instead of torch.nn.utils.clip_grad_norm_, the"
+    " option loss_scale= instead of torch.amp.GradScaler, and no DistributedDataParallel"
 )
 
 
 class GradientPlaceholder(Tensor):
-    """Stands in for a gradient that is not here, and raises when an operator reads or writes it.
+    """A placeholder for a gradient; raises when an operator reads or writes it.
 
     Without it torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler, DistributedDataParallel and
-    other optimizers over the same weights would find no gradient, and do nothing in silence. It has
-    the parameter's shape, strides, dtype and device, which can be read, and no memory.
+    other optimizers over the same weights would find no gradient and silently do nothing. It has
+    the parameter's shape, strides, dtype and device, and no memory.
 
     Args:
-        param: in whose `grad` it will be.
-        message: of the RuntimeError.
-        message_of_add: of the one for another gradient that is added; default: `message`.
+        param: the parameter whose `grad` it will be.
+        message: the message of the RuntimeError.
+        message_of_add: the message if another gradient is added; default: `message`.
     """
 
     message: str
@@ -68,7 +68,7 @@ class GradientPlaceholder(Tensor):
         raise RuntimeError(found.message_of_add if func.overloadpacket is _add else found.message)
 
     def __deepcopy__(self, memo: Any) -> None:
-        """None: a copy of the parameter has no gradient, and no optimizer that took it."""
+        """Returns None: a copy of the parameter has no gradient and no optimizer."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Without values."""
@@ -76,12 +76,12 @@ class GradientPlaceholder(Tensor):
 
 
 class GradientHooks:
-    """Gives each gradient to `taker` when autograd has made it, and leaves a GradientPlaceholder.
+    """Passes each gradient from autograd to `taker` and leaves a GradientPlaceholder.
 
-    It calls taker.take_gradient(param, grad), which adds the gradient to what is there, and
-    taker.drop_gradient(param) where the user has set `param.grad` to None, or nothing has come yet.
-    The taker and the hooks live as long as the taker: they refer to it weakly. Gradients of `late`
-    parameters are ordinary ones until collect(), since somebody adds to them behind autograd.
+    It calls taker.take_gradient(param, grad), which accumulates the gradient, and
+    taker.drop_gradient(param) if the user has set `param.grad` to None or no gradient has arrived
+    yet. The hooks live as long as the taker and refer to it weakly. Gradients of `late` parameters
+    are ordinary until collect(), because other code adds to them after autograd.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class GradientHooks:
         self._taker = weakref.ref(taker)
         self._late = list(late)
         self._placeholders = {p: GradientPlaceholder(p, _MESSAGE) for p in params if p not in late}
-        # They are kept, since autograd would make others, without hooks, for the next graph.
+        # References are kept: autograd would otherwise make new nodes, without hooks, for the next
+        # graph.
         self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
         told = weakref.ref(self)
         handles: list[Any] = []
@@ -105,21 +106,21 @@ class GradientHooks:
         weakref.finalize(self, remove_hooks, handles)
 
     def before(self, param: nn.Parameter) -> None:
-        """Makes `param.grad` ready for autograd to add to it."""
+        """Prepares `param.grad` for autograd, which adds to it."""
         if isinstance(param.grad, GradientPlaceholder):
             param.grad = None
         elif (taker := self._taker()) is not None:  # None or another gradient, by the user
             taker.drop_gradient(param)
 
     def after(self, param: nn.Parameter) -> None:
-        """Takes what autograd has left."""
+        """Takes the gradient that autograd has stored."""
         if (taker := self._taker()) is not None and param.grad is not None:
             with torch.no_grad():
                 taker.take_gradient(param, param.grad)
             param.grad = self._placeholders[param]
 
     def collect(self) -> None:
-        """Takes what users have put in place of gradients, and drops what they set to None."""
+        """Takes gradients that users have replaced, and drops those that they set to None."""
         for param in self._placeholders:
             if not isinstance(param.grad, GradientPlaceholder):
                 self.before(param)

@@ -1,4 +1,4 @@
-"""The ranks of a job as a mesh: who shares what of a model, and the groups for it."""
+"""The ranks of a job as a mesh: the axes of parallelism and their groups."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["ParallelDims"]
 
-# From the outermost axis to the innermost: ranks that talk most are neighbours.
+# From the outermost to the innermost axis: ranks that communicate most are neighbours.
 _AXES = ("pp", "dp", "fsdp", "tp")
 _TRAFFIC = {
-    "pp": "activations and their gradients, once a micro-batch",
-    "dp": "gradients, once a step",
+    "pp": "activations and their gradients, once per micro-batch",
+    "dp": "gradients, once per step",
     "fsdp": "weights and gradients of a layer, around its forward and backward",
-    "tp": "activations, four times a layer",
-    "ep": "tokens to their experts and back, four times a layer",
-    "edp": "gradients of experts, once a step",
+    "tp": "activations, four times per layer",
+    "ep": "tokens to their experts and back, four times per layer",
+    "edp": "gradients of experts, once per step",
 }
 
 
@@ -31,21 +31,23 @@ class ParallelDims:
         model, optimizer, step = parallelize(model, dims, ...)
         fully_shard(model, mesh=dims["fsdp"])        # or use the axes by hand
 
-    `dp`, `fsdp`, `pp` and `tp` multiply to the number of ranks. Experts are shared inside of data
-    parallelism: `ep` divides dp * fsdp and is no factor.
+    `dp`, `fsdp`, `pp` and `tp` multiply to the number of ranks. Experts are sharded over
+    data-parallel ranks: `ep` divides dp * fsdp and is not a factor of its own.
 
     Args:
-        dp: replicas of the model. -1 takes the ranks that the other axes leave.
+        dp: replicas of the model. -1 means all ranks that remain for it.
         fsdp: ranks over which each replica's weights, gradients and optimizer state are sharded.
-            With dp above 1 this is HSDP. -1 takes what is left, if dp is given.
+            With dp above 1 this is HSDP. -1 means all remaining ranks, if dp is given.
         pp: stages of the pipeline.
-        tp: ranks that share each layer.
-        ep: ranks that share the experts of each layer.
-        world_size: default: that of the default group. With it, sizes and the table need no group.
-        device_type: of the meshes, "cpu" or "cuda". Default: that of the accelerator, if there is.
+        tp: ranks over which each layer is sharded.
+        ep: ranks over which the experts of each layer are sharded.
+        world_size: the number of ranks; default: that of the default group. With it, sizes and the
+            table need no group.
+        device_type: of the meshes, "cpu" or "cuda". Default: that of the accelerator, if there is
+            one.
 
     Raises:
-        ValueError: the sizes do not make up the number of ranks; says which, and what would.
+        ValueError: the sizes do not multiply to the number of ranks; the message says what would.
 
     Attributes:
         dp, fsdp, pp, tp, ep: as resolved.
@@ -66,8 +68,8 @@ class ParallelDims:
         if world_size is None:
             if not dist.is_initialized():
                 raise ValueError(
-                    "ParallelDims counts the ranks of the default group: call"
-                    " torch.distributed.init_process_group first, or give world_size"
+                    "ParallelDims needs the number of ranks: call"
+                    " torch.distributed.init_process_group first, or pass world_size"
                 )
             world_size = dist.get_world_size()
         sizes = _resolved({"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}, world_size)
@@ -86,7 +88,7 @@ class ParallelDims:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """All axes, ("pp", "dp", "fsdp", "tp"). Collective when it is first asked for."""
+        """All axes, ("pp", "dp", "fsdp", "tp"). Collective on first use."""
         self._check_world()
         shape = tuple(getattr(self, axis) for axis in _AXES)
         return init_device_mesh(self._device_type, shape, mesh_dim_names=_AXES)
@@ -96,13 +98,13 @@ class ParallelDims:
 
         Args:
             axis: "pp", "dp", "fsdp", "tp", "ep"; "batch" for dp and fsdp together, the ranks with
-                other rows of a batch; "edp" for the ranks of "batch" that have the same experts; or
-                "hsdp", of two dimensions, dp and fsdp, as fully_shard takes it.
+                different rows of a batch; "edp" for the ranks of "batch" with the same experts; or
+                "hsdp", a two-dimensional mesh of dp and fsdp for fully_shard.
 
         Raises:
             KeyError: there is no such axis.
 
-        Collective when "batch", "ep" or "edp" is first asked for.
+        Collective on the first use of "batch", "ep" or "edp".
         """
         if axis in _AXES:
             return self.mesh[axis]
@@ -112,7 +114,9 @@ class ParallelDims:
             return self._batch
         if axis in ("ep", "edp"):
             return self._experts[axis]
-        raise KeyError(f"{axis!r} is none of {', '.join(_AXES)}, ep, edp, batch, hsdp")
+        raise KeyError(
+            f"the axis must be one of {', '.join(_AXES)}, ep, edp, batch, hsdp; got {axis!r}"
+        )
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of an axis; see __getitem__."""
@@ -124,7 +128,7 @@ class ParallelDims:
 
     @cached_property
     def _experts(self) -> DeviceMesh:
-        """("edp", "ep"): the "batch" of this rank, in rows that share experts."""
+        """The mesh ("edp", "ep"): the "batch" of this rank; each row has all experts."""
         self._check_world()
         names, groups = ("edp", "ep"), []
         for axis in names:
@@ -136,16 +140,16 @@ class ParallelDims:
     def _check_world(self) -> None:
         found = dist.get_world_size() if dist.is_initialized() else 0
         if found != self.world_size:
-            raise ValueError(f"the mesh has {self.world_size} ranks, and the default group {found}")
+            raise ValueError(f"the mesh has {self.world_size} ranks, but the default group {found}")
 
-    # ---- in words
+    # ---- text output
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={getattr(self, axis)}" for axis in (*_AXES, "ep"))
         return f"ParallelDims({sizes})"
 
     def __str__(self) -> str:
-        """A table of the axes with more than one rank: the first group of each, and its traffic."""
+        """A table of the axes with more than one rank: the first group of each and its traffic."""
         rows = [("axis", "size", "ranks", "what they exchange")]
         rows += [
             (axis, str(len(ranks)), " ".join(map(str, ranks)), _TRAFFIC[axis])
@@ -158,7 +162,7 @@ class ParallelDims:
         return "\n".join([f"{self.world_size} ranks = {factors}, ep {self.ep}", *lines])
 
     def ranks_of(self, axis: str, rank: int = 0) -> list[int]:
-        """The global ranks of an axis that `rank` is in. No group is needed or made.
+        """The global ranks of the group of `rank` along an axis. Needs and makes no process group.
 
         Raises:
             KeyError: there is no such axis.
@@ -171,25 +175,27 @@ class ParallelDims:
         elif axis in _AXES:
             box, dim = ranks.view(self.pp, self.dp, self.fsdp, self.tp), _AXES.index(axis)
         else:
-            raise KeyError(f"{axis!r} is none of {', '.join(_AXES)}, ep, edp, batch")
+            raise KeyError(
+                f"the axis must be one of {', '.join(_AXES)}, ep, edp, batch; got {axis!r}"
+            )
         lines = box.movedim(dim, -1).reshape(-1, box.shape[dim])
         line: list[int] = lines[(lines == rank).any(dim=1)][0].tolist()
         return line
 
 
 def _resolved(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    """The sizes, with a number in place of one -1."""
+    """The sizes, with -1 resolved."""
     for axis, size in sizes.items():
         may_be_rest = axis in ("dp", "fsdp")
         if size < 1 and not (size == -1 and may_be_rest):
-            rest = " or -1 for the ranks that are left" if may_be_rest else ""
-            raise ValueError(f"{axis} is a positive number{rest}, got {size}")
+            rest = " or -1 for all remaining ranks" if may_be_rest else ""
+            raise ValueError(f"{axis} must be a positive number{rest}, got {size}")
     left = [axis for axis, size in sizes.items() if size == -1]
     if len(left) > 1:
-        raise ValueError("dp and fsdp cannot both be -1, the ranks that are left: give one of them")
+        raise ValueError("dp and fsdp cannot both be -1: set one of them to a number")
     known = math.prod(size for size in sizes.values() if size != -1)
     if world_size % known or (not left and known != world_size):
         words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
         wanted = f"a multiple of {known}" if left else f"{known}"
-        raise ValueError(f"{words} takes {wanted} ranks, and there are {world_size}")
+        raise ValueError(f"{words} needs {wanted} ranks, got {world_size}")
     return sizes | dict.fromkeys(left, world_size // known)

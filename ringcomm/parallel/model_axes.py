@@ -1,8 +1,8 @@
-"""Which ranks hold which elements of a model, over all axes of parallelism.
+"""Which ranks have which elements of a model, over all axes of parallelism.
 
-Modules and parameters say it themselves: layers of ringcomm.nn carry their tensor-parallel group,
-LocalExperts its expert group, the module of a Pipeline its stages, and DTensors their mesh. Data
-parallelism that replicates does not show, and need not: gradients are the same on its ranks.
+Modules and parameters record it: layers of ringcomm.nn have their tensor-parallel group,
+LocalExperts its expert group, the module of a Pipeline its stages, and DTensors their mesh.
+Replicated data parallelism is not recorded and not needed: gradients are the same on its ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
 class StagePart(nn.Module):
     """This rank's blocks of a pipeline, under their names in the whole model. Cannot be called.
 
-    It is made of the pipeline's ranks, and all blocks of the model, of other ranks too.
+    It is made from the pipeline's ranks and all blocks of the model, including those of other
+    ranks.
 
     Attributes:
-        tied: this rank's parameters that other ranks of the pipeline have as well, and all ranks
-            that have it. Their gradients are complete when Pipeline.step() returns.
-        first_names: of a parameter's name here, the name of the first block of the whole model that
-            has it.
+        tied: this rank's parameters that other ranks of the pipeline have too, with all their
+            ranks. Their gradients are complete when Pipeline.step() returns.
+        first_names: for a parameter's name here, its name in the first block of the model that has
+            it.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
@@ -47,7 +48,7 @@ class StagePart(nn.Module):
         self.first_names: dict[str, str] = {}
 
     def own(self, blocks: Iterable[nn.Module]) -> None:
-        """Marks this rank's blocks, so that axes_of() of some of them alone is refused."""
+        """Marks this rank's blocks, so that axes_of() for a subset raises."""
         for block in blocks:
             _part_of_block[block] = weakref.ref(self)
 
@@ -57,9 +58,9 @@ class StagePart(nn.Module):
 
 
 class Held(NamedTuple):
-    """Where the elements of a parameter are.
+    """The ranks with the elements of a parameter.
 
-    A sum over each of `groups` in turn has seen all elements, each `num_copies` times.
+    A sum over each of `groups` in turn includes all elements, each `num_copies` times.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -67,14 +68,14 @@ class Held(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Who holds what of a model."""
+    """The distribution of a model over ranks."""
 
     held: dict[nn.Parameter, Held]  # each parameter of this rank that counts here
     groups: tuple[dist.ProcessGroup, ...]  # all of them, in the order in which every rank sums
-    stages: dist.ProcessGroup | None  # of a pipeline, which sums last
+    stages: dist.ProcessGroup | None  # the group of a pipeline, which is summed last
 
     def sharded_over(self, group: dist.ProcessGroup) -> Axes:
-        """For a data-parallel group whose ranks have disjoint pieces of each gradient."""
+        """The axes for a data-parallel group whose ranks have disjoint pieces of each gradient."""
         if group.size() == 1:
             return self
         held = {param: of._replace(groups=(group, *of.groups)) for param, of in self.held.items()}
@@ -82,7 +83,7 @@ class Axes(NamedTuple):
 
 
 def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
-    """The groups of tensor-parallel layers in modules, each once, without those of one rank."""
+    """The groups of tensor-parallel layers in modules, each once, without groups of one rank."""
     found = (
         layer.group
         for module in modules
@@ -93,9 +94,9 @@ def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
 
 
 def axes_of(model: nn.Module) -> Axes:
-    """Who holds what of a model, as its modules and parameters say.
+    """The distribution of a model, as its modules and parameters record it.
 
-    Raises ValueError for a piece of a pipeline, of which other ranks have the rest.
+    Raises ValueError for a piece of a pipeline whose other stages are on other ranks.
     """
     part = _stage_part_of(model)
     tensor_groups = tensor_groups_of([model])
@@ -104,8 +105,8 @@ def axes_of(model: nn.Module) -> Axes:
     splits = {param: (layer.group, split) for _, param, layer, split in split_params(model)}
     layers = split_experts(model).values()
     expert_group = {param: layer.group for layer in layers for param in layer.parameters()}
-    # All ranks of a tensor-parallel group count what they all have, each a share of it: one rank's
-    # gradient may differ from another's in the last bit.
+    # Each rank of a tensor-parallel group counts a fraction of a replicated gradient, because
+    # gradients may differ between ranks in the last bit.
     replicas = max(tensor_groups, key=lambda group: group.size(), default=None)
     held, mesh_groups = {}, []
     for param in model.parameters():
@@ -127,12 +128,12 @@ def axes_of(model: nn.Module) -> Axes:
 
 
 def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Weights of a pipeline's part whose gradients are summed when Pipeline.step() returns."""
+    """Tied weights of a pipeline stage, whose gradients are summed when Pipeline.step() returns."""
     return frozenset(model.tied) if isinstance(model, StagePart) else frozenset()
 
 
 def refuse_piece(model: nn.Module) -> None:
-    """Raises ValueError for a piece of a pipeline, whose norm nobody here can know."""
+    """Raises ValueError for a piece of a pipeline, whose norm cannot be computed here."""
     _stage_part_of(model)
 
 
@@ -144,8 +145,8 @@ def _stage_part_of(model: nn.Module) -> StagePart | None:
     owners = (_part_of_block[module]() for module in modules if module in _part_of_block)
     if any(part is not None and part.group.size() > 1 for part in owners):
         raise ValueError(
-            f"this {type(model).__name__} has blocks of a Pipeline, whose other stages are on other"
-            " ranks: pass the Pipeline"
+            f"this {type(model).__name__} has blocks of a Pipeline with stages on other ranks:"
+            " pass the Pipeline"
         )
     return None
 
@@ -163,6 +164,6 @@ def _mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
 
 
 def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether another rank than this is in both."""
+    """Whether the two have another rank than this one in common."""
     ranks: Sequence[int] = dist.get_process_group_ranks(one)
     return len(set(ranks) & set(dist.get_process_group_ranks(other))) > 1

@@ -1,4 +1,4 @@
-"""A whole model over all axes of a mesh, in one call."""
+"""Distributes a model over all axes of a mesh in one call."""
 
 from __future__ import annotations
 
@@ -44,46 +44,47 @@ def parallelize(
     recompute: bool = False,
     **shard_options: Any,
 ) -> Parallelized:
-    """Puts a model on a mesh: tensor, sequence, expert, pipeline and data parallelism, and ZeRO.
+    """Distributes a model over a mesh: tensor, sequence, expert, pipeline, data parallelism, ZeRO.
 
         dims = ParallelDims(dp=2, tp=2, pp=2)
         train = parallelize(model, dims, lambda params: torch.optim.AdamW(params, lr=3e-4))
-        for ids, labels in batches:              # other rows on each rank of dims["batch"]
+        for ids, labels in batches:              # different rows on each rank of dims["batch"]
             loss = train.step(ids, labels)
             train.clip_grad_norm_(1.0)
             train.optimizer.step()
             train.optimizer.zero_grad()
 
-    Each part can be used by itself: `tensor_parallelize` and `expert_parallelize` of
+    Each part can also be used separately: `tensor_parallelize` and `expert_parallelize` of
     ringcomm.integrations.transformers, `pipeline.Pipeline`, `zero.shard`, `average_gradients`.
 
     Args:
         model: the same on all ranks; changed in place. A causal language model of transformers
-            (Llama, Qwen, Mistral, Mixtral, Phi, Gemma), whose plans say how it is split. Or any
-            model whose layers are already made for dims["tp"] and dims["ep"]; for a pipeline it is
-            an nn.Sequential, or a dict of blocks by name.
+            (Llama, Qwen, Mistral, Mixtral, Phi, Gemma), which has plans for its parallelism. Or any
+            model whose layers were already made for dims["tp"] and dims["ep"]; for a pipeline it
+            must be an nn.Sequential, or a dict of blocks by name.
         dims: the mesh.
-        optimizer: makes a torch optimizer for this rank's parameters; AdamW or SGD with ZeRO.
-        loss_fn: of the model's output and the targets; a mean over rows. Default: that of the model
-            of transformers, which shifts labels itself.
+        optimizer: a function that returns a torch optimizer for this rank's parameters; AdamW or
+            SGD with ZeRO.
+        loss_fn: a function of the model's output and the targets; a mean over rows. Default: the
+            loss of the model of transformers, which shifts labels itself.
         zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
             sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
             (HSDP). Default: 3 if fsdp is above 1, otherwise 0.
-        sequence_parallel: have the ranks of tensor parallelism share the tokens between layers.
-        schedule: of the pipeline; see pipeline.Pipeline.
-        num_microbatches: what the batch of a step is cut into. Default: 1, or 2 a stage with a
-            pipeline. Without a pipeline they run one after the other.
-        recompute: keep only the inputs of layers for the backward pass, and compute layers again.
-        shard_options: of zero.shard(), for stages 1 to 3: param_dtype, reduce_dtype, loss_scale,
-            clip_grad_norm, bucket_bytes.
+        sequence_parallel: shard the tokens over the tensor-parallel ranks between layers.
+        schedule: the pipeline's schedule; see pipeline.Pipeline.
+        num_microbatches: the number of micro-batches of a step. Default: 1, or with a pipeline 2
+            per stage. Without a pipeline they run one after the other.
+        recompute: keep only the inputs of layers for the backward pass, and recompute layers.
+        shard_options: options of zero.shard() at stages 1 to 3: param_dtype, reduce_dtype,
+            loss_scale, clip_grad_norm, bucket_bytes.
 
     Returns:
-        What the training loop uses.
+        The object that the training loop uses.
 
     Raises:
-        TypeError: the model has no plan for an axis that dims has.
-        ValueError: axes or options do not go together, a model is on several devices, ranks have
-            other models or options. Nothing is changed.
+        TypeError: the model does not support an axis of dims.
+        ValueError: axes or options cannot be combined, the model is on several devices, or ranks
+            have different models or options. Nothing has been changed.
 
     Collective over the default group.
     """
@@ -92,10 +93,10 @@ def parallelize(
     if num is None:
         num = 2 * dims.pp if dims.pp > 1 else 1
     elif num < 1:
-        raise ValueError(f"num_microbatches is a positive number, got {num}")
+        raise ValueError(f"num_microbatches must be a positive number, got {num}")
     _check_options(dims, stage, sequence_parallel, dict(shard_options))
     _check_model(model, dims, loss_fn, (stage, sequence_parallel, schedule, num, recompute))
-    # Experts whole on each rank of tensor parallelism are layers of one rank's experts.
+    # With all experts on each tensor-parallel rank, layers have groups of one rank.
     if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(model):
         from ringcomm.integrations.transformers import expert_parallelize
 
@@ -126,9 +127,9 @@ class Parallelized:
     """A model on a mesh, `dims`, and its optimizer; made by parallelize().
 
     Attributes:
-        model: as it was given; with a pipeline this rank's part of it, which cannot be called.
-        optimizer: of this rank's parameters; step() and zero_grad() are the loop's.
-        pipeline: None without one.
+        model: the given model; with a pipeline this rank's part of it, which cannot be called.
+        optimizer: the optimizer of this rank's parameters; the loop calls step() and zero_grad().
+        pipeline: the Pipeline, or None.
     """
 
     def __init__(
@@ -151,25 +152,25 @@ class Parallelized:
             self._runs = DistributedDataParallel(model, process_group=dims.group("batch"))
             self._averages = False
             return
-        # Replicas begin alike, as under DistributedDataParallel.
+        # Replicas start equal, as with DistributedDataParallel.
         experts = set(expert_parameters(model).values())
         broadcast_((p for p in model.parameters() if p not in experts), dims.group("batch"))
         if experts:
             broadcast_((p for p in model.parameters() if p in experts), dims.group("edp"))
 
     def step(self, inputs: Any, targets: Tensor) -> Tensor:
-        """Forward and backward of a batch; gradients are those of the mean over dims["batch"].
+        """Forward and backward pass of a batch; gradients are averaged over dims["batch"].
 
-        Gradients of an earlier step() that are still there are not averaged again: call
-        optimizer.step() and zero_grad() after each.
+        Remaining gradients of an earlier step() are not averaged again: call optimizer.step() and
+        zero_grad() after each step().
 
         Args:
-            inputs: rows first, other rows on each rank of dims["batch"]; those of tensor
-                parallelism and of a pipeline have the same ones.
-            targets: for the loss, with as many rows; labels of a model of transformers.
+            inputs: rows in the first dimension, different rows on each rank of dims["batch"];
+                tensor-parallel and pipeline ranks have the same rows.
+            targets: for the loss, with as many rows; for a model of transformers, the labels.
 
         Returns:
-            The mean loss of this rank's rows, of no dimension, without gradient.
+            The mean loss of this rank's rows, a scalar tensor without gradient.
 
         Collective.
         """
@@ -185,7 +186,7 @@ class Parallelized:
     def _accumulate(self, inputs: Any, targets: Tensor, scale: float) -> Tensor:
         num = self._num_microbatches
         if len(targets) % num:
-            raise ValueError(f"{len(targets)} rows do not make {num} equal micro-batches")
+            raise ValueError(f"{len(targets)} rows do not divide into {num} equal micro-batches")
         total = torch.zeros((), device=targets.device)
         for idx, (x, y) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
             waits = isinstance(self._runs, DistributedDataParallel) and idx < num - 1
@@ -241,7 +242,7 @@ def _pipeline_of(
 
 
 def _modules_of(model: Any) -> list[nn.Module]:
-    """All modules of a model, or of blocks by name."""
+    """All modules of a model or of a dict of blocks."""
     tops = model.values() if isinstance(model, Mapping) else [model]
     return [module for top in tops for module in top.modules()]
 
@@ -261,10 +262,10 @@ def _check_options(
     dims: ParallelDims, stage: int, sequence_parallel: bool, shard_options: dict[str, Any]
 ) -> None:
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage is 0, 1, 2 or 3, got {stage!r}")
+        raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {stage!r}")
     if dims.fsdp > 1 and stage == 0:
         raise ValueError(
-            f"zero_stage 0 does not shard the model: use dp in place of fsdp {dims.fsdp}"
+            f"zero_stage 0 does not shard the model: use dp instead of fsdp {dims.fsdp}"
         )
     if stage == 3 and dims.fsdp == 1:
         raise ValueError(
@@ -272,24 +273,26 @@ def _check_options(
         )
     if stage and dims.ep > 1:
         raise ValueError(
-            f"zero_stage {stage} does not shard models with experts in parts (ep {dims.ep}): take"
+            f"zero_stage {stage} does not support expert parallelism (ep {dims.ep}): use"
             " zero_stage 0, or ep 1"
         )
     if sequence_parallel and dims.tp == 1:
-        raise ValueError("sequence_parallel shares tokens between the ranks of tp, which is 1")
+        raise ValueError(
+            "sequence_parallel shards tokens over the ranks of tp, which is 1: use a larger tp"
+        )
     if sequence_parallel and stage == 3:
         raise ValueError(
             "sequence_parallel sums gradients of norms over the ranks of tp, which zero_stage 3"
-            " does not keep up: take zero_stage 1 or 2"
+            " does not support: use zero_stage 1 or 2"
         )
     if shard_options and (stage == 0 or (stage == 3 and dims.pp > 1)):
-        where = "zero_stage 0" if stage == 0 else "fully_shard inside of a pipeline"
+        where = "zero_stage 0" if stage == 0 else "fully_shard inside a pipeline"
         names = ", ".join(sorted(shard_options))
-        raise ValueError(f"{names} is for zero.shard(), and not for {where}")
+        raise ValueError(f"{names} is an option of zero.shard(), which is not used with {where}")
 
 
 def _check_model(model: Any, dims: ParallelDims, loss_fn: Loss | None, options: Any) -> None:
-    """Raises on all ranks alike. Collective."""
+    """Raises the same error on all ranks. Collective."""
     tops = model.values() if isinstance(model, Mapping) else [model]
     params = [item for module in tops for item in module.named_parameters()]
     problem = _problem_of(model, dims, loss_fn)
@@ -310,22 +313,22 @@ def _problem_of(model: Any, dims: ParallelDims, loss_fn: Loss | None) -> Excepti
     config = getattr(getattr(model, "base_model", None), "config", None)
     name = type(model).__name__
     if loss_fn is None and config is None:
-        return ValueError(f"{name} is no model of transformers, which has a loss: give loss_fn")
+        return ValueError(f"{name} is not a model of transformers and has no loss: pass loss_fn")
     has_tp = _has_layers(model, SplitModule) or getattr(config, "base_model_tp_plan", None)
     if dims.tp > 1 and not has_tp:
         return TypeError(
-            f"tp is {dims.tp}, and {name} has neither a plan for tensor parallelism nor layers such"
-            " as ringcomm.nn.ColumnParallelLinear"
+            f"tp is {dims.tp}, but {name} has neither a tensor-parallel plan nor layers such as"
+            " ringcomm.nn.ColumnParallelLinear"
         )
     if dims.ep > 1 and not (_has_mixtral(model) or _has_layers(model, MixtureOfExperts)):
         return TypeError(
-            f"ep is {dims.ep}, and {name} has neither experts of Mixtral nor layers of"
+            f"ep is {dims.ep}, but {name} has neither experts of Mixtral nor layers of"
             " ringcomm.nn.MixtureOfExperts"
         )
     is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
     if dims.pp > 1 and loss_fn is not None and not is_row:
         return TypeError(
-            f"pp is {dims.pp}, and {name} is no nn.Sequential and no dict of blocks; a model of"
-            " transformers has its own loss: leave loss_fn out"
+            f"pp is {dims.pp}, but {name} is neither an nn.Sequential nor a dict of blocks; for a"
+            " model of transformers, which has its own loss, leave loss_fn out"
         )
     return None

@@ -1,10 +1,10 @@
-"""Functions of torch that would take a rank's part of a model for all of it raise instead.
+"""Makes torch functions raise that would treat a rank's part of a model as the whole model.
 
 torch.nn.utils.clip_grad_norm_ counts the gradients that it is given, and torch.amp.GradScaler skips
 the steps in which it finds an overflow in them. Ranks with different parts of one model would clip
-by different factors and skip different steps, and weights that all of them hold would drift apart.
-Both know parameters alone. So the check is put around torch's functions, when the first module that
-has a part is made.
+by different factors and skip different steps, and replicated weights would diverge. Both functions
+get only parameters. The check is therefore installed around torch's functions when the first such
+module is made.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def register_part(module: nn.Module) -> None:
-    """Notes that a module has a part of what the ranks of its attribute `group` hold together."""
+    """Registers a module whose parameters are sharded over the ranks of its attribute `group`."""
     _modules.add(module)
     _check_torch()
 
 
 @functools.cache
 def _check_torch() -> None:
-    """Puts the check around torch's functions, once in a process."""
+    """Installs the check around torch's functions, once per process."""
     _check(
         clip_grad,
         "_clip_grads_with_norm_",  # also what clip_grad_norm_() ends with
         lambda params, *_, **__: [params] if isinstance(params, Tensor) else list(params),
-        "torch.nn.utils.clip_grad_norm_ counts the gradients of this rank, which has a part of the"
-        " model: use ringcomm.parallel.clip_grad_norm_(model, max_norm)",
+        "torch.nn.utils.clip_grad_norm_ counts only the gradients of this rank, which has a part"
+        " of the model: use ringcomm.parallel.clip_grad_norm_(model, max_norm)",
     )
     _check(
         torch.amp.GradScaler,
-        "_unscale_grads_",  # ShardedGradScaler, whose ranks agree on overflows, has its own
+        "_unscale_grads_",  # ShardedGradScaler, which synchronizes overflows, overrides it
         lambda _, optimizer, *__, **___: [
             param for group in optimizer.param_groups for param in group["params"]
         ],
-        "torch.amp.GradScaler sees the overflows of this rank, which has a part of the model, and"
-        " ranks would skip different steps: take ShardedGradScaler of"
+        "torch.amp.GradScaler sees only the overflows of this rank, which has a part of the"
+        " model, so ranks would skip different steps: use ShardedGradScaler of"
         " torch.distributed.fsdp.sharded_grad_scaler, the option loss_scale= of zero.shard() or"
         " Lomo, or bfloat16",
     )

@@ -1,4 +1,4 @@
-"""Ranks that cannot reduce a gradient that some of them lack compare their weights first."""
+"""Checks that weights have gradients on all ranks, for reductions that need this."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_same_gradients", "largest_of", "progress"]
 def largest_of(
     values: list[int], groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> list[int]:
-    """The largest of the values, each, of all ranks of a mesh with these groups. Collective."""
+    """The elementwise maximum over all ranks of a mesh with these groups. Collective."""
     tensor = torch.tensor(values, dtype=torch.int32, device=device)
     if isinstance(tensor, FakeTensor):
         return values
@@ -25,10 +25,10 @@ def largest_of(
 
 
 def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:
-    """How far a weight is, for check_same_gradients().
+    """The progress of a weight, for check_same_gradients().
 
-    `num_before` earlier backward passes since the last step brought it a gradient; this one will;
-    or the user has put one there.
+    Counts `num_before`, the earlier backward passes since the last step with a gradient; whether
+    this pass will have one; and a gradient set by the user.
     """
     return 4 * num_before + 2 * is_coming + is_by_hand
 
@@ -42,16 +42,16 @@ def check_same_gradients(
     who: str,
     instead: str,
 ) -> None:
-    """Raises RuntimeError on all ranks where progress(), `mine` here, of a weight differs.
+    """Raises RuntimeError on all ranks if progress() of a weight, `mine` here, differs.
 
-    The message says `who` cannot reduce such gradients, and what to use `instead`. Collective over
-    each of the groups, which are those of a mesh.
+    The message says that `who` cannot reduce such gradients, and what to use `instead`. Collective
+    over each of the groups, which are those of a mesh.
     """
     found = largest_of([*mine, *(-value for value in mine)], groups, device)
     for name, most, least in zip(names, found[: len(mine)], found[len(mine) :], strict=True):
         if most != -least:
             raise RuntimeError(
-                f"{name} gets a gradient on some ranks only, which {who} cannot reduce, and no"
-                " weight has been written: let every rank use it in every backward pass (add 0"
+                f"{name} has a gradient on some ranks only, which {who} cannot reduce. No weight"
+                " has been written. Use the weight on every rank in every backward pass (add 0"
                 f" times it to the loss), or {instead}"
             )

@@ -1,4 +1,4 @@
-"""Which system, on which mesh, trains a model on some machines: on paper, before a rank starts.
+"""Predicts which system and mesh train a model fastest on given machines; starts no rank.
 
     from ringcomm.planner import Cluster, Job, plan
     plans = plan("llama-7b", Cluster(8, "h100", memory_bytes=80 << 30), Job(tokens=1 << 22))

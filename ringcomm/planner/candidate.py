@@ -1,7 +1,7 @@
-"""One way to train, and the weights of its ranks: what they keep, and send.
+"""A candidate plan and the weights of its ranks: memory and traffic.
 
-The formulas are those of ringcomm.parallel.zero, which takes a model: here it is one of parameters
-alone, on the meta device.
+The formulas are those of ringcomm.parallel.zero, called with a model that has only parameters, on
+the meta device.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from ringcomm.planner.hardware import Cluster, Group
 from ringcomm.planner.job import SYSTEMS, Job, Mesh, System, bubble
 from ringcomm.planner.models import ModelShape, Weight
 
-CHUNK_ELEMS = 1 << 20  # of an offloaded update: ringcomm.parallel.offload.AdamW's default
-LOMO_REDUCE_BYTES = 4  # of an element: the default of Lomo's reduce_dtype
-NUM_CHUNKS = 3  # one comes, one is at work, one goes
+CHUNK_ELEMS = 1 << 20  # per chunk of an offloaded update: offload.AdamW's default
+LOMO_REDUCE_BYTES = 4  # per element: the default of Lomo's reduce_dtype
+NUM_CHUNKS = 3  # one is read, one updated, one written
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is predicted, and compared."""
+    """A combination of system, mesh and schedule to predict."""
 
     shape: ModelShape
     cluster: Cluster
     job: Job
     system: System
     mesh: Mesh
-    schedule: str  # of the pipeline; "" where there is none
+    schedule: str  # the pipeline's; "" without a pipeline
     checkpointing: str  # "none", or "full" for layers that are recomputed
-    num_micro_batches: int  # of a step on a replica
-    micro_batch: int  # sequences of each
+    num_micro_batches: int  # per step and replica
+    micro_batch: int  # sequences per micro-batch
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """More axes are more complex, and of systems each one than those before it in SYSTEMS."""
+        """An order by the number of axes, then by position in SYSTEMS."""
         mesh = self.mesh
         num_axes = sum(size > 1 for size in (mesh.dp, mesh.pp, mesh.tp, mesh.ep))
         return num_axes, list(SYSTEMS).index(self.system.name)
@@ -55,17 +55,17 @@ class Candidate:
 
     @property
     def head_stage(self) -> int:
-        """The stage of the pipeline that has the model's end: in V form the first one."""
+        """The pipeline stage with the end of the model: in V form the first one."""
         return 0 if self.schedule == "zbv" else self.mesh.pp - 1
 
     @property
     def message_bytes(self) -> int:
-        """What goes from layer to layer for a micro-batch."""
+        """Bytes between layers for a micro-batch."""
         return self.job.itemsize * self.micro_batch * self.job.sequence * self.shape.hidden
 
     @property
     def routed_bytes(self) -> int:
-        """What a rank's tokens of a micro-batch are to the experts of a layer, if routed evenly."""
+        """Bytes of a rank's tokens for a layer's experts per micro-batch, with even routing."""
         sharers = self.mesh.tp if self.mesh.is_sequence_split else 1
         return self.message_bytes * self.shape.top_k // sharers
 
@@ -80,7 +80,7 @@ class Candidate:
         before = shape.embedding if stage == 0 else ()
         after = shape.head if is_end else ()
         if shape.tied and is_end and stage != 0:
-            after += shape.embedding[:1]  # a head that is the embedding is on both ends
+            after += shape.embedding[:1]  # a tied embedding is on the first and the last stage
 
         def part(is_expert: bool) -> RankPart:
             shapes = [
@@ -112,8 +112,8 @@ class Candidate:
 def ring_elems(num_elems: int, num_ranks: int) -> int:
     """Elements that rank 0 sends in an all_reduce: 2 (N - 1) / N of them where N divides.
 
-    Of both halves it sends on all chunks but its own and its neighbour's; the first ones are longer
-    by an element where N does not divide (ringcomm.ops.shard_range).
+    In one half it sends all chunks except its own, in the other all except its neighbour's. The
+    first chunks have one more element if N does not divide (ringcomm.ops.shard_range).
     """
     if num_ranks == 1:
         return 0
@@ -123,7 +123,7 @@ def ring_elems(num_elems: int, num_ranks: int) -> int:
 
 @dataclass(frozen=True)
 class RankPart:
-    """Shapes of a rank's weights: in front of the layers, of one layer, and behind the layers."""
+    """Shapes of a rank's weights: before the layers, of one layer, and after the layers."""
 
     before: Shapes
     layer: Shapes
@@ -143,28 +143,28 @@ def _cut(weight: Weight, shape: ModelShape, mesh: Mesh) -> tuple[int, ...]:
     if weight.is_expert:
         sizes[0] //= mesh.ep
     if mesh.tp > 1 and weight.split is not None:
-        if weight.split == "kv_heads":  # ranks that are more than groups have one each
+        if weight.split == "kv_heads":  # if there are more ranks than groups, each rank has one
             sizes[0] = max(1, shape.kv_heads // mesh.tp) * shape.head_dim
         elif weight.split == "heads":
             sizes[0] //= mesh.tp
         else:
             dim = weight.is_expert + (weight.split == "columns")
             sizes[dim] = -(-sizes[dim] // mesh.tp)
-    # Experts one below the other, as matrices of their own are: shards are of whole rows.
+    # Experts are stacked by rows, like separate matrices: shards have whole rows.
     return (sizes[0] * sizes[1], sizes[2]) if weight.is_expert else tuple(sizes)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of a rank, on the device where nothing else is said."""
+    """Bytes of a rank, on the device unless noted."""
 
     parameters: int = 0
     gradients: int = 0
     states: int = 0
-    buffers: int = 0  # what gathers, reductions and updates go through
+    buffers: int = 0  # for gathers, reductions and updates
     elsewhere: int = 0  # in host memory or on disks
-    streamed: int = 0  # from and to there for an update
-    streamed_each: int = 0  # for every micro-batch
+    streamed: int = 0  # moved from and to `elsewhere` for an update
+    streamed_each: int = 0  # moved for every micro-batch
 
     def __add__(self, other: Kept) -> Kept:
         return Kept(*map(operator.add, astuple(self), astuple(other)))
@@ -172,13 +172,13 @@ class Kept:
 
 @lru_cache(maxsize=4096)
 def kept_by(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
-    """What a rank keeps of its weights when `world_size` ranks have the same ones."""
+    """The memory of a rank for its weights, which `world_size` ranks share."""
     if not part.num_elems:
         return Kept()
     if system.is_lomo:
         return _of_lomo(part, system, job, world_size)
     if system.stage == 3 and part.num_layers > 2:
-        # A layer is a unit, and adds what every other one does: large models need not be built.
+        # All layers add the same, so large models need not be built.
         one, two = (kept_by(replace(part, num_layers=n), system, job, world_size) for n in (1, 2))
         more = part.num_layers - 2
         all_layers = (b + more * (b - a) for a, b in zip(astuple(one), astuple(two), strict=True))
@@ -192,9 +192,9 @@ def _of_zero(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
     memory = _zero("predict_memory", part, system, job, world_size)
     states, buffers = memory.states, memory.buffers
     if system.stage == 0 and job.itemsize == 2:
-        states += 4 * part.num_elems  # masters, which replicas keep as well
+        states += 4 * part.num_elems  # master weights, which every replica keeps
     if system.stage == 0 and world_size > 1:
-        buffers += memory.gradients  # DistributedDataParallel's buckets, unless it is told to share
+        buffers += memory.gradients  # DDP's buckets, without gradient_as_bucket_view
     if system.states == "device":
         return Kept(memory.parameters, memory.gradients, states, buffers)
     buffers += min(NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes, states)
@@ -209,7 +209,7 @@ def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
     gradient = (e + LOMO_REDUCE_BYTES * is_cast) * largest
     if system.stage == 0:
         return Kept(e * part.num_elems, gradient)
-    # The weights outside of layers stay whole, as in ringcomm.parallel.WeightShards; and a layer's.
+    # Weights outside layers stay gathered, as in ringcomm.parallel.WeightShards, plus one layer's.
     gathered = e * replace(part, num_layers=1).num_elems
     return Kept(-(-e * part.num_elems // world_size), gradient, buffers=gathered)
 
@@ -224,8 +224,8 @@ def _of_infinity(part: RankPart, system: System, job: Job, world_size: int) -> K
         memory.gradients,
         buffers=memory.buffers + min(NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes, states),
         elsewhere=states + weights + gradients,
-        # States and weights both ways. Weights come for both passes; a gradient goes and comes
-        # back, for the next one to be added or for the update.
+        # States and weights move both ways. Both passes read weights. A gradient is written, then
+        # read to add the next one or to update.
         streamed=2 * states + 2 * weights,
         streamed_each=2 * weights + 2 * gradients,
     )

@@ -1,4 +1,4 @@
-"""What devices can do: a table of data sheets, or a JSON file; and what joins them.
+"""Devices, from a table of data sheets or a JSON file, and their links.
 
 docs/design/planner.md has the sources of the figures, and the cost model of collectives.
 """
@@ -21,35 +21,37 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """A device and what is around it. Rates are per device, bytes per second in one direction.
+    """A device and its host. Rates are per device, bytes per second in one direction.
 
     Raises:
         ValueError: a number is out of its range.
     """
 
-    name: str  # for people
+    name: str  # shown in reports
     peak_flops: Mapping[str, float]  # per second, by precision
     memory_bytes: int
     memory_rate: float
     inside_rate: float  # between devices of a host
     outside_rate: float  # between devices of different hosts
     host_rate: float  # to host memory
-    inside_alpha_s: float  # latency of a hop
+    inside_alpha_s: float  # latency per hop
     outside_alpha_s: float
-    disk_rate: float = 5e9  # to all disks of a host together
-    per_host: int = 8  # devices of a host
+    disk_rate: float = 5e9  # to all disks of a host
+    per_host: int = 8  # devices per host
     host_memory_bytes: int = 2 << 40
-    reserved_bytes: int = 1 << 30  # of memory_bytes, for the driver and its libraries
+    reserved_bytes: int = 1 << 30  # the driver's and its libraries' part of memory_bytes
     utilisation: float = 0.45  # the share of the peak that layers reach
-    overlap: float = 1.0  # share of communication beside computing; 0 if the processor moves bytes
-    call_s: float = 0.0  # latency of a collective, besides its hops
-    is_host: bool = False  # whether the device's memory is the host's
-    new_memory_rate: float = 0.0  # of writing new pages; 0 with a caching allocator
+    overlap: float = 1.0  # share of communication hidden by computing; 0 if the CPU copies bytes
+    call_s: float = 0.0  # latency per collective, besides its hops
+    is_host: bool = False  # whether the device uses host memory
+    new_memory_rate: float = 0.0  # of first writes to new pages; 0 with a caching allocator
 
     def __post_init__(self) -> None:
         peaks = self.peak_flops
         if not isinstance(peaks, Mapping) or not {"bf16", "fp32"} <= set(peaks):
-            raise ValueError(f"hardware {self.name}: peak_flops is an object with bf16 and fp32")
+            raise ValueError(
+                f"hardware {self.name}: peak_flops must be an object with bf16 and fp32"
+            )
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("name", "is_host", "peak_flops"):
             del numbers[name]
@@ -57,19 +59,21 @@ class Hardware:
             least = 0 if name in _MAY_BE_ZERO else 1e-30
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
                 raise ValueError(
-                    f"hardware {self.name}: {name} is a positive number, got {value!r}"
+                    f"hardware {self.name}: {name} must be a positive number, got {value!r}"
                 )
         if self.utilisation > 1 or self.overlap > 1:
-            raise ValueError(f"hardware {self.name}: utilisation and overlap are shares up to 1")
+            raise ValueError(
+                f"hardware {self.name}: utilisation and overlap must be fractions up to 1"
+            )
 
 
 _MAY_BE_ZERO = (
     *("reserved_bytes", "overlap", "call_s", "new_memory_rate"),
     *("inside_alpha_s", "outside_alpha_s"),
 )
-# Seconds of a hop: NCCL's tuner, Simple protocol (src/graph/tuning.cc).
+# Seconds per hop: NCCL's tuner, Simple protocol (src/graph/tuning.cc).
 _NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 3.4e-6, 5.7e-6, 14e-6
-# Share of the line rate that payload gets. NVLink and PCIe: NCCL's src/graph/topo.h. Network cards:
+# Payload's share of the line rate. NVLink and PCIe: NCCL's src/graph/topo.h. Network cards:
 # 24 of 25 GB/s (github.com/NVIDIA/nccl-tests/issues/119).
 _NVLINK4, _NVLINK3, _PCIE, _NIC = 0.82, 0.80, 0.76, 0.96
 _GB = 1e9
@@ -129,7 +133,7 @@ def find_hardware(name: str) -> Hardware:
     With the field `like`, a name in HARDWARE, the file holds only the fields that differ.
 
     Raises:
-        ValueError: there is neither, or a field is wrong; the message names it.
+        ValueError: neither exists, or a field is wrong; the message names it.
     """
     if name in HARDWARE:
         return HARDWARE[name]
@@ -139,11 +143,11 @@ def find_hardware(name: str) -> Hardware:
     content = read_object(path)
     like = content.pop("like", None)
     if like is not None and like not in HARDWARE:
-        raise ValueError(f"{path}: like is one of {', '.join(HARDWARE)}, got {like!r}")
+        raise ValueError(f"{path}: like must be one of {', '.join(HARDWARE)}, got {like!r}")
     content = {"name": path.stem, **content}
     try:
         return dataclasses.replace(HARDWARE[like], **content) if like else Hardware(**content)
-    except TypeError as error:  # a field is missing, or not known
+    except TypeError as error:  # a field is missing or unknown
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -161,13 +165,13 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, as many on every host."""
+    """Ranks that communicate, with the same number on every host."""
 
     per_host: int
     num_hosts: int
     inside: Link  # between ranks of a host
     outside: Link  # between hosts
-    call_s: float = 0.0  # latency of every collective
+    call_s: float = 0.0  # latency per collective
 
     @property
     def num_ranks(self) -> int:
@@ -242,14 +246,14 @@ class Cluster:
             known.
     """
 
-    num_gpus: int  # of all hosts; whole hosts, or less than one
+    num_gpus: int  # on all hosts; whole hosts, or less than one
     hardware: Any = "h100"  # a name of HARDWARE, a JSON file's, or a Hardware, which it becomes
-    memory_bytes: int = 0  # of a device; 0 for the hardware's
-    per_host: int = 0  # devices of a host; 0 for the hardware's, or fewer if there are fewer
+    memory_bytes: int = 0  # per device; 0: the hardware's
+    per_host: int = 0  # devices per host; 0: the hardware's, or fewer if there are fewer
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1 or min(self.memory_bytes, self.per_host) < 0:
-            raise ValueError("gpus, memory and gpus per host are positive")
+            raise ValueError("gpus, memory and gpus per host must be positive")
         hardware = self.hardware
         if not isinstance(hardware, Hardware):
             hardware = find_hardware(str(hardware))
@@ -262,13 +266,13 @@ class Cluster:
             object.__setattr__(self, name, value)
         if self.num_gpus % self.per_host:
             raise ValueError(
-                f"{self.num_gpus} gpus are not a whole number of hosts of {self.per_host}: say "
-                "how many a host has (--per-host)"
+                f"{self.num_gpus} gpus are not a whole number of hosts of {self.per_host}: set"
+                " the number per host (--per-host)"
             )
         if self.usable_bytes < 1:
             raise ValueError(
-                f"{in_gb(self.memory_bytes)} of memory are less than the driver's"
-                f" {in_gb(hardware.reserved_bytes)}"
+                f"{in_gb(self.memory_bytes)} of memory are less than the"
+                f" {in_gb(hardware.reserved_bytes)} that the driver uses"
             )
 
     @property
@@ -279,7 +283,7 @@ class Cluster:
     def tuned(self, worlds: Sequence[World]) -> Cluster:
         """The same with alpha and beta inside a host as `ringcomm tune` has measured them.
 
-        Of the measured numbers of ranks, the one nearest to a host's devices counts.
+        Uses the measured number of ranks that is nearest to a host's devices.
         """
         world = min(worlds, key=lambda w: (abs(w.world_size - self.per_host), w.world_size))
         hardware = dataclasses.replace(
@@ -295,7 +299,7 @@ class Cluster:
         """Every stride-th rank, `size` of them."""
         hardware = self.hardware
         on_host = max(1, min(size, self.per_host // stride))
-        # The largest number that divides the group: hosts have as many each.
+        # The largest number that divides the group, so that all hosts have as many.
         per_host = next(k for k in range(on_host, 0, -1) if size % k == 0)
         return Group(
             per_host,

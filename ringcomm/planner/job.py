@@ -1,4 +1,4 @@
-"""What is to be trained, and the systems, meshes and schedules that may train it.
+"""The training job, and the systems, meshes and schedules to consider.
 
 Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved (Narayanan et al. 2021,
 arXiv 2104.04473), and the zero-bubble schedule in V form, ZB-V (Qi et al. 2023, arXiv 2401.10241),
@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from ringcomm.planner.hardware import Precision
 from ringcomm.planner.models import ModelShape
 
-# Stages of a rank, where it has more than one.
+# Stages per rank, for schedules with more than one.
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
 CHECKPOINTINGS = ("none", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
@@ -25,30 +25,30 @@ Optimizer = Literal["adamw", "sgd"]
 
 @dataclass(frozen=True)
 class System:
-    """How data-parallel ranks keep a model, by a name of docs/systems.md."""
+    """A data-parallel training system, by its name in docs/systems.md."""
 
     name: str
-    stage: int  # of ZeRO; 0 where each rank has everything
-    states: Tier = "device"  # of the optimizer
-    weights: Tier = "device"  # their shards, and those of gradients
+    stage: int  # the stage of ZeRO; 0 if each rank has everything
+    states: Tier = "device"  # where the optimizer's states are
+    weights: Tier = "device"  # where shards of weights and gradients are
     is_lomo: bool = False  # an update inside the backward pass leaves no gradients and no states
 
     def fault(self, mesh: Mesh, *, is_host: bool) -> str | None:
-        """Why it does not go with a mesh, or on a device that is its host; None if it does."""
+        """Why it does not support a mesh, or a device that is the host; None if it does."""
         dp, pp, tp = mesh.dp, mesh.pp, mesh.tp
         if self.name == "ddp" and mesh.num_ranks == 1:
-            return "one rank has no replicas: it is single"
+            return "with one rank there are no replicas: see the system single"
         if "host" in (self.states, self.weights) and is_host:
-            return "the device is the host: there is no other memory to offload to"
+            return "the device is the host, which has no other memory to offload to"
         if self.stage in (2, 3) and pp > 1:
             return (
-                f"{self.name} with a pipeline would communicate for every micro-batch in place of"
-                " once a step: zero1 does not"
+                f"{self.name} with a pipeline would communicate for every micro-batch instead of"
+                " once per step: use zero1"
             )
         if (self.is_lomo or self.weights != "device") and (pp > 1 or tp > 1):
-            return f"{self.name} is for data-parallel ranks alone"
+            return f"{self.name} supports data parallelism only"
         if self.name.startswith("zero") and dp == 1:
-            return f"{self.name} shares over data-parallel ranks: it needs dp > 1"
+            return f"{self.name} shards over data-parallel ranks: it needs dp > 1"
         return None
 
 
@@ -65,23 +65,23 @@ _KNOWN = (
     System("lomo", 0, is_lomo=True),
     System("lomo-shards", 3, is_lomo=True),
 )
-# In the order of their complexity, which decides among equally fast plans.
+# Sorted by complexity, which decides between equally fast plans.
 SYSTEMS = {system.name: system for system in _KNOWN}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A step of training, and restrictions of the search; empty and 0 look at all.
+    """A training step, and restrictions of the search; empty and 0 mean no restriction.
 
     Raises:
         ValueError: a value is out of its range, or not known.
     """
 
-    tokens: int  # of a step, over all ranks
-    sequence: int = 0  # of a sequence; 0 for the model's context, or all tokens if they are fewer
+    tokens: int  # per step, over all ranks
+    sequence: int = 0  # tokens per sequence; 0: the model's context, or all tokens if fewer
     precision: Precision = "bf16"  # with float32 masters
     optimizer: Optimizer = "adamw"  # "sgd" has momentum
-    is_sequence_split: bool | None = None  # Mesh.is_sequence_split; None where it goes
+    is_sequence_split: bool | None = None  # Mesh.is_sequence_split; None: where possible
     dp: int = 0
     pp: int = 0
     tp: int = 0
@@ -92,7 +92,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequence < 0:
-            raise ValueError(f"tokens are positive, got {self.tokens} of {self.sequence}")
+            raise ValueError(f"tokens must be positive, got {self.tokens} of {self.sequence}")
         if self.sequence and self.tokens % self.sequence:
             raise ValueError(
                 f"{self.tokens} tokens are not a whole number of sequences of {self.sequence}"
@@ -108,10 +108,12 @@ class Job:
             value = getattr(self, name)
             for one in (value,) if isinstance(value, str) else value:
                 if one not in names:
-                    raise ValueError(f"{name}: known are {', '.join(names)}, got {one!r}")
+                    raise ValueError(f"{name} must be one of {', '.join(names)}, got {one!r}")
         for name in ("dp", "pp", "tp", "ep"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is positive, or 0 for all, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be positive, or 0 for all, got {getattr(self, name)}"
+                )
 
     @property
     def itemsize(self) -> int:
@@ -136,15 +138,15 @@ class Mesh:
     that what communicates most stays inside a host.
     """
 
-    dp: int = 1  # replicas, or shards of them
-    pp: int = 1  # stages of a pipeline
-    tp: int = 1  # ranks that share every layer
-    ep: int = 1  # ranks of the data-parallel ones that share experts
-    is_sequence_split: bool = False  # tensor-parallel ranks share the tokens between layers
+    dp: int = 1  # data-parallel ranks
+    pp: int = 1  # pipeline stages
+    tp: int = 1  # ranks over which each layer is sharded
+    ep: int = 1  # data-parallel ranks over which experts are sharded
+    is_sequence_split: bool = False  # tensor-parallel ranks shard the tokens between layers
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all axes; experts are shared among the data-parallel ranks."""
+        """Ranks of all axes; experts are sharded over data-parallel ranks."""
         return self.dp * self.pp * self.tp
 
     def __str__(self) -> str:
@@ -158,7 +160,7 @@ class Mesh:
 
 
 def mesh_fault(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
-    """Why a model cannot be arranged so; None if it can."""
+    """Why a model does not support this mesh; None if it does."""
     tp, ep, kv = mesh.tp, mesh.ep, shape.kv_heads
     faults = (
         (shape.heads % tp, f"tp {tp} does not divide {shape.heads} heads"),
@@ -166,10 +168,10 @@ def mesh_fault(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
             kv % tp and tp % kv,
             f"tp {tp} neither divides {kv} query groups nor is a multiple of them",
         ),
-        (min(shape.ffn, shape.vocab) < tp, f"tp {tp} is more than there are rows to share"),
+        (min(shape.ffn, shape.vocab) < tp, f"tp {tp} is more than the rows to shard"),
         (
             mesh.is_sequence_split and tp == 1,
-            "sequence parallelism shares tokens among tensor-parallel ranks: it needs tp > 1",
+            "sequence parallelism shards tokens over tensor-parallel ranks: it needs tp > 1",
         ),
         (
             mesh.is_sequence_split and sequence % tp,
@@ -179,7 +181,7 @@ def mesh_fault(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
         (ep > 1 and not shape.experts, f"ep {ep}: {shape.name} has no experts"),
         (
             ep > 1 and mesh.dp == 1,
-            "expert parallelism shares experts among data-parallel ranks: it needs dp > 1",
+            "expert parallelism shards experts over data-parallel ranks: it needs dp > 1",
         ),
         (mesh.dp % ep, f"ep {ep} does not divide dp {mesh.dp}"),
         (shape.experts % ep, f"ep {ep} does not divide {shape.experts} experts"),

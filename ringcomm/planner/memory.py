@@ -1,8 +1,8 @@
-"""The memory of a rank, by part: weights, gradients, states, and what a forward pass keeps.
+"""The memory of a rank, by part: weights, gradients, states, and saved activations.
 
-docs/design/planner.md has the table of activations. Tensor-parallel ranks share what is between two
-collectives, those of sequence parallelism the rest too, but for what the norms give, which
-ringcomm.nn keeps as it was gathered.
+docs/design/planner.md has the table of activations. Tensor parallelism shards activations between
+two collectives. Sequence parallelism shards the others too, except the results of norms, which
+ringcomm.nn keeps gathered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ringcomm.planner.job import Job, Mesh, live_micro_batches
 from ringcomm.planner.models import ModelShape
 
 _TOKEN_ID_BYTES = 8
-# Of a token in ringcomm's cross-entropy: its class, and six sums in float32.
+# Bytes per token in ringcomm's cross-entropy: its class, and six sums in float32.
 _LOSS_BYTES = 8 + 6 * 4
 
 
@@ -22,14 +22,14 @@ _LOSS_BYTES = 8 + 6 * 4
 class Activations:
     """Bytes of one micro-batch on one rank."""
 
-    layer: int  # that a layer keeps
+    layer: int  # kept by one layer
     boundary: int  # the layer's input alone, which full recomputation keeps
-    embedding: int  # in front of the layers
-    head: int  # behind them: the last norm, the logits, the loss
-    logits: int  # of these the logits, whose gradient comes in the backward pass
+    embedding: int  # before the layers
+    head: int  # after the layers: the last norm, the logits, the loss
+    logits: int  # the part of `head` whose gradient appears in the backward pass
 
     def kept(self, checkpointing: str) -> int:
-        """What a layer keeps with such recomputation."""
+        """Bytes that a layer keeps with this recomputation."""
         return self.boundary if checkpointing == "full" else self.layer
 
 
@@ -47,7 +47,7 @@ def activations_of(
     norm = (e if fused_norms else 8) * width // outside + 4 * tokens // outside
     normed = e * width
     masks = width // outside if shape.dropout else 0
-    # Ranks that are more than groups of heads have one each.
+    # If there are more ranks than groups of heads, each rank has one group.
     kv_width = max(1, shape.kv_heads // t) * shape.head_dim
     attention = 2 * e * tokens * shape.query_width // t + 2 * e * tokens * kv_width
     attention += 4 * tokens * shape.heads // t
@@ -63,24 +63,24 @@ def activations_of(
 
 
 def _ffn_bytes(shape: ModelShape, job: Job, tp: int, tokens: int) -> int:
-    """What the feed-forward layer keeps besides its input."""
+    """Bytes that the feed-forward layer keeps besides its input."""
     inner = (4 if shape.gated else 2) * job.itemsize * shape.ffn
     if not shape.experts:
         return tokens * inner // tp
-    # The router's probabilities; of each of a token's experts what it was sent and what it returns.
+    # The router's probabilities, and for each of a token's experts its input and its output.
     routed = shape.top_k * (inner // tp + 2 * job.itemsize * shape.hidden)
     return tokens * (4 * shape.experts + routed)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the rank that needs most; host and disk are what is offloaded there."""
+    """Bytes of the rank that needs most; host and disk have offloaded bytes."""
 
     parameters: int
     gradients: int
     states: int
-    activations: int  # of all live micro-batches
-    buffers: int  # of gathers, reductions, recomputation, the logits' gradient and messages
+    activations: int  # for all live micro-batches
+    buffers: int  # for gathers, reductions, recomputation, the logits' gradient and messages
     host: int = 0
     disk: int = 0
 
@@ -102,7 +102,7 @@ def memory_of_stage(candidate: Candidate, stage: int) -> RankMemory:
     kept = candidate.kept(stage)
     c, is_host = candidate, candidate.cluster.hardware.is_host
     acts = activations_of(c.shape, c.job, c.mesh, c.micro_batch, fused_norms=not is_host)
-    # What comes and goes: a layer's recomputation or the logits' gradient, and messages.
+    # Temporary memory: a layer's recomputation or the logits' gradient, and messages.
     logits = acts.logits if stage == candidate.head_stage else 0
     passing = max(logits, acts.layer - acts.kept(candidate.checkpointing))
     if candidate.mesh.pp > 1:
@@ -119,13 +119,13 @@ def memory_of_stage(candidate: Candidate, stage: int) -> RankMemory:
 
 
 def _alive(candidate: Candidate, acts: Activations, stage: int) -> int:
-    """Activations of all micro-batches that a stage has begun and not ended."""
+    """Activations of all micro-batches that a stage has in flight."""
     pp, schedule = candidate.mesh.pp, candidate.schedule
     of_one = candidate.num_layers(stage) * acts.kept(candidate.checkpointing)
     of_one += acts.embedding if stage == 0 else 0
     m = candidate.num_micro_batches if pp > 1 else 1
     live = live_micro_batches(schedule, pp, m, stage)
-    # The head's backward pass follows its forward pass: one micro-batch's is alive, of GPipe's all.
+    # The head's backward pass follows its forward pass, so one micro-batch is live; all with GPipe.
     of_head = acts.head if stage == candidate.head_stage else 0
     if schedule == "gpipe":
         return int(live * (of_one + of_head))

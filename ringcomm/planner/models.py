@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 Bias = Literal["qkv", "out", "ffn", "norm"]
 # How tensor parallelism cuts a weight: the rows by heads or by groups of heads, all rows, or
-# columns. Columns of the projection behind attention go by heads, whose number ranks divide.
+# columns. Columns of the projection after attention are split by heads, evenly.
 Split = Literal["heads", "kv_heads", "rows", "columns"]
 
 
@@ -20,7 +20,7 @@ class Weight:
     """A parameter's shape; experts are stacked along the first dimension."""
 
     shape: tuple[int, ...]
-    split: Split | None = None  # None where each tensor-parallel rank has all of it
+    split: Split | None = None  # None: each tensor-parallel rank has all of it
     is_expert: bool = False
 
     @property
@@ -29,7 +29,7 @@ class Weight:
         return prod(self.shape)
 
 
-Unit = tuple[Weight, ...]  # what a sharded model gathers together
+Unit = tuple[Weight, ...]  # weights that a sharded model gathers together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +40,20 @@ class ModelShape:
         ValueError: a number is not positive, or heads do not divide.
     """
 
-    name: str  # for people
+    name: str  # shown in reports
     layers: int
     hidden: int  # width of the residual stream
-    heads: int  # of queries
-    kv_heads: int  # of keys and values; fewer than heads for grouped queries
+    heads: int  # query heads
+    kv_heads: int  # key and value heads; fewer than heads for grouped queries
     ffn: int  # inner width of the feed-forward layer, or of one expert
     vocab: int  # rows of the embedding and of the head
-    context: int = 4096  # tokens of a sequence that the model was made for
-    head_dim: int = 0  # 0 for hidden / heads
+    context: int = 4096  # tokens per sequence that the model was made for
+    head_dim: int = 0  # 0: hidden / heads
     gated: bool = True  # whether the feed-forward layer has a gate (SwiGLU)
-    tied: bool = False  # whether the head is the embedding
-    biases: frozenset[Bias] = frozenset()  # what has one; "out" is behind attention
-    positions: int = 0  # rows of an embedding of positions; 0 where there is none (rotary)
-    dropout: bool = False  # whether the masks of dropout are kept, as in GPT
+    tied: bool = False  # whether the head shares the embedding's weight
+    biases: frozenset[Bias] = frozenset()  # layers with a bias; "out" is the one after attention
+    positions: int = 0  # rows of a position embedding; 0 without one (rotary)
+    dropout: bool = False  # whether dropout masks are kept, as in GPT
     experts: int = 0  # per layer; 0 for a dense feed-forward layer
     top_k: int = 0  # experts per token
 
@@ -61,7 +61,9 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{self.name}: {name} is a positive whole number, got {value!r}")
+                raise ValueError(
+                    f"{self.name}: {name} must be a positive whole number, got {value!r}"
+                )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.name}: {self.kv_heads} heads of keys do not divide {self.heads} of queries"
@@ -74,7 +76,8 @@ class ModelShape:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if not 0 <= self.top_k <= self.experts or bool(self.top_k) != bool(self.experts):
             raise ValueError(
-                f"{self.name}: a token takes 1 to {self.experts} experts, got top_k={self.top_k}"
+                f"{self.name}: top_k must be 1 to {self.experts}, the number of experts, got"
+                f" top_k={self.top_k}"
             )
 
     @property
@@ -125,7 +128,7 @@ class ModelShape:
         return self.num_params - self.layers * idle
 
     def _linear(self, rows: int, columns: int, split: Split, bias: Bias) -> Unit:
-        """A weight, and its bias if the model has that; a bias behind a sum is not cut."""
+        """A weight, and its bias if the model has one; a bias after a sum is not sharded."""
         weight = Weight((rows, columns), split)
         if bias not in self.biases:
             return (weight,)
@@ -218,7 +221,7 @@ def find_model(name: str) -> ModelShape:
     kind = config.get("model_type")
     if kind not in ("gpt2", "llama", "mistral", "mixtral", "qwen2"):
         raise ValueError(
-            f"{path}: model_type is one of gpt2, llama, mistral, mixtral, qwen2, got {kind!r}"
+            f"{path}: model_type must be one of gpt2, llama, mistral, mixtral, qwen2, got {kind!r}"
         )
     read = _of_gpt2 if kind == "gpt2" else _of_llama
     try:

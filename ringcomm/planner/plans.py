@@ -1,4 +1,4 @@
-"""Looks at every system on every mesh, ranks what fits, and says in words why."""
+"""Searches all systems and meshes, ranks plans that fit, and explains them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from ringcomm.planner.models import ModelShape, find_model
 from ringcomm.planner.step_time import StepTime, Traffic, offload_rate, time_of, traffic_of
 
 SCHEMA = 2
-SAME_TIME = 1.02  # steps that are longer by less count as equally long
-MUCH_MORE = 10  # times the bytes
+SAME_TIME = 1.02  # steps within this ratio count as equally long
+MUCH_MORE = 10  # a ratio of bytes
 DEVICE_PARTS = ("parameters", "gradients", "states", "activations", "buffers")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One way to train, and what it takes."""
+    """A plan, with its memory, traffic and time."""
 
     candidate: Candidate  # system, mesh, schedule, recomputation and micro-batches
-    memory: RankMemory  # bytes of the fullest rank
-    traffic: Traffic  # bytes that a rank sends in a step
-    time: StepTime  # seconds of a step
+    memory: RankMemory  # bytes on the rank that needs most
+    traffic: Traffic  # bytes that a rank sends per step
+    time: StepTime  # seconds per step
 
     @property
     def tokens_per_s(self) -> float:
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """How it comes to this, in words: weights, activations, memory, traffic, time."""
+        """The explanation: weights, activations, memory, traffic, time."""
         return tuple(_reasons(self))
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """What does not go, or does not fit: a system, or "" where the mesh suits none, and why."""
+    """A rejected plan and the reason; the system is "" if no system supports the mesh."""
 
     system: str
     mesh: str
@@ -80,10 +80,10 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """What plan() found.
+    """The result of plan().
 
-    What fits is ranked, the fastest first; among those within 2 % of the fastest, simple systems
-    and little traffic first. Tensor parallelism over hosts comes last.
+    Plans that fit are ranked by time. Among those within 2 % of the fastest, simple systems and
+    less traffic come first. Tensor parallelism over hosts comes last.
     """
 
     shape: ModelShape
@@ -112,7 +112,7 @@ class Plans:
         return json.dumps(content, indent=1, allow_nan=False)
 
     def headline(self) -> str:
-        """What was asked, in two lines."""
+        """The job and the cluster, in two lines."""
         shape, cluster, job = self.shape, self.cluster, self.job
         return (
             f"{shape.name}: {shape.num_params:,} parameters, {shape.layers} layers of"
@@ -124,7 +124,7 @@ class Plans:
         )
 
     def table(self, top: int) -> str:
-        """The first plans; all where top is 0. Figures are of the fullest rank, in 10^9 bytes.
+        """A table of the first plans; all if top is 0. Figures are of the fullest rank, in 10^9 B.
 
         "host" is of its memory or disks, a rank; "m × b" micro-batches, and sequences of each.
         """
@@ -143,7 +143,7 @@ class Plans:
         return columns(rows, 5)
 
     def refusal_lines(self, top: int) -> Iterator[str]:
-        """One line per reason and system, with the meshes; all where top is 0."""
+        """One line per reason and system, with the meshes; all if top is 0."""
         meshes: dict[tuple[str, str], list[str]] = defaultdict(list)
         for refusal in self.refused:
             meshes[refusal.system, refusal.reason].append(refusal.mesh)
@@ -151,11 +151,11 @@ class Plans:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield f"{system or 'no system'}, {names[0]}{more}: {reason}"
         if top and len(meshes) > top:
-            yield f"… and {len(meshes) - top} more reasons: --top 0 has all, --json too"
+            yield f"… and {len(meshes) - top} more reasons; --top 0 and --json list all"
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    """In the order in which one would work it out."""
+    """The explanation, in the order of the calculation."""
     c, memory, time = plan.candidate, plan.memory, plan.time
     parts = [f"{name} {in_gb(getattr(memory, name))}" for name in DEVICE_PARTS]
     yield (
@@ -174,7 +174,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
             yield (
                 f"{axis} {size} {place}: {in_gb(getattr(plan.traffic, part))} a step,"
                 f" {in_seconds(getattr(time, part))}"
-                + (f" and {in_seconds(time.data_hidden)} behind computing" * (axis == "dp"))
+                + (f" and {in_seconds(time.data_hidden)} hidden by computing" * (axis == "dp"))
                 + (_pipeline(c) if axis == "pp" else "")
             )
     hardware = c.cluster.hardware
@@ -193,7 +193,7 @@ def _pipeline(candidate: Candidate) -> str:
     p, m = candidate.mesh.pp, candidate.num_micro_batches
     why = "2p to 4p"
     if m > 4 * p:
-        why = "more than 4p, since fewer do not fit or do not divide"
+        why = "more than 4p, because fewer do not fit or do not divide"
     elif m < 2 * p:
         why = "less than 2p: the batch has no more"
     return f"; {candidate.schedule} with {m} micro-batches ({why}), bubble {candidate.bubble:.1%}"
@@ -213,7 +213,7 @@ def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
 
     Raises:
         ValueError: the model is not known, the job's sizes do not multiply to the cluster's number
-            of devices, or its tokens are no whole number of sequences.
+            of devices, or its tokens are not a whole number of sequences.
     """
     shape = model if isinstance(model, ModelShape) else find_model(model)
     job = job.with_sequence(shape.context)
@@ -230,7 +230,7 @@ def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
             continue
         ranked = inside if cluster.group(mesh.tp, 1).num_hosts == 1 else outside
         for system in SYSTEMS.values():
-            # One rank of several devices is looked at for "single" alone.
+            # A single rank of several devices is considered only for "single".
             is_for_one, is_one = system.name == "single", mesh.num_ranks == 1
             is_unasked = bool(job.systems) and system.name not in job.systems
             if is_unasked or (is_for_one != is_one and (is_for_one or cluster.num_gpus > 1)):
@@ -255,16 +255,16 @@ def _divisors(number: int) -> list[int]:
 
 
 def _meshes_of(shape: ModelShape, cluster: Cluster, job: Job) -> Iterator[Mesh]:
-    """All that have as many ranks as there are devices, and sizes as the job wants them.
+    """All meshes with as many ranks as devices, and the sizes that the job requests.
 
-    Also those that the model does not allow; and a single rank where no size is wanted.
+    Includes those that the model does not support, and a single rank if no size is requested.
     """
     total = cluster.num_gpus
     wanted = (job.dp or 1) * (job.pp or 1) * (job.tp or 1)
     are_all_set = job.dp and job.pp and job.tp
     if total % wanted or (are_all_set and wanted != total):
         sizes = ", ".join(f"{name} {getattr(job, name)}" for name in ("dp", "pp", "tp"))
-        raise ValueError(f"{sizes.replace(' 0', ' any')} do not make {total} gpus")
+        raise ValueError(f"{sizes.replace(' 0', ' any')} do not multiply to {total} gpus")
     for tp in [job.tp] if job.tp else _divisors(total):
         for pp in [job.pp] if job.pp else _divisors(total // tp):
             if total % (tp * pp) or (job.dp and job.dp * tp * pp != total):
@@ -281,7 +281,7 @@ def _meshes_of(shape: ModelShape, cluster: Cluster, job: Job) -> Iterator[Mesh]:
 
 
 def by_rank(plans: list[Plan]) -> Iterator[Plan]:
-    """The fastest first; plans within SAME_TIME of the fastest one left by what else they cost.
+    """Fastest first; plans within SAME_TIME of the fastest remaining one by their other costs.
 
     Those that send MUCH_MORE than the least of them come last, and then simpler systems, and less
     traffic, come first: a prediction does not know a step's time to 2 %.
@@ -306,7 +306,7 @@ def by_rank(plans: list[Plan]) -> Iterator[Plan]:
 def _best(
     shape: ModelShape, cluster: Cluster, job: Job, system: System, mesh: Mesh, schedule: str
 ) -> Plan | Refusal:
-    """The fastest way to recompute and to cut the batch that fits; or why there is none."""
+    """The fastest recomputation and number of micro-batches that fit; or why none does."""
     found: list[Plan] = []
     leanest: tuple[int, str] | None = None
     fault: str | None = None
@@ -337,8 +337,8 @@ def _best(
 def _micro_batches(job: Job, system: System, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """Their number, ascending, and sequences of each: of a pipeline at least 2p, if there are.
 
-    Those up to 4p are all looked at, more if memory demands it. Without a pipeline the first one
-    that fits is the best, and an update inside the backward pass allows one alone.
+    All numbers up to 4p are considered, and more if memory requires it. Without a pipeline the
+    first one that fits is the best, and an update inside the backward pass allows only one.
     """
     sequences = job.tokens // job.sequence // mesh.dp
     counts = [1] if system.is_lomo else _divisors(sequences)
@@ -350,9 +350,9 @@ def _micro_batches(job: Job, system: System, mesh: Mesh) -> Iterator[tuple[int, 
 def _schedule_fault(shape: ModelShape, pp: int, schedule: str, m: int) -> str | None:
     parts = pp * STAGES_PER_RANK.get(schedule, 1)
     if shape.layers < parts:
-        return f"{schedule}: {shape.layers} layers make no {parts} stages"
+        return f"{schedule}: {shape.layers} layers are too few for {parts} stages"
     if schedule == "interleaved" and m % pp:
-        return f"interleaved: {m} micro-batches are no multiple of pp {pp}"
+        return f"interleaved: {m} micro-batches are not a multiple of pp {pp}"
     if schedule == "zbv" and m < 2 * pp:
         return f"zbv: {m} micro-batches are less than 2 × pp {pp}"
     return None

@@ -1,4 +1,4 @@
-"""The bytes that a rank sends in a step, and how long the step takes."""
+"""The bytes that a rank sends in a step, and the time of the step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ringcomm.planner.hardware import Hardware
 from ringcomm.planner.job import STAGES_PER_RANK, Job, System
 from ringcomm.planner.models import ModelShape, Unit
 
-BUCKET_BYTES = 25 << 20  # of gradients: DDP's and zero.shard's
-_STATS_BYTES = 24  # of a token in the vocabulary-parallel loss: ringcomm.ops.cross_entropy
+BUCKET_BYTES = 25 << 20  # per bucket of gradients: DDP's and zero.shard's default
+_STATS_BYTES = 24  # per token in the vocabulary-parallel loss: ringcomm.ops.cross_entropy
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Traffic:
     """Bytes of one rank and step."""
 
     data: int = 0  # weights and gradients
-    tensor: int = 0  # activations, the loss's sums, norms' gradients
+    tensor: int = 0  # activations, sums of the loss, gradients of norms
     pipeline: int = 0  # activations and their gradients to the neighbours
     expert: int = 0  # tokens to and from the experts of other ranks
     offloaded: int = 0  # to and from host memory or disks
@@ -30,18 +30,18 @@ class Traffic:
 
 
 def traffic_of(candidate: Candidate) -> Traffic:
-    """Of the rank that sends most: of a pipeline's first or last stage, or of one between them."""
+    """The traffic of the rank that sends most: of a pipeline's first, last or a middle stage."""
     pp = candidate.mesh.pp
     found = [traffic_of_stage(candidate, stage) for stage in sorted({0, min(1, pp - 1), pp - 1})]
     return max(found, key=lambda traffic: (traffic.sent, traffic.offloaded))
 
 
 def traffic_of_stage(candidate: Candidate, stage: int) -> Traffic:
-    """Of the first rank that one stage of the pipeline has."""
+    """The traffic of the first rank of one pipeline stage."""
     c, mesh, m = candidate, candidate.mesh, candidate.num_micro_batches
     data = sum(sent_of_weights(part, c.system, c.job, n, m) for part, n in c.parts(stage))
     if c.shape.tied and c.head_stage != 0 and stage in (0, c.head_stage):
-        # A head that is the embedding, on two stages: an all_reduce of two.
+        # A tied embedding on two stages: an all_reduce of two ranks.
         data += c.job.itemsize * -(-c.shape.vocab // mesh.tp) * c.shape.hidden
     expert = _calls_of_experts(c, stage) * c.routed_bytes * (mesh.ep - 1) // mesh.ep
     kept = c.kept(stage)
@@ -97,14 +97,14 @@ def _tensor_bytes(candidate: Candidate, stage: int) -> int:
     if is_head:
         sent += _STATS_BYTES * ring_elems(tokens + 1, t)
     copies = t // shape.kv_heads
-    if copies > 1:  # gradients of heads that several ranks have
+    if copies > 1:  # several ranks have the same heads
         elems = 2 * shape.head_dim * (shape.hidden + ("qkv" in shape.biases)) * num_layers
         sent += e * ring_elems(elems, copies)
     return sent
 
 
 def _summed_elems(unit: Unit, tp: int) -> int:
-    """Sent of gradients of what every rank uses on its own tokens: norms, biases behind sums."""
+    """Elements sent for gradients of norms and biases that each rank applies to its own tokens."""
     alike = [w for w in unit if w.split is None and len(w.shape) == 1]
     return sum(ring_elems(weight.num_elems, tp) for weight in alike)
 
@@ -128,11 +128,11 @@ class StepTime:
     tensor: float
     expert: float
     pipeline: float
-    data: float  # of weights and gradients, that computing does not hide
-    data_hidden: float  # what it does hide; no part of the step
-    offload: float  # takes turns with computing
-    update: float  # of weights and states, by the device's memory
-    bubble: float  # in which a rank of a pipeline waits
+    data: float  # weights and gradients, not hidden by computing
+    data_hidden: float  # weights and gradients, hidden by computing; not part of the step
+    offload: float  # not hidden by computing
+    update: float  # of weights and states, limited by the device's memory
+    bubble: float  # in which a pipeline rank waits
 
     @property
     def parts(self) -> dict[str, float]:
@@ -195,7 +195,7 @@ def _tensor_seconds(candidate: Candidate) -> float:
 
 
 def _pipeline_seconds(candidate: Candidate) -> float:
-    """The way through all stages and back; what micro-batches send between may be hidden."""
+    """Messages through all stages and back; those of later micro-batches may be hidden."""
     pp = candidate.mesh.pp
     if pp == 1:
         return 0.0
@@ -209,9 +209,9 @@ def _pipeline_seconds(candidate: Candidate) -> float:
 def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
     """Of weights and gradients, and how much of it computing may hide.
 
-    DistributedDataParallel hides gradients behind the last micro-batch's backward pass, and
-    fully_shard gathers and reductions behind all computing. Stages 1 and 2, LOMO and offloaded
-    weights block while they communicate.
+    DistributedDataParallel overlaps gradients with the last micro-batch's backward pass, and
+    fully_shard overlaps gathers and reductions with all computing. Stages 1 and 2, LOMO and
+    offloaded weights block while they communicate.
     """
     system, m = candidate.system, candidate.num_micro_batches
     once = copies = 0.0

@@ -1,8 +1,8 @@
-"""A recording of what this process does: RINGCOMM_TRACE=FOLDER makes every rank write one.
+"""Records this process: with RINGCOMM_TRACE=FOLDER every rank writes a recording.
 
 A process records to two files: NAME.events, ring buffers that csrc/collectives/trace.cc maps, and
-NAME.log, lines of JSON about what is rare. Both can be read at any time, also after a SIGKILL:
-recordings.py reads them, merge.py makes one trace of all, timeline.py prints the steps of a ring.
+NAME.log, lines of JSON for rare events. Both can be read at any time, also after a SIGKILL.
+recordings.py reads them, merge.py writes one trace of all, timeline.py prints the steps of a ring.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _start(pid: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         events = os.open(f"{name}.events", flags, 0o644)
         log = os.open(f"{name}.log", flags | os.O_APPEND, 0o644)
-        # The first thread's: where there is no room, this is an error.
+        # The buffer of the first thread: a full disk is an error here.
         os.posix_fallocate(events, 0, 2 * PAGE_BYTES + EVENT_BYTES * num_events)
-        fcntl.lockf(log, fcntl.LOCK_EX)  # held by a process that lives
+        fcntl.lockf(log, fcntl.LOCK_EX)  # locked while the process is alive
     except OSError as error:
         reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
         raise OSError(error.errno, reason) from None
@@ -59,7 +59,7 @@ def _start(pid: int) -> None:
 
 
 def clock_name() -> str:
-    """What processes have in common whose CLOCK_MONOTONIC is the same."""
+    """An id that is equal for processes with the same CLOCK_MONOTONIC."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     try:
         return f"{boot} {os.readlink('/proc/self/ns/time')}"

@@ -1,4 +1,4 @@
-"""`ringcomm trace`: runs a program whose ranks record themselves, and says what became of it."""
+"""`ringcomm trace`: runs a program whose ranks record themselves, and merges the recordings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ringcomm.trace.merge import merge
 
 __all__ = ["merge_folders", "run_recorded"]
 
-# After Ctrl-C the command has this long to end: until it is told again, and until it is killed.
+# Seconds after Ctrl-C until the command is signalled again, and until it is killed.
 _GRACE_S = (1.0, 10.0)
 
 
 def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
-    """Runs a command, and writes the trace of its ranks; its exit status.
+    """Runs a command and writes the trace of its ranks; returns its exit status.
 
     Blocks until the command has ended. Ctrl-C ends it; what was recorded until then is written.
 
@@ -45,7 +45,7 @@ def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command, which a Ctrl-C of the terminal has reached as well."""
+    """Ends a command, which has also received the terminal's Ctrl-C."""
     for grace_s, number in zip(_GRACE_S, (signal.SIGTERM, signal.SIGKILL), strict=True):
         try:
             process.wait(grace_s)
@@ -55,7 +55,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int:
-    """Writes the trace of recordings, and says on stderr what it has; the exit status."""
+    """Writes the trace of recordings and a summary on stderr; returns the exit status."""
     try:
         summary = merge(folders, output, now_ns)
     except ValueError as error:

@@ -22,7 +22,7 @@ _CATEGORIES = ("", "call", "collective", "part", "step", "wait", "message")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a trace has: its ranks, events, and what is worth saying about them."""
+    """A summary of a trace: numbers of ranks and events, and notes."""
 
     num_ranks: int
     num_events: int
@@ -33,10 +33,10 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     """Writes one trace of the recordings in some folders; compressed if its name ends in .gz.
 
     Args:
-        folders: of all hosts; RINGCOMM_TRACE named them.
-        output: written anew.
-        now_ns: this host's CLOCK_MONOTONIC, up to which what has no end goes on. 0: up to what was
-            recorded last, or up to now if a process of this host still runs.
+        folders: the folders of all hosts that RINGCOMM_TRACE named.
+        output: the trace file; an existing one is replaced.
+        now_ns: this host's CLOCK_MONOTONIC as the end of unfinished events. 0: the time of the last
+            record, or now if a process of this host still runs.
 
     Raises:
         ValueError: nothing was recorded, or the clocks of two hosts cannot be compared.
@@ -44,7 +44,7 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     """
     processes = recordings.read(folders)
     if not processes:
-        raise ValueError("nothing was recorded: no rank has made a group of backend ringcomm")
+        raise ValueError("nothing was recorded: no rank made a group of backend ringcomm")
     notes = recordings.align(processes)
     writer = _Writer(processes, now_ns)
     with opened(output, "w") as file:
@@ -68,7 +68,7 @@ def opened(path: Path, mode: Literal["r", "w"]) -> IO[str]:
 
 
 class _Writer:
-    """Turns recordings into events of the trace; fills `notes` meanwhile."""
+    """Converts recordings to trace events, and fills `notes`."""
 
     def __init__(self, processes: list[Process], now_ns: int) -> None:
         self.notes: list[str] = []
@@ -154,17 +154,17 @@ class _Writer:
         if event["kind"] != MESSAGE:
             yield {"ph": "X", "ts": begin, "dur": round(end - begin, 3), **about}
             return
-        # Messages overlap, so they have a row of their own.
+        # Messages overlap, so they have a separate row.
         about["id"] = f"{process.row}-{event['seq']}"
         yield {"ph": "b", "ts": begin, **about}
         yield {"ph": "e", "ts": end, **about}
 
     def _arrows(self) -> Iterator[dict[str, Any]]:
-        """From rank to rank through the same call, in the order in which they came to it."""
+        """Arrows between ranks through the same call, in the order of their arrival."""
         calls: dict[tuple[Any, ...], list[tuple[float, int, int]]] = defaultdict(list)
         for process in self._processes:
             for key, thread, event in recordings.collectives(process):
-                # Within the event, where its begin is its neighbour's too.
+                # Inside the event, because its begin may equal that of its neighbour.
                 place = self._us(process, event["begin_ns"]) + 0.001
                 calls[key].append((place, process.row, thread))
         for number, places in enumerate(calls.values()):
@@ -184,7 +184,7 @@ def _metadata(kind: str, row: int, thread: int = 0, **arguments: Any) -> dict[st
 
 
 def _ended_messages(process: Process) -> set[int]:
-    """Of these a first event, from when they began, says no more than the second."""
+    """Messages with two events: the first, at the begin, has nothing that the second lacks."""
     events = (event for events in process.events.values() for event in events)
     return {event["seq"] for event in events if event["kind"] == MESSAGE and event["end_ns"]}
 

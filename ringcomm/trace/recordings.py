@@ -1,4 +1,4 @@
-"""Reads what processes have recorded, and makes the clocks of several hosts comparable."""
+"""Reads recordings of processes, and aligns the clocks of several hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIELDS = (
 )
 NO_SEQ = (1 << 64) - 1
 CALL, COLLECTIVE, PART, STEP, WAIT, MESSAGE = range(1, 7)
-# Collectives that no rank leaves before all have come.
+# Collectives that no rank leaves before all have arrived.
 _MEETINGS = ("barrier", "all_reduce")
 
 
@@ -48,12 +48,12 @@ class Process:
 
     @property
     def rank(self) -> int:
-        """Its number in the job, as its first group says."""
+        """Its rank in the job, from its first group."""
         group = next(iter(self.groups.values()))
         return int(group["ranks"][group["rank"]])
 
     def title(self) -> str:
-        """Its rank, and how it ended if not as it should."""
+        """Its rank, and how it ended if not normally."""
         if self.is_running:
             return f"rank {self.rank} (still running)"
         if self.failures:
@@ -70,7 +70,7 @@ def read(folders: Sequence[Path]) -> list[Process]:
     """The recordings in folders, by rank, then by time.
 
     Raises:
-        ValueError: a file is no recording.
+        ValueError: a file is not a recording.
         OSError: a folder or a file cannot be read.
     """
     found = (_read(log) for folder in folders for log in sorted(folder.iterdir()) if _is_log(log))
@@ -87,11 +87,11 @@ def _is_log(path: Path) -> bool:
 
 
 def _read(log: Path) -> Process | None:
-    """A recording; None of a process that has made no group."""
-    # Before the log, which has what an event refers to before the event is written.
+    """Reads a recording; None for a process that has made no group."""
+    # Read before the log: the log has what an event refers to before the event is written.
     data = log.with_name(f"{log.name[:-4]}.events").read_bytes()
     with log.open("rb") as file:
-        lines = file.read().split(b"\n")[:-1]  # what a full disk has cut is no line
+        lines = file.read().split(b"\n")[:-1]  # a line that a full disk has truncated
         process = Process(json.loads(lines[0]) if lines else {})
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -115,7 +115,7 @@ def _read(log: Path) -> Process | None:
     if not process.groups:
         return None
     if data[:8] != b"RINGTRC1":
-        raise ValueError(f"{log} is no recording of this version of ringcomm")
+        raise ValueError(f"{log} is not a recording of this version of ringcomm")
     _read_events(process, data)
     return process
 
@@ -142,7 +142,7 @@ def _read_events(process: Process, data: bytes) -> None:
 
 
 def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:
-    """Of each collective (group, its ranks, attempt, op, seq), its thread, and the event."""
+    """The thread and event of each collective (group, its ranks, attempt, op, seq)."""
     for thread, events in process.events.items():
         for event in events:
             group = process.groups.get(event["group"])
@@ -153,10 +153,10 @@ def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[s
 
 
 def align(processes: list[Process]) -> list[str]:
-    """Sets shift_ns so that all times are of the first process's clock; what was assumed.
+    """Sets shift_ns so that all times are in the first process's clock; returns notes on this.
 
-    No rank leaves an all_reduce or a barrier before all have begun it. So each call bounds the
-    difference of two clocks from both sides, and the middle of what is left is taken.
+    No rank leaves an all_reduce or a barrier before all have begun it. Each call therefore bounds
+    the difference of two clocks from both sides; the middle of the remaining interval is used.
 
     Raises:
         ValueError: the clocks cannot be compared.
@@ -185,7 +185,7 @@ def align(processes: list[Process]) -> list[str]:
             why = "drift apart" if clock in bounds else "have no all_reduce or barrier in common"
             raise ValueError(
                 f"the clocks of {processes[0].info['host']} and {host} cannot be compared: they"
-                f" {why}. Merge the recordings of each host alone"
+                f" {why}. Merge the recordings of each host separately"
             )
         process.shift_ns = (low + high) // 2
         notes.append(f"{host}: aligned by common calls, within ±{(high - low) / 2e3:.1f} µs")

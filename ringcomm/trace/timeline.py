@@ -14,21 +14,23 @@ __all__ = ["steps"]
 def steps(path: Path, seq: int | None = None) -> str:
     """The steps of a ring in the order in which they began, a column for each rank.
 
-    Times are in µs from the first rank's begin. "2 → chunk 1 → 0" in the column of a rank: it gets
-    chunk 1 of rank 2, and sends it on to rank 0.
+    Times are in µs from the first rank's begin. "2 → chunk 1 → 0" in the column of a rank: it
+    receives chunk 1 from rank 2 and sends it to rank 0.
 
     Args:
-        path: what merge() has written.
-        seq: the call's number in its group; None takes the first that went around a ring.
+        path: a trace from merge().
+        seq: the call's number in its group; None means the first ring collective.
 
     Raises:
-        ValueError: the file is no trace, or has no such ring.
+        ValueError: the file is not a trace, or has no such ring collective.
         OSError: it cannot be read.
     """
     events = _events(path)
     found = [e for e in events if e.get("cat") == "step" and seq in (None, e["args"].get("seq"))]
     if not found:
-        raise ValueError(f"{path} has no ring" + ("" if seq is None else f" of call #{seq}"))
+        raise ValueError(
+            f"{path} has no ring collective" + ("" if seq is None else f" of call #{seq}")
+        )
     call = _call_of(min(found, key=lambda event: event["ts"]))
     found = sorted((e for e in found if _call_of(e) == call), key=lambda event: event["ts"])
     (whole, *_) = [e for e in events if e.get("cat") == "collective" and _call_of(e) == call]
@@ -82,5 +84,5 @@ def _events(path: Path) -> list[dict[str, Any]]:
         with opened(path, "r") as file:
             events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is no trace that `ringcomm trace` has written") from None
+        raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
     return events

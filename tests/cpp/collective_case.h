@@ -21,7 +21,7 @@
 
 namespace ringcomm::testing {
 
-/// Bytes of data in one phase of a board, as the group cuts them: a region less its header.
+/// Bytes of data in one phase of a board: a region without its header.
 inline constexpr std::size_t kPhaseBytes = shm::SegmentConfig{}.board_bytes - kLineBytes;
 
 struct Case {
@@ -161,7 +161,7 @@ inline std::size_t share_elems(const Case& c, int from, int to) {
   return random % 4 == 0 ? 0 : random / 4 % (2 * c.num_elems + 1);
 }
 
-/// What `rank` puts in for rank `share`, where its shares differ.
+/// The input of `rank` for rank `share`, if its shares differ.
 inline oracle::Bytes input_of(const Case& c, int rank, int share) {
   oracle::Bytes bytes;
   const std::size_t num_elems = share_elems(c, rank, share);
@@ -239,7 +239,7 @@ class CaseBuffers {
             .ring_slot_bytes = case_.ring_slot_bytes};
   }
 
-  /// What the call leaves in its output, or in its first one.
+  /// The content of the call's output, or of its first one.
   oracle::Bytes result() const { return output(0).content(); }
 
   /// Throws unless every buffer holds what it must after the call.
@@ -329,7 +329,7 @@ inline void run_case(Communicator& communicator, const Case& c) {
   buffers.check();
 }
 
-/// What all_reduce can be told to use on any carrier.
+/// The algorithms of all_reduce that every carrier supports.
 inline constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
                                             Algorithm::kRing};
 

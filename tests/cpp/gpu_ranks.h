@@ -9,6 +9,7 @@
 #include <barrier>
 #include <cstddef>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,25 +18,38 @@
 #include "collective_case.h"
 #include "collectives/cuda/header_words.h"
 #include "collectives/cuda/launch_plan.h"
+#include "collectives/cuda/lent_buffers.h"
+#include "collectives/cuda/staging_plan.h"
 #include "device/cuda/call.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::testing {
 
-/// Runs a kernel to its end.
-inline void run_kernel(const std::string& name, const cuda::GroupFrame& call, unsigned num_blocks,
-                       unsigned num_threads) {
-  const emulator::Kernel* kernel = emulator::find_kernel(name);
-  expect(kernel != nullptr, "a kernel " + name);
+/// How late plain accesses of kernels take effect: at once, as late as a GPU allows
+/// (block_cache.h), or, as in kernels without releases, when the kernels of all ranks have ended.
+enum class Late { kNo, kYes, kWithoutReleases };
+
+struct ForgetfulCache final : emulator::BlockCache {
+  void write_back() override {}
+};
+
+/// Runs a kernel to its end. Without releases, meet() waits for the kernels of all ranks.
+inline void run_kernel(
+    const emulator::Kernel& kernel, const cuda::GroupFrame& call, unsigned num_blocks,
+    unsigned num_threads, Late late = Late::kNo, const std::function<void()>& meet = [] {}) {
   std::vector<std::thread> threads;
   struct Block {
     explicit Block(unsigned size) : barrier(static_cast<std::ptrdiff_t>(size)) {}
     std::barrier<> barrier;
     alignas(16) std::array<std::byte, emulator::BlockContext::kSharedBytes> shared = {};
+    std::unique_ptr<emulator::BlockCache> cache;
   };
   std::vector<std::unique_ptr<Block>> blocks;
-  for (unsigned block = 0; block < num_blocks; ++block)
+  for (unsigned block = 0; block < num_blocks; ++block) {
     blocks.push_back(std::make_unique<Block>(num_threads));
+    if (late == Late::kYes) blocks.back()->cache = std::make_unique<emulator::BlockCache>();
+    if (late == Late::kWithoutReleases) blocks.back()->cache = std::make_unique<ForgetfulCache>();
+  }
   for (unsigned block = 0; block < num_blocks; ++block)
     for (unsigned thread = 0; thread < num_threads; ++thread)
       threads.emplace_back([&, block, thread] {
@@ -45,13 +59,25 @@ inline void run_kernel(const std::string& name, const cuda::GroupFrame& call, un
                                        .block_idx = block,
                                        .num_blocks = num_blocks,
                                        .sync = [&mine] { mine.barrier.arrive_and_wait(); },
-                                       .shared = mine.shared.data()};
-        kernel->run(&call, context);
+                                       .shared = mine.shared.data(),
+                                       .cache = mine.cache.get()};
+        kernel.run(&call, context);
       });
   for (std::thread& thread : threads) thread.join();
+  if (late != Late::kWithoutReleases) return;
+  meet();
+  for (const auto& block : blocks) block->cache->BlockCache::write_back();
 }
 
-/// What the ranks of a group share, and each has.
+inline void run_kernel(
+    const std::string& name, const cuda::GroupFrame& call, unsigned num_blocks,
+    unsigned num_threads, Late late = Late::kNo, const std::function<void()>& meet = [] {}) {
+  const emulator::Kernel* kernel = emulator::find_kernel(name);
+  expect(kernel != nullptr, "a kernel " + name);
+  run_kernel(*kernel, call, num_blocks, num_threads, late, meet);
+}
+
+/// The shared state of a group and the state of each rank.
 class GpuRanks {
  public:
   GpuRanks(int world_size, const cuda::DeviceFacts& facts, unsigned num_threads,
@@ -62,9 +88,11 @@ class GpuRanks {
         layout_(cuda::make_staging_layout(facts)),
         turn_(world_size),
         controls_(static_cast<std::size_t>(world_size)) {
+    lent_bases_.resize(static_cast<std::size_t>((world_size + 1) * world_size));
     // So that pieces follow each other in calls of few bytes.
     layout_.region_bytes = 20 << 10;
     layout_.mail_slot_bytes = 16 << 10;
+    layout_.num_mail_channels = 4;
     for (int rank = 0; rank < world_size; ++rank) {
       const std::size_t bytes = layout_.num_bytes();
       memory_.emplace_back(bytes + kLineBytes);
@@ -77,7 +105,11 @@ class GpuRanks {
 
   const cuda::StagingLayout& layout() const { return layout_; }
   cuda::Control& control(int rank) { return controls_[static_cast<std::size_t>(rank)]; }
+  /// Synchronizations of a rank's first block over all calls: its published phases.
+  std::uint64_t num_hand_overs(int rank) const { return staging_.published(rank, rank, 0).value; }
   std::chrono::nanoseconds timeout = std::chrono::seconds(50);
+  Late late = Late::kNo;
+  const emulator::Kernel* kernel_of_tests = nullptr;  ///< instead of those that calls have
 
   cuda::KernelCall kernel_call(int rank) {
     cuda::KernelCall call;
@@ -85,19 +117,28 @@ class GpuRanks {
     return call;
   }
 
-  /// Memory that ranks may lend each other: one segment, of which each has a part.
-  void lend(std::byte* const* bases) { lent_.bases = bases; }
-
-  /// Runs a call on one rank, to its end. Its buffers lie where they lie in lent memory, or
-  /// nowhere.
-  Traffic run(int rank, const Collective& call, std::uint64_t lent_input = 0,
-              std::uint64_t lent_output = 0) {
+  /// Runs a call on one rank to its end. With `lends`, all its buffers are in memory that peers
+  /// have mapped.
+  Traffic run(int rank, const Collective& call, bool lends = false) {
     cuda::KernelCall kernel = kernel_call(rank);
-    kernel.lent = lent_;
-    kernel.lent_input = lent_input;
-    kernel.lent_output = lent_output;
+    kernel.lent.bases = lent_bases_.data();
     const cuda::LaunchPlan plan = plan_call(call, false, kernel);
-    run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
+    std::uint64_t num_segments = 0;
+    cuda::find_lent_buffers(
+        call, plan,
+        [&](const std::byte* data, std::size_t) -> std::uint64_t {
+          if (!lends) return 0;
+          const std::uint64_t segment = num_segments++;
+          lent_bases_[segment * static_cast<std::size_t>(world_size_) +
+                      static_cast<std::size_t>(rank)] = const_cast<std::byte*>(data) - rank;
+          return cuda::Lent::place(segment, static_cast<std::uint64_t>(rank));
+        },
+        kernel);
+    const auto meet = [this] { turn_.arrive_and_wait(); };
+    if (kernel_of_tests != nullptr)
+      run_kernel(*kernel_of_tests, kernel, plan.num_blocks, num_threads_, late, meet);
+    else
+      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_, late, meet);
     return plan.traffic;
   }
   /// The same as ranks do that take turns: a launch for each step, between which they meet.
@@ -115,7 +156,7 @@ class GpuRanks {
     }
     for (std::uint32_t turn = 0; turn < num_turns; ++turn) {
       kernel.first_step = kernel.last_step = turn;
-      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
+      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_, late);
       turn_.arrive_and_wait();
     }
   }
@@ -135,20 +176,20 @@ class GpuRanks {
     cuda::MailCall call;
     fill(rank, call);
     const cuda::LaunchPlan plan = cuda::plan_exchange(messages, 2, call);
-    run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
+    run_kernel(plan.kernel, call, plan.num_blocks, num_threads_, late);
   }
-  void run_case(int rank, const Case& c, bool takes_turns = false) {
+  void run_case(int rank, const Case& c, bool takes_turns = false, bool lends = false) {
     CaseBuffers buffers(c, rank, world_size_);
     if (takes_turns)
       run_in_turns(rank, buffers.call());
     else
-      run(rank, buffers.call());
-    expect(control(rank).stop == 0, "a kernel that does not give up in " + c.to_text());
+      run(rank, buffers.call(), lends);
+    expect(control(rank).stop == 0, "a kernel that does not fail in " + c.to_text());
     buffers.check();
   }
 
  private:
-  // Of the longest share of any call: more turns than a call needs do no harm.
+  // For the longest share of any call; more turns than a call needs are harmless.
   void raise_longest(std::uint64_t num_bytes) {
     std::uint64_t longest = longest_bytes_;
     while (longest < num_bytes && !longest_bytes_.compare_exchange_weak(longest, num_bytes)) {
@@ -170,7 +211,7 @@ class GpuRanks {
   std::barrier<> turn_;
   std::atomic<std::uint64_t> longest_bytes_ = 0;
   cuda::Staging staging_;
-  cuda::Lent lent_;
+  std::vector<std::byte*> lent_bases_;  // a segment for each buffer of a call; see cuda::Lent
   std::vector<std::vector<std::byte>> memory_;
   std::vector<cuda::Control> controls_;
 };

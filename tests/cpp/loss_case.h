@@ -37,7 +37,7 @@ enum class Divisor { kCount, kItems, kOne };
 struct LossOptions {
   bool is_float = false;  // else bfloat16
   int width = 1;
-  int padding = 0;  // columns behind the classes
+  int padding = 0;  // columns after the classes
   unsigned lead_bytes = 0;
   unsigned gap_bytes = 0;  // between rows
   float logit_scale = 1, label_smoothing = 0, z_loss = 0;
@@ -220,7 +220,8 @@ class LossCase {
       const double factor = scale / divisor;
       const double expected = (p * (own + smoothing + 2 * z_loss * lse) - q) * factor;
       const double terms = (p * (own + smoothing + 2 * z_loss * std::fabs(lse)) + q) * factor;
-      // Of the exponent: its argument is rounded, and larger the farther it is from the largest.
+      // The error of the exponent: its argument is rounded, and grows with the distance from the
+      // largest logit.
       const double of_exp = 12 + 2 * std::fabs(std::log(p + 1e-300));
       const double bound = of_exp * kUnit * terms + 1e-37 * std::fabs(factor) +
                            (options_.is_float ? 0 : std::fabs(expected) * 0x1.01p-8);

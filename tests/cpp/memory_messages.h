@@ -31,7 +31,7 @@
 
 namespace ringcomm::testing {
 
-/// What connects the ranks; outlives their transports.
+/// Connects the ranks; outlives their transports.
 class MemoryNetwork {
  public:
   using Clock = std::chrono::steady_clock;
@@ -57,7 +57,7 @@ class MemoryNetwork {
 
   std::unique_ptr<MessageTransport> join(int rank) { return std::make_unique<End>(*this, rank); }
 
-  /// The rank's process ends: what is under way from or to it fails.
+  /// Simulates the end of the rank's process: messages in flight from or to it fail.
   void kill(int rank) {
     const std::lock_guard lock(mutex_);
     leave(rank);
@@ -97,7 +97,7 @@ class MemoryNetwork {
     bool is_send = false;
     bool is_over = false;
     bool is_aborted = false;    // waits have ended, and the buffer is used until `is_over`
-    bool is_destroyed = false;  // while the abort goes on
+    bool is_destroyed = false;  // during the abort
     MessageEnd end = MessageEnd::kDone;
     std::shared_ptr<Post> partner = {};
     Clock::time_point due = {};
@@ -112,7 +112,8 @@ class MemoryNetwork {
     ~MemoryMessage() override {
       const std::lock_guard lock(network_.mutex_);
       if (post_->is_over) return;
-      if (!post_->is_aborted) std::abort();  // its buffer may be gone, and the network would use it
+      if (!post_->is_aborted)
+        std::abort();  // its buffer may be freed, and the network would use it
       post_->is_destroyed = true;
       if (!network_.is_aborting_[static_cast<std::size_t>(post_->owner)]) network_.let_go(*post_);
     }
@@ -239,7 +240,7 @@ class MemoryNetwork {
         if (is_meant(*post)) end(*post, how);
         return post->is_over;
       });
-    // Of one under way the other side waits on, until this one leaves.
+    // The other side of a message in flight keeps waiting until this one leaves.
     for (const PostPtr& send : matched_)
       for (Post* post : {send.get(), send->partner.get()})
         if (is_meant(*post)) end(*post, how);
@@ -308,7 +309,7 @@ class MemoryNetwork {
   }
 
   void arrive(const PostPtr& send, const PostPtr& recv) {
-    if (send->is_over || recv->is_over) {  // the other waits until the one that gave up leaves
+    if (send->is_over || recv->is_over) {  // the other side waits until the failed one leaves
       for (const PostPtr& post : {send, recv})
         if (!post->is_over) stranded_.push_back(post);
       return;

@@ -1,7 +1,6 @@
 #pragma once
 
-// Sends and receives of one rank, with messages that say from whom, with which tag and in what turn
-// they are.
+// Sends and receives of one rank. The content of a message identifies its sender, tag and number.
 
 #include <atomic>
 #include <chrono>
@@ -21,7 +20,7 @@ namespace ringcomm::testing {
 
 inline constexpr std::size_t kP2pSlotBytes = shm::SegmentConfig{}.p2p_slot_bytes;
 inline constexpr std::size_t kP2pHeaderBytes = 64;
-/// What a link holds of one message before anybody drains it.
+/// The bytes of one message that a link holds before the receiver drains it.
 inline constexpr std::size_t kP2pLinkBytes =
     shm::SegmentConfig{}.p2p_num_slots * kP2pSlotBytes - kP2pHeaderBytes;
 

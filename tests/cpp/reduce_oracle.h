@@ -38,7 +38,7 @@ inline bool is_bitwise(Reduction reduction) {
          reduction == Reduction::kBitXor;
 }
 
-/// Which pairs have an operator.
+/// The pairs that have an operator.
 inline bool has_meaning(Reduction reduction, DType dtype) {
   if (dtype == DType::kByte) return false;
   if (dtype == DType::kSoftmaxStats || reduction == Reduction::kMerge)
@@ -99,7 +99,7 @@ T element(const Bytes& bytes, std::size_t i) {
   return value;
 }
 
-// The first of equals stays, and NaN stays or comes in.
+// Keeps the first of equals and propagates NaN.
 template <class F>
 F float_step(Reduction reduction, F a, F b) {
   using Calc = std::conditional_t<std::is_same_v<F, float>, double, F>;
@@ -195,8 +195,8 @@ inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::i
                                            .entropy = 0,
                                            .argmax = kNoIndex};
 
-/// Stats that merge without rounding, and so in any order: small integers, of no or equal largest
-/// logits, or of such that are so far apart that the smaller ones' exponentials are 0.
+/// Stats that merge without rounding, and so in any order: small integers, with no or equal largest
+/// logits, or with largest logits so far apart that the exponentials of the smaller ones are 0.
 inline SoftmaxStats exact_stats(std::uint32_t random) {
   const auto digit = [&random](std::uint32_t base) {
     const std::uint32_t value = random % base;
@@ -247,7 +247,7 @@ Bytes collect(std::size_t num_elems, Result result_of) {
   return bytes;
 }
 
-/// What ReduceOp::combine must store, byte for byte.
+/// The expected result of ReduceOp::combine, byte for byte.
 inline Bytes reduce(Reduction reduction, DType dtype, const std::vector<Bytes>& srcs,
                     std::size_t num_elems, int divisor) {
   const auto integers = [&]<class T>(T) {

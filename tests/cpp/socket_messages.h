@@ -95,9 +95,9 @@ class SocketMessages final : public MessageTransport {
     int tag = 0;
     std::size_t num_bytes = 0;
   };
-  // Guarded by the mutex, but for the bytes of a send that are written. They are a copy: what comes
-  // into the sender's buffer later comes after them, by way of other processes, which
-  // ThreadSanitizer does not see.
+  // Guarded by the mutex, except the bytes of a send. They are a copy, because later writes to the
+  // sender's buffer are ordered after them through other processes only, which ThreadSanitizer does
+  // not see.
   struct Post {
     Head head;
     std::byte* data = nullptr;

@@ -61,7 +61,7 @@ struct Plan {
   std::uint64_t num_phases;
   bool is_parking;
   bool is_one_writer;  // only rank phase % world_size writes and is read
-  int slow_rank;       // naps now and then; -1: nobody
+  int slow_rank;       // sleeps occasionally; -1: none
 };
 
 void run_rank(BoardMemory& memory, const Plan& plan, int rank) {
@@ -122,7 +122,7 @@ TEST_CASE("boards on which one rank writes and the others only read") {
   }
 }
 
-TEST_CASE("a wait on a board names whom it waited for") {
+TEST_CASE("a wait on a board names the rank that it waited for") {
   BoardMemory memory;
   testing::Refusal refusal(Stop::kTimeout);
   Arch arch(refusal, 0, 2);
@@ -131,7 +131,7 @@ TEST_CASE("a wait on a board names whom it waited for") {
   Board<Arch> board(arch, geometry, 0);
   Board<Arch> prompt(arch, geometry, 1);
   std::byte* region = nullptr;
-  CHECK(board.open(region) == Stop::kNone);  // the first phase needs nobody
+  CHECK(board.open(region) == Stop::kNone);  // the first phase needs no peer
   board.publish();
   prompt.publish();
   const std::byte* received = nullptr;

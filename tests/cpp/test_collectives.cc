@@ -74,7 +74,7 @@ TEST_CASE("the other collectives in bytes, in halves, and averaged") {
   });
 }
 
-// Pieces: what one phase carries, one element more or less, several and a rest.
+// Sizes: one phase, one element more or less, several phases and a rest.
 TEST_CASE("collectives in one piece and in several" * doctest::skip(testing::kHasThreadSanitizer)) {
   constexpr std::size_t kPhaseElems = kPhaseBytes / sizeof(std::int32_t);
   run_ranks(3, [&](Communicator& communicator) {
@@ -147,7 +147,7 @@ TEST_CASE("random floats have the same bits on all ranks") {
       run_ranks(kWorld, [&](Communicator& communicator) {
         testing::CaseBuffers buffers(c, communicator.rank(), kWorld);
         communicator.run(buffers.call(), testing::kPatient);
-        // The boards reduce in the order of the ranks, as the oracle does; the ring does not.
+        // The boards reduce in rank order like the oracle; the ring does not.
         if (algorithm != Algorithm::kRing) buffers.check();
         results[static_cast<std::size_t>(communicator.rank())] = buffers.result();
       });
@@ -229,7 +229,8 @@ TEST_CASE("where the ranks do not divide the count, the bytes of all add up") {
   }
 }
 
-// What this rank copies: what it stages, and what it takes from there to its results.
+// The bytes that this rank copies: its staged data, and the data that it copies from staging to its
+// results.
 TEST_CASE("the copied bytes of a call are those of its formula") {
   run_ranks(2, [&](Communicator& communicator) {
     constexpr std::uint64_t kBytes = 4000;

@@ -1,5 +1,5 @@
-// Wrong arguments are found before anything is exchanged: std::invalid_argument, and the group goes
-// on.
+// Wrong arguments throw std::invalid_argument before anything is exchanged, and the group still
+// works.
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -32,7 +32,7 @@ void expect_invalid(const std::function<void()>& body, const std::string& text) 
          "std::invalid_argument with \"" + text + "\", not \"" + what + "\"");
 }
 
-// On one rank alone: nobody else may notice.
+// On one rank only; the others must not notice.
 void expect_refused(Communicator& communicator, const Case& c, const std::string& text) {
   testing::CaseBuffers buffers({.num_elems = 4}, communicator.rank(), communicator.world_size());
   Collective call = buffers.call();
@@ -59,10 +59,12 @@ TEST_CASE("wrong arguments of a call are refused, and the group works on") {
       refused({.reduction = Reduction::kBitAnd}, "band is not defined for float32");
       refused({.dtype = DType::kByte}, "sum is not defined for byte");
       refused({.dtype = DType::kBool, .reduction = Reduction::kAvg}, "not defined for bool");
-      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 1}, "num_slots is 2 to 64");
-      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 65}, "num_slots is 2 to 64");
-      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 32}, "slot_bytes is a multiple");
-      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 100}, "slot_bytes is a multiple");
+      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 1}, "num_slots must be 2 to 64");
+      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 65}, "num_slots must be 2 to 64");
+      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 32},
+              "slot_bytes must be a multiple");
+      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 100},
+              "slot_bytes must be a multiple");
       refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 512 << 10}, "do not fit");
       refused({.algorithm = Algorithm::kRing,
                .ring_num_slots = 64,
@@ -70,7 +72,7 @@ TEST_CASE("wrong arguments of a call are refused, and the group works on") {
               "do not fit");
       refused({.algorithm = Algorithm::kRing,
                .ring_slot_bytes = std::numeric_limits<std::uint64_t>::max() - 63},
-              "slot_bytes is a multiple");
+              "slot_bytes must be a multiple");
     });
   }
 }
@@ -82,17 +84,17 @@ TEST_CASE("a root that is no rank, and an op that is no collective, are refused"
       testing::run_case(communicator, {.num_elems = 9});
     };
     for (const OpKind op : {OpKind::kBroadcast, OpKind::kReduce})
-      for (const int root : {-1, 3, 1000}) refused({.op = op, .root = root}, "root is a rank");
+      for (const int root : {-1, 3, 1000}) refused({.op = op, .root = root}, "root must be a rank");
     refused({.op = OpKind::kSend}, "send is not a collective");
     refused({.op = OpKind::kRecv}, "recv is not a collective");
     refused({.algorithm = Algorithm::kDirect},
-            "direct is no algorithm of all_reduce on this group (");
-    refused({.algorithm = Algorithm::kHierarchical}, "hierarchical is no algorithm");
-    refused({.algorithm = static_cast<Algorithm>(99)}, "unknown algorithm is no algorithm");
+            "direct is not an algorithm of all_reduce on this group (");
+    refused({.algorithm = Algorithm::kHierarchical}, "hierarchical is not an algorithm");
+    refused({.algorithm = static_cast<Algorithm>(99)}, "unknown algorithm is not an algorithm");
   });
 }
 
-// Two_shot would run, and be counted as what was asked for.
+// Otherwise two_shot would run, and be counted as the requested algorithm.
 TEST_CASE("an algorithm that a carrier does not have is refused, at the call and in the options") {
   struct Group {
     std::string placement;  // a letter for each rank's host
@@ -102,7 +104,7 @@ TEST_CASE("an algorithm that a carrier does not have is refused, at the call and
            {"a", "a group of one"}, {"aa", "shm"}, {"ab", "p2p over memory"}, {"aab", "inside"}}) {
     CAPTURE(placement);
     for (const auto unknown : {Algorithm::kHierarchical, static_cast<Algorithm>(17)}) {
-      const std::string text = std::string(name_of(unknown)) + " is no algorithm of all_reduce";
+      const std::string text = std::string(name_of(unknown)) + " is not an algorithm of all_reduce";
       const auto world_size = static_cast<int>(placement.size());
       testing::MemoryNetwork network(world_size);
       testing::run_hosts_ranks(network, placement, [&](Communicator& communicator) {
@@ -126,10 +128,11 @@ TEST_CASE("wrong options are refused before the group is made") {
     Communicator(store, 0, 2, options, std::chrono::milliseconds(1));
   };
   for (const std::uint32_t num_slots : {0U, 1U, 65U})
-    expect_invalid([&] { make({.num_slots = num_slots}); }, "num_slots is 2 to 64");
+    expect_invalid([&] { make({.num_slots = num_slots}); }, "num_slots must be 2 to 64");
   for (const std::size_t slot_bytes :
        {std::size_t{0}, std::size_t{63}, std::size_t{65}, (std::size_t{64} << 20) + 64})
-    expect_invalid([&] { make({.slot_bytes = slot_bytes}); }, "slot_bytes is a multiple of 64");
+    expect_invalid([&] { make({.slot_bytes = slot_bytes}); },
+                   "slot_bytes must be a multiple of 64");
   std::string value;
   CHECK_FALSE(store.get("ringcomm/rank/0", std::chrono::milliseconds(0), value));
   expect_invalid([] { algorithm_from_name("tree"); }, "'tree'");
@@ -148,7 +151,7 @@ TEST_CASE("ranks with different options get both texts") {
   });
 }
 
-// Only slots that fill the links are asked for by their number alone.
+// A number of slots without a size means slots that fill the links.
 TEST_CASE("a number of slots alone cuts the links evenly") {
   run_ranks(2, [](Communicator& communicator) {
     for (const std::uint32_t num_slots : {2U, 3U, 7U, 64U})

@@ -124,7 +124,8 @@ TEST_CASE("submitted calls behind a failed one fail with it") {
   });
 }
 
-TEST_CASE("a rank that does not come is a time-out that names it, and is told when it comes") {
+TEST_CASE(
+    "a rank that does not arrive is a timeout that names it, and learns of it when it arrives") {
   run_ranks(4, [others = std::make_shared<std::atomic<int>>(0)](Communicator& communicator) {
     testing::barrier(communicator);
     if (communicator.rank() != 3) {
@@ -141,12 +142,12 @@ TEST_CASE("a rank that does not come is a time-out that names it, and is told wh
       call(communicator, {.num_elems = 1000});  // all it needs may be there
       testing::barrier(communicator);
     });
-    expect_error(error, ErrorKind::kTimeout, {"gave up", "all_reduce #1", "150 ms"});
+    expect_error(error, ErrorKind::kTimeout, {"failed", "all_reduce #1", "150 ms"});
     ++*others;
   });
 }
 
-TEST_CASE("a time-out in the middle of a ring is told to the neighbour") {
+TEST_CASE("a timeout in the middle of a ring is reported to the neighbour") {
   std::atomic<bool> is_over = false;
   run_ranks(2, [&](Communicator& communicator) {
     const bool is_late = communicator.rank() == 1;
@@ -165,7 +166,7 @@ TEST_CASE("a time-out in the middle of a ring is told to the neighbour") {
   });
 }
 
-TEST_CASE("abort wakes who waits, here and on the other ranks") {
+TEST_CASE("abort wakes waiting threads of all ranks") {
   std::atomic<bool> is_aborted = false;
   run_ranks(3, [&](Communicator& communicator) {
     testing::barrier(communicator);
@@ -186,7 +187,7 @@ TEST_CASE("abort wakes who waits, here and on the other ranks") {
     if (aborter.joinable()) aborter.join();
     expect_error(error, ErrorKind::kAborted, {"because of the test"});
     expect(error.info().rank == 0, "rank 0 to be blamed");
-    if (communicator.rank() != 0) expect_error(error, ErrorKind::kAborted, {"rank 0", "gave up"});
+    if (communicator.rank() != 0) expect_error(error, ErrorKind::kAborted, {"rank 0", "failed"});
     expect(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10), "an end in time");
     expect_error(error_of([&] { testing::barrier(communicator); }), ErrorKind::kAborted, {});
   });
@@ -201,7 +202,7 @@ TEST_CASE("abort in a group of one") {
   });
 }
 
-TEST_CASE("a rank that destroys its side is gone for the others, after what it did before") {
+TEST_CASE("a rank that destroys its side has left for the others, after its earlier calls") {
   std::atomic<int> num_told = 0;
   run_ranks(3, [&](Communicator& communicator) {
     call(communicator, {.algorithm = Algorithm::kRing, .num_elems = 1000});
@@ -214,7 +215,7 @@ TEST_CASE("a rank that destroys its side is gone for the others, after what it d
   });
 }
 
-TEST_CASE("a rank that is gone is noticed by ranks that wait for another one") {
+TEST_CASE("a rank that left is noticed by ranks that wait for another one") {
   std::atomic<bool> is_told = false;
   run_ranks(3, [&](Communicator& communicator) {
     testing::barrier(communicator);

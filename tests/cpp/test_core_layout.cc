@@ -1,4 +1,4 @@
-// The arithmetic of core: who sends what, where it lies. Most of it is checked by the compiler.
+// The arithmetic of core: schedules and offsets. The compiler checks most of it.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@ using namespace ringcomm;
 
 constexpr int kMaxWorld = 64;
 
-// What a rank receives at a step is what its previous rank sends then, and what it passes on next.
+// A rank receives at each step what the previous rank sends, and sends it at the next step.
 constexpr bool is_chained(int world) {
   for (int rank = 0; rank < world; ++rank) {
     const RingSchedule mine(rank, world);
@@ -38,8 +38,9 @@ constexpr bool is_chained(int world) {
   return true;
 }
 
-// Plays the ring with sets of contributors: bit r of parts[rank][chunk] says that rank r's share of
-// the chunk is in. Each share comes in once, and in the end every rank has all chunks complete.
+// Plays the ring with sets of contributors: bit r of parts[rank][chunk] means that rank r's share
+// of the chunk is included. Each share is added once, and in the end every rank has all complete
+// chunks.
 constexpr bool is_complete(int world) {
   std::array<std::array<std::uint64_t, kMaxWorld>, kMaxWorld> parts{};
   const std::uint64_t all =
@@ -104,7 +105,7 @@ TEST_CASE("ring schedule of every world up to 64") {
   }
 }
 
-// Chunks lie end to end, cover everything, and differ by one at most, the longer ones in front.
+// Chunks are contiguous, cover everything, and differ by at most one; the longer ones come first.
 constexpr bool is_partition(std::size_t num_elems, int num_chunks) {
   const ChunkLayout layout(num_elems, num_chunks);
   std::size_t end_elems = 0;
@@ -180,7 +181,7 @@ static_assert(pauses_after(0, 1000) == SpinBudget::kMinPauses);
 static_assert(pauses_after(1, 0) > pauses_after(0, 0));
 static_assert(pauses_after(0, 1) == pauses_after(0, 0) / 2);
 
-TEST_CASE("a spin budget comes back from either end") {
+TEST_CASE("a spin budget recovers from its minimum and its maximum") {
   SpinBudget budget;
   for (int i = 0; i < 100; ++i) budget.miss();
   CHECK(budget.num_pauses() == SpinBudget::kMinPauses);
@@ -196,10 +197,10 @@ TEST_CASE("a spin budget comes back from either end") {
   CHECK(none.num_pauses() == 0);
 }
 
-TEST_CASE("after a yield that was dear, waits do without for a while") {
+TEST_CASE("after a long yield, waits do not yield for a while") {
   SpinBudget budget;
   CHECK(budget.miss() == SpinBudget::kMaxYields);
-  budget.yield_was_dear();
+  budget.yield_was_long();
   for (std::uint32_t i = 0; i < SpinBudget::kWaitsWithoutYield; ++i) CHECK(budget.miss() == 0);
   CHECK(budget.miss() == SpinBudget::kMaxYields);
 }

@@ -64,7 +64,7 @@ constexpr milliseconds kStopTimeout{600};
 enum class End { kKilled, kStopped, kReplaced };
 constexpr const char* kEndNames[] = {"killed", "stopped", "replaced"};
 
-// What carries the ranks' data.
+// The transport of the ranks' data.
 enum class Over { kMemory, kMessages, kHosts };
 constexpr const char* kOverNames[] = {"memory", "messages", "hosts"};
 // The host of each rank: one with two ranks at least, and the ranks of one not side by side.
@@ -74,7 +74,7 @@ std::int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
 
-// What a rank has come to.
+// The result of a rank.
 struct Report {
   std::atomic<bool> is_there = false;
   bool is_error = false;
@@ -93,7 +93,7 @@ struct Board {
   std::array<Report, kMaxRanks> reports;
 };
 
-// One file for each key, there whole or not at all.
+// One file for each key, created atomically.
 class FolderStore final : public KeyValueStore {
  public:
   FolderStore(std::string folder, std::function<void()> has_set, std::string prefix = {})
@@ -122,7 +122,7 @@ class FolderStore final : public KeyValueStore {
     RINGCOMM_STEP("after a record was read");
     return true;
   }
-  // Of a key that one rank has for itself.
+  // For a key that only one rank uses.
   std::int64_t add(const std::string& key, std::int64_t number) override {
     std::string sum = "0";
     try_get(key, sum);
@@ -277,7 +277,7 @@ void use_second_group(int rank, const std::string& folder, testing::SocketMesh& 
   run_collectives(*group, limits);
 }
 
-// `group` is kept until all is told: a rank that leaves it is to blame, too.
+// `group` is kept until everything is reported, because a rank that leaves it is at fault, too.
 void live(int rank, const std::string& folder, Meshes& meshes,
           std::unique_ptr<Communicator>& group) {
   const bool is_victim = rank == plan.victim;
@@ -303,11 +303,11 @@ void live(int rank, const std::string& folder, Meshes& meshes,
     try {
       use_second_group(rank, folder, meshes[1], *group, limits);
     } catch (const Error&) {
-      failure = std::current_exception();  // the others may have it behind them, and need this rank
+      failure = std::current_exception();  // the others may have completed it, and need this rank
     }
   }
   count(false);
-  // Whatever the others still had of the rank that ended, these need it.
+  // Other ranks may still have had data of the dead rank, but these calls need the rank.
   try {
     for (int i = 0; i < 2; ++i) group->run({.op = OpKind::kBarrier}, limits);
   } catch (const Error&) {
@@ -372,7 +372,7 @@ std::string judge(bool& is_late) {
     } else if (!theirs.is_error) {
       problem = "has no error";
     } else if (theirs.kind == ErrorKind::kAborted) {
-      continue;  // it was told before the end
+      continue;  // it was reported before the end
     } else if (theirs.kind !=
                (plan.end == End::kStopped ? ErrorKind::kTimeout : ErrorKind::kPeerDied)) {
       problem = "has another error";
@@ -480,8 +480,8 @@ bool asked(const char* for_deaths) {
   return found != nullptr && std::string(found) == for_deaths;
 }
 
-// Every `sample`-th step, or all where RINGCOMM_DEATHS asks for "all"; without "many" fewer, and
-// of three ranks only.
+// Every `sample`-th step, or all with RINGCOMM_DEATHS=all; without "many" fewer, and with three
+// ranks only.
 bool run_child(int world_size, End end, Over over, int sample, bool aborts = false) {
   if (world_size != 3 && !asked("all") && !asked("many")) return true;
   const int stride = asked("all") ? 1 : aborts || asked("many") ? sample : 4 * sample;
@@ -524,7 +524,7 @@ TEST_CASE("deaths: a rank that stops at any step is a time-out that names it") {
   CHECK(run_child(3, End::kStopped, Over::kHosts, 149));
 }
 
-TEST_CASE("deaths: a rank that ends while it gives up") {
+TEST_CASE("deaths: a rank that ends while it aborts the group") {
   for (const Over over : {Over::kMemory, Over::kMessages, Over::kHosts})
     CHECK(run_child(3, End::kKilled, over, 1, true));
 }

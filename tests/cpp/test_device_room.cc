@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "transport/cuda/device_room.h"
 
@@ -38,7 +39,7 @@ std::string path_of(const DeviceUuid& device) {
   return path;
 }
 
-TEST_CASE("device room: what one has taken no other gets, and what is given back anybody") {
+TEST_CASE("device room: a taken seat is refused to others, and a released one is free again") {
   const DeviceUuid device = own_device(1);
   auto first = std::make_unique<DeviceRoom>(device, 7);
   DeviceRoom second(device, 7);
@@ -57,7 +58,8 @@ TEST_CASE("device room: what one has taken no other gets, and what is given back
   CHECK(second.take(7));
 }
 
-// Otherwise two that take more than half at once both fail, although one has room.
+// Otherwise two processes that each take more than half at the same time would both fail, although
+// there is room for one.
 TEST_CASE("device room: one takes at a time") {
   const DeviceUuid device = own_device(4);
   DeviceRoom room(device, 7);
@@ -101,6 +103,22 @@ TEST_CASE("device room: a killed process has nothing, and the last one leaves no
   }
   struct stat status = {};
   CHECK(::stat(path_of(device).c_str(), &status) != 0);
+}
+
+TEST_CASE("device room: a removed file is not replaced while rooms of the process use it") {
+  const DeviceUuid device = own_device(5);
+  const std::string path = path_of(device);
+  {
+    DeviceRoom room(device, 5);
+    REQUIRE(room.take(4));
+    REQUIRE(::unlink(path.c_str()) == 0);
+    CHECK_THROWS_WITH_AS(DeviceRoom(device, 5), doctest::Contains("was removed while groups"),
+                         ringcomm::Error);
+    CHECK_THROWS_AS(DeviceRoom(device, 5), ringcomm::Error);  // nor later
+  }
+  CHECK(DeviceRoom(device, 5).num_free() == 5);
+  struct stat status = {};
+  CHECK(::stat(path.c_str(), &status) != 0);
 }
 
 }  // namespace

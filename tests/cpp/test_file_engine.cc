@@ -1,4 +1,4 @@
-// Files read and written in blocks beside the program, by every engine that is here.
+// Asynchronous reads and writes of files in blocks, with every available engine.
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -109,7 +109,7 @@ TEST_CASE("transfers of many threads are all done, and nothing else is touched")
   }
 }
 
-TEST_CASE("errors are told, and end nothing else") {
+TEST_CASE("errors are reported, and end nothing else") {
   for (const std::string& kind : kinds()) {
     CAPTURE(kind);
     FileEngine engine(kind, 2, kBlockBytes);
@@ -173,7 +173,7 @@ TEST_CASE("options that make no engine are refused") {
 
 #ifndef __SANITIZE_THREAD__  // which forbids threads in a forked child
 // The child has none of the threads, and condition variables that count them as waiters.
-TEST_CASE("a forked child ends, uses engines of its own, and is told where it uses the parent's") {
+TEST_CASE("a forked child ends, can use its own engines, and gets an error for the parent's") {
   const ScratchFile file;
   auto engine = std::make_unique<FileEngine>("threads", 2, kBlockBytes);
   std::vector<char> bytes(kBlockBytes);

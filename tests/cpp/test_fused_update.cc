@@ -282,7 +282,7 @@ TEST_CASE("an update that is none is refused, and the group works on") {
         });
         throw std::logic_error("expected: an error");
       } catch (const std::invalid_argument& error) {
-        const std::string text = has_update ? "lr is a finite" : "has an optimizer";
+        const std::string text = has_update ? "lr must be finite" : "needs an optimizer";
         expect(std::string(error.what()).find(text) != std::string::npos, error.what());
       }
     }

@@ -1,5 +1,5 @@
-// Groups on GPUs over the emulator of CUDA's driver: staging, launches, streams, what is watched.
-// Ranks are threads here; tests/python has them as processes.
+// Groups on GPUs over the emulator of CUDA's driver: staging, launches, streams, the watchdog.
+// Ranks are threads here, and processes in tests/python.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -17,7 +17,7 @@ namespace {
 using namespace ringcomm;
 using namespace ringcomm::testing;
 
-// Makes the emulator the driver of this process; before anything asks for one.
+// Makes the emulator the driver of this process; call it before the first use of a driver.
 void use_emulator() {
   static const bool is_done = [] {
     const std::string image = "/proc/self/fd/" + std::to_string([] {
@@ -40,10 +40,11 @@ class Rank {
   Rank(Communicator& communicator, std::chrono::milliseconds timeout = std::chrono::seconds(50))
       : communicator_(communicator),
         guard_(0),
-        engine_(cuda::Engine::make(communicator, 0, timeout, [this](const std::string& text) {
-          const std::lock_guard lock(mutex_);
-          report_ = text;
-        })) {
+        engine_(cuda::Engine::make(communicator, 0, {.timeout = timeout, .is_interrupted = {}},
+                                   [this](const std::string& text) {
+                                     const std::lock_guard lock(mutex_);
+                                     report_ = text;
+                                   })) {
     cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking), "make a stream");
   }
   ~Rank() {
@@ -128,7 +129,7 @@ TEST_CASE("gpu engine: calls that take other ways through the kernels are a mism
     const Case c{.num_elems = communicator.rank() == 0 ? std::size_t{10} : std::size_t{100'000}};
     CaseBuffers buffers(c, communicator.rank(), 2);
     rank.start(buffers.call());
-    rank.finish();  // the kernels have given up
+    rank.finish();  // the kernels have failed
     for (int i = 0; i < 1000 && !communicator.failure().has_failed(); ++i) usleep(5000);
     try {
       communicator.failure().rethrow_if_any();

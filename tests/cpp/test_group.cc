@@ -1,4 +1,4 @@
-// Groups: how ranks find each other, what they say when they cannot, and what is left behind.
+// Groups: how ranks find each other, their errors if they cannot, and what remains afterwards.
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -99,7 +99,7 @@ TEST_CASE("a rank that does not come is a time-out that names it") {
   });
 }
 
-TEST_CASE("two processes of one rank are told of each other") {
+TEST_CASE("two processes with one rank get an error that says so") {
   MemoryStore store;
   const Error error = error_of([&] {
     std::thread twin([&] {
@@ -176,14 +176,14 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
     InterruptedStore interrupted(store, milliseconds(100));
     expect_interrupted(interrupted, 0);
   }
-  // The record of rank 0 of a group of two, which has ended: its hub offers no memory any more.
-  const auto leave_record = [](KeyValueStore& store, const std::string& hub_address) {
+  // The record of rank 0 of an earlier group of two: its bootstrap no longer offers memory.
+  const auto leave_record = [](KeyValueStore& store, const std::string& bootstrap_address) {
     const Group any(store, identity(0, 1), {}, testing::kBound);
     std::string text;
     store.try_get("ringcomm/rank/0", text);
     RankRecord record = RankRecord::from_text(text);
     record.world_size = 2;
-    if (!hub_address.empty()) record.hub_address = hub_address;
+    if (!bootstrap_address.empty()) record.bootstrap_address = bootstrap_address;
     store.set("ringcomm/rank/0", record.to_text());
   };
   {
@@ -195,7 +195,7 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
     expect_interrupted(again, 0);
   }
   {
-    MemoryStore store;  // for memory that a hub that has stopped does not send
+    MemoryStore store;  // for memory that a bootstrap that has stopped does not send
     const std::string name = "ringcomm-test-silent-" + std::to_string(::getpid());
     const UniqueFd silent = listen_at(name);
     leave_record(store, name);
@@ -204,11 +204,11 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
   }
 }
 
-TEST_CASE("ranks on different hosts are told so") {
+TEST_CASE("ranks on different hosts get an error that says so") {
   MemoryStore store;
   RankRecord stranger{.host_id = "elsewhere",
                       .host = "far-away",
-                      .hub_address = "ringcomm-far-away",
+                      .bootstrap_address = "ringcomm-far-away",
                       .pid = 1,
                       .memory_key = {},
                       .options = "o=1",
@@ -253,13 +253,13 @@ TEST_CASE("memory of another size is refused") {
     const SegmentConfig config{.board_bytes = rank == 0 ? std::size_t{1} << 20 : 1 << 16};
     const Error error =
         error_of([&] { Group(store, identity(rank, 2), config, milliseconds(300)); });
-    if (rank == 1) return expect_error(error, ErrorKind::kMismatch, {"another size"});
+    if (rank == 1) return expect_error(error, ErrorKind::kMismatch, {"does not have the size"});
     expect_error(error, ErrorKind::kTimeout, {"rank 1 did not fetch", "300 ms"});
     expect(error.info().rank == 1, "rank 1 to be blamed");
   });
 }
 
-TEST_CASE("a group that is given up says why, the first reason to all") {
+TEST_CASE("an aborted group gives the first reason to all ranks") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
     auto group =
@@ -282,7 +282,7 @@ TEST_CASE("a group that is given up says why, the first reason to all") {
   });
 }
 
-TEST_CASE("a rank that has left is gone for the others, and only that one") {
+TEST_CASE("only the rank that has left is missing for the others") {
   MemoryStore store;
   run_threads(3, [&](int rank) {
     auto group =
@@ -313,11 +313,11 @@ TEST_CASE("groups leave no descriptor, thread or mapping behind") {
   const auto make_and_use = [] {
     testing::run_ranks(3, [](Communicator& communicator) { testing::barrier(communicator); });
   };
-  make_and_use();  // the first makes the hub, its thread, and its watch of this process
+  make_and_use();  // the first makes the bootstrap, its thread, and its watch of this process
   const std::size_t num_fds = num_entries("/proc/self/fd");
   const std::size_t num_threads = num_entries("/proc/self/task");
   for (int i = 0; i < 15; ++i) make_and_use();
-  // The hub closes its ends when it gets round to it.
+  // The bootstrap closes its ends when it gets round to it.
   testing::wait_until([&] { return num_entries("/proc/self/fd") <= num_fds; },
                       "as many descriptors as before", std::chrono::seconds(10));
   testing::wait_until([&] { return num_entries("/proc/self/task") <= num_threads; },

@@ -1,5 +1,5 @@
-// What a stranger, or a peer that runs wild, can do to a rank: get an error out of it, and nothing
-// else. AddressSanitizer sees a read or write outside of a buffer.
+// Another user or a faulty peer can cause an error on a rank, but nothing else. AddressSanitizer
+// detects accesses outside buffers.
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -26,10 +26,10 @@
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/shm/bootstrap.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
 #include "transport/shm/peer_memory.h"
-#include "transport/shm/process_hub.h"
 #include "transport/shm/rank_record.h"
 #include "transport/shm/shared_memory.h"
 #include "transport/shm/unix_socket.h"
@@ -100,14 +100,14 @@ void send_raw(int socket, const std::string& bytes, const std::vector<int>& fds 
   if (::sendmsg(socket, &message, MSG_NOSIGNAL) < 0) return;  // it hung up: so it may
 }
 
-// A process that pretends to be a hub: keeps who watches it, and answers requests as it likes.
-class FakeHub {
+// A process that pretends to be a bootstrap: accepts watchers, and answers requests with `answer`.
+class FakeBootstrap {
  public:
-  explicit FakeHub(std::function<void(int connection)> answer)
+  explicit FakeBootstrap(std::function<void(int connection)> answer)
       : name_(fresh_name("fake")), listener_(listen_at(name_)), answer_(std::move(answer)) {
     thread_ = std::thread([this] { run(); });
   }
-  ~FakeHub() {
+  ~FakeBootstrap() {
     is_over_ = true;
     thread_.join();
   }
@@ -142,7 +142,7 @@ UniqueFd unsealed_memfd(std::size_t num_bytes) {
 
 // ---- strangers
 
-TEST_CASE("hostile: another user at the name of a hub is refused") {
+TEST_CASE("hostile: another user at the name of a bootstrap is refused") {
   if (!is_root()) return;
   const std::string name = fresh_name("stolen");
   int ends[2] = {};
@@ -158,18 +158,19 @@ TEST_CASE("hostile: another user at the name of a hub is refused") {
   ::close(ends[1]);
   char ready = 0;
   REQUIRE(::read(ends[0], &ready, 1) == 1);
-  ProcessHub& hub = ProcessHub::instance();
+  Bootstrap& bootstrap = Bootstrap::instance();
   const std::vector<std::string> texts = {"runs as user 65534", "run all ranks of a host as one"};
   expect_error(error_of([&] { connect_to(name); }), ErrorKind::kSystem, texts);
-  expect_error(error_of([&] { hub.watch(name); }), ErrorKind::kSystem, texts);
-  expect_error(error_of([&] { hub.fetch(name, "key", kPatience); }), ErrorKind::kSystem, texts);
+  expect_error(error_of([&] { bootstrap.watch(name); }), ErrorKind::kSystem, texts);
+  expect_error(error_of([&] { bootstrap.fetch(name, "key", kPatience); }), ErrorKind::kSystem,
+               texts);
   expect_error(error_of([&] { PeerMemory(name).find({.region_id = 1}, 1, kPatience); }),
                ErrorKind::kSystem, texts);
   // In a store that survives programs, a record of a program that has ended leads there.
   MemoryStore store;
   const RankRecord record{.host_id = host_id(),
                           .host = host_name(),
-                          .hub_address = name,
+                          .bootstrap_address = name,
                           .pid = pid,
                           .memory_key = "key",
                           .options = "o=1",
@@ -184,51 +185,51 @@ TEST_CASE("hostile: another user at the name of a hub is refused") {
   ::close(ends[0]);
 }
 
-TEST_CASE("hostile: another user gets nothing from a hub") {
+TEST_CASE("hostile: another user gets nothing from a bootstrap") {
   if (!is_root()) return;
-  ProcessHub& hub = ProcessHub::instance();
-  hub.offer("test/ours", create_memfd(4096));
-  const std::string address = hub.address();
+  Bootstrap& bootstrap = Bootstrap::instance();
+  bootstrap.offer("test/ours", create_memfd(4096));
+  const std::string address = bootstrap.address();
   CHECK(status_of_child([&] {
           if (::setuid(kStranger) != 0) return 1;
           const UniqueFd socket = connect_to(address);
           send_raw(socket.get(), "test/ours");
           return recv_fd(socket.get(), milliseconds(5000)) ? 2 : 0;
         }) == 0);
-  CHECK(static_cast<bool>(hub.fetch(address, "test/ours", kPatience)));
-  hub.withdraw("test/ours");
+  CHECK(static_cast<bool>(bootstrap.fetch(address, "test/ours", kPatience)));
+  bootstrap.withdraw("test/ours");
 }
 
 // ---- messages
 
-TEST_CASE("hostile: garbage, oversized and repeated requests leave the hub at work") {
-  ProcessHub& hub = ProcessHub::instance();
-  hub.offer("test/prey", create_memfd(4096));
-  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/prey", kPatience)));
+TEST_CASE("hostile: garbage, oversized and repeated requests leave the bootstrap at work") {
+  Bootstrap& bootstrap = Bootstrap::instance();
+  bootstrap.offer("test/prey", create_memfd(4096));
+  CHECK(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/prey", kPatience)));
   const std::size_t num_before = num_open_files();
   const UniqueFd own = create_memfd(4096);
   for (const std::size_t num_bytes : {1, 7, 255, 256, 257, 4096, 100'000}) {
     for (const char byte : {'\0', 'w', '\xff'}) {
-      const UniqueFd socket = connect_to(hub.address());
+      const UniqueFd socket = connect_to(bootstrap.address());
       send_raw(socket.get(), std::string(num_bytes, byte));
       CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
     }
   }
   {
-    const UniqueFd socket = connect_to(hub.address());  // a watcher that goes on talking
+    const UniqueFd socket = connect_to(bootstrap.address());  // a watcher that keeps sending
     for (int i = 0; i < 50; ++i) send_raw(socket.get(), "watch");
     send_raw(socket.get(), "test/prey");
     CHECK(static_cast<bool>(recv_fd(socket.get(), kPatience)));
     CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
   }
-  for (int i = 0; i < 20; ++i) {  // descriptors that nobody asked for
-    const UniqueFd socket = connect_to(hub.address());
+  for (int i = 0; i < 20; ++i) {  // unrequested descriptors
+    const UniqueFd socket = connect_to(bootstrap.address());
     send_raw(socket.get(), "watch", {own.get(), own.get(), own.get()});
     send_raw(socket.get(), std::string("test/prey\0", 10), {own.get()});
     CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
   }
-  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/prey", kPatience)));
-  hub.withdraw("test/prey");
+  CHECK(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/prey", kPatience)));
+  bootstrap.withdraw("test/prey");
   testing::wait_until([&] { return num_open_files() <= num_before; },
                       "as many descriptors as before");
 }
@@ -244,12 +245,13 @@ TEST_CASE("hostile: answers without one descriptor are none, and leak none") {
   const std::vector<std::vector<int>> sets = {{}, {own.get(), own.get()}};
   for (const std::vector<int>& fds : sets)
     for (const std::size_t num_bytes : {1, 5000}) {
-      FakeHub hub([&](int connection) { send_raw(connection, std::string(num_bytes, 'x'), fds); });
-      CHECK_FALSE(
-          static_cast<bool>(ProcessHub::instance().fetch(hub.name(), "key", milliseconds(5000))));
+      FakeBootstrap bootstrap(
+          [&](int connection) { send_raw(connection, std::string(num_bytes, 'x'), fds); });
+      CHECK_FALSE(static_cast<bool>(
+          Bootstrap::instance().fetch(bootstrap.name(), "key", milliseconds(5000))));
       const std::size_t num_before = num_open_files();
       for (int i = 0; i < 10; ++i)
-        ProcessHub::instance().fetch(hub.name(), "key", milliseconds(5000));
+        Bootstrap::instance().fetch(bootstrap.name(), "key", milliseconds(5000));
       testing::wait_until([&] { return num_open_files() <= num_before; },
                           "as many descriptors as before");
     }
@@ -270,14 +272,14 @@ TEST_CASE("hostile: a group's memory that can be resized, or is short, is not us
     const char* text;
   } cases[] = {{unsealed.get(), ErrorKind::kSystem, "not sealed"},
                {file.get(), ErrorKind::kSystem, "not sealed"},
-               {small.get(), ErrorKind::kMismatch, "another size"},
-               {none.get(), ErrorKind::kMismatch, "another size"}};
+               {small.get(), ErrorKind::kMismatch, "does not have the size"},
+               {none.get(), ErrorKind::kMismatch, "does not have the size"}};
   for (const auto& c : cases) {
-    FakeHub hub([&](int connection) { send_fd(connection, c.fd); });
+    FakeBootstrap bootstrap([&](int connection) { send_fd(connection, c.fd); });
     MemoryStore store;
     const RankRecord record{.host_id = host_id(),
                             .host = host_name(),
-                            .hub_address = hub.name(),
+                            .bootstrap_address = bootstrap.name(),
                             .pid = ::getpid(),
                             .memory_key = "key",
                             .options = "o=1",
@@ -292,10 +294,10 @@ TEST_CASE("hostile: a peer's buffers outside of its memory, or in memory that ca
   constexpr std::size_t kBytes = 1 << 20;
   const UniqueFd unsealed = unsealed_memfd(kBytes);
   const UniqueFd sealed = create_memfd(kBytes);
-  FakeHub shrinking([&](int connection) { send_fd(connection, unsealed.get()); });
+  FakeBootstrap shrinking([&](int connection) { send_fd(connection, unsealed.get()); });
   expect_error(error_of([&] { PeerMemory(shrinking.name()).find({.region_id = 1}, 1, kPatience); }),
                ErrorKind::kSystem, {"not sealed"});
-  FakeHub honest([&](int connection) { send_fd(connection, sealed.get()); });
+  FakeBootstrap honest([&](int connection) { send_fd(connection, sealed.get()); });
   PeerMemory memory(honest.name());
   for (const std::uint64_t offset : {std::uint64_t{kBytes}, ~std::uint64_t{0}, std::uint64_t{1}})
     expect_error(
@@ -353,18 +355,18 @@ TEST_CASE("a wait for a message ends in time, however many signals come") {
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
-TEST_CASE("a hub without a thread is an error that says so, and no hub") {
+TEST_CASE("a bootstrap whose thread cannot start is an error that says so") {
   if (!is_root()) return;
   const int status = status_of_child([] {
     const rlimit none{.rlim_cur = 0, .rlim_max = 100};
     const rlimit some{.rlim_cur = 100, .rlim_max = 100};
     if (::setuid(kStranger) != 0 || ::setrlimit(RLIMIT_NPROC, &none) != 0) return 1;
-    const Error error = error_of([] { ProcessHub::instance(); });
-    expect_error(error, ErrorKind::kSystem, {"ringcomm-hub", "could not be started", "ulimit -u"});
+    const Error error = error_of([] { Bootstrap::instance(); });
+    expect_error(error, ErrorKind::kSystem, {"ringcomm-boot", "could not be started", "ulimit -u"});
     if (::setrlimit(RLIMIT_NPROC, &some) != 0) return 2;
-    ProcessHub& hub = ProcessHub::instance();
-    hub.offer("key", create_memfd(4096));
-    return hub.fetch(hub.address(), "key", kPatience) ? 0 : 3;
+    Bootstrap& bootstrap = Bootstrap::instance();
+    bootstrap.offer("key", create_memfd(4096));
+    return bootstrap.fetch(bootstrap.address(), "key", kPatience) ? 0 : 3;
   });
   CHECK(status == 0);
 }
@@ -375,12 +377,13 @@ std::atomic<pid_t> spared_thread = 0;
 
 TEST_CASE("an error in accepting a connection ends that connection, and not the process") {
   const int status = status_of_child([] {
-    ProcessHub& hub = ProcessHub::instance();
-    hub.offer("key", create_memfd(4096));
+    Bootstrap& bootstrap = Bootstrap::instance();
+    bootstrap.offer("key", create_memfd(4096));
     spared_thread = ::gettid();
-    num_failures = 1;  // of the hub's thread, which looks at the peer's user
-    if (hub.fetch(hub.address(), "key", milliseconds(5000)) || num_failures != 0) return 1;
-    return hub.fetch(hub.address(), "key", kPatience) ? 0 : 2;
+    num_failures = 1;  // of the bootstrap's thread, which looks at the peer's user
+    if (bootstrap.fetch(bootstrap.address(), "key", milliseconds(5000)) || num_failures != 0)
+      return 1;
+    return bootstrap.fetch(bootstrap.address(), "key", kPatience) ? 0 : 2;
   });
   CHECK(status == 0);
 }
@@ -388,7 +391,7 @@ TEST_CASE("an error in accepting a connection ends that connection, and not the 
 enum class Kernel { kThis, kBefore6_3, kStrict };
 std::atomic<Kernel> kernel = Kernel::kThis;
 
-TEST_CASE("memory is had where the kernel wants a flag that it is never executed, and before it") {
+TEST_CASE("memory is created on kernels that require MFD_NOEXEC_SEAL, and on older ones") {
   for (const Kernel other : {Kernel::kStrict, Kernel::kBefore6_3}) {
     kernel = other;
     CHECK_NOTHROW(create_memfd(4096));
@@ -429,7 +432,7 @@ extern "C" int getsockopt(int fd, int level, int name, void* value, socklen_t* n
   return static_cast<int>(::syscall(SYS_getsockopt, fd, level, name, value, num_bytes));
 }
 
-// As the kernel that `kernel` says. kStrict is one of 6.3 to 6.5 with vm.memfd_noexec=2.
+// Behaves like the kernel `kernel`. kStrict is Linux 6.3 to 6.5 with vm.memfd_noexec=2.
 extern "C" int memfd_create(const char* name, unsigned flags) noexcept {
   constexpr unsigned kNoExecSeal = 8, kExec = 16;
   if (kernel == Kernel::kBefore6_3 && (flags & (kNoExecSeal | kExec)) != 0) {

@@ -26,7 +26,7 @@ constexpr OpKind kOps[] = {OpKind::kAllReduce, OpKind::kReduce,    OpKind::kRedu
 const std::vector<std::string> kPlacements{"aabb", "abab",   "abbccc", "cbcabc",
                                            "aab",  "abbbbb", "abcabd"};
 
-// Of an all_reduce that does not go through the leaders: above 1 MiB between two hosts.
+// For an all_reduce that does not go through the leaders: above 1 MiB between two hosts.
 constexpr std::size_t kLongElems = 270'011;
 
 bool rooted(OpKind op) {
@@ -56,7 +56,7 @@ TEST_CASE("hosts: every collective, shares even and uneven, wherever the ranks a
       std::uint32_t salt = 0;
       for (const std::size_t num_elems : {0U, 1U, 5U, 7U, 1001U, 17'011U}) {
         for (const OpKind op : kOps) {
-          // Not through the leaders any more.
+          // No longer through the leaders.
           const bool is_long = op == OpKind::kAllReduce && num_elems > 10'000;
           Case c = case_of(op, ++salt, is_long ? kLongElems : num_elems, communicator.world_size());
           run_case(communicator, c);
@@ -88,7 +88,7 @@ TEST_CASE("hosts: every reduction and dtype that has one") {
   });
 }
 
-// More than a rank may hold of others' data at once.
+// More than the maximum of others' data that a rank stages.
 TEST_CASE("hosts: large buffers in pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
   MemoryNetwork network(3);
   run_hosts_ranks(network, "abb", [&](Communicator& communicator) {
@@ -163,7 +163,7 @@ TEST_CASE("hosts: what crosses between the hosts") {
            Expectation{OpKind::kAllGather, 4 * kBytes},      // the same
            Expectation{OpKind::kBroadcast, kBytes},          // H - 1
            Expectation{OpKind::kReduce, kBytes},             // H - 1
-           Expectation{OpKind::kGather, 2 * kBytes},         // of a share: ranks elsewhere
+           Expectation{OpKind::kGather, 2 * kBytes},         // of a share, between hosts
            Expectation{OpKind::kScatter, 2 * kBytes},        // the same
            Expectation{OpKind::kAllToAll, 8 * kBytes},       // pairs of ranks on two hosts
        }) {

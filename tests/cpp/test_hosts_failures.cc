@@ -1,4 +1,5 @@
-// What ranks on several hosts do when they differ, die, leave, are late or give up: all are told.
+// Ranks on several hosts whose calls differ, or that die, leave, are late or fail: all ranks get
+// the error.
 #include <atomic>
 #include <chrono>
 #include <string>
@@ -148,7 +149,7 @@ TEST_CASE("hosts: a rank is late") {
   }
 }
 
-TEST_CASE("hosts: a rank gives up") {
+TEST_CASE("hosts: a rank fails") {
   MemoryNetwork network(4);
   run_hosts_ranks(network, "abba", [&](Communicator& communicator) {
     if (communicator.rank() == 2) {

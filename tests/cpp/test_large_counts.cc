@@ -1,6 +1,5 @@
-// More than 2^31 elements, in memory that is there only once: address space in which one MiB of
-// pages is mapped over and over, but for the last, which is its own and shows whether it was
-// reached.
+// More than 2^31 elements in little memory: address space in which one MiB of pages is mapped
+// repeatedly. The last part has its own pages, which show whether it was reached.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -78,7 +77,7 @@ TEST_CASE("2^31 elements and some more reach their last place") {
       RepeatedMemory memory(kElems);
       std::memset(memory.data(), is_source ? 1 : 0, kMib);
       std::memset(memory.last(), is_source ? 2 : 0, kMib);
-      // Of all_to_all everything from rank 0 to rank 1, and nothing else.
+      // An all_to_all with all data from rank 0 to rank 1.
       const std::vector<std::size_t> given = {0, is_source ? kElems : 0};
       const std::vector<std::size_t> taken = {is_source ? 0 : kElems, 0};
       const void* inputs[] = {memory.data(), memory.data()};

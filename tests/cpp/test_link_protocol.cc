@@ -88,7 +88,7 @@ void recv_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_mes
     const std::byte* slot = nullptr;
     if (!pace.is_trying || !link.try_wait(slot))
       expect(link.wait(slot) == Stop::kNone, "a filled slot");
-    expect(holds(slot, n), "message " + std::to_string(n) + " whole and in its turn");
+    expect(holds(slot, n), "message " + std::to_string(n) + " complete and in order");
     link.release();
     nap(pace, n);
   }
@@ -109,12 +109,12 @@ void stress(std::uint32_t num_slots, std::uint64_t num_messages, const Pace& sen
   CHECK(memory.cursors.head.sleepers == 0);
 }
 
-TEST_CASE("a link carries messages whole and in order, spinning") {
+TEST_CASE("a link delivers complete messages in order, spinning") {
   for (std::uint32_t num_slots = 2; num_slots <= 5; ++num_slots)
     stress(num_slots, 4000, {{}, false, 0}, {{}, false, 0});
 }
 
-TEST_CASE("a link carries messages whole and in order, sleeping at every wait") {
+TEST_CASE("a link delivers complete messages in order, sleeping at every wait") {
   for (std::uint32_t num_slots = 2; num_slots <= 5; ++num_slots)
     stress(num_slots, 1500, {SpinBudget::none(), false, 0}, {SpinBudget::none(), false, 0});
 }
@@ -142,7 +142,7 @@ TEST_CASE("try_acquire and try_wait say no where acquire and wait would sleep") 
   CHECK_FALSE(to.try_acquire(slot));
   REQUIRE(from.try_wait(received));
   CHECK(holds(received, 0));
-  CHECK_FALSE(to.try_acquire(slot));  // read, and not given back
+  CHECK_FALSE(to.try_acquire(slot));  // read, but not released
   from.release();
   CHECK(to.try_acquire(slot));
   REQUIRE(from.try_wait(received));
@@ -165,7 +165,7 @@ TEST_CASE("a wait on a link ends with the reason to stop") {
   }
   CHECK(to.acquire(slot) == Stop::kPeerDied);
   CHECK(to.wait_drained(0) == Stop::kPeerDied);
-  // What a peer published before it died is still there.
+  // The slot that a peer published before it died can still be read.
   CHECK(from.wait(received) == Stop::kNone);
 }
 

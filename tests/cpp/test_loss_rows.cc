@@ -28,7 +28,7 @@ TEST_CASE("loss rows: rows of any width that begin anywhere, over any number of 
       }
 }
 
-TEST_CASE("loss rows: the longest row that the registers of so many threads have") {
+TEST_CASE("loss rows: the longest row that the registers of the threads hold") {
   run_and_check({.width = static_cast<int>(8 * (kThreads * 8 * 4 - 2)), .cluster_blocks = 4});
   run_and_check({.is_float = true,
                  .width = static_cast<int>(4 * (kThreads * 8 * 2 - 2)),

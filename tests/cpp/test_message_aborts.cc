@@ -28,7 +28,7 @@ using testing::MemoryNetwork;
 using testing::run_hosts_ranks;
 using testing::within;
 
-// Has every abort take long. No call may return meanwhile: its caller frees the buffers.
+// Makes every abort slow. No call may return meanwhile, because its caller frees the buffers.
 class SlowAborts {
  public:
   explicit SlowAborts(MemoryNetwork& network) {
@@ -53,7 +53,7 @@ class SlowAborts {
   std::atomic<int> num_early_ = 0;
 };
 
-// A letter for the host of each rank: where no two share one, all goes over messages.
+// One letter per rank for its host; if no two ranks share a host, everything goes over messages.
 TEST_CASE("aborts: a call returns when its messages have ended, though another thread ends them") {
   const std::vector<std::pair<std::string, Case>> cases = {
       {"abc", {.num_elems = 10}},

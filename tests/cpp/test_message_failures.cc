@@ -1,4 +1,4 @@
-// What messages do when ranks differ, die, are late, give up or leave.
+// Messages of ranks whose calls differ, or that die, are late, fail or leave.
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -63,8 +63,8 @@ Error failure_of(Communicator& communicator, const Call& call,
 
 bool has_root(const Call& call) { return call.collective().root >= 0; }
 
-// One rank calls something else: whatever the two, every rank is told, and no message meets a
-// receive of another size.
+// One rank makes a different call: for any two calls every rank gets the error, and no message
+// matches a receive of another size.
 TEST_CASE("messages: calls that differ") {
   constexpr int kWorld = 4;
   struct Spec {
@@ -103,7 +103,8 @@ TEST_CASE("messages: calls that differ") {
         expect_error(error, ErrorKind::kMismatch);
         return;
       }
-      // Its part of the call, a leaf's, was over before anybody noticed; the next one says it.
+      // Its part of the call, that of a leaf, ended before the failure was noticed; the next call
+      // raises it.
       expect(has_root(call), "only of a tree some part to succeed");
       expect_error(failure_of(communicator, Call(OpKind::kBarrier, kWorld, 0)),
                    ErrorKind::kMismatch);
@@ -130,8 +131,8 @@ TEST_CASE("messages: shares that do not fit") {
   CHECK(network.num_misfits() == 0);
 }
 
-// The rank dies in the middle of a run of collectives; everybody else hears who it was, also those
-// who were waiting for somebody else.
+// A rank dies during a sequence of collectives. All other ranks get an error that names it, also
+// those that waited for another rank.
 TEST_CASE("messages: a rank dies") {
   for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kRing}) {
     constexpr int kWorld = 5;
@@ -188,7 +189,7 @@ TEST_CASE("messages: a rank aborts, and one is interrupted") {
     run_message_ranks(network, 3, [&](Communicator& communicator) {
       const Call call(OpKind::kBarrier, 3, 0);
       if (communicator.rank() != 0) {
-        // Some wait already when rank 0 gives up.
+        // Some ranks already wait when rank 0 fails.
         if (is_signal) testing::wait_until([&] { return is_given_up.load(); }, "a signal");
         expect_error(failure_of(communicator, call), ErrorKind::kAborted, {"rank 0"});
         return;

@@ -40,7 +40,7 @@ TEST_CASE("message p2p: sizes, both ways at once, beside collectives") {
   CHECK(network.num_misfits() == 0);
 }
 
-// More lanes than threads: what is waited for has one all the same, in whatever order.
+// More lanes than threads: an operation that is waited for has a thread, in any order.
 TEST_CASE("message p2p: many tags, waited for in the opposite order") {
   constexpr int kNum = 100;
   MemoryNetwork network(2, 100us);
@@ -65,7 +65,7 @@ TEST_CASE("message p2p: many tags, waited for in the opposite order") {
   CHECK(network.num_misfits() == 0);
 }
 
-TEST_CASE("message p2p: from any source, and who it was") {
+TEST_CASE("message p2p: from any source, with the sender's rank") {
   MemoryNetwork network(3, 200us);
   run_message_ranks(network, 3, [](Communicator& communicator) {
     if (communicator.rank() != 0) {
@@ -101,12 +101,12 @@ TEST_CASE("message p2p: another size is a mismatch on both sides, and touches no
   CHECK(network.num_misfits() == 0);
 }
 
-TEST_CASE("message p2p: nobody comes, somebody dies") {
+TEST_CASE("message p2p: a rank does not arrive, a rank dies") {
   MemoryNetwork network(2);
   run_message_ranks(network, 2, [](Communicator& communicator) {
     if (communicator.rank() == 1) {
       expect_error(error_of([&] { recv_and_check(communicator, 0, 1, 0, 4); }), ErrorKind::kTimeout,
-                   {"rank 0", "gave up"});
+                   {"rank 0", "failed"});
       return;
     }
     const auto received = post_recv(communicator, 1, 6, 44, 100ms);
@@ -146,7 +146,7 @@ TEST_CASE("message p2p: destruction") {
   });
   CHECK(num_done == 2);
   const Error error = error_of([&] { std::rethrow_exception(orphan.op->error); });
-  expect_error(error, ErrorKind::kAborted, {"destroyed before a message came"});
+  expect_error(error, ErrorKind::kAborted, {"destroyed before a message arrived"});
 }
 
 TEST_CASE("message p2p: what cannot be") {

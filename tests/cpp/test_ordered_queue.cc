@@ -1,4 +1,4 @@
-// The queue of a communicator: order, who runs a task, and waits that end.
+// The queue of a communicator: order, the thread that runs a task, and the end of waits.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -50,7 +50,7 @@ TEST_CASE("run with nothing before it runs in the caller's thread") {
   CHECK(runner == std::this_thread::get_id());
 }
 
-TEST_CASE("tasks run one at a time and in order, whoever put them in or waits") {
+TEST_CASE("tasks run one at a time and in order, whichever threads submit or wait") {
   constexpr int kNumTasks = 300;
   OrderedQueue queue;
   std::vector<int> order;  // unguarded: the queue is the guard, ThreadSanitizer the judge

@@ -100,7 +100,7 @@ TEST_CASE("receives in another order of tags than the sends, small and large") {
   }
 }
 
-TEST_CASE("receives from any source take each message once, and say from whom") {
+TEST_CASE("receives from any source take each message once, and return its sender") {
   constexpr int kWorld = 4;
   constexpr std::uint64_t kNumEach = 10;
   run_ranks(kWorld, [](Communicator& communicator) {
@@ -143,7 +143,7 @@ TEST_CASE("a receive posted first gets the message, be it for any source or for 
   });
 }
 
-TEST_CASE("a send that fits the link is done before anybody receives") {
+TEST_CASE("a send that fits the link completes before it is received") {
   run_ranks(2, [](Communicator& communicator) {
     if (communicator.rank() == 0) {
       const Message sent = post_send(communicator, 1, 0, message(0, 0, 0, kP2pLinkBytes));
@@ -160,7 +160,7 @@ TEST_CASE("a send that fits the link is done before anybody receives") {
   });
 }
 
-TEST_CASE("operations move on though nobody waits") {
+TEST_CASE("operations make progress without a waiting thread") {
   run_ranks(2, [](Communicator& communicator) {
     constexpr std::size_t kNumBytes = 4 * kP2pLinkBytes;
     std::atomic<bool> is_done = false;
@@ -176,7 +176,7 @@ TEST_CASE("operations move on though nobody waits") {
   });
 }
 
-TEST_CASE("sends that nobody waited for are delivered by the destructor") {
+TEST_CASE("sends without a wait are delivered by the destructor") {
   run_ranks(3, [](Communicator& communicator) {
     constexpr std::size_t kNumBytes = 3 * kP2pLinkBytes;
     if (communicator.rank() == 0) {
@@ -199,7 +199,7 @@ TEST_CASE("sends that nobody waited for are delivered by the destructor") {
   });
 }
 
-TEST_CASE("receives that nobody waited for do not hold the destructor") {
+TEST_CASE("receives without a wait do not block the destructor") {
   const auto begin = std::chrono::steady_clock::now();
   run_ranks(2, [](Communicator& communicator) {
     const auto bytes = std::make_shared<Bytes>(10);

@@ -1,4 +1,5 @@
-// How messages fail: who is named, and that a buffer is left alone once its operation is done.
+// Failures of messages: the rank that the error names, and no access to a buffer after its
+// operation has ended.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -27,7 +28,7 @@ TEST_CASE("a receive and a message of different sizes are a mismatch, posted in 
         const Message sent = post_send(communicator, 1, 3, Bytes(20));
         if (!is_recv_first) barrier(communicator);
         expect_error(error_of([&] { recv_and_check(communicator, 1, 9, 0, 1); }),
-                     ErrorKind::kMismatch, {"gave up", "20 bytes"});
+                     ErrorKind::kMismatch, {"failed", "20 bytes"});
         return;
       }
       if (!is_recv_first) barrier(communicator);
@@ -39,7 +40,7 @@ TEST_CASE("a receive and a message of different sizes are a mismatch, posted in 
   }
 }
 
-// The message that did not fit is still in the link, and another receive wants the next one.
+// The message that did not fit is still in the link, and another receive needs the next one.
 TEST_CASE("receives behind a mismatch fail with it and touch nothing") {
   run_ranks(2, [](Communicator& communicator) {
     if (communicator.rank() == 0) {
@@ -60,11 +61,11 @@ TEST_CASE("receives behind a mismatch fail with it and touch nothing") {
   });
 }
 
-TEST_CASE("a receive that nobody serves times out, and names the sender") {
+TEST_CASE("a receive without a send times out, and names the sender") {
   run_ranks(3, [](Communicator& communicator) {
     if (communicator.rank() != 0) {
       expect_error(error_of([&] { recv_and_check(communicator, 0, 1, 0, 4); }), ErrorKind::kTimeout,
-                   {"rank 0", "gave up", "recv from rank 2 (tag 6, 44 bytes)"});
+                   {"rank 0", "failed", "recv from rank 2 (tag 6, 44 bytes)"});
       return;
     }
     const Message received = post_recv(communicator, 2, 6, 44, milliseconds(100));
@@ -77,7 +78,7 @@ TEST_CASE("a receive that nobody serves times out, and names the sender") {
   });
 }
 
-TEST_CASE("a send that nobody drains times out, without anybody waiting") {
+TEST_CASE("a send that is not received times out, also without a waiting thread") {
   std::atomic<bool> is_over = false;
   run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
@@ -92,7 +93,7 @@ TEST_CASE("a send that nobody drains times out, without anybody waiting") {
   });
 }
 
-TEST_CASE("wait gives up at its own deadline and leaves the operation as it is") {
+TEST_CASE("wait returns at its own deadline and leaves the operation unchanged") {
   run_ranks(2, [](Communicator& communicator) {
     if (communicator.rank() == 1) {
       barrier(communicator);
@@ -102,7 +103,7 @@ TEST_CASE("wait gives up at its own deadline and leaves the operation as it is")
     const Message received = post_recv(communicator, 1, 2, 8);
     const auto deadline = PointToPoint::Clock::now() + milliseconds(60);
     expect(!communicator.p2p()->wait(received.op, deadline, {}), "nothing yet");
-    expect(PointToPoint::Clock::now() >= deadline, "the whole time");
+    expect(PointToPoint::Clock::now() >= deadline, "the full timeout");
     barrier(communicator);
     finish(communicator, received);
     expect_message(received, 1, 2, 0);
@@ -117,7 +118,7 @@ TEST_CASE("a peer that leaves fails what waits for it, after what it sent") {
       return;
     }
     wait_until([&] { return communicator.p2p() != nullptr; }, "messages");
-    std::this_thread::sleep_for(milliseconds(50));  // for the peer to be gone
+    std::this_thread::sleep_for(milliseconds(50));  // until the peer has left
     recv_and_check(communicator, 1, 1, 0, 1000);
     expect_error(error_of([&] { recv_and_check(communicator, 1, 1, 1, 1000); }),
                  ErrorKind::kPeerDied, {"rank 1", "has destroyed", "recv"});
@@ -126,7 +127,8 @@ TEST_CASE("a peer that leaves fails what waits for it, after what it sent") {
   CHECK(is_told);
 }
 
-// The message and the end come between the engine's last look at the link and its look at the peer.
+// The message and the end arrive between the engine's last check of the link and its check of the
+// peer.
 TEST_CASE("a message sent right before its sender left is received") {
   std::atomic<bool> may_send = false, has_left = false;
   MemoryStore store;
@@ -141,7 +143,7 @@ TEST_CASE("a message sent right before its sender left is received") {
       return;
     }
     const Message received = post_recv(*communicator, 1, 1, 64);
-    const auto look = [&] {  // asked when a slice of sleep is over and nothing has come
+    const auto look = [&] {  // called after a slice of sleep without a message
       may_send = true;
       wait_until([&] { return has_left.load(); }, "the sender's end");
       return false;
@@ -198,15 +200,15 @@ TEST_CASE("a receive times out in the midst of other traffic") {
   });
 }
 
-// A large message is half there when its receive times out; its rest comes while the receiver's
-// program is told, which may free the buffer from then on.
+// Half of a large message has arrived when its receive times out. The rest arrives while the
+// receiver's program is notified, which may then free the buffer.
 TEST_CASE("the buffer of a receive that has timed out is left alone") {
   constexpr std::size_t kNumBytes = 3 * kP2pLinkBytes;
   std::atomic<bool> is_stalled = false, is_sent = false, may_go_on = false, is_over = false;
   run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
-      // Nothing moves here as long as this call of `done` lasts, but for the link's worth that is
-      // sent where the message is posted.
+      // No progress is made during this call of `done`, except for the slots that are filled when
+      // the message is posted.
       const Message trigger = post_recv(communicator, 0, 9, 1, kBound, [&] {
         is_stalled = true;
         wait_until([&] { return may_go_on.load(); }, "the receiver's time-out");

@@ -223,8 +223,7 @@ TEST_CASE("every level gives the oracle's bits" * doctest::skip(testing::kHasThr
   });
 }
 
-// One source passes through widening, rounding and packing, so that all 65,536 values must come
-// back.
+// A single source is widened, rounded and packed, so all 65,536 values must be unchanged.
 TEST_CASE("every 16-bit float survives the way to fp32 and back") {
   constexpr std::size_t kNumValues = 65536;
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {

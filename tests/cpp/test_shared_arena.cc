@@ -1,5 +1,5 @@
-// Memory that peers can map: which bytes are whose, what comes back to the system, what a forked
-// child has of it.
+// Memory that peers can map: allocation of blocks, pages returned to the system, and forked
+// children.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,8 +14,8 @@
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/shm/block_list.h"
+#include "transport/shm/bootstrap.h"
 #include "transport/shm/peer_memory.h"
-#include "transport/shm/process_hub.h"
 #include "transport/shm/shared_arena.h"
 
 namespace {
@@ -119,7 +119,7 @@ TEST_CASE("buffers freed and allocated a thousand times: nothing grows, and page
   CHECK(after.allocated_bytes == before.allocated_bytes);
   CHECK(after.num_regions == before.num_regions);
   CHECK(after.kept_bytes <= 64 * kMiB);
-  // What was given back is zero again.
+  // Returned pages are zero again.
   auto* block = static_cast<unsigned char*>(arena.allocate(70 * kMiB));
   CHECK(block[0] == 0);
   arena.deallocate(block);
@@ -192,7 +192,7 @@ TEST_CASE("memory of a peer is mapped once, and that of a process that is no mor
   SharedArena& arena = SharedArena::instance();
   auto* block = static_cast<std::byte*>(arena.allocate(100));
   const ArenaLocation location = arena.locate(block, 100);
-  const auto peer = PeerMemory::of(ProcessHub::instance().address());
+  const auto peer = PeerMemory::of(Bootstrap::instance().address());
   std::byte* there = peer->find(location, 100, kPatience);
   REQUIRE(there != nullptr);
   CHECK(there != block);
@@ -201,7 +201,7 @@ TEST_CASE("memory of a peer is mapped once, and that of a process that is no mor
   CHECK(there[99] == std::byte{42});
   testing::expect_error(
       testing::error_of([&] { peer->find(location, std::size_t{1} << 50, kPatience); }),
-      ErrorKind::kSystem, {"is not inside of the memory"});
+      ErrorKind::kSystem, {"is not inside the memory"});
   CHECK(peer->find({.region_id = 1000}, 1, kPatience) == nullptr);
   arena.deallocate(block);
 }

@@ -30,8 +30,8 @@ TEST_CASE("uneven shares, worlds 1 to 8") {
   testing::run_cases_of_worlds(kUneven, counts_of, true);
 }
 
-// Shares of no, some and many pieces beside each other; and after them calls of one size, which
-// find the boards as they expect them.
+// Shares with no, some and many pieces in one call, followed by calls of one size, which check the
+// state of the boards.
 TEST_CASE("uneven shares in several pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
   run_ranks(3, [&](Communicator& communicator) {
     std::uint32_t salt = 0;
@@ -67,7 +67,7 @@ TEST_CASE("uneven shares are counted, whatever their size") {
 
 // ---- sizes that do not fit
 
-// A call of 3 ranks by its sizes alone, of bytes.
+// A call of 3 ranks, given by its sizes in bytes.
 struct Sizes {
   std::size_t num_elems = 0;
   std::vector<std::size_t> inputs = {};
@@ -93,7 +93,7 @@ void run_sizes(Communicator& communicator, OpKind op, int root, const Sizes& siz
                    kPatient);
 }
 
-// Every rank says both sizes and both ranks, whichever two it concerns, and the group has ended.
+// Every rank's error names both sizes and both ranks, and the group has ended.
 void expect_misfit(OpKind op, int root, const std::vector<Sizes>& sizes,
                    const std::vector<std::string>& texts) {
   run_ranks(3, [&](Communicator& communicator) {
@@ -139,7 +139,7 @@ TEST_CASE("sizes that do not fit are an error on every rank, which names both") 
                 {"rank 0 has 2 bytes for rank 1, which expects 4 bytes"});
 }
 
-TEST_CASE("a rank's own share has one size, else it is told at once") {
+TEST_CASE("a rank's share for itself has one size, or the call fails at once") {
   for (const int world_size : {1, 3}) {
     run_ranks(world_size, [&](Communicator& communicator) {
       const Sizes wrong{.num_elems = 4, .inputs = {5, 5, 5}};
@@ -158,7 +158,7 @@ TEST_CASE("a rank's own share has one size, else it is told at once") {
   }
 }
 
-// One rank's sizes are all alike, the others' are not: all_to_all may mix them.
+// One rank's sizes are all equal and the others' are not; all_to_all allows both together.
 TEST_CASE("even and uneven ranks in one all_to_all") {
   run_ranks(3, [&](Communicator& communicator) {
     const std::vector<Sizes> sizes = {{.num_elems = 4},

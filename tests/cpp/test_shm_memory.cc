@@ -1,5 +1,5 @@
-// The pieces under a group: memory that can be mapped twice and not resized, descriptors that
-// travel, and the plan of where everything lies.
+// The parts of a group: memory that can be mapped twice but not resized, descriptors that are sent,
+// and the layout.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -73,7 +73,7 @@ TEST_CASE("refusals of the system carry the call, its text and its code") {
                {"ftruncate"});
 }
 
-TEST_CASE("nobody listening is no error: the process may have ended") {
+TEST_CASE("connecting without a listener is no error: the process may have ended") {
   CHECK_FALSE(static_cast<bool>(connect_to(unused_name("nobody"))));
 }
 
@@ -145,7 +145,7 @@ TEST_CASE("a descriptor over a Unix socket is the same memory") {
 TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   const RankRecord record{.host_id = "boot:net4026531840",
                           .host = "somewhere",
-                          .hub_address = "ringcomm-0123",
+                          .bootstrap_address = "ringcomm-0123",
                           .pid = 4711,
                           .memory_key = "",
                           .options = "algorithm=auto num_slots=2",
@@ -153,7 +153,7 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   const RankRecord copy = RankRecord::from_text(record.to_text());
   CHECK(copy.host_id == record.host_id);
   CHECK(copy.host == record.host);
-  CHECK(copy.hub_address == record.hub_address);
+  CHECK(copy.bootstrap_address == record.bootstrap_address);
   CHECK(copy.pid == record.pid);
   CHECK(copy.memory_key.empty());
   CHECK(copy.options == record.options);
@@ -180,7 +180,7 @@ void add_link(std::vector<Region>& regions, const LinkGeometry& link) {
   regions.push_back(region_of(link.slots, link.num_slots * link.slot_bytes));
 }
 
-// Addresses are only computed, never followed: the base needs no memory behind it.
+// Addresses are computed but not dereferenced, so the base needs no memory.
 std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std::byte* base) {
   std::vector<Region> regions = {region_of(&layout.header(base), sizeof(SegmentHeader))};
   const BoardGeometry board = layout.board(base);

@@ -148,7 +148,7 @@ Bytes grad_of(const SoftmaxKernels& kernels, const Row& row, const LogitGrad& gr
   return to.content();
 }
 
-// ---- the oracle: double, with what the roundings of fp32 may add up to
+// ---- the oracle: double, with the maximum sum of fp32 rounding errors
 
 struct Bounded {
   double value = 0;
@@ -164,8 +164,8 @@ void check_near(const char* what, float actual, const Bounded& expected) {
   CHECK(actual == doctest::Approx(expected.value).epsilon(0));
 }
 
-/// Roundings in units of kUnit, relative to z: none, of the scale, or of scale, quotient, tanh and
-/// product.
+/// The rounding errors relative to z in units of kUnit: none, of the scale, or of scale, quotient,
+/// tanh and product.
 double roundings_of(const Options& options) {
   return options.softcap != 0 ? 9 : options.logit_scale != 1 ? 1 : 0;
 }
@@ -392,7 +392,7 @@ TEST_CASE("rows of -infinity have no sum; NaN and infinity go into it") {
       }
 }
 
-// What masks are made of: as far below all others as fp32 goes.
+// The value of masks: the lowest fp32 number.
 TEST_CASE("blocks of the lowest number count for nothing") {
   const float lowest = std::numeric_limits<float>::lowest();
   for (const Level& level : available_levels())

@@ -1,5 +1,5 @@
-// Stats of parts of a row as those of the whole: by hand, and as an all_reduce over every algorithm
-// and carrier.
+// Merging the stats of parts of a row: directly, and by an all_reduce with every algorithm and
+// carrier.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -33,7 +33,7 @@ bool is_same(const SoftmaxStats& a, const SoftmaxStats& b) {
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
-/// Throws unless they are the same but for the rounding of the sums, of `num_parts` parts.
+/// Throws unless they are equal except for the rounding of the sums of `num_parts` parts.
 void expect_near(const SoftmaxStats& a, const SoftmaxStats& b, int num_parts) {
   const auto are_near = [num_parts](float x, float y, float size) {
     return x == y || std::fabs(x - y) <= static_cast<float>(num_parts) * 4e-6F * size;
@@ -114,7 +114,7 @@ TEST_CASE("a part without logits is neutral on both sides; of ties the lower ind
   CHECK(host::merge(other, some).argmax == 12);
 }
 
-TEST_CASE("what is no number in a part is none in the whole") {
+TEST_CASE("a NaN in a part is a NaN in the merged stats") {
   const float inf = std::numeric_limits<float>::infinity();
   const SoftmaxStats some = {
       .max = 3, .sum = 2, .target = 0, .weighted = 0, .entropy = 0, .argmax = 1};
@@ -182,7 +182,7 @@ SoftmaxStats random_stats(std::uint32_t seed) {
           .argmax = static_cast<std::int32_t>(random() % 1000)};
 }
 
-/// Of stats whose sums are rounded: near the oracle's; what comes out goes into `result`.
+/// For stats with rounded sums: compares with the oracle, and stores the output in `result`.
 void run_rounded(Communicator& communicator, Algorithm algorithm, std::size_t num_elems,
                  Bytes& result) {
   const auto part = [&](int rank, std::size_t i) {

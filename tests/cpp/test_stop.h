@@ -1,6 +1,6 @@
 #pragma once
 
-// What ends the waits of tests that run protocols without a group.
+// Ends the waits of tests that run protocols without a group.
 
 #include <chrono>
 

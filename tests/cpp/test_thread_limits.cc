@@ -1,5 +1,5 @@
-// Threads that cannot be had: the call fails, says so, keeps nothing of its caller's memory, and
-// may be made again.
+// Threads that cannot be started: the call fails with a message, keeps no memory of its caller, and
+// may be repeated.
 #include <cstddef>
 #include <exception>
 #include <memory>
@@ -34,7 +34,7 @@ void expect_no_thread(const Body& body) {
   throw std::logic_error("expected: std::system_error");
 }
 
-// The threads of a first operation: one that waits, the watch, guards of the two sources.
+// The threads of a first operation: one that waits, the watchdog, guards of the two sources.
 TEST_CASE("no threads: sends and receives") {
   for (int num_threads = 0; num_threads <= 4; ++num_threads) {
     CAPTURE(num_threads);
@@ -86,7 +86,7 @@ TEST_CASE("no threads: collectives") {
   });
 }
 
-// With fewer threads than it asks for an engine works, with none it cannot be made.
+// An engine works with fewer threads than requested, and cannot be created with none.
 TEST_CASE("no threads: files") {
   {
     const ThreadLimit limit(0);

@@ -1,5 +1,5 @@
-// The recorder: what is in its file when, and what it leaves alone. Each case is a process of its
-// own, since recording never stops. What a trace shows: tests/python/programs/test_trace.py.
+// The recorder and its files. Each case runs in its own process, because recording never stops.
+// tests/python/programs/test_trace.py checks the traces.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -133,7 +133,7 @@ Operands random_operands() {
   return x;
 }
 
-/// What formats and comparisons break on, at known places among ordinary values.
+/// Special values for formats and comparisons, at known places among ordinary values.
 Operands special_operands() {
   Operands x = random_operands();
   constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -173,7 +173,8 @@ Bytes bytes_of(const Floats& values) {
 
 bool is_same(const Floats& a, const Floats& b) { return bytes_of(a) == bytes_of(b); }
 
-/// One call on `num_elems` elements, an element off the alignment; what lies behind must stay.
+/// One call on `num_elems` elements, one element off the alignment; the memory after them must not
+/// change.
 struct Run {
   Run(const UpdateKernels& kernels, UpdateSpec spec, DType param_dtype, DType grad_dtype,
       const Operands& from, std::size_t num_elems)
@@ -250,7 +251,7 @@ TEST_CASE("updates of every size have the same bits at every level, and touch no
     }
 }
 
-TEST_CASE("what is not finite goes into parameters and state, as the canonical NaN") {
+TEST_CASE("values that are not finite go into parameters and state, as the canonical NaN") {
   for (const UpdateSpec& spec : specs()) {
     CAPTURE(describe(spec));
     Operands before = random_operands();
@@ -306,19 +307,19 @@ TEST_CASE("what is no step is refused by name") {
     change(spec);
     return spec;
   };
-  refused({}, "has an optimizer");
-  refused(with([](UpdateSpec& s) { s.step = 0; }), "step counts");
-  refused(with([](UpdateSpec& s) { s.lr = -1; }), "lr is a finite");
-  refused(with([&](UpdateSpec& s) { s.weight_decay = nan; }), "weight_decay is a finite");
-  refused(with([&](UpdateSpec& s) { s.grad_scale = nan; }), "grad_scale is a finite");
+  refused({}, "needs an optimizer");
+  refused(with([](UpdateSpec& s) { s.step = 0; }), "step must be 1 or more");
+  refused(with([](UpdateSpec& s) { s.lr = -1; }), "lr must be finite");
+  refused(with([&](UpdateSpec& s) { s.weight_decay = nan; }), "weight_decay must be finite");
+  refused(with([&](UpdateSpec& s) { s.grad_scale = nan; }), "grad_scale must be finite");
   refused(with([](UpdateSpec& s) { s.has_master = true; }), "16-bit parameters");
   refused(nesterov(spec_of(Optimizer::kSgd, {0.0}, 0)), "nesterov needs");
   refused(nesterov(spec_of(Optimizer::kSgd, {0.9, 0.1}, 0)), "nesterov needs");
-  refused(spec_of(Optimizer::kSgd, {-0.9}, 0), "momentum is a finite");
-  refused(spec_of(Optimizer::kSgd, {0.9, nan}, 0), "dampening is a finite");
-  refused(spec_of(Optimizer::kAdamW, {0.9, 1.0, 1e-8}, 0), "betas are");
-  refused(spec_of(Optimizer::kAdamW, {0.9, 0.9, -1}, 0), "eps is a finite");
-  refused(spec_of(Optimizer::kLomo, {-1}, 0), "clip_value is a positive");
+  refused(spec_of(Optimizer::kSgd, {-0.9}, 0), "momentum must be finite");
+  refused(spec_of(Optimizer::kSgd, {0.9, nan}, 0), "dampening must be finite");
+  refused(spec_of(Optimizer::kAdamW, {0.9, 1.0, 1e-8}, 0), "betas must be");
+  refused(spec_of(Optimizer::kAdamW, {0.9, 0.9, -1}, 0), "eps must be finite");
+  refused(spec_of(Optimizer::kLomo, {-1}, 0), "clip_value must be positive");
   refused(with([](UpdateSpec& s) { s.param_dtype = DType::kFloat64; }), "float64 and float32");
   refused(good, "float32 and int32", DType::kInt32);
 }

@@ -1,4 +1,4 @@
-// How a rank waits: what it does before it sleeps, and where it runs after.
+// How a rank waits: its actions before it sleeps, and its processor afterwards.
 #include <sched.h>
 
 #include <cstdint>
@@ -64,12 +64,12 @@ std::uint32_t yields_before_sleep(SpinBudget& budget, Yielded outcome) {
   return arch.num_yields;
 }
 
-TEST_CASE("a rank sleeps after few yields that others took, and after many that nobody wanted") {
+TEST_CASE("a rank sleeps after few yields to other threads, and after many idle ones") {
   SpinBudget budget;
-  CHECK(yields_before_sleep(budget, Yielded::kBriefly) == SpinBudget::kMaxYields);
-  CHECK(yields_before_sleep(budget, Yielded::kToNobody) == SpinBudget::kMaxIdleYields);
-  CHECK(yields_before_sleep(budget, Yielded::kDearly) == 1);
-  CHECK(yields_before_sleep(budget, Yielded::kToNobody) == 0);  // for the next waits
+  CHECK(yields_before_sleep(budget, Yielded::kShort) == SpinBudget::kMaxYields);
+  CHECK(yields_before_sleep(budget, Yielded::kCoreIdle) == SpinBudget::kMaxIdleYields);
+  CHECK(yields_before_sleep(budget, Yielded::kLong) == 1);
+  CHECK(yields_before_sleep(budget, Yielded::kCoreIdle) == 0);  // for the next waits
 }
 
 class NoReason final : public shm::StopSource {
@@ -82,7 +82,7 @@ cpu_set_t allowed_cores() {
   return cores;
 }
 
-TEST_CASE("who is woken on its waker's core leaves it, where there are cores enough") {
+TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores") {
   const cpu_set_t allowed = allowed_cores();
   const int num_cores = CPU_COUNT(&allowed);
   if (num_cores < 2) return;  // nowhere to go
@@ -92,8 +92,8 @@ TEST_CASE("who is woken on its waker's core leaves it, where there are cores eno
   };
   const shm::HostArch arch(source, 0, 2);
   std::uint32_t core = 0;
-  arch.leave_core(core);  // nobody's
-  // The kernel may move the thread at any time: what counts is that it goes at least once.
+  arch.leave_core(core);  // no core
+  // The kernel may move the thread at any time, so it must have left at least once.
   bool has_left = false;
   for (int i = 0; i < 100 && !has_left; ++i) {
     arch.note_core(core);

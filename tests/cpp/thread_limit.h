@@ -1,7 +1,7 @@
 #pragma once
 
-// Threads that cannot be had, as where a container's pids.max is reached. The linker has all of the
-// engine's calls of pthread_create() go through thread_limit.cc (-Wl,--wrap, see the Makefile).
+// Simulates threads that cannot be started, as at a container's pids.max. The linker redirects all
+// pthread_create() calls of the engine to thread_limit.cc (-Wl,--wrap, see the Makefile).
 
 namespace ringcomm::testing {
 

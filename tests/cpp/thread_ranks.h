@@ -90,7 +90,7 @@ inline void expect(bool is_true, const std::string& what) {
   if (!is_true) throw std::logic_error("expected: " + what);
 }
 
-/// What the threads of one run have come to.
+/// The results of the threads of one run.
 class Outcome {
  public:
   explicit Outcome(int num_ranks) : is_over_(static_cast<std::size_t>(num_ranks)) {}
@@ -177,7 +177,7 @@ Error error_of(const Body& body) {
   throw std::logic_error("expected: an Error");
 }
 
-/// Throws unless `error` is of `kind` and says all of `texts`.
+/// Throws unless `error` has `kind` and its message contains all of `texts`.
 inline void expect_error(const Error& error, ErrorKind kind,
                          const std::vector<std::string>& texts = {}) {
   const std::string what = error.what();

@@ -34,25 +34,12 @@ bool AddressSpace::remove(DevicePtr base, Origin origin, Piece* removed) {
   return true;
 }
 
-const Piece* AddressSpace::at(DevicePtr address) const {
-  auto after = pieces_.upper_bound(address);
-  if (after == pieces_.begin()) return nullptr;
-  const Piece& piece = std::prev(after)->second;
-  return piece.contains(address) ? &piece : nullptr;
-}
-
 bool AddressSpace::find(DevicePtr address, Piece* found) {
   const std::lock_guard lock(mutex_);
-  const Piece* piece = at(address);
-  if (piece != nullptr) *found = *piece;
-  return piece != nullptr;
-}
-
-bool AddressSpace::may_access(DevicePtr address, std::size_t num_bytes) {
-  const std::lock_guard lock(mutex_);
-  const Piece* piece = at(address);
-  return piece != nullptr && num_bytes <= piece->base + piece->num_bytes - address &&
-         (piece->origin != Origin::kMapped || piece->is_accessible);
+  auto after = pieces_.upper_bound(address);
+  if (after == pieces_.begin() || !(--after)->second.contains(address)) return false;
+  *found = after->second;
+  return true;
 }
 
 DevicePtr AddressSpace::reopen(ino_t inode) {

@@ -1,18 +1,65 @@
+// Captures, and the graphs that result from them.
 #include "emulator/capture.h"
 
 #include <algorithm>
+#include <atomic>
 #include <list>
 #include <set>
+#include <thread>
 #include <utility>
 
-#include "emulator/graph.h"
+struct ringcomm::emulator::GraphTag {
+  explicit GraphTag(std::vector<Node> captured) : nodes(std::move(captured)) {}
+  std::vector<Node> nodes;
+};
+
+/// A graph that can be launched. Steps without an order between them run at the same time.
+struct ringcomm::emulator::GraphExecTag {
+  explicit GraphExecTag(std::vector<Node> captured);
+  /// Returns when every step is done. One launch runs at a time.
+  void run();
+
+ private:
+  std::vector<Node> nodes_;  // in an order in which each follows its dependencies
+  /// Sequences of dependent steps; a launch has one thread for each.
+  std::vector<std::vector<std::size_t>> chains_;
+  std::mutex mutex_;
+};
 
 namespace ringcomm::emulator {
+
+GraphExecTag::GraphExecTag(std::vector<Node> captured) : nodes_(std::move(captured)) {
+  for (std::size_t i = 0; i < nodes_.size(); ++i) {
+    const std::vector<int>& after = nodes_[i].after;
+    auto chain = std::ranges::find_if(chains_, [&](const std::vector<std::size_t>& steps) {
+      return std::ranges::count(after, static_cast<int>(steps.back())) != 0;
+    });
+    if (chain == chains_.end()) chain = chains_.emplace(chain);
+    chain->push_back(i);
+  }
+}
+
+void GraphExecTag::run() {
+  const std::lock_guard one_at_a_time(mutex_);
+  std::vector<std::atomic_flag> is_done(nodes_.size());
+  std::vector<std::jthread> threads;
+  for (const std::vector<std::size_t>& chain : chains_)
+    threads.emplace_back([&] {
+      for (const std::size_t step : chain) {
+        for (const int before : nodes_[step].after)
+          is_done[static_cast<std::size_t>(before)].wait(false);
+        nodes_[step].work();
+        is_done[step].test_and_set();
+        is_done[step].notify_all();
+      }
+    });
+}
+
 namespace {
 
 thread_local int capture_mode = kCaptureGlobal;
 
-/// Those that have not ended; guarded by capture_mutex().
+/// The captures that have not ended; guarded by capture_mutex().
 std::list<std::shared_ptr<Capture>>& captures() {
   static std::list<std::shared_ptr<Capture>>& all = *new std::list<std::shared_ptr<Capture>>();
   return all;
@@ -36,7 +83,7 @@ void end(const std::shared_ptr<Capture>& capture) {
   captures().remove(capture);
 }
 
-/// Whether the origin comes after all that was captured.
+/// Whether the origin stream is ordered after all captured work.
 bool is_joined(const Capture& capture, const StreamTag& origin) {
   std::set<int> reached(origin.tails.begin(), origin.tails.end());
   std::vector<int> open(origin.tails);
@@ -155,7 +202,9 @@ Result api::stream_end_capture(StreamHandle handle, Graph* graph) {
   return kSuccess;
 }
 
-Result api::stream_is_capturing(StreamHandle handle, int* status) {
+Result api::stream_get_capture_info(StreamHandle handle, int* status, unsigned long long* id,
+                                    cuda::CapturedGraph*, const cuda::CapturedNode**,
+                                    std::size_t*) {
   std::shared_ptr<StreamTag> stream;
   RINGCOMM_TRY(find_stream(handle, &stream, /*only_asks=*/true));
   if (status == nullptr) return kInvalidValue;
@@ -163,16 +212,6 @@ Result api::stream_is_capturing(StreamHandle handle, int* status) {
   *status = stream->capture == nullptr        ? kCaptureNone
             : stream->capture->is_invalidated ? kCaptureInvalidated
                                               : kCaptureActive;
-  return kSuccess;
-}
-
-Result api::stream_get_capture_info(StreamHandle handle, int* status, unsigned long long* id,
-                                    cuda::CapturedGraph*, const cuda::CapturedNode**,
-                                    std::size_t*) {
-  RINGCOMM_TRY(stream_is_capturing(handle, status));
-  std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream, /*only_asks=*/true));
-  const std::lock_guard lock(capture_mutex());
   if (id != nullptr && stream->capture != nullptr) *id = stream->capture->id;
   return kSuccess;
 }
@@ -182,6 +221,34 @@ Result api::exchange_capture_mode(int* mode) {
   if (mode == nullptr || *mode < kCaptureGlobal || *mode > kCaptureRelaxed) return kInvalidValue;
   std::swap(*mode, capture_mode);
   return kSuccess;
+}
+
+Result api::graph_instantiate(GraphExec* exec, Graph graph, unsigned long long flags) {
+  RINGCOMM_TRY(require_initialized());
+  const std::shared_ptr<GraphTag> found = Handles<GraphTag>::all().find(graph);
+  if (exec == nullptr || found == nullptr) return kInvalidValue;
+  if (flags != 0) return kNotSupported;
+  *exec = Handles<GraphExecTag>::all().add(std::make_shared<GraphExecTag>(found->nodes));
+  return kSuccess;
+}
+
+Result api::graph_launch(GraphExec exec, StreamHandle handle) {
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(handle, &stream));
+  const std::shared_ptr<GraphExecTag> found = Handles<GraphExecTag>::all().find(exec);
+  if (found == nullptr) return kInvalidValue;
+  RINGCOMM_TRY(check_not_capturing(*stream));  // a graph in a graph is beyond the emulator
+  return submit(*stream, [found] { found->run(); });
+}
+
+Result api::graph_exec_destroy(GraphExec exec) {
+  RINGCOMM_TRY(require_initialized());
+  return Handles<GraphExecTag>::all().remove(exec) != nullptr ? kSuccess : kInvalidValue;
+}
+
+Result api::graph_destroy(Graph graph) {
+  RINGCOMM_TRY(require_initialized());
+  return Handles<GraphTag>::all().remove(graph) != nullptr ? kSuccess : kInvalidValue;
 }
 
 }  // namespace ringcomm::emulator

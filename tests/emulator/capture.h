@@ -10,13 +10,13 @@
 
 namespace ringcomm::emulator {
 
-/// A step of a graph, and the steps that it comes after.
+/// A step of a graph, and the steps that it depends on.
 struct Node {
   std::function<void()> work;
   std::vector<int> after;
 };
 
-/// What streams submit between cuStreamBeginCapture and cuStreamEndCapture.
+/// The work that streams submit between cuStreamBeginCapture and cuStreamEndCapture.
 struct Capture {
   unsigned long long id = 0;  // never 0, nor another's
   int mode = kCaptureGlobal;

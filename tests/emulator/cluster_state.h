@@ -11,11 +11,15 @@
 
 namespace ringcomm::emulator {
 
-/// What the threads of a cluster of blocks share: of a launch without clusters, of one block.
+/// The state that the threads of a cluster of blocks share; without clusters, the threads of one
+/// block.
 class ClusterState {
  public:
-  ClusterState(unsigned num_blocks, unsigned num_threads, std::size_t shared_bytes)
-      : num_threads_(num_threads), all_(static_cast<std::ptrdiff_t>(num_blocks * num_threads)) {
+  ClusterState(unsigned num_blocks, unsigned num_threads, std::size_t shared_bytes,
+               bool is_late = false)
+      : num_threads_(num_threads),
+        is_late_(is_late),
+        all_(static_cast<std::ptrdiff_t>(num_blocks * num_threads)) {
     for (unsigned rank = 0; rank < num_blocks; ++rank) {
       blocks_.push_back(std::make_unique<Block>(num_threads, shared_bytes));
       shared_.push_back(blocks_.back()->launch_memory.get());
@@ -23,7 +27,7 @@ class ClusterState {
   }
   unsigned num_blocks() const { return static_cast<unsigned>(blocks_.size()); }
 
-  /// Of a thread of the cluster's block `rank`, in a grid of so many clusters.
+  /// The context of a thread of the cluster's block `rank`, in a grid of `num_clusters` clusters.
   BlockContext context(unsigned cluster, unsigned num_clusters, unsigned rank, unsigned thread) {
     Block& block = *blocks_[rank];
     return {.thread_idx = thread,
@@ -35,7 +39,8 @@ class ClusterState {
             .cluster_rank = rank,
             .cluster_blocks = num_blocks(),
             .cluster_shared = shared_.data(),
-            .meet_cluster = [this] { all_.arrive_and_wait(); }};
+            .meet_cluster = [this] { all_.arrive_and_wait(); },
+            .cache = is_late_ ? &block.cache : nullptr};
   }
 
  private:
@@ -50,9 +55,11 @@ class ClusterState {
     std::barrier<> barrier;
     alignas(16) std::array<std::byte, BlockContext::kSharedBytes> memory = {};
     std::unique_ptr<std::byte[], Free> launch_memory;
+    BlockCache cache;
   };
 
   unsigned num_threads_;
+  bool is_late_;
   std::barrier<> all_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::byte*> shared_;

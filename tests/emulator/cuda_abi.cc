@@ -1,6 +1,6 @@
-// Compares what driver_api.h and the emulator say of CUDA's binary interface with a toolkit's
-// cuda.h. Only compiled (make abi): abi_names.inc is made of the lists of functions, one line for
-// each.
+// Compares the CUDA binary interface in driver_api.h and the emulator with a toolkit's cuda.h.
+// Compiled only (make abi); abi_names.inc is generated from the lists of functions, with one line
+// for each.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
@@ -12,7 +12,7 @@
 #include "emulator/extra_api.h"
 #include "transport/cuda/driver_api.h"
 
-// Of older versions there are types alone.
+// Older versions have types only.
 extern "C" std::remove_pointer_t<PFN_cuStreamGetCaptureInfo_v11030> cuStreamGetCaptureInfo_v2;
 
 namespace ringcomm::emulator {
@@ -25,8 +25,8 @@ concept Complete = requires { sizeof(T); };
 template <class T>
 concept Number = std::is_integral_v<T> || std::is_enum_v<T>;
 
-/// Whether two types are passed alike: numbers of one size, structs of one size and alignment, and
-/// pointers to such. What only CUDA knows the inside of is a pointer to anything incomplete.
+/// Whether two types are passed in the same way: numbers of one size, structs of one size and
+/// alignment, and pointers to such types. Opaque CUDA types are pointers to any incomplete type.
 template <class Ours, class Theirs>
 constexpr bool same_type() {
   if constexpr (std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>) {
@@ -56,7 +56,11 @@ struct SameFunction<Ours (*)(OurParameters...), Theirs (*)(TheirParameters...)>
     : std::bool_constant<same_type<Ours, Theirs>() &&
                          (same_type<OurParameters, TheirParameters>() && ...)> {};
 
-struct AllFunctions : DriverApi, ExtraDriverApi {};
+struct AllFunctions : DriverApi {
+#define RINGCOMM_DECLARE(member, symbol, parameters) Result(*member) parameters = nullptr;
+  RINGCOMM_EXTRA_DRIVER_FUNCTIONS(RINGCOMM_DECLARE)
+#undef RINGCOMM_DECLARE
+};
 
 // cuda.h names the present version of a function by a macro, so that the name that is looked up
 // must be what the macro makes of it: another would find an older version.
@@ -71,7 +75,7 @@ constexpr int kNumCompared = 0
 #define RINGCOMM_COMPARE(member, symbol) +1
 #include "abi_names.inc"
     ;
-static_assert(sizeof(DriverApi) + sizeof(ExtraDriverApi) == kNumCompared * sizeof(void (*)()));
+static_assert(sizeof(AllFunctions) == kNumCompared * sizeof(void (*)()));
 
 // Two names differ in nothing but their types.
 static_assert(!same_type<int, long>() && !same_type<int*, void*>() && !same_type<int, int*>());
@@ -115,7 +119,7 @@ static_assert(sizeof(DeviceUuid) == sizeof(CUuuid));
   static_assert(static_cast<long long>(ours) == static_cast<long long>(theirs))
 RINGCOMM_SAME_NUMBER(kSuccess, CUDA_SUCCESS);
 RINGCOMM_SAME_NUMBER(kErrorNotReady, CUDA_ERROR_NOT_READY);
-#define RINGCOMM_SAME_ERROR(constant, number, name, text) RINGCOMM_SAME_NUMBER(constant, name);
+#define RINGCOMM_SAME_ERROR(constant, number, name) RINGCOMM_SAME_NUMBER(constant, name);
 RINGCOMM_EMULATED_ERRORS(RINGCOMM_SAME_ERROR)
 RINGCOMM_SAME_NUMBER(kMultiprocessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 RINGCOMM_SAME_NUMBER(kVirtualMemoryManagementSupported,

@@ -15,27 +15,23 @@
 namespace ringcomm::emulator {
 namespace {
 
-struct Device {
-  ContextTag context;
-};
-
 std::atomic<bool> is_initialized = false;
 thread_local Context current = nullptr;
 
-std::deque<Device>& devices() {
-  static std::deque<Device>& made = *[] {
-    auto* list = new std::deque<Device>(settings().devices.size());
+std::deque<ContextTag>& contexts() {
+  static std::deque<ContextTag>& made = *[] {
+    auto* list = new std::deque<ContextTag>(settings().devices.size());
     for (std::size_t i = 0; i < list->size(); ++i)
-      (*list)[i].context.device = static_cast<DeviceOrdinal>(i);
+      (*list)[i].device = static_cast<DeviceOrdinal>(i);
     return list;
   }();
   return made;
 }
 
 bool is_context(Context context) {
-  return std::any_of(devices().begin(), devices().end(), [&](Device& device) {
-    const std::lock_guard lock(device.context.mutex);
-    return &device.context == context && device.context.is_retained;
+  return std::ranges::any_of(contexts(), [&](ContextTag& one) {
+    const std::lock_guard lock(one.mutex);
+    return &one == context && one.is_retained;
   });
 }
 
@@ -58,7 +54,7 @@ int attribute_value(int attribute, bool* is_known) {
 }  // namespace
 
 Result require_initialized() {
-  // Every function comes here, some more than once.
+  // Every function calls this, some more than once.
   static std::atomic<long long> num_calls = 0;
   if (is_initialized && ++num_calls == settings().dies_at) raise(SIGKILL);
   return is_initialized ? kSuccess : kNotInitialized;
@@ -72,7 +68,7 @@ Result require_device(DeviceOrdinal device) {
 
 Result require_context(Context* context) {
   RINGCOMM_TRY(require_initialized());
-  *context = current;
+  if (context != nullptr) *context = current;
   return current != nullptr ? kSuccess : kInvalidContext;
 }
 
@@ -84,9 +80,7 @@ bool can_map(DeviceOrdinal device, int physical) {
   return physical_device(device) == physical || settings().has_peer_access;
 }
 
-Context context_of(DeviceOrdinal device) {
-  return &devices()[static_cast<std::size_t>(device)].context;
-}
+Context context_of(DeviceOrdinal device) { return &contexts()[static_cast<std::size_t>(device)]; }
 
 Result api::init(unsigned flags) {
   if (flags != 0) return kInvalidValue;

@@ -20,7 +20,7 @@ Result require_initialized();
 /// And that there is a device of this number.
 Result require_device(DeviceOrdinal device);
 /// And that this thread has a current context.
-Result require_context(Context* current);
+Result require_context(Context* current = nullptr);
 
 /// The number of the GPU itself, which processes agree on.
 int physical_device(DeviceOrdinal device);

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "emulator/errors.h"
+
 namespace ringcomm::emulator {
 namespace {
 
@@ -42,17 +44,34 @@ RINGCOMM_DRIVER_FUNCTIONS(RINGCOMM_EXPORT)
 RINGCOMM_EXTRA_DRIVER_FUNCTIONS(RINGCOMM_EXPORT)
 #undef RINGCOMM_EXPORT
 
-/// How often this process has called the function of this name, such as "cuLaunchKernel"; -1: there
-/// is none.
+/// How often this process has called the function of this name, such as "cuLaunchKernel"; -1 if it
+/// does not exist.
 extern "C" [[gnu::visibility("default")]] long long emulator_num_calls(const char* symbol) {
   for (std::size_t i = 0; i < std::size(kSymbols); ++i)
     if (std::strcmp(kSymbols[i], symbol) == 0) return num_calls[i];
   return -1;
 }
 
-/// The names, in the order of `index`; null behind the last.
+/// The names, in the order of `index`; null after the last one.
 extern "C" [[gnu::visibility("default")]] const char* emulator_function_name(int index) {
   return index < static_cast<int>(std::size(kSymbols)) ? kSymbols[index] : nullptr;
+}
+
+Result api::get_error_name(Result error, const char** name) {
+  if (name == nullptr) return kInvalidValue;
+  *name = nullptr;
+  if (error == kSuccess) *name = "CUDA_SUCCESS";
+  if (error == kErrorNotReady) *name = "CUDA_ERROR_NOT_READY";
+#define RINGCOMM_NAME(constant, number, text) \
+  if (error == constant) *name = #text;
+  RINGCOMM_EMULATED_ERRORS(RINGCOMM_NAME)
+#undef RINGCOMM_NAME
+  return *name != nullptr ? kSuccess : kInvalidValue;
+}
+
+/// The error's text is its name.
+Result api::get_error_string(Result error, const char** text) {
+  return get_error_name(error, text);
 }
 
 }  // namespace ringcomm::emulator

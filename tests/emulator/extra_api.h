@@ -2,7 +2,7 @@
 
 #include "transport/cuda/driver_api.h"
 
-// What the emulator has beyond what ringcomm calls: what its torch device and its own tests need.
+// Driver functions that ringcomm does not call, for the emulator's torch device and its own tests.
 
 namespace ringcomm::emulator {
 
@@ -11,7 +11,7 @@ using cuda::StreamHandle;
 using Graph = struct GraphTag*;
 using GraphExec = struct GraphExecTag*;
 
-/// Beside those that ringcomm knows.
+/// In addition to those that ringcomm uses.
 inline constexpr int kCaptureInvalidated = 2;
 inline constexpr int kCaptureGlobal = 0;
 inline constexpr int kCaptureThreadLocal = 1;
@@ -26,18 +26,17 @@ inline constexpr int kCaptureThreadLocal = 1;
     (StreamHandle stream, void (*function)(void*), void* data))                       \
   X(stream_begin_capture, "cuStreamBeginCapture_v2", (StreamHandle stream, int mode)) \
   X(stream_end_capture, "cuStreamEndCapture", (StreamHandle stream, Graph * graph))   \
-  X(stream_is_capturing, "cuStreamIsCapturing", (StreamHandle stream, int* status))   \
   X(graph_instantiate, "cuGraphInstantiateWithFlags",                                 \
     (GraphExec * exec, Graph graph, unsigned long long flags))                        \
   X(graph_launch, "cuGraphLaunch", (GraphExec exec, StreamHandle stream))             \
   X(graph_exec_destroy, "cuGraphExecDestroy", (GraphExec exec))                       \
   X(graph_destroy, "cuGraphDestroy", (Graph graph))
 
-/// The functions, as found in a library.
-struct ExtraDriverApi {
-#define RINGCOMM_DECLARE(member, symbol, parameters) Result(*member) parameters = nullptr;
-  RINGCOMM_EXTRA_DRIVER_FUNCTIONS(RINGCOMM_DECLARE)
+/// The library's functions, for programs that link it.
+namespace extra {
+#define RINGCOMM_DECLARE(member, symbol, parameters) Result member parameters __asm__(symbol);
+RINGCOMM_EXTRA_DRIVER_FUNCTIONS(RINGCOMM_DECLARE)
 #undef RINGCOMM_DECLARE
-};
+}  // namespace extra
 
 }  // namespace ringcomm::emulator

@@ -8,12 +8,12 @@
 
 namespace ringcomm::emulator {
 
-/// The objects of one kind that the program may name. What is removed lives on while work that was
-/// submitted needs it; a name that is none finds nothing.
+/// The objects of one kind that the program has handles of. A removed object lives while submitted
+/// work needs it; an invalid handle finds nothing.
 template <class T>
 class Handles {
  public:
-  /// Of the process, never destroyed: its threads run until the end.
+  /// The handles of the process. Never destroyed, because threads run until the process ends.
   static Handles& all() {
     static Handles& handles = *new Handles();
     return handles;

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <thread>
 
 #include "core/wait_policy.h"
 #include "device/cuda/block.h"
@@ -18,7 +19,7 @@ namespace ringcomm::emulator {
 /// host's atomics, so that ThreadSanitizer sees what is ordered by nothing.
 class HostBlock {
  public:
-  /// `answers` is of the whole block.
+  /// `answers` belongs to the whole block.
   struct Shared {
     std::uint32_t answers[2];
     std::uint32_t agreed;
@@ -26,7 +27,7 @@ class HostBlock {
   };
 
   HostBlock(const cuda::GroupFrame& call, BlockContext& context, Shared& shared)
-      : call_(call), context_(context), shared_(shared) {}
+      : call_(call), context_(context), shared_(shared), plain_(context) {}
 
   unsigned thread_idx() const { return context_.thread_idx; }
   unsigned num_threads() const { return context_.num_threads; }
@@ -68,20 +69,22 @@ class HostBlock {
   }
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
-    return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+    const std::uint64_t value = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+    plain_.acquire();
+    return value;
   }
   std::uint64_t load_seq_cst(const std::uint64_t& word) const { return load_acquire(word); }
   std::uint32_t load_seq_cst(const std::uint32_t&) const { return 0; }
   void add_seq_cst(std::uint32_t&, std::int32_t) const {}
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
     context_.sync();
-    if (context_.thread_idx == 0) __atomic_store_n(&word, value, __ATOMIC_RELEASE);
+    if (context_.thread_idx == 0) store_release(word, value);
   }
   template <class WordOf>
   void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) const {
     context_.sync();
     for (auto i = static_cast<int>(thread_idx()); i < num; i += static_cast<int>(num_threads()))
-      __atomic_store_n(&word_of(i), value, __ATOMIC_RELEASE);
+      store_release(word_of(i), value);
   }
 
   void store_packet(Packet& packet, std::uint64_t low, std::uint64_t high) const {
@@ -101,9 +104,13 @@ class HostBlock {
   void pause() const { sched_yield(); }
   Yielded yield() const {
     sched_yield();
-    return Yielded::kBriefly;
+    return Yielded::kShort;
   }
-  void park(const std::uint64_t&, std::uint64_t) const { sched_yield(); }
+  /// Sleeps. If waiting threads only yielded, Linux 6.18 sometimes ran nothing else on the machine,
+  /// not even the rank that they waited for, until they timed out (docs/experiments.md).
+  void park(const std::uint64_t&, std::uint64_t) const {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
   void wake(const std::uint64_t&) const {}
   void note_core(std::uint32_t&) const {}
   void leave_core(const std::uint32_t&) const {}
@@ -121,19 +128,24 @@ class HostBlock {
   int awaited_peer() const { return awaited_peer_; }
   void note_awaited(int peer) { awaited_peer_ = peer; }
 
-  // No stronger than on a GPU, or ThreadSanitizer would not see what stands on it.
+  // Not stronger than on a GPU, so that ThreadSanitizer detects code that relies on more.
   bool claim(std::uint32_t& word) const {
     return __atomic_exchange_n(&word, 1u, __ATOMIC_RELAXED) == 0;
   }
   void unclaim(std::uint32_t& word) const { __atomic_store_n(&word, 0u, __ATOMIC_RELAXED); }
-  void publish_word(std::uint32_t& word, std::uint32_t value) const {
+  void publish_word(std::uint32_t& word, std::uint32_t value) const { store_release(word, value); }
+
+ private:
+  template <class Word>
+  void store_release(Word& word, Word value) const {
+    plain_.release();
     __atomic_store_n(&word, value, __ATOMIC_RELEASE);
   }
 
- private:
   const cuda::GroupFrame& call_;
   BlockContext& context_;
   Shared& shared_;
+  PlainAccesses plain_;
   unsigned turn_ = 0;
   std::chrono::steady_clock::time_point began_;
   int awaited_peer_ = -1;

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "emulator/capture.h"
@@ -15,7 +16,6 @@
 #include "emulator/residency.h"
 #include "emulator/settings.h"
 #include "emulator/stream.h"
-#include "emulator/thread_pool.h"
 
 struct ringcomm::cuda::FunctionTag {
   Context context = nullptr;
@@ -46,8 +46,7 @@ int blocks_per_sm(unsigned block_threads, std::size_t shared_bytes) {
   return std::min({settings().blocks_per_sm, by_threads, by_memory});
 }
 
-/// Runs a function of the host as a kernel would run, where its launch says that it does: torch's
-/// operators.
+/// Runs a host function at the place of a kernel, for torch's operators.
 void run_function(const void* parameter, BlockContext& context) {
   const auto& p = *static_cast<const FunctionCall*>(parameter);
   if (context.thread_idx == 0) p.function(p.data);
@@ -60,7 +59,7 @@ struct Grid {
   std::shared_ptr<void> parameter;
   DeviceOrdinal device = 0;
   unsigned num_blocks = 0;
-  unsigned num_resident = 0;  // at most so many at a time
+  unsigned num_resident = 0;  // the maximum at a time
   int slots_per_block = 1;
   unsigned num_threads = 0;
   unsigned cluster_blocks = 1;
@@ -75,63 +74,49 @@ std::shared_ptr<void> copy_parameter(const void* parameter, std::size_t num_byte
   return copy;
 }
 
-void run_thread(const Grid& grid, unsigned cluster, unsigned rank, unsigned thread,
-                ClusterState& state) {
-  const unsigned num_clusters = grid.num_blocks / grid.cluster_blocks;
-  BlockContext context = state.context(cluster, num_clusters, rank, thread);
-  grid.kernel->run(grid.parameter.get(), context);
-  context.meet_cluster();  // a block ends as one, and is there as long as its cluster
+/// Calls function(0) ... function(num - 1), each on a thread of its own, the first on this one.
+template <class F>
+void run_at_once(unsigned num, const F& function) {
+  std::vector<std::jthread> others;
+  for (unsigned i = 1; i < num; ++i) others.emplace_back(function, i);
+  function(0);
 }
 
-/// Where the blocks of a cluster are. It takes its places at once, or two would wait for each
-/// other.
+/// The slots of a cluster's blocks. A cluster acquires all of them together, or two clusters could
+/// deadlock.
 std::vector<int> acquire_slots(const Grid& grid) {
   static std::mutex mutex;
   std::unique_lock lock(mutex, std::defer_lock);
   if (grid.cluster_blocks > 1) lock.lock();
   std::vector<int> slots;
   for (unsigned rank = 0; rank < grid.cluster_blocks; ++rank)
-    slots.push_back(BlockSlots::of(grid.device).acquire(grid.slots_per_block));
+    slots.push_back(Residency::of(grid.device).acquire(grid.slots_per_block));
   return slots;
 }
 
 /// A block, or those of a cluster.
 void run_cluster(const Grid& grid, unsigned cluster) {
-  const auto state =
-      std::make_shared<ClusterState>(grid.cluster_blocks, grid.num_threads, grid.shared_bytes);
+  ClusterState state(grid.cluster_blocks, grid.num_threads, grid.shared_bytes, settings().is_late);
   const std::vector<int> slots = acquire_slots(grid);
-  for (unsigned i = 1; i < grid.cluster_blocks * grid.num_threads; ++i)
-    ThreadPool::of_process().start([&grid, state, cluster, i] {
-      run_thread(grid, cluster, i / grid.num_threads, i % grid.num_threads, *state);
-    });
-  run_thread(grid, cluster, 0, 0, *state);
-  for (const int slot : slots) BlockSlots::of(grid.device).release(slot, grid.slots_per_block);
+  const auto run = [&](unsigned thread) {
+    BlockContext context = state.context(cluster, grid.num_blocks / grid.cluster_blocks,
+                                         thread / grid.num_threads, thread % grid.num_threads);
+    grid.kernel->run(grid.parameter.get(), context);
+  };
+  run_at_once(grid.cluster_blocks * grid.num_threads, run);
+  for (const int slot : slots) Residency::of(grid.device).release(slot, grid.slots_per_block);
 }
 
-/// Runs as many blocks at a time as may be, each new one when one has ended.
+/// Runs the maximum of blocks at a time, and starts a new one when one has ended.
 void run_grid(const Grid& grid) {
-  const KernelTurn turn(physical_device(grid.device));
-  struct Progress {
-    std::atomic<unsigned> next_cluster = 0;
-    std::mutex mutex;
-    std::condition_variable is_done;
-    unsigned num_workers = 0;
-  };
-  const auto progress = std::make_shared<Progress>();
-  const auto work = [&grid, progress] {
-    const unsigned num_clusters = grid.num_blocks / grid.cluster_blocks;
-    for (unsigned cluster; (cluster = progress->next_cluster++) < num_clusters;)
-      run_cluster(grid, cluster);
-    const std::lock_guard lock(progress->mutex);
-    if (--progress->num_workers == 0) progress->is_done.notify_all();
-  };
-  progress->num_workers =
-      std::max(1U, std::min(grid.num_blocks, grid.num_resident) / grid.cluster_blocks);
-  for (unsigned i = 1, workers = progress->num_workers; i < workers; ++i)
-    ThreadPool::of_process().start(work);
-  work();
-  std::unique_lock lock(progress->mutex);
-  progress->is_done.wait(lock, [&] { return progress->num_workers == 0; });
+  Residency::of(grid.device).begin_kernel();
+  const unsigned num_clusters = grid.num_blocks / grid.cluster_blocks;
+  const unsigned num_resident = std::min(grid.num_blocks, grid.num_resident) / grid.cluster_blocks;
+  std::atomic<unsigned> next_cluster = 0;
+  run_at_once(std::max(1U, num_resident), [&](unsigned) {
+    for (unsigned cluster; (cluster = next_cluster++) < num_clusters;) run_cluster(grid, cluster);
+  });
+  Residency::of(grid.device).end_kernel();
 }
 
 }  // namespace
@@ -170,8 +155,7 @@ Result api::module_get_function(Function* function, Module module, const char* n
 
 Result api::occupancy_max_active_blocks(int* num_blocks, Function function, int block_threads,
                                         std::size_t shared_bytes) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_TRY(require_context());
   if (num_blocks == nullptr || block_threads <= 0) return kInvalidValue;
   if (Handles<FunctionTag>::all().find(function) == nullptr) return kInvalidHandle;
   const bool fits =
@@ -181,8 +165,7 @@ Result api::occupancy_max_active_blocks(int* num_blocks, Function function, int 
 }
 
 Result api::func_set_attribute(Function function, int attribute, int value) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_TRY(require_context());
   if (Handles<FunctionTag>::all().find(function) == nullptr) return kInvalidHandle;
   const bool is_known = attribute == kMaxDynamicSharedBytes;
   const bool fits = value >= 0 && static_cast<std::size_t>(value) <= kMaxBlockSharedBytes;

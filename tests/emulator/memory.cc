@@ -1,4 +1,5 @@
-// Memory that comes with its address: cuMemAlloc, cuMemHostAlloc, and handles of the former.
+// Memory that is allocated with its address: cuMemAlloc, cuMemHostAlloc, and IPC handles of the
+// former.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -6,7 +7,6 @@
 
 #include "emulator/address_space.h"
 #include "emulator/capture.h"
-#include "emulator/ipc_handle.h"
 #include "emulator/settings.h"
 #include "emulator/stream.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr unsigned kHostAllocFlags = kHostPortable | kHostDeviceMap | 4;  // 4: write-combined
 
-/// What handles hand out; allocations of other sizes share it with others.
+/// The granularity of IPC handles; allocations of other sizes share a piece with others.
 constexpr std::size_t kSharedGranularity = std::size_t{2} << 20;
 
 }  // namespace
@@ -57,8 +57,7 @@ Result api::mem_free(DevicePtr address) {
 }
 
 Result api::ipc_get_mem_handle(IpcMemHandle* handle, DevicePtr address) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_TRY(require_context());
   Piece piece;
   if (handle == nullptr || !AddressSpace::of_process().find(address, &piece) ||
       piece.origin != Origin::kAllocated)
@@ -109,8 +108,7 @@ Result api::ipc_close_mem_handle(DevicePtr address) {
 }
 
 Result api::mem_host_alloc(void** address, std::size_t num_bytes, unsigned flags) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_TRY(require_context());
   if (address == nullptr || num_bytes == 0 || (flags & ~kHostAllocFlags) != 0) return kInvalidValue;
   RINGCOMM_TRY(check_unsafe_call());
   void* mapped =
@@ -134,8 +132,7 @@ Result api::mem_free_host(void* address) {
 }
 
 Result api::mem_host_get_device_pointer(DevicePtr* device_address, void* address, unsigned flags) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_TRY(require_context());
   Piece piece;
   if (device_address == nullptr || flags != 0 ||
       !AddressSpace::of_process().find(as_address(address), &piece) ||

@@ -6,6 +6,9 @@
 #include <unistd.h>
 
 #include <charconv>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -36,7 +39,7 @@ bool charge(DeviceOrdinal device, std::size_t num_bytes) {
   return true;
 }
 
-/// Which GPU's memory a descriptor is; -1 if none's.
+/// The GPU whose memory a descriptor is; -1 if none.
 int device_of(int fd) {
   char link[128] = {};
   if (readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), link, sizeof(link) - 1) < 0)
@@ -48,6 +51,34 @@ int device_of(int fd) {
   int device = -1;
   std::from_chars(name.data(), name.data() + name.size(), device);
   return device;
+}
+
+/// The content of a 64-byte IPC handle: where to find the memory's descriptor while the process
+/// that created it lives. The inode shows whether it is still the same memory.
+struct IpcHandle {
+  char magic[8];
+  pid_t pid;
+  int fd;
+  ino_t inode;
+  std::uint8_t reserved[40];
+};
+static_assert(sizeof(IpcHandle) == 64);
+
+constexpr char kMagic[8] = "emuipc";  // its last byte is the kind
+
+ino_t inode_of(int fd) {
+  struct stat status = {};
+  return fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
+// A process that opens memory or an event locks its first byte for reading, on its own file
+// description. The system releases the lock with the description, also if the process is killed.
+struct flock first_byte(short type) {
+  struct flock lock = {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = 1;
+  return lock;
 }
 
 }  // namespace
@@ -63,9 +94,7 @@ Result PhysicalMemory::create(DeviceOrdinal device, std::size_t num_bytes,
   made->fd_.reset(memfd_create(name.c_str(), MFD_CLOEXEC));
   if (!made->fd_ || ftruncate(made->fd(), static_cast<off_t>(num_bytes)) != 0)
     return kErrorOutOfMemory;
-  struct stat status = {};
-  if (fstat(made->fd(), &status) != 0) return kOperatingSystem;
-  made->inode_ = status.st_ino;
+  made->inode_ = inode_of(made->fd());
   *memory = std::move(made);
   return kSuccess;
 }
@@ -94,6 +123,39 @@ PhysicalMemory::~PhysicalMemory() {
 std::size_t used_bytes(DeviceOrdinal device) {
   const std::lock_guard lock(budget().mutex);
   return budget().used[device];
+}
+
+Result write_handle(IpcKind kind, int fd, void* handle) {
+  if (!settings().has_ipc) return kNotSupported;
+  IpcHandle made = {};
+  std::memcpy(made.magic, kMagic, sizeof(kMagic));
+  made.magic[7] = static_cast<char>(kind);
+  made.pid = getpid();
+  made.fd = fd;
+  made.inode = inode_of(fd);
+  std::memcpy(handle, &made, sizeof(made));
+  return kSuccess;
+}
+
+void check_not_opened_elsewhere(int fd, const char* what) {
+  struct flock lock = first_byte(F_WRLCK);
+  if (fcntl(fd, F_OFD_GETLK, &lock) != 0 || lock.l_type == F_UNLCK) return;
+  std::fprintf(stderr, "libcuda_emulator: %s is freed while another process has it open\n", what);
+  std::abort();
+}
+
+Result open_handle(IpcKind kind, const void* handle, shm::UniqueFd* fd) {
+  if (!settings().has_ipc) return kNotSupported;
+  IpcHandle made;
+  std::memcpy(&made, handle, sizeof(made));
+  if (std::memcmp(made.magic, kMagic, 7) != 0 || made.magic[7] != static_cast<char>(kind))
+    return kInvalidValue;
+  if (made.pid == getpid()) return kInvalidContext;
+  const std::string path = "/proc/" + std::to_string(made.pid) + "/fd/" + std::to_string(made.fd);
+  fd->reset(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  struct flock lock = first_byte(F_RDLCK);
+  const bool is_open = *fd && inode_of(fd->get()) == made.inode;
+  return is_open && fcntl(fd->get(), F_OFD_SETLK, &lock) == 0 ? kSuccess : kMapFailed;
 }
 
 }  // namespace ringcomm::emulator

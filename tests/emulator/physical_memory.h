@@ -10,8 +10,8 @@
 
 namespace ringcomm::emulator {
 
-/// Memory of a GPU: a memfd, which is gone with the last process that has it. Its name says which
-/// GPU's it is, for those who get the descriptor.
+/// Memory of a GPU: a memfd, which exists until the last process closes it. Its name identifies the
+/// GPU, for processes that receive the descriptor.
 class PhysicalMemory {
  public:
   /// kErrorOutOfMemory if this process would have more on `device` than it may.
@@ -42,5 +42,19 @@ class PhysicalMemory {
 
 /// Bytes that this process has created on a device.
 std::size_t used_bytes(DeviceOrdinal device);
+
+enum class IpcKind : char { kMemory = 'm', kEvent = 'e' };
+
+/// Writes the handle of this process's memory `fd` to the 64 bytes at `handle`.
+Result write_handle(IpcKind kind, int fd, void* handle);
+
+/// Ends this process if another one has open what it is about to free, because CUDA leaves that
+/// undefined. `fd` is the memory's descriptor, `what` its name for the message.
+void check_not_opened_elsewhere(int fd, const char* what);
+
+/// Opens a handle of another process, and marks its memory as open while the descriptor lives.
+/// Errors are CUDA's: kInvalidContext for a handle of this process, kMapFailed if its maker is gone
+/// or has freed it, kNotSupported where IPC is switched off.
+Result open_handle(IpcKind kind, const void* handle, shm::UniqueFd* fd);
 
 }  // namespace ringcomm::emulator

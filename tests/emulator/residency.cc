@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 #include "emulator/settings.h"
@@ -54,48 +53,34 @@ bool lock_bytes(int physical_device, int begin, int num_bytes, short type, bool 
   return true;
 }
 
-struct Turn {
-  std::mutex mutex;
-  int num_running = 0;  // kernels of this process
-};
-
-Turn& turn_of(int device) {
-  static std::mutex& mutex = *new std::mutex();
-  static std::map<int, Turn>& turns = *new std::map<int, Turn>();
-  const std::lock_guard lock(mutex);
-  return turns[device];
-}
-
 }  // namespace
 
-KernelTurn::KernelTurn(int physical_device) : device_(physical_device) {
-  if (settings().has_mps) return;
-  Turn& turn = turn_of(device_);
-  const std::lock_guard lock(turn.mutex);
-  if (turn.num_running++ == 0) lock_bytes(device_, kTurnByte, 1, F_WRLCK, true);
-}
-
-KernelTurn::~KernelTurn() {
-  if (settings().has_mps) return;
-  Turn& turn = turn_of(device_);
-  const std::lock_guard lock(turn.mutex);
-  if (--turn.num_running == 0) lock_bytes(device_, kTurnByte, 1, F_UNLCK, true);
-}
-
-BlockSlots& BlockSlots::of(DeviceOrdinal device) {
+Residency& Residency::of(DeviceOrdinal device) {
   static auto& mutex = *new std::mutex();
-  static auto& all = *new std::map<DeviceOrdinal, std::unique_ptr<BlockSlots>>();
+  static auto& all = *new std::map<DeviceOrdinal, std::unique_ptr<Residency>>();
   const std::lock_guard lock(mutex);
-  std::unique_ptr<BlockSlots>& slots = all[device];
-  if (slots == nullptr) slots.reset(new BlockSlots(physical_device(device)));
+  std::unique_ptr<Residency>& slots = all[device];
+  if (slots == nullptr) slots.reset(new Residency(physical_device(device)));
   return *slots;
 }
 
-BlockSlots::BlockSlots(int physical_device)
+Residency::Residency(int physical_device)
     : device_(physical_device),
       is_taken_(static_cast<std::size_t>(settings().num_real_sms * settings().blocks_per_sm)) {}
 
-int BlockSlots::acquire(int num_slots) {
+void Residency::begin_kernel() {
+  if (settings().has_mps) return;
+  const std::lock_guard lock(mutex_);
+  if (num_kernels_++ == 0) lock_bytes(device_, kTurnByte, 1, F_WRLCK, true);
+}
+
+void Residency::end_kernel() {
+  if (settings().has_mps) return;
+  const std::lock_guard lock(mutex_);
+  if (--num_kernels_ == 0) lock_bytes(device_, kTurnByte, 1, F_UNLCK, true);
+}
+
+int Residency::acquire(int num_slots) {
   const int per_sm = settings().blocks_per_sm;
   for (;;) {
     for (int in_sm = 0; in_sm + num_slots <= per_sm; ++in_sm)
@@ -105,7 +90,7 @@ int BlockSlots::acquire(int num_slots) {
   }
 }
 
-bool BlockSlots::try_acquire(int slot, int num_slots) {
+bool Residency::try_acquire(int slot, int num_slots) {
   int num_taken = 0;
   while (num_taken < num_slots && !is_taken_[static_cast<std::size_t>(slot + num_taken)].exchange(
                                       true, std::memory_order_relaxed))
@@ -118,7 +103,7 @@ bool BlockSlots::try_acquire(int slot, int num_slots) {
   return false;
 }
 
-void BlockSlots::release(int slot, int num_slots) {
+void Residency::release(int slot, int num_slots) {
   lock_bytes(device_, kFirstSlotByte + slot, num_slots, F_UNLCK, false);
   for (int i = slot; i < slot + num_slots; ++i)
     is_taken_[static_cast<std::size_t>(i)].store(false, std::memory_order_relaxed);

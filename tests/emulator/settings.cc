@@ -1,38 +1,27 @@
 #include "emulator/settings.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 #include <string_view>
 
 namespace ringcomm::emulator {
 namespace {
 
-[[noreturn]] void refuse(const char* name, std::string_view value) {
-  std::fprintf(stderr, "libcuda_emulator: %s=%.*s means nothing\n", name,
-               static_cast<int>(value.size()), value.data());
-  std::abort();
-}
-
-long long parse(const char* name, std::string_view text, long long minimum) {
-  long long value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < minimum)
-    refuse(name, text);
-  return value;
-}
-
-long long number(const char* name, long long otherwise, long long minimum) {
+template <class Number>
+Number read(const char* name, Number otherwise, long long least, long long most) {
   const char* text = std::getenv(name);
-  return text == nullptr || *text == '\0' ? otherwise : parse(name, text, minimum);
-}
-
-bool flag(const char* name, bool otherwise = true) {
-  const long long value = number(name, otherwise, 0);
-  if (value > 1) refuse(name, std::getenv(name));
-  return value == 1;
+  if (text == nullptr || *text == '\0') return otherwise;
+  long long value = 0;
+  const char* const end = text + std::strlen(text);
+  const auto [rest, error] = std::from_chars(text, end, value);
+  if (error != std::errc() || rest != end || value < least || value > most) {
+    std::fprintf(stderr, "libcuda_emulator: %s=%s means nothing\n", name, text);
+    std::abort();
+  }
+  return static_cast<Number>(value);
 }
 
 /// As CUDA has it, the list ends at the first number that no GPU has.
@@ -55,35 +44,24 @@ std::vector<int> visible_devices(int num_devices) {
   return devices;
 }
 
-Settings read() {
+Settings read_all() {
   Settings made;
-  made.devices = visible_devices(static_cast<int>(number("RINGCOMM_EMULATOR_DEVICES", 1, 0)));
+  made.devices = visible_devices(read("RINGCOMM_EMULATOR_DEVICES", 1, 0, INT_MAX));
   if (const char* box = std::getenv("RINGCOMM_EMULATOR_BOX"); box != nullptr)
     for (const char letter : std::string_view(box))  // FNV-1a
       made.box = (made.box ^ static_cast<unsigned char>(letter)) * 0x01000193u;
-  made.num_sms = static_cast<int>(number("RINGCOMM_EMULATOR_SMS", made.num_sms, 1));
-  made.num_real_sms = static_cast<int>(number("RINGCOMM_EMULATOR_REAL_SMS", made.num_sms, 1));
-  made.blocks_per_sm =
-      static_cast<int>(number("RINGCOMM_EMULATOR_BLOCKS_PER_SM", made.blocks_per_sm, 1));
-  made.threads_per_block =
-      static_cast<int>(number("RINGCOMM_EMULATOR_THREADS", made.threads_per_block, 1));
-  made.memory_bytes = static_cast<std::size_t>(
-      number("RINGCOMM_EMULATOR_MEMORY", static_cast<long long>(made.memory_bytes), 0));
-  made.has_peer_access = flag("RINGCOMM_EMULATOR_PEER_ACCESS");
-  made.has_vmm = flag("RINGCOMM_EMULATOR_VMM");
-  made.has_ipc = flag("RINGCOMM_EMULATOR_IPC");
-  made.has_mps = flag("RINGCOMM_EMULATOR_MPS");
-  made.num_queues = static_cast<int>(number("RINGCOMM_EMULATOR_QUEUES", 0, 0));
-  made.is_lazy = flag("RINGCOMM_EMULATOR_LAZY", false);
-  made.dies_at = number("RINGCOMM_EMULATOR_DIE_AT", 0, 0);
-  made.max_delay_us = static_cast<int>(number("RINGCOMM_EMULATOR_DELAY_US", 0, 0));
+  const int& num_sms = made.num_sms;
+#define RINGCOMM_READ(Type, member, name, otherwise, least, most) \
+  made.member = read<Type>("RINGCOMM_EMULATOR_" name, otherwise, least, most);
+  RINGCOMM_SETTINGS(RINGCOMM_READ)
+#undef RINGCOMM_READ
   return made;
 }
 
 }  // namespace
 
 const Settings& settings() {
-  static const Settings& read_once = *new Settings(read());
+  static const Settings& read_once = *new Settings(read_all());
   return read_once;
 }
 

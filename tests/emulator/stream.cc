@@ -26,10 +26,11 @@ HardwareQueue* next_queue(DeviceOrdinal device) {
   if (settings().num_queues == 0) return nullptr;
   static auto& mutex = *new std::mutex();
   static auto& all =
-      *new std::map<DeviceOrdinal, std::pair<std::deque<HardwareQueue>, std::size_t>>();
+      *new std::map<DeviceOrdinal, std::pair<std::vector<HardwareQueue>, std::size_t>>();
   const std::lock_guard lock(mutex);
   auto& [queues, num_streams] = all[device];
-  if (queues.empty()) queues.resize(static_cast<std::size_t>(settings().num_queues));
+  if (queues.empty())
+    queues = std::vector<HardwareQueue>(static_cast<std::size_t>(settings().num_queues));
   return &queues[num_streams++ % queues.size()];
 }
 
@@ -42,22 +43,6 @@ std::shared_ptr<StreamTag> null_stream(Context context) {
 }
 
 }  // namespace
-
-std::uint64_t HardwareQueue::take_ticket() {
-  const std::lock_guard lock(mutex_);
-  return num_taken_++;
-}
-
-void HardwareQueue::wait_for_turn(std::uint64_t ticket) {
-  std::unique_lock lock(mutex_);
-  has_passed_.wait(lock, [&] { return num_passed_ == ticket; });
-}
-
-void HardwareQueue::pass_on() {
-  const std::lock_guard lock(mutex_);
-  ++num_passed_;
-  has_passed_.notify_all();
-}
 
 }  // namespace ringcomm::emulator
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -12,25 +13,24 @@
 #include "emulator/handles.h"
 
 namespace ringcomm::emulator {
+
 struct Capture;
-}
 
-namespace ringcomm::emulator {
+/// A hardware queue of a GPU. It starts the work of its streams in the order of submission. Work
+/// that cannot start yet, because it is behind other work of its stream, blocks all later work; so
+/// does a wait for an event until it ends.
+struct HardwareQueue {
+  std::atomic<std::uint64_t> num_taken = 0;
+  std::atomic<std::uint64_t> num_passed = 0;
 
-/// What feeds a GPU: it starts the work of all its streams in the order of submission. Work that
-/// cannot start yet, behind other work of its stream, keeps back what comes after it; a wait for an
-/// event does until it is over.
-class HardwareQueue {
- public:
-  std::uint64_t take_ticket();
-  void wait_for_turn(std::uint64_t ticket);
-  void pass_on();
-
- private:
-  std::mutex mutex_;
-  std::condition_variable has_passed_;
-  std::uint64_t num_taken_ = 0;
-  std::uint64_t num_passed_ = 0;
+  std::uint64_t take_ticket() { return num_taken++; }
+  void wait_for_turn(std::uint64_t ticket) {
+    for (std::uint64_t passed; (passed = num_passed) != ticket;) num_passed.wait(passed);
+  }
+  void pass_on() {
+    ++num_passed;
+    num_passed.notify_all();
+  }
 };
 
 }  // namespace ringcomm::emulator
@@ -45,7 +45,7 @@ struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
   /// Waits for what was submitted before.
   void synchronize();
   bool is_idle();
-  /// What was submitted still runs; then the thread ends.
+  /// Submitted work still runs; then the thread ends.
   void close();
 
   const Context context;
@@ -53,7 +53,7 @@ struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
 
   // Guarded by capture_mutex().
   std::shared_ptr<emulator::Capture> capture;  // none while it is not capturing
-  std::vector<int> tails;                      // nodes that the next one comes after
+  std::vector<int> tails;                      // nodes that the next one depends on
 
  private:
   void run();

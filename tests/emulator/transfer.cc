@@ -1,4 +1,4 @@
-// Copies and fills, which streams do.
+// Copies, fills and functions of the host, which streams do.
 #include <cstring>
 
 #include "emulator/address_space.h"
@@ -14,7 +14,7 @@ Result check_operand(DevicePtr address, std::size_t num_bytes, bool* is_pageable
   Piece piece;
   *is_pageable = !AddressSpace::of_process().find(address, &piece);
   if (*is_pageable) return address != 0 ? kSuccess : kInvalidValue;
-  return AddressSpace::of_process().may_access(address, num_bytes) ? kSuccess : kInvalidValue;
+  return piece.may_access(address, num_bytes) ? kSuccess : kInvalidValue;
 }
 
 }  // namespace
@@ -42,6 +42,13 @@ Result api::memcpy_async(DevicePtr to, DevicePtr from, std::size_t num_bytes, St
   // Pageable memory is only used during the call; a graph that has it uses it when it runs.
   if ((writes_pageable || reads_pageable) && !is_capturing(*stream)) stream->synchronize();
   return kSuccess;
+}
+
+Result api::launch_host_func(StreamHandle handle, void (*function)(void*), void* data) {
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(handle, &stream));
+  if (function == nullptr) return kInvalidValue;
+  return submit(*stream, [=] { function(data); });
 }
 
 }  // namespace ringcomm::emulator

@@ -1,13 +1,12 @@
-// Physical memory apart from addresses: cuMemCreate, cuMemMap and what belongs to them.
+// Physical memory without addresses: cuMemCreate, cuMemMap and related functions.
 #include <fcntl.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
-#include <map>
-#include <mutex>
 
 #include "emulator/address_space.h"
+#include "emulator/handles.h"
 #include "emulator/settings.h"
 
 namespace ringcomm::emulator {
@@ -15,32 +14,26 @@ namespace {
 
 constexpr std::size_t kGranularityBytes = std::size_t{2} << 20;
 
-struct Vmm {
-  std::mutex mutex;
-  MemoryHandle last_handle = 0;
-  std::map<MemoryHandle, std::shared_ptr<PhysicalMemory>> handles;
-  std::map<DevicePtr, std::size_t> reserved;
+std::shared_ptr<PhysicalMemory> find_memory(MemoryHandle handle) {
+  return Handles<PhysicalMemory>::all().find(reinterpret_cast<PhysicalMemory*>(handle));
+}
 
-  MemoryHandle add(std::shared_ptr<PhysicalMemory> memory) {
-    const std::lock_guard lock(mutex);
-    handles.emplace(++last_handle, std::move(memory));
-    return last_handle;
-  }
-  std::shared_ptr<PhysicalMemory> find(MemoryHandle handle) {
-    const std::lock_guard lock(mutex);
-    const auto found = handles.find(handle);
-    return found != handles.end() ? found->second : nullptr;
-  }
-  bool is_reserved(DevicePtr address, std::size_t num_bytes) {
-    const std::lock_guard lock(mutex);
-    const auto found = reserved.find(address);
-    return found != reserved.end() && found->second == num_bytes;
-  }
-};
+MemoryHandle add_memory(std::shared_ptr<PhysicalMemory> memory) {
+  return reinterpret_cast<MemoryHandle>(Handles<PhysicalMemory>::all().add(std::move(memory)));
+}
 
-Vmm& vmm() {
-  static Vmm& all = *new Vmm();
-  return all;
+/// Calls change(piece) with the reservation of exactly this size at this address.
+template <class Change>
+Result change_reserved(DevicePtr address, std::size_t num_bytes, Change change) {
+  return AddressSpace::of_process().change(address, [&](Piece* piece) {
+    const bool is_whole =
+        piece != nullptr && piece->origin == Origin::kReserved && piece->num_bytes == num_bytes;
+    return is_whole ? change(*piece) : kInvalidValue;
+  });
+}
+
+bool map_over(DevicePtr address, std::size_t num_bytes, int flags, int fd) {
+  return mmap(as_pointer(address), num_bytes, PROT_NONE, flags | MAP_FIXED, fd, 0) != MAP_FAILED;
 }
 
 Result require_vmm() {
@@ -78,14 +71,14 @@ Result api::mem_create(MemoryHandle* handle, std::size_t num_bytes, const MemAll
   std::shared_ptr<PhysicalMemory> memory;
   RINGCOMM_TRY(PhysicalMemory::create(prop->location.id, num_bytes, &memory));
   memory->is_exportable = (prop->requested_handle_types & kHandlePosixFd) != 0;
-  *handle = vmm().add(std::move(memory));
+  *handle = add_memory(std::move(memory));
   return kSuccess;
 }
 
 Result api::mem_release(MemoryHandle handle) {
   RINGCOMM_TRY(require_vmm());
-  const std::lock_guard lock(vmm().mutex);
-  return vmm().handles.erase(handle) == 1 ? kSuccess : kInvalidValue;
+  auto* const memory = reinterpret_cast<PhysicalMemory*>(handle);
+  return Handles<PhysicalMemory>::all().remove(memory) != nullptr ? kSuccess : kInvalidValue;
 }
 
 Result api::mem_address_reserve(DevicePtr* address, std::size_t num_bytes, std::size_t alignment,
@@ -102,54 +95,45 @@ Result api::mem_address_reserve(DevicePtr* address, std::size_t num_bytes, std::
   *address = (found + aligned_to - 1) / aligned_to * aligned_to;
   if (*address > found) munmap(range, *address - found);
   munmap(as_pointer(*address + num_bytes), found + aligned_to - *address);
-  const std::lock_guard lock(vmm().mutex);
-  vmm().reserved.emplace(*address, num_bytes);
+  AddressSpace::of_process().add({*address, num_bytes, Origin::kReserved, nullptr});
   return kSuccess;
 }
 
 Result api::mem_address_free(DevicePtr address, std::size_t num_bytes) {
   RINGCOMM_TRY(require_vmm());
-  const std::lock_guard lock(vmm().mutex);
-  const auto found = vmm().reserved.find(address);
-  if (found == vmm().reserved.end() || found->second != num_bytes) return kInvalidValue;
-  RINGCOMM_TRY(AddressSpace::of_process().change(
-      address, [](const Piece* piece) { return piece == nullptr ? kSuccess : kInvalidValue; }));
+  RINGCOMM_TRY(change_reserved(address, num_bytes, [](const Piece& piece) {
+    return piece.memory == nullptr ? kSuccess : kInvalidValue;
+  }));
+  Piece removed;
+  AddressSpace::of_process().remove(address, Origin::kReserved, &removed);
   munmap(as_pointer(address), num_bytes);
-  vmm().reserved.erase(found);
   return kSuccess;
 }
 
 Result api::mem_map(DevicePtr address, std::size_t num_bytes, std::size_t offset,
                     MemoryHandle handle, unsigned long long flags) {
   RINGCOMM_TRY(require_vmm());
-  const std::shared_ptr<PhysicalMemory> memory = vmm().find(handle);
-  if (memory == nullptr || flags != 0 || offset != 0 || num_bytes > memory->num_bytes() ||
-      !vmm().is_reserved(address, num_bytes))
+  const std::shared_ptr<PhysicalMemory> memory = find_memory(handle);
+  if (memory == nullptr || flags != 0 || offset != 0 || num_bytes > memory->num_bytes())
     return kInvalidValue;
-  AddressSpace& space = AddressSpace::of_process();
-  RINGCOMM_TRY(space.change(address, [&](const Piece* piece) {
-    if (piece != nullptr) return kAlreadyMapped;
-    const void* mapped =
-        mmap(as_pointer(address), num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd(), 0);
-    return mapped != MAP_FAILED ? kSuccess : kMapFailed;
-  }));
-  space.add({address, num_bytes, Origin::kMapped, memory});
-  return kSuccess;
+  return change_reserved(address, num_bytes, [&](Piece& piece) {
+    if (piece.memory != nullptr) return kAlreadyMapped;
+    if (!map_over(address, num_bytes, MAP_SHARED, memory->fd())) return kMapFailed;
+    piece.memory = memory;
+    return kSuccess;
+  });
 }
 
 Result api::mem_unmap(DevicePtr address, std::size_t num_bytes) {
   RINGCOMM_TRY(require_vmm());
-  AddressSpace& space = AddressSpace::of_process();
-  RINGCOMM_TRY(space.change(address, [&](const Piece* piece) {
-    if (piece == nullptr || piece->origin != Origin::kMapped || piece->num_bytes != num_bytes)
-      return kInvalidValue;
-    const void* mapped = mmap(as_pointer(address), num_bytes, PROT_NONE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    return mapped != MAP_FAILED ? kSuccess : kOperatingSystem;
-  }));
-  Piece removed;
-  space.remove(address, Origin::kMapped, &removed);
-  return kSuccess;
+  return change_reserved(address, num_bytes, [&](Piece& piece) {
+    if (piece.memory == nullptr) return kInvalidValue;
+    if (!map_over(address, num_bytes, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1))
+      return kOperatingSystem;
+    piece.memory = nullptr;
+    piece.is_accessible = false;
+    return kSuccess;
+  });
 }
 
 Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAccessDesc* access,
@@ -159,11 +143,10 @@ Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAc
       access->flags != kAccessReadWrite)
     return kInvalidValue;
   RINGCOMM_TRY(require_device(access->location.id));
-  return AddressSpace::of_process().change(address, [&](Piece* piece) {
-    if (piece == nullptr || piece->origin != Origin::kMapped || piece->num_bytes != num_bytes)
-      return kInvalidValue;
-    if (!can_map(access->location.id, piece->memory->physical_device())) return kInvalidDevice;
-    piece->is_accessible = true;
+  return change_reserved(address, num_bytes, [&](Piece& piece) {
+    if (piece.memory == nullptr) return kInvalidValue;
+    if (!can_map(access->location.id, piece.memory->physical_device())) return kInvalidDevice;
+    piece.is_accessible = true;
     return mprotect(as_pointer(address), num_bytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
                                                                                  : kOperatingSystem;
   });
@@ -172,7 +155,7 @@ Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAc
 Result api::mem_export_to_shareable_handle(void* shareable, MemoryHandle handle, int type,
                                            unsigned long long flags) {
   RINGCOMM_TRY(require_vmm());
-  const std::shared_ptr<PhysicalMemory> memory = vmm().find(handle);
+  const std::shared_ptr<PhysicalMemory> memory = find_memory(handle);
   if (shareable == nullptr || memory == nullptr || !memory->is_exportable ||
       type != kHandlePosixFd || flags != 0)
     return kInvalidValue;
@@ -188,7 +171,7 @@ Result api::mem_import_from_shareable_handle(MemoryHandle* handle, void* shareab
   if (type != kHandlePosixFd) return kNotSupported;
   std::shared_ptr<PhysicalMemory> memory;
   RINGCOMM_TRY(PhysicalMemory::import(static_cast<int>(as_address(shareable)), &memory));
-  *handle = vmm().add(std::move(memory));
+  *handle = add_memory(std::move(memory));
   return kSuccess;
 }
 

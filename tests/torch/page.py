@@ -16,17 +16,17 @@ INTRODUCTION = """\
 
 Written by `make test-torch ARGS="--write docs/torch-tests.md"`, with torch {version}.
 
-The tests ship in torch's wheel (`torch.testing._internal.distributed`). They are imported, not
-copied; each runs with ranks of its own, under a limit in time. A mode says under which backend's
-name they are imported, since their decorators ask for it; the groups are ringcomm's all the same.
+The tests are part of torch's wheel (`torch.testing._internal.distributed`). They are imported, not
+copied. Each runs with its own ranks, under a time limit. A mode is the backend name under which
+they are imported, because their decorators check it; all groups are ringcomm's.
 GPUs are hidden. Gloo's results are kept in `tests/torch/gloo-*.txt`.
 
-Two things are told to know ringcomm, because they ask for a backend by name: the lists of backends
-whose profiler events are looked at, and `torch.distributed.monitored_barrier`, which refuses every
-backend but Gloo (the tests reach what stands behind that check).
+Two checks of the backend's name are patched to accept ringcomm: the lists of backends
+with profiler events, and `torch.distributed.monitored_barrier`, which refuses every
+backend but Gloo (the tests then run ringcomm's barrier).
 """
 SKIPPED = """\
-By torch's own decorators, hence on Gloo as well. Behind a mode stands the number of its tests.
+torch's own decorators skip these, also on Gloo. The number of tests follows each mode.
 """
 
 

@@ -13,11 +13,11 @@ namespace ringcomm {
 /// of the current stream. The algorithms are those of collectives/messages, without envelopes:
 /// nothing can be looked at before it is received.
 
-/// All parts to all ranks at once; each reduces the whole.
+/// Every rank sends its whole buffer to all ranks; each reduces everything.
 void device_one_shot_all_reduce(DeviceEngine& engine, const Collective& call);
 void device_direct_reduce_scatter(DeviceEngine& engine, const Collective& call,
                                   const MessageShares& shares);
-/// This rank's own chunk stands in its output.
+/// This rank's own chunk is already in its output.
 void device_direct_all_gather(DeviceEngine& engine, const MessageShares& shares);
 void device_direct_reduce(DeviceEngine& engine, const Collective& call);
 void device_direct_broadcast(DeviceEngine& engine, const Collective& call);

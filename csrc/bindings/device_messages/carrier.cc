@@ -13,7 +13,7 @@
 namespace ringcomm {
 namespace {
 
-// This rank's share stands where all_gather sends it from and leaves it.
+// This rank's share is at the place from which all_gather sends it.
 MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
   MessageShares result{.shares = {}, .element_bytes = element_bytes(call.dtype)};
   for (int peer = 0; peer < engine.world_size(); ++peer) {
@@ -48,8 +48,8 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
                    [this] { engine_.abort(); });
     watch_->note_call(nullptr, false);  // what follows waits for all
   }
-  // NCCL connects two ranks at their first message, and blocks the host until both are there: here,
-  // where all ranks come, and not in a call that some of them have no part in.
+  // NCCL connects two ranks at their first message, and blocks the host until both have arrived. So
+  // this happens here, where all ranks arrive, and not in a call of some ranks only.
   const at::AutoDispatchBelowADInplaceOrView unseen;
   std::vector<void*> words;
   std::byte* word = world_size > 1 ? engine_.stage(static_cast<std::size_t>(world_size)) : nullptr;
@@ -69,8 +69,8 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
   }
 }
 
-// What a collective throws leaves its messages half-way, and the ranks at different places: the
-// group has to end. First the other ranks are told, and then the messages are aborted.
+// An exception in a collective leaves messages incomplete and the ranks out of step, so the group
+// ends: the failure is reported to the other ranks first, then the messages are aborted.
 template <class Body>
 std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
   const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
@@ -85,8 +85,8 @@ std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
   return sent_bytes;
 }
 
-// A rank that gives up says so before it aborts its messages: what its streams still send after
-// that, undone as it is, may end this rank's receives.
+// A rank that fails reports it before it aborts its messages, because its streams may still send
+// incomplete data that completes this rank's receives.
 bool MessageDeviceCarrier::may_have_given_up() const noexcept {
   Membership* const members = communicator_.members();
   return engine_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));

@@ -12,12 +12,12 @@
 
 namespace ringcomm {
 
-/// Collectives of device tensors over the sends and receives of another backend: where ranks cannot
-/// map each other's memory. What they exchange does not tell its call: hosts compare headers beside
-/// it (header_check.h).
+/// Collectives of device tensors over the sends and receives of another backend, for ranks that
+/// cannot map each other's memory. The messages have no headers; the hosts compare headers
+/// separately (header_check.h).
 class MessageDeviceCarrier final : public DeviceCarrier {
  public:
-  /// `backend` as DeviceEngine wants it. Collective over the group.
+  /// `backend` as for DeviceEngine. Collective over the group.
   MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, const DeviceCarrierGroup& group,
                        c10::Device device);
 

@@ -8,9 +8,9 @@
 namespace ringcomm {
 namespace {
 
-// The slices of a buffer on their way along a chain of ranks. In turn k a rank receives slice k and
-// sends slice k - lag, in one batch: it waits for an earlier turn of the next rank, and for a turn
-// of the previous one that needs nothing of this one's but earlier turns.
+// Sends the slices of a buffer along a chain of ranks. In turn k a rank receives slice k and sends
+// slice k - lag, in one batch. It waits for an earlier turn of the next rank, and for a turn of the
+// previous rank that depends only on this rank's earlier turns.
 struct Chain {
   Chain(const DeviceEngine& engine, const Collective& call, std::size_t slice_bytes)
       : previous((engine.rank() + engine.world_size() - 1) % engine.world_size()),
@@ -51,8 +51,8 @@ void device_chain_broadcast(DeviceEngine& engine, const Collective& call,
   }
 }
 
-// Sums of slices stand in two slots, and so does what is received: slice k - 1 is reduced while
-// slice k and the sum of slice k - 2 travel.
+// Sums and received slices each have two slots: slice k - 1 is reduced while slice k and the sum of
+// slice k - 2 are transferred.
 void device_chain_reduce(DeviceEngine& engine, const Collective& call, const CallHeader& header) {
   const Chain chain(engine, call, header.ring_slot_bytes);
   const bool is_root = engine.rank() == call.root;

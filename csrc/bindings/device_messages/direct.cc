@@ -11,12 +11,12 @@
 namespace ringcomm {
 namespace {
 
-// NCCL has hung on groups of some hundreds of messages, which it splits in other places on other
-// ranks (pytorch #174288): so many distances go in one batch, and both ends of a message in the
-// batch of the same number.
+// NCCL has hung on groups of several hundred messages, which it splits differently on different
+// ranks (pytorch #174288). So a batch has at most this many distances, and both ends of a message
+// are in the same batch.
 constexpr int kMaxBatchDistances = 64;
 
-// Whom a rank sends to and receives from at the same time.
+// The ranks that a rank sends to and receives from at the same time.
 struct Pair {
   int to;
   int from;
@@ -30,7 +30,7 @@ void for_each_pair(const DeviceEngine& engine, const Body& body) {
                         .from = (engine.rank() + world_size - distance) % world_size});
 }
 
-// All pairs at once, as far as one batch takes them.
+// All pairs, in as few batches as possible.
 template <class Body>
 void exchange_all(DeviceEngine& engine, const Body& body) {
   for_each_pair(engine, [&](int distance, const Pair& pair) {
@@ -40,7 +40,7 @@ void exchange_all(DeviceEngine& engine, const Body& body) {
   engine.post_and_wait();
 }
 
-// Of the staging of one call that receives from all peers at a time.
+// The maximum staging of a call that receives from all peers at the same time.
 constexpr std::size_t kMaxStagingBytes = std::size_t{64} << 20;
 
 // Elements of the pieces in which a part is sent, as both ends know.
@@ -71,7 +71,7 @@ class Parts {
     return staging_ + piece % 2 * half_bytes_ +
            static_cast<std::size_t>(place) * piece_elems_ * element_bytes_;
   }
-  // Left to right over the ranks, this one's part where it lies.
+  // Reduces left to right over the ranks; this rank's part is not copied.
   void reduce(void* to, const void* own, std::size_t piece, std::size_t num_elems,
               int divisor) const {
     std::vector<const void*> sources;
@@ -226,7 +226,7 @@ void device_all_to_all(DeviceEngine& engine, const Collective& call) {
                                 [&](int peer) { return call.output_share(peer); });
   if (sent.num_elems > 0 && got.num_elems > 0 && sent.begin_elems < got.end_elems() &&
       got.begin_elems < sent.end_elems()) {
-    // Where results go over what is sent, that is sent from elsewhere.
+    // If results overwrite the input, the input is sent from a copy.
     for (int peer = 0; peer < engine.world_size(); ++peer) {
       const std::size_t num_bytes = call.input_share(peer) * bytes;
       if (num_bytes == 0) continue;

@@ -143,13 +143,13 @@ void DeviceEngine::abort() noexcept {
     try {
       for (const auto& work : works) work->abort();
     } catch (const std::exception&) {
-      break;  // this backend ends all at once, or not at all
+      break;  // this backend ends all works together, or none
     }
   }
   try {
     backend_->abort();
   } catch (const std::exception&) {
-    // As above: what cannot be ended ends with its connection.
+    // As above: a work that cannot be ended ends with its connection.
   }
 }
 

@@ -17,16 +17,16 @@ namespace ringcomm {
 
 /// Sends and receives of device tensors by another backend of torch.distributed, in batches.
 ///
-/// What is asked of the backend: operations start after what the current stream holds when they are
-/// called, in the order of their calls; Work::wait() has the current stream, and not the host, wait
-/// for them; and those between startCoalescing() and endCoalescing() go on together, whatever their
-/// order. Without coalescing none of them may wait for another.
+/// Requirements for the backend: operations start after the work of the current stream at the call,
+/// in the order of the calls. Work::wait() makes the current stream wait, not the host. Operations
+/// between startCoalescing() and endCoalescing() progress together in any order; without coalescing
+/// none of them may wait for another.
 ///
-/// Why nothing waits in a circle: all ranks post the batches of a collective in one order, and the
-/// two ends of a message stand in batches of which each needs only earlier ones.
+/// Why this cannot deadlock: all ranks post the batches of a collective in the same order, and the
+/// batches of a message's two ends depend on earlier batches only.
 class DeviceEngine {
  public:
-  /// How data is cut where it goes in pieces.
+  /// The slices of data that is sent in pieces.
   struct Cut {
     std::size_t num_slots = 2;
     std::size_t slot_bytes = std::size_t{4} << 20;
@@ -60,24 +60,25 @@ class DeviceEngine {
   void recv(void* data, std::size_t num_bytes, int peer, int tag = 0);
   /// Throws Error once aborted.
   Batch post();
-  /// From here on the current stream has the data; the buffers of sends are free again.
+  /// Afterwards the current stream has the data, and the buffers of sends may be reused.
   void wait(Batch& batch);
   void post_and_wait();
 
-  /// Memory until finish(), of the current stream: the device's allocator gives it to those who
-  /// come later in the order of that stream, which has waited for all batches by then.
+  /// Memory of the current stream until finish(). The device's allocator reuses it for later work
+  /// of that stream, which has then waited for all batches.
   std::byte* stage(std::size_t num_bytes);
   /// In the order of the current stream.
   void copy(void* to, const void* from, std::size_t num_bytes) const;
   /// Ends a collective whose batches have all been waited for.
   void finish();
-  /// Ends one that failed half-way: what it has posted may go on using its memory, which is kept.
+  /// Ends a collective that failed in the middle: its messages may still use its memory, which is
+  /// kept.
   void abandon();
 
   /// Bytes that were sent since the last finish().
   std::uint64_t sent_bytes() const { return sent_bytes_; }
 
-  /// What the backend has made of the messages since this was called last.
+  /// The works of the messages since the last call.
   Works take_works() { return std::exchange(waited_for_, {}); }
 
   /// For ever, from any thread.
@@ -101,7 +102,7 @@ class DeviceEngine {
   int world_size_;
   c10::Device device_;
   Cut cut_;
-  std::vector<Message> next_;  // of the batch to come
+  std::vector<Message> next_;  // of the next batch
   std::vector<at::Tensor> staging_;
   std::vector<at::Tensor> abandoned_;
   Works waited_for_;

@@ -17,7 +17,7 @@ namespace py = pybind11;
 namespace ringcomm {
 namespace {
 
-// Ends the group, on all ranks, when one is waited for in vain.
+// Ends the group on all ranks if a rank cannot arrive.
 LookForRanks look_for(const DeviceCarrierGroup& group, c10::Device device) {
   const auto deadline = deadline_after(std::min(group.options.timeout, kLongestTimeout));
   return [&group, device, deadline](int missing) {

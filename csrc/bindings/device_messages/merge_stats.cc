@@ -23,7 +23,7 @@ namespace {
 enum Column : int { kMax, kSum, kTarget, kWeighted, kEntropy, kArgmax };
 static_assert(offsetof(SoftmaxStats, argmax) == kArgmax * sizeof(float));
 
-// What a part adds to the sums of both.
+// The terms that a part adds to the sums of both.
 struct Terms {
   at::Tensor sum;
   at::Tensor entropy;

@@ -7,7 +7,7 @@ namespace ringcomm {
 namespace {
 
 constexpr std::chrono::milliseconds kLookInterval{50};
-// What ranks on other hosts say is in the store, which all ranks ask.
+// Reports of ranks on other hosts are in the store, which all ranks poll.
 constexpr int kLooksPerQuestion = 4;
 
 }  // namespace
@@ -49,7 +49,7 @@ bool PeerWatch::goes_on() {
     try {
       communicator_.failure().raise_stopped(state, peer, activity());
     } catch (const std::exception&) {
-      // Kept, for whoever calls or waits next.
+      // The error is kept for the next call or wait.
     }
     ended_();
     return false;

@@ -10,17 +10,17 @@
 
 namespace ringcomm {
 
-/// Notices that a rank has died, or given the group up, while messages of device tensors are under
-/// way: whoever carries them may wait for it for ever. Ends the group then.
+/// A watchdog that ends the group when a rank dies or fails while messages of device tensors are in
+/// flight. The backend of these messages may wait for the rank without end.
 class PeerWatch {
  public:
-  /// `ended` is told, once and from another thread. `timeout` is of the group's calls: so long
-  /// after the last one it looks.
+  /// `ended` is called once, from another thread. It watches until `timeout`, the timeout of the
+  /// group's calls, has passed after the last call.
   PeerWatch(Communicator& communicator, std::chrono::milliseconds timeout,
             std::function<void()> ended);
 
-  /// Messages are under way, of a collective or, without `header`, a user's; with `is_captured`
-  /// they may be at any time from now on.
+  /// Call it when messages start, of a collective or, without `header`, of a user; with
+  /// `is_captured` they may start at any time from now on.
   void note_call(const CallHeader* header, bool is_captured);
 
  private:

@@ -83,7 +83,7 @@ at::ScalarType scalar_type_of(DType dtype) {
     case DType::kFloat64:
       return at::kDouble;
   }
-  throw std::invalid_argument("an unknown type of elements");
+  throw std::invalid_argument("unknown element type");
 }
 
 at::Tensor device_array(const void* data, std::size_t num_elems, at::ScalarType type,

@@ -17,15 +17,17 @@ at::ScalarType scalar_type_of(DType dtype);
 at::Tensor device_array(const void* data, std::size_t num_elems, at::ScalarType type,
                         c10::Device device);
 
-/// Reductions by torch's operators, on any device and in the order of its current stream; results
-/// as ReduceOp of device/reduce_op.h has them, but that NaN is what the device makes of it.
+/// Reductions by torch's operators, on any device and in the order of its current stream; the
+/// results are those of ReduceOp in device/reduce_op.h, except the bits of NaN, which depend on the
+/// device.
 class DeviceReduceOp {
  public:
   /// As a call that has been checked has them.
   DeviceReduceOp(Reduction reduction, DType dtype, c10::Device device)
       : reduction_(reduction), dtype_(dtype), device_(device) {}
 
-  /// Of one array or more, left to right; then divides by `divisor`. `to` may be one of `srcs`.
+  /// Reduces one or more arrays left to right, then divides by `divisor`. `to` may be one of
+  /// `srcs`.
   void combine(void* to, const std::vector<const void*>& srcs, std::size_t num_elems,
                int divisor) const;
 

@@ -10,13 +10,13 @@
 namespace ringcomm {
 namespace {
 
-// One rank's part of a ring. A turn is one batch: what is sent to the next rank and what comes from
-// the one before, which that rank sends in the same turn. Up to num_slots turns are under way, so
-// that one slice is reduced while others travel.
+// One rank's part of a ring. A turn is one batch: a send to the next rank and a receive from the
+// previous rank, which sends in the same turn. Up to num_slots turns are in flight, so that one
+// slice is reduced while others are transferred.
 //
-// What a turn sends came, in all steps but the first, in the turn of the same slice one step
-// before. So that is done before it is posted; everything else that a turn needs are slots, which
-// the turn num_slots before has left.
+// In all steps except the first, a turn sends what was received in the turn of the same slice one
+// step earlier, so that turn completes before this one is posted. A turn also needs slots, which
+// the turn num_slots earlier has released.
 class DeviceRing {
  public:
   DeviceRing(DeviceEngine& engine, const Collective& call, const MessageShares& shares,

@@ -7,14 +7,14 @@
 #include "bindings/device_messages/algorithms.h"
 #include "bindings/device_messages/reduce.h"
 #include "bindings/driver_device.h"
+#include "collectives/cuda/launch_plan.h"
 #include "core/errors.h"
 #include "device/update_op.h"
 
 namespace ringcomm {
 namespace {
 
-// The operands of a step: fp32, but for the parameters where these are the rounded form of a
-// master.
+// The operands of a step: fp32, except the parameters if they are the rounded form of a master.
 struct Operands {
   at::Tensor weight;  // what is read and written: master, parameters, or a copy of 16-bit ones
   at::Tensor grad;    // scaled; a copy
@@ -48,7 +48,7 @@ void lomo_step(const UpdateScalars& s, Operands& of) {
   of.weight.mul_(s.decay).add_(of.grad, s.lr_minus);
 }
 
-// By torch's operators, one after the other: for devices that ringcomm has no kernels for.
+// Updates with a sequence of torch operators, for devices without kernels of ringcomm.
 void update_by_operators(const Collective& call, const void* grad, void* param,
                          std::size_t num_elems, c10::Device device) {
   const ShardUpdate& shard = *call.update;
@@ -76,7 +76,7 @@ void update_by_operators(const Collective& call, const void* grad, void* param,
   if (!of.weight.is_same(params)) params.copy_(of.weight);
 }
 
-// Null where there are none for the device.
+// Null if there are none for the device.
 const cuda::Kernels* find_kernels(c10::Device device) {
   if (!is_of_driver(device)) return nullptr;
   try {

@@ -107,7 +107,7 @@ std::tuple<at::Tensor, at::Tensor> square_sums(const at::Tensor& grad, double sc
                                                std::optional<double> clip_value) {
   constexpr const char* kOp = "square_sums";
   check_float(grad, "grad", kOp);
-  TORCH_CHECK_VALUE(grad.dim() == 2, "ringcomm: ", kOp, " wants a matrix, got shape ",
+  TORCH_CHECK_VALUE(grad.dim() == 2, "ringcomm: ", kOp, " needs a matrix, got shape ",
                     grad.sizes());
   const WeightStep step = weight_step_of({.scale = scale, .clip_value = clip_value}, kOp);
   const at::Tensor matrix = grad.detach().contiguous();

@@ -13,8 +13,8 @@
 #include "bindings/process_group.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
-// autograd and wrappers stand in ringcomm/ops, in the same order. They run over any backend of
-// torch.distributed; the explicit ring needs ringcomm's.
+// autograd and wrappers are in ringcomm/ops, in the same order. They run over any backend of
+// torch.distributed; the explicit ring needs ringcomm.
 
 // _allgather_base and _reduce_scatter_base have new names since torch 2.13, which 2.11 does not
 // know.
@@ -61,7 +61,8 @@ void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
   mark_written(input);
 }
 
-// Returns nothing: what torch.compile can functionalize returns no alias of an argument.
+// Returns nothing, because torch.compile cannot functionalize an operator that returns an alias of
+// an argument.
 void all_reduce_into(const at::Tensor& input, const at::Tensor& out, const std::string& reduce_op,
                      const std::string& group_name) {
   TORCH_CHECK_VALUE(!(input.requires_grad() && at::GradMode::is_enabled()),
@@ -98,8 +99,8 @@ at::Tensor reduce_scatter(const at::Tensor& input, const std::string& reduce_op,
   const auto group = group_of(group_name);
   const int64_t world_size = group->getSize();
   TORCH_CHECK_VALUE(input.dim() > 0 && input.size(0) % world_size == 0,
-                    "ringcomm: reduce_scatter cuts dimension 0 in ", world_size,
-                    " parts, which an input of shape ", input.sizes(), " does not allow");
+                    "ringcomm: reduce_scatter needs an input whose dimension 0 is a multiple of ",
+                    world_size, ", got shape ", input.sizes());
   auto options = synchronous<c10d::ReduceScatterOptions>();
   options.reduceOp = reduce_op_from(reduce_op);
   std::vector<int64_t> sizes = input.sizes().vec();
@@ -112,8 +113,9 @@ at::Tensor reduce_scatter(const at::Tensor& input, const std::string& reduce_op,
 
 at::Tensor all_gather(const at::Tensor& input, const std::string& group_name) {
   const auto group = group_of(group_name);
-  TORCH_CHECK_VALUE(input.dim() > 0,
-                    "ringcomm: all_gather joins along dimension 0, which a scalar does not have");
+  TORCH_CHECK_VALUE(
+      input.dim() > 0,
+      "ringcomm: all_gather concatenates along dimension 0, which a scalar does not have");
   std::vector<int64_t> sizes = input.sizes().vec();
   sizes[0] *= group->getSize();
   at::Tensor output = at::empty(sizes, input.options());
@@ -183,7 +185,7 @@ void implement(torch::Library& m) {
   m.impl("ring_all_reduce_", ring_all_reduce_);
 }
 
-// The group's backend decides what it can move, and says so.
+// The group's backend checks which tensors it supports.
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { implement(m); }
 TORCH_LIBRARY_IMPL(ringcomm, CUDA, m) { implement(m); }
 TORCH_LIBRARY_IMPL(ringcomm, PrivateUse1, m) { implement(m); }

@@ -22,7 +22,7 @@
 #include "device/reduce_op.h"
 #include "device/softmax.h"
 
-// torch.ops.ringcomm.*: the steps of cross_entropy. Fakes, autograd and the wrapper stand in
+// torch.ops.ringcomm.*: the steps of cross_entropy. Fakes, autograd and the wrapper are in
 // ringcomm/ops/losses/cross_entropy.py, the formulas in docs/design/cross_entropy.md.
 
 // _allgather_base has a new name since torch 2.13, which 2.11 does not know.
@@ -64,8 +64,8 @@ at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
 
 // ---- merge_softmax_stats
 
-// Over a backend that knows no such reduction: all ranks' stats on every rank, merged in rank
-// order.
+// For backends without this reduction: gathers all ranks' stats on every rank and merges them in
+// rank order.
 at::Tensor gathered_and_merged(const at::Tensor& stats, c10d::ProcessGroup& group) {
   at::Tensor own = stats;
   at::Tensor all = at::empty({group.getSize() * stats.size(0), stats.size(1)}, stats.options());
@@ -104,13 +104,13 @@ double denominator_of(const TokenLoss& loss, const OptionalTensor& num_items,
   return num_items.has_value() ? num_items->item().toDouble() : loss.weight_of_targets();
 }
 
-// The tokens' values, and what the reduction makes of their losses.
+// The tokens' values, and the reduction of their losses.
 class Results {
  public:
   Results(std::int64_t num_tokens, std::string reduction)
       : per_token_(at::empty({4, num_tokens}, at::kFloat)), reduction_(std::move(reduction)) {
     TORCH_CHECK_VALUE(reduction_ == "mean" || reduction_ == "sum" || reduction_ == "none",
-                      "ringcomm: reduction is mean, sum or none, got '", reduction_, "'");
+                      "ringcomm: reduction must be mean, sum or none, got '", reduction_, "'");
   }
 
   void put(std::int64_t idx, const TokenLoss::Values& values) {
@@ -156,8 +156,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_loss(
 
 // ---- cross_entropy_grad
 
-// The pages of a large new tensor are written for the first time by who fills it, and most of the
-// time of that goes into faults of 4 KiB each. A hint: nothing depends on it.
+// Filling a large new tensor spends most of its time in page faults of 4 KiB each, so this asks for
+// huge pages. It is only a hint.
 void ask_for_huge_pages(const at::Tensor& tensor) {
   constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
   const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
@@ -181,7 +181,7 @@ void write_gradient(const LogitRows& rows, const TokenLoss& loss, std::int64_t i
   write_zeros(to, idx, rows.num_classes());
 }
 
-// The gradient goes into `to`, which may be the logits.
+// Writes the gradient to `to`, which may be the logits.
 void differentiate(const at::Tensor& grad_loss, const at::Tensor& logits, const at::Tensor& target,
                    const OptionalTensor& weight, const at::Tensor& stats,
                    const at::Tensor& denominator, const VocabShard& shard, const LossTerms& terms,
@@ -192,8 +192,8 @@ void differentiate(const at::Tensor& grad_loss, const at::Tensor& logits, const 
                        vocab_size_of(stats, shard.vocab_size));
   const at::Tensor upstream = grad_loss.to(at::kFloat).contiguous();
   TORCH_CHECK_VALUE(upstream.dim() == 0 || upstream.numel() == rows.size(),
-                    "ringcomm: the loss's gradient is one number, or one for each of ", rows.size(),
-                    " tokens; got shape ", upstream.sizes());
+                    "ringcomm: the loss's gradient must be one number, or one for each of ",
+                    rows.size(), " tokens; got shape ", upstream.sizes());
   const auto* factors = static_cast<const float*>(upstream.const_data_ptr());
   const std::int64_t stride = upstream.dim() == 0 ? 0 : 1;
   const double divisor = denominator.item().toDouble();

@@ -12,8 +12,8 @@
 
 #include "bindings/weight_update.h"
 
-// embedding_sgd_update_ of ops/weight_update_ops.cc: each row that some token has is updated once,
-// by one thread, with the sum of its tokens' gradients.
+// embedding_sgd_update_ of ops/weight_update_ops.cc: each row that a token uses is updated once, by
+// one thread, with the sum of its tokens' gradients.
 
 namespace ringcomm {
 namespace {
@@ -23,7 +23,7 @@ constexpr const char* kOp = "embedding_sgd_update_";
 // One-dimensional int64.
 at::Tensor checked_indices(const at::Tensor& indices, int64_t num_rows) {
   TORCH_CHECK_TYPE(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt,
-                   "ringcomm: ", kOp, " wants indices in int64 or int32, got ",
+                   "ringcomm: ", kOp, " needs indices in int64 or int32, got ",
                    indices.scalar_type());
   const at::Tensor flat = indices.to(at::kLong).reshape({-1}).contiguous();
   const auto* values = flat.const_data_ptr<std::int64_t>();
@@ -61,7 +61,7 @@ class TokensByRow {
 
   const std::vector<Row>& rows() const { return rows_; }
   const std::int64_t* tokens() const { return tokens_.const_data_ptr<std::int64_t>(); }
-  /// Where in rows() the first one from `row` on stands.
+  /// The index in rows() of the first row that is `row` or more.
   std::size_t find(int64_t row) const {
     const auto is_before = [](const Row& a, int64_t wanted) { return a.row < wanted; };
     return std::lower_bound(rows_.begin(), rows_.end(), row, is_before) - rows_.begin();
@@ -146,8 +146,8 @@ void embedding_sgd_update_(const at::Tensor& weight, const at::Tensor& indices,
   const WeightArray array(weight, low, rounding_seed, true, kOp);
   const WeightStep step = weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kOp);
   TORCH_CHECK_VALUE(padding_idx >= -1 && padding_idx < std::max<int64_t>(1, weight.size(0)),
-                    "ringcomm: ", kOp, " wants padding_idx to be one of the weight's ",
-                    weight.size(0), " rows, or -1 for none, got ", padding_idx);
+                    "ringcomm: ", kOp, ": padding_idx must be one of the weight's ", weight.size(0),
+                    " rows, or -1 for none, got ", padding_idx);
   check_grad_out(grad_out, indices, weight);
   const at::Tensor flat = checked_indices(indices, weight.size(0));
   array.check_writable({indices, grad_out});

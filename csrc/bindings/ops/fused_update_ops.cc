@@ -12,7 +12,7 @@
 #include "device/update_op.h"
 
 // torch.ops.ringcomm.reduce_scatter_update_all_gather_, an overload for each optimizer. Fakes and
-// the wrapper stand in ringcomm/ops/updates/fused_update.py.
+// the wrapper are in ringcomm/ops/updates/fused_update.py.
 
 namespace ringcomm {
 namespace {
@@ -22,7 +22,7 @@ constexpr const char* kOpName = "reduce_scatter_update_all_gather_";
 UpdateSpec spec_of(Optimizer optimizer, double lr, double weight_decay, double grad_scale,
                    std::array<double, 3> coefficients, int64_t step) {
   TORCH_CHECK_VALUE(step >= 1 && step <= std::numeric_limits<std::uint32_t>::max(),
-                    "ringcomm: step counts the updates from 1 on, got ", step);
+                    "ringcomm: step must be 1 or more, got ", step);
   return {.lr = lr,
           .weight_decay = weight_decay,
           .grad_scale = grad_scale,
@@ -66,7 +66,7 @@ void update_lomo(const at::Tensor& param, const at::Tensor& grad, const std::str
                  double lr, double weight_decay, std::optional<double> clip_value, bool average,
                  double grad_scale) {
   TORCH_CHECK_VALUE(!clip_value.has_value() || *clip_value > 0,
-                    "ringcomm: clip_value is positive or None, got ", clip_value.value_or(0));
+                    "ringcomm: clip_value must be positive or None, got ", clip_value.value_or(0));
   // Without state, every step is like the first.
   run({param, grad, std::nullopt, {}},
       spec_of(Optimizer::kLomo, lr, weight_decay, grad_scale, {clip_value.value_or(0)}, 1), average,
@@ -97,7 +97,7 @@ void implement_updates(torch::Library& m) {
   m.impl("reduce_scatter_update_all_gather_.lomo", update_lomo);
 }
 
-// The group's backend decides what it can update, and says so.
+// The group's backend checks which tensors it can update.
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { implement_updates(m); }
 TORCH_LIBRARY_IMPL(ringcomm, CUDA, m) { implement_updates(m); }
 TORCH_LIBRARY_IMPL(ringcomm, PrivateUse1, m) { implement_updates(m); }

@@ -58,7 +58,8 @@ class LossKernels {
         device, [&] { return std::unique_ptr<const LossKernels>(new LossKernels(device)); });
   }
 
-  /// Clusters of a plan that the GPU runs at a time; 0: it has no room for one, or no such kernels.
+  /// The number of a plan's clusters that the GPU runs at the same time; 0 if it has no room or no
+  /// such kernels.
   int num_clusters(const LossPlan& plan) const {
     return num_clusters_[static_cast<std::size_t>(std::countr_zero(plan.cluster_blocks))];
   }
@@ -100,7 +101,7 @@ class LossKernels {
       LossPlan{.segment_vectors = cuda::kLossThreads * cuda::kVectorsPerThread}.shared_bytes();
   static constexpr unsigned kMostShardBytes = ShardLossPlan::shared_bytes(cuda::kMaxShardVectors);
 
-  /// More than 48 KiB of shared memory must be asked for, and some GPUs have less.
+  /// More than 48 KiB of shared memory must be requested, and some GPUs have less.
   static void find_room(const ByOption& kernels, unsigned num_bytes, BySize& num_clusters) {
     for (const auto& of_type : kernels)
       for (const cuda::Function kernel : of_type)
@@ -123,8 +124,8 @@ class LossKernels {
   BySize num_shard_clusters_ = {};
 };
 
-/// What all calls need. Of what differs from rank to rank it asks nothing: where ranks have shards
-/// all must take the same way.
+/// The requirements of all calls. It checks nothing that may differ between ranks, because all
+/// ranks with shards must choose the same path.
 bool has_kernels_for(const at::Tensor& logits, const std::optional<at::Tensor>& weight,
                      const LossKernelOptions& options) {
   const bool is_type = logits.scalar_type() == at::kBFloat16 || logits.scalar_type() == at::kFloat;
@@ -143,7 +144,7 @@ bool is_aligned(const at::Tensor& logits) {
          is_multiple(logits.size(1) * element_bytes);
 }
 
-/// What losses are divided by. Returns a tensor that the kernels read, to be kept until then.
+/// Sets the divisor of the losses. Returns a tensor that the kernels read; keep it until then.
 at::Tensor set_divisor(LossCall& call, const std::optional<at::Tensor>& num_items,
                        const std::string& reduction, c10::Device device) {
   at::Tensor on_device;
@@ -221,7 +222,7 @@ std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
   return digest ^ digest >> 29;
 }
 
-/// Of what all ranks must have been given alike.
+/// The digest of arguments that must be equal on all ranks.
 std::uint64_t digest_of(const LossKernelOptions& options, bool is_float, unsigned cluster_blocks) {
   std::uint64_t digest = 1;
   for (const std::uint64_t word :
@@ -273,7 +274,7 @@ std::optional<LossResults> cross_entropy_over_shards(
   const LossKernels& kernels = LossKernels::of(logits.device().index());
   const int most =
       ringcomm->row_clusters(logits.device(), *blocks, kernels.num_shard_clusters(*blocks));
-  // A rank with a longer shard goes the other way alone, which all find out.
+  // A rank with a longer shard chooses the other path alone, and all ranks detect it.
   const auto plan = cuda::plan_shard(logits.size(1) * logits.element_size(), *blocks);
   if (most == 0 || !plan.has_value()) return std::nullopt;
 
@@ -281,7 +282,7 @@ std::optional<LossResults> cross_entropy_over_shards(
   const std::int64_t classes = std::max<std::int64_t>(options.num_classes - vocab_start, 0);
   tensors.call.num_classes = static_cast<std::int32_t>(std::min(classes, logits.size(1)));
   tensors.call.segment_vectors = plan->segment_vectors;
-  if (logits.size(1) == 0) tensors.call.row_stride_bytes = 0;  // there is no memory
+  if (logits.size(1) == 0) tensors.call.row_stride_bytes = 0;  // no memory
   const bool is_float = logits.scalar_type() == at::kFloat;
   const VocabShard shard{vocab_start, options.num_classes, options.ignore_index,
                          options.logit_scale, options.softcap};

@@ -24,13 +24,14 @@ struct LossKernelOptions {
 using LossResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 /// cross_entropy_and_grad_ by the kernels of device/cuda/loss_rows.h, on the current stream: one
-/// read and one write of the logits, two launches. Nothing where they do not serve the call, and
-/// has not changed: the GPU has no clusters (before sm_90), ringcomm was built without kernels,
-/// rows are too short or too long (plan_loss), logits are float16, or there is a softcap, label
-/// smoothing with class weights, a scale that is not positive, or entropy or accuracy is wanted.
+/// read and one write of the logits, two launches. Returns nothing, and changes nothing, if they do
+/// not support the call: the GPU has no clusters (before sm_90), ringcomm was built without
+/// kernels, rows are too short or too long (plan_loss), logits are float16, or the call has a
+/// softcap, label smoothing with class weights, a scale that is not positive, or outputs entropy or
+/// accuracy.
 ///
-/// `target` (int64) and `weight` are contiguous, and weight has num_classes elements, of which the
-/// logits have no less.
+/// `target` (int64) and `weight` are contiguous. weight has num_classes elements; the logits have
+/// at least as many columns.
 std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
                                                      const at::Tensor& target,
                                                      const std::optional<at::Tensor>& weight,
@@ -41,12 +42,11 @@ std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
 /// `vocab_start` on; options.num_classes are of all ranks. One read and one write of the logits on
 /// each, and 16 bytes per row to each peer, inside the kernel. Collective.
 ///
-/// Nothing where ranks cannot map each other's memory, take turns on a GPU or find no room for
-/// kernels that wait, where a rank has no such kernels, and for the options above: all of that is
-/// the same on all ranks, and nothing has changed then. Shards are as long as vocab_size over the
-/// ranks and an eighth more, at most: a rank with a longer one returns nothing alone, and what it
-/// does instead ends in a MismatchError on all. Shards that do not fit together make all results
-/// NaN.
+/// Returns nothing, on all ranks and without changes, if ranks cannot map each other's memory, take
+/// turns on a GPU or have no room for kernels that wait, if a rank has no such kernels, and for the
+/// options above. Shards may be at most an eighth longer than vocab_size divided by the ranks: a
+/// rank with a longer one alone returns nothing, and its different call then raises a MismatchError
+/// on all ranks. Shards that do not fit together make all results NaN.
 std::optional<LossResults> cross_entropy_over_shards(
     const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& num_items, const std::string& group_name,

@@ -15,7 +15,7 @@
 
 namespace ringcomm {
 
-/// What the operators of torch.ops.ringcomm have in common.
+/// Helpers of the operators of torch.ops.ringcomm.
 
 inline c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& group_name) {
   return c10d::resolve_process_group(group_name);
@@ -32,12 +32,12 @@ inline c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group,
   return group.getBackend(type);
 }
 
-/// The same where it is ringcomm's own; null where it is another, or the group is of a class of its
-/// own, which may do more in a call than hand it to its backend.
+/// The same if it is ringcomm's backend. Null if it is another one, or if the group is a subclass,
+/// whose calls may do more than forward to the backend.
 inline c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
                                                               const at::Tensor& tensor) {
   if (typeid(group) != typeid(c10d::ProcessGroup)) return {};
-  // Not torch's dynamic_intrusive_pointer_cast, which leaks what is of another class.
+  // Not torch's dynamic_intrusive_pointer_cast, which leaks objects of another class.
   auto* const ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor).get());
   if (ringcomm == nullptr) return {};
   return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
@@ -51,21 +51,21 @@ inline c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::str
   const auto ringcomm = find_ringcomm(*group, tensor);
   if (ringcomm != nullptr) return ringcomm;
   const auto other = backend_for(*group, tensor);
-  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " wants a group of backend ringcomm for ",
-                    tensor.device(), ", this one has ",
+  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
+                    tensor.device(), ", got one with ",
                     other != nullptr ? other->getBackendName() : "none");
 }
 
-/// In-place forms have no gradient: what they overwrite may be needed by somebody's backward.
-/// `instead` is the form that has one, or "".
+/// In-place forms have no gradient, because another operator's backward may need the overwritten
+/// values. `instead` is the form that has one, or "".
 inline void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead) {
   TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", op,
                     " writes into its input, which requires grad; use ", instead,
                     *instead != '\0' ? ", or " : "", "torch.no_grad()");
 }
 
-/// What was overwritten has another version: a backward pass that saved the old one must not use
-/// it.
+/// Increments the version of an overwritten tensor, so that a backward pass that saved the old one
+/// fails.
 inline void mark_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }

@@ -15,9 +15,9 @@
 #include "bindings/weight_update.h"
 #include "device/update_op.h"
 
-// torch.ops.ringcomm.optimizer_update_: a step of an optimizer on one rank's weights, an overload
-// for each. The fused update's arithmetic, without its collectives. Fakes and the wrapper stand in
-// ringcomm/ops/updates/fused_update.py.
+// torch.ops.ringcomm.optimizer_update_: an optimizer step on one rank's weights, with an overload
+// for each optimizer. The fused update's arithmetic, without its collectives. Fakes and the wrapper
+// are in ringcomm/ops/updates/fused_update.py.
 
 namespace ringcomm {
 namespace {
@@ -29,14 +29,14 @@ using NamedState = std::pair<const char*, std::optional<at::Tensor>>;
 void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor& param) {
   check_tensor(tensor, kUpdateName);
   TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg() && tensor.numel() == param.numel(),
-                    "ringcomm: ", kUpdateName, " wants ", name, " contiguous and of ",
+                    "ringcomm: ", kUpdateName, " needs ", name, " contiguous and of ",
                     param.numel(), " elements, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
 }
 
 float* fp32_data(const at::Tensor& tensor, const char* name, const at::Tensor& param) {
   check_operand(tensor, name, param);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kUpdateName, " wants ", name,
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kUpdateName, " needs ", name,
                    " in float32, got ", tensor.scalar_type());
   return tensor.data_ptr<float>();
 }
@@ -45,7 +45,7 @@ void update(const at::Tensor& param, const at::Tensor& grad,
             const std::optional<at::Tensor>& master, const std::array<NamedState, 2>& states,
             UpdateSpec spec, int64_t step) {
   TORCH_CHECK_VALUE(step >= 1 && step <= std::numeric_limits<std::uint32_t>::max(),
-                    "ringcomm: ", kUpdateName, " counts the steps from 1 on, got ", step);
+                    "ringcomm: ", kUpdateName, ": step must be 1 or more, got ", step);
   check_no_grad(param, kUpdateName, "");
   check_operand(param, "the parameters", param);
   check_operand(grad, "the gradient", param);
@@ -64,7 +64,7 @@ void update(const at::Tensor& param, const at::Tensor& grad,
     const auto& [name, state] = states[i];
     const bool is_needed = i < num_states(spec);
     TORCH_CHECK_VALUE(state.has_value() == is_needed, "ringcomm: ", kUpdateName,
-                      is_needed ? " needs " : " has no use for ", name, " in ", describe(spec));
+                      is_needed ? " needs " : " does not take ", name, " in ", describe(spec));
     if (!is_needed) continue;
     whole.states[i] = fp32_data(*state, name, param);
     operands.push_back(*state);

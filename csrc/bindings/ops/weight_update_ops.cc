@@ -8,9 +8,9 @@
 
 #include "bindings/weight_update.h"
 
-// torch.ops.ringcomm.*: updates of weights in place, by their gradients or by what these are made
-// of. Here are their schemas and sgd_update_; linear_update_ops.cc, embedding_update_ops.cc and
-// adalomo_ops.cc implement the others. Fakes and wrappers stand in
+// torch.ops.ringcomm.*: in-place updates of weights, from their gradients or from the factors of
+// these. This file has their schemas and sgd_update_; linear_update_ops.cc, embedding_update_ops.cc
+// and adalomo_ops.cc implement the others. Fakes and wrappers are in
 // ringcomm/ops/updates/weight_update.py, the formulas in docs/design/optim.md.
 
 namespace ringcomm {

@@ -4,8 +4,8 @@ namespace ringcomm::cuda {
 
 void CallBoard::note(std::uint64_t number, const HeaderWords& header) {
   Entry& entry = of(rank_).entries[number % kNumEntries];
-  // A reader that sees the same even state before and after has read one entry: no word of it can
-  // be seen before the odd state that stands in front of it.
+  // A reader that sees the same even state before and after has read one entry: no word of the next
+  // entry is visible before its odd state.
   __atomic_store_n(&entry.number_and_state, 2 * number + 1, __ATOMIC_SEQ_CST);
   for (std::size_t i = 0; i < header.size(); ++i)
     __atomic_store_n(&entry.header[i], header[i], __ATOMIC_RELEASE);

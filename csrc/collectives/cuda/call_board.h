@@ -7,9 +7,9 @@
 
 namespace ringcomm::cuda {
 
-/// What each rank has launched of late, in memory of the host that all have mapped: the hosts find
-/// calls that differ so much that their kernels never meet. One writer per rank; entries are
-/// overwritten, and a reader who comes late does not compare.
+/// The recent launches of each rank, in host memory that all ranks map. Hosts compare them to find
+/// calls whose kernels differ so much that they never exchange headers. One writer per rank;
+/// entries are overwritten, and a late reader skips the comparison.
 class CallBoard {
  public:
   static constexpr std::uint64_t kNumEntries = 64;
@@ -21,15 +21,15 @@ class CallBoard {
   CallBoard(std::byte* memory, int rank)
       : calls_(reinterpret_cast<RankCalls*>(memory)), rank_(rank) {}
 
-  /// Notes call `number`, from 0 on.
+  /// Records call `number`, counted from 0.
   void note(std::uint64_t number, const HeaderWords& header);
   /// How many a rank has noted.
   std::uint64_t num_noted(int rank) const;
   /// False where it is no longer, or not yet, there.
   bool read(int rank, std::uint64_t number, HeaderWords& header) const;
 
-  /// Turns of ranks that must not wait for each other in kernels: how many this rank has recorded,
-  /// and a value that goes with the last.
+  /// For ranks that must not wait for each other in kernels: the number of turns that this rank has
+  /// recorded, and a value that belongs to the last one.
   void finish_turn(std::uint64_t num_turns, std::uint64_t value);
   std::uint64_t num_turns(int rank) const;
   std::uint64_t turn_value(int rank, std::uint64_t turn) const;

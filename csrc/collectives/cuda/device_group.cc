@@ -11,16 +11,13 @@
 #include "collectives/cuda/unavailable.h"
 #include "core/chunk_layout.h"
 #include "core/errors.h"
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 #include "transport/shm/rank_record.h"
 
 namespace ringcomm::cuda {
 namespace {
 
 using Text = RecordText<256>;
-
-// Of all kernels this takes the most registers.
-constexpr const char* kLargestKernel = "ringcomm_two_shot_bfloat16";
 
 int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   int value = 0;
@@ -30,8 +27,7 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
 
 constexpr const char* kNoMps = "start MPS (nvidia-cuda-mps-control -d) before the ranks";
 constexpr const char* kNoRoom =
-    "other groups have the room that a GPU has for kernels that wait for other ranks: destroy "
-    "groups "
+    "other groups use all of the GPU's room for kernels that wait for other ranks: destroy groups "
     "that are no longer used, or use this one first";
 
 }  // namespace
@@ -39,10 +35,9 @@ constexpr const char* kNoRoom =
 struct DeviceGroup::Place {
   DeviceUuid device = {};
   RecordText<64> host_id;
-  RecordText<112> hub_address;
+  RecordText<112> bootstrap_address;
   std::int64_t pid = 0;
   int num_multiprocessors = 0;
-  int blocks_per_multiprocessor = 0;
   bool has_mps = false;
   bool has_fds = false;
   int free_seats = 0;
@@ -98,14 +93,13 @@ std::vector<DeviceGroup::Place> DeviceGroup::find_places(RecordExchange& exchang
   mine.host_id = RecordText<64>(shm::host_id());
   mine.pid = ::getpid();
   mine.problem = attempt([&] {
-    mine.hub_address = RecordText<112>(shm::ProcessHub::instance().address());
+    mine.bootstrap_address = RecordText<112>(shm::Bootstrap::instance().address());
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
     mine.num_multiprocessors = attribute_of(device_, kMultiprocessorCount);
     mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
     mine.has_fds = best_handle_kind(device_) == HandleKind::kFd;
-    mine.blocks_per_multiprocessor = Kernels::of(device_).blocks_per_multiprocessor(kLargestKernel);
-    room_ = std::make_unique<DeviceRoom>(
-        mine.device, num_seats(mine.num_multiprocessors, mine.blocks_per_multiprocessor));
+    Kernels::of(device_);  // a device that cannot run them is found out before any memory is shared
+    room_ = std::make_unique<DeviceRoom>(mine.device, num_seats(mine.num_multiprocessors));
     mine.free_seats = room_->num_free();
   });
   return exchange.all_gather(mine);
@@ -114,16 +108,13 @@ std::vector<DeviceGroup::Place> DeviceGroup::find_places(RecordExchange& exchang
 void DeviceGroup::read_facts(const std::vector<Place>& places) {
   facts_.world_size = static_cast<int>(places.size());
   facts_.min_multiprocessors = places[0].num_multiprocessors;
-  facts_.blocks_per_multiprocessor = places[0].blocks_per_multiprocessor;
   for (std::size_t rank = 0; rank < places.size(); ++rank) {
     const Place& place = places[rank];
-    places_.push_back({place.device, place.hub_address.str(), place.pid,
-                       num_seats(place.num_multiprocessors, place.blocks_per_multiprocessor)});
+    places_.push_back({place.device, place.bootstrap_address.str(), place.pid,
+                       num_seats(place.num_multiprocessors)});
     if (place.host_id.str() != places[0].host_id.str())
       throw Unavailable("rank 0 and rank " + std::to_string(rank) + " are on different hosts");
     facts_.min_multiprocessors = std::min(facts_.min_multiprocessors, place.num_multiprocessors);
-    facts_.blocks_per_multiprocessor =
-        std::min(facts_.blocks_per_multiprocessor, place.blocks_per_multiprocessor);
     int sharing = 0;
     for (const Place& other : places) {
       if (std::memcmp(&place.device, &other.device, sizeof place.device) != 0) continue;
@@ -138,8 +129,8 @@ void DeviceGroup::read_facts(const std::vector<Place>& places) {
   if (facts_.takes_turns) why_turns_ = kNoMps;
 }
 
-// Seats may go to another group between the look at them and this: all ranks try again, then, with
-// half as many. Where there are none, nothing of the group ever waits in a kernel.
+// Another group may take seats after this rank has counted them. All ranks then try again with half
+// as many. Without any seats, no kernel of the group ever waits.
 void DeviceGroup::take_seats(RecordExchange& exchange) {
   while (!facts_.takes_turns) {
     const unsigned num_blocks = blocks_that_fit(facts_);
@@ -153,12 +144,12 @@ void DeviceGroup::take_seats(RecordExchange& exchange) {
     const std::vector<std::uint8_t> are_seated = exchange.all_gather(std::uint8_t{is_seated});
     if (std::find(are_seated.begin(), are_seated.end(), 0) == are_seated.end()) return;
     room_->give_all_back();
-    exchange.all_gather(std::uint8_t{0});  // all have given back what they took
+    exchange.all_gather(std::uint8_t{0});  // all have released their seats
     facts_.free_seats = std::min(facts_.free_seats, room_->num_seats()) / 2;
   }
 }
 
-// Whole lines, so that what comes behind is aligned.
+// Rounded up to whole lines, so that the memory behind is aligned.
 std::size_t DeviceGroup::own_host_bytes() const {
   return Leaving::num_bytes(world_size()) +
          num_slices(MailRoom::num_bytes(world_size()), kLineBytes) * kLineBytes;
@@ -172,7 +163,7 @@ void DeviceGroup::share_staging(RecordExchange& exchange) {
 
 // Rank 0 makes it; each rank has a control block of its own besides.
 void DeviceGroup::share_host_memory(RecordExchange& exchange, std::size_t num_bytes) {
-  shm::ProcessHub& hub = shm::ProcessHub::instance();
+  shm::Bootstrap& bootstrap = shm::Bootstrap::instance();
   struct Offer {
     RecordText<160> key;
     Text problem;
@@ -185,7 +176,7 @@ void DeviceGroup::share_host_memory(RecordExchange& exchange, std::size_t num_by
     const std::string key = new_offer_key();
     shm::UniqueFd fd = shm::create_memfd(num_bytes, "ringcomm-cuda");
     host_memory_ = shm::SharedMemory(fd.get(), num_bytes);
-    hub.offer(key, std::move(fd));
+    bootstrap.offer(key, std::move(fd));
     mine.key = RecordText<160>(key);
   });
   const std::vector<Offer> offers = exchange.all_gather(mine);
@@ -198,7 +189,7 @@ void DeviceGroup::share_host_memory(RecordExchange& exchange, std::size_t num_by
       host_memory_ = shm::SharedMemory(fd.get(), num_bytes);
     });
   const std::vector<Text> problems = exchange.all_gather(problem);
-  if (exchange.rank() == 0 && !key.empty()) hub.withdraw(key);
+  if (exchange.rank() == 0 && !key.empty()) bootstrap.withdraw(key);
   check_problems(problems);
 }
 

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "collectives/cuda/launch_plan.h"
 #include "collectives/cuda/mail_room.h"
 #include "collectives/cuda/record_exchange.h"
 #include "collectives/cuda/segment.h"
+#include "collectives/cuda/staging_plan.h"
 #include "device/cuda/control.h"
 #include "device/cuda/staging.h"
 #include "transport/cuda/device_memory.h"
@@ -17,12 +17,12 @@
 
 namespace ringcomm::cuda {
 
-/// Where the ranks of a group have their devices, and the memory by which their kernels meet: every
+/// The devices of a group's ranks, and the memory through which their kernels communicate: every
 /// rank's staging, mapped by all, and a piece of host memory.
 class DeviceGroup {
  public:
-  /// Collective. Throws Unavailable, with the same reason on all ranks, where memory of the devices
-  /// cannot be shared; Error where a rank does not come.
+  /// Collective. Throws Unavailable, with the same reason on all ranks, if device memory cannot be
+  /// shared; Error if a rank does not arrive.
   DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::size_t host_bytes);
   DeviceGroup(const DeviceGroup&) = delete;
   DeviceGroup& operator=(const DeviceGroup&) = delete;
@@ -49,10 +49,10 @@ class DeviceGroup {
   const std::string& description() const { return description_; }
 
  private:
-  struct Place;  // what a rank says of its device
+  struct Place;  // a rank's record of its device
   std::vector<Place> find_places(RecordExchange& exchange);
   int world_size() const { return facts_.world_size; }
-  /// Of what Leaving and MailRoom have in front of the engine's.
+  /// The host bytes of Leaving and MailRoom, which precede the engine's.
   std::size_t own_host_bytes() const;
   void read_facts(const std::vector<Place>& places);
   void take_seats(RecordExchange& exchange);
@@ -70,7 +70,7 @@ class DeviceGroup {
   std::unique_ptr<MappedHostMemory> control_;
   std::unique_ptr<MappedHostMemory> word_;
   shm::SharedMemory host_memory_;
-  std::unique_ptr<Leaving> leaving_;  // goes when all is closed
+  std::unique_ptr<Leaving> leaving_;  // destroyed after everything else is closed
   Staging staging_;
   std::unique_ptr<MailRoom> mail_room_;
   std::unique_ptr<Segment> segment_;

@@ -18,7 +18,7 @@ std::string describe_sizes(const std::uint32_t* words) {
 }
 
 std::string describe_mail(const std::uint32_t* words) {
-  return "the message that came has " + std::to_string(two_words(words)) + " bytes and tag " +
+  return "the received message has " + std::to_string(two_words(words)) + " bytes and tag " +
          std::to_string(static_cast<std::int32_t>(words[2])) +
          "; messages between GPUs are received in the order in which they were sent";
 }
@@ -39,8 +39,9 @@ bool DeviceWatch::goes_on() {
     look();
     return true;
   } catch (const std::exception& error) {
-    // The group has ended, here or elsewhere; who calls next hears why. The other ranks have been
-    // told before: what kernels behind one that gives up write, theirs may take for data.
+    // The group has failed on this rank or another; the next call throws the reason. The other
+    // ranks were notified first, because kernels that run after an aborted one may write data that
+    // theirs would accept.
     end_waits();
     report_(error.what());
     return false;
@@ -49,7 +50,7 @@ bool DeviceWatch::goes_on() {
 
 void DeviceWatch::look() {
   if (subject_.failure.has_failed()) {
-    // Told by another thread, which has told its caller.
+    // Another thread reported the failure and has thrown it.
     end_waits();
     return;
   }
@@ -93,9 +94,9 @@ void DeviceWatch::look_at_record() {
   if (stop == kOverlap)
     subject_.failure.raise_mismatch(
         control.peer,
-        "two calls of this group ran at a time on rank " + std::to_string(control.peer) +
-            ": a replayed graph beside calls on another stream, which nothing orders; put them on "
-            "one stream, or an event between them",
+        "two calls of this group ran at the same time on rank " + std::to_string(control.peer) +
+            ": a replayed graph is not ordered with calls on another stream; use one stream, or "
+            "an event between them",
         activity);
   subject_.failure.raise_stopped(static_cast<Stop>(stop), control.peer, activity);
 }
@@ -127,7 +128,8 @@ void DeviceWatch::compare_calls() {
     if (!subject_.calls.read(subject_.rank, num_compared_, own)) continue;
     for (int peer = 0; peer < subject_.world_size; ++peer) {
       if (peer == subject_.rank) continue;
-      if (subject_.calls.num_noted(peer) <= num_compared_) return;  // it has not come so far
+      if (subject_.calls.num_noted(peer) <= num_compared_)
+        return;  // it has not launched that call yet
       HeaderWords theirs;
       if (!subject_.calls.read(peer, num_compared_, theirs) || theirs == own) continue;
       CallHeader header = from_words(theirs.data());

@@ -14,9 +14,9 @@
 
 namespace ringcomm::cuda {
 
-/// Looks after the kernels of a group while the host does other things: what they report, which
-/// peers they wait for in vain, whether all ranks have launched the same. Ends the group where it
-/// must, and the kernels' waits with it. A thread, asleep until the first launch.
+/// The watchdog of a group's kernels. It reads their reports, detects peers that cannot arrive, and
+/// compares the launches of all ranks. On a failure it ends the group and the kernels' waits. It is
+/// a thread that sleeps until the first launch.
 class DeviceWatch {
  public:
   struct Subject {
@@ -31,19 +31,19 @@ class DeviceWatch {
     std::chrono::milliseconds timeout;
   };
 
-  /// `report` is told the error that ends the group, once.
+  /// `report` is called once, with the error that ends the group.
   DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report);
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  /// A kernel has been launched. It may start at any time, behind whatever its stream has yet to
-  /// do, and one of a graph again and again: the watch never sleeps from then on.
+  /// Call it after a kernel launch. A kernel may start at any time later, and one in a graph many
+  /// times, so the watchdog never sleeps from then on.
   void note_launch();
 
   /// Ends all waits of kernels, now.
   void end_waits();
 
-  /// What call `number` was, for an error.
+  /// The description of call `number`, for an error.
   Activity activity_of(std::uint64_t number) const;
 
  private:

@@ -15,24 +15,20 @@ namespace {
 
 constexpr std::chrono::microseconds kTurnPoll{20};
 
-WaitLimits limits_of(std::chrono::milliseconds timeout) {
-  return {.timeout = timeout, .is_interrupted = {}};
-}
-
 }  // namespace
 
 std::unique_ptr<Engine> Engine::make(Communicator& communicator, DeviceOrdinal device,
-                                     std::chrono::milliseconds timeout,
+                                     const WaitLimits& limits,
                                      std::function<void(const std::string&)> report) {
   const ContextGuard guard(device);
   const RelaxedCapture relaxed;  // the first call of a group may be one that is captured
-  return std::unique_ptr<Engine>(new Engine(communicator, device, timeout, std::move(report)));
+  return std::unique_ptr<Engine>(new Engine(communicator, device, limits, std::move(report)));
 }
 
-Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
+Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
                std::function<void(const std::string&)> report)
     : communicator_(communicator),
-      limits_(limits_of(timeout)),
+      limits_(limits),
       exchange_(communicator, limits_),
       group_(std::make_shared<DeviceGroup>(
           exchange_, device,
@@ -53,13 +49,14 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
               .rank = communicator.rank(),
               .world_size = communicator.world_size(),
               .find_dead_turn = [this] { return find_dead_turn(); },
-              .timeout = timeout},
+              .timeout = limits.timeout},
              std::move(report)) {}
 
 Engine::~Engine() {
   try {
     if (is_stuck()) {
-      // Streams may hold work that uses all this, and never come to it: it goes with the process.
+      // Streams may hold work that uses these objects and never runs, so they are leaked until the
+      // process ends.
       new auto(group_);
       new auto(turns_);
       return;
@@ -67,11 +64,11 @@ Engine::~Engine() {
     const ContextGuard guard(group_->device());
     const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) watch_.end_waits();
-    // What is captured may run later; the program sees to that it does not.
+    // Captured work may run later; the program must not replay it.
     collectives_.synchronize();
     for (auto& [peer, messages] : messages_) messages.synchronize();
   } catch (const Error&) {
-    // The process is ending, and the driver has gone before.
+    // The process is ending, and the driver was unloaded before.
   }
 }
 
@@ -96,8 +93,8 @@ GroupFrame Engine::frame() const {
 void Engine::check_collective(const StreamPlace& place) const {
   if (turns_ != nullptr && place.capture != 0)
     throw std::invalid_argument(
-        "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, whose hosts "
-        "meet in each call; " +
+        "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, because each "
+        "call synchronizes their hosts; " +
         group_->why_turns());
 }
 
@@ -111,11 +108,19 @@ void Engine::check_messages(const std::vector<Mail>& messages) const {
 std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
   check_alive();
   if (turns_ != nullptr)
-    throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers; " +
-                                group_->why_turns());
+    throw std::invalid_argument(
+        "ranks that take turns on a GPU cannot use each other's buffers; use "
+        "torch.empty instead: calls on it are staged; " +
+        group_->why_turns());
   const ContextGuard guard(group_->device());
   const RelaxedCapture relaxed;
   return lent_.lend(num_bytes);
+}
+
+std::shared_ptr<const Loan> Engine::borrow(std::size_t num_bytes, const StreamPlace& place) {
+  check_alive();
+  const RelaxedCapture relaxed;
+  return lent_.borrow(num_bytes, place);
 }
 
 int Engine::row_clusters(unsigned cluster_blocks, int max_active) {
@@ -128,8 +133,8 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   check_alive();
   PlannedCall& planned = plans_.plan(call, header);
   lent_.collect();
-  if (header.algorithm == Algorithm::kTwoShot)
-    lent_.find_buffers(call, place.capture != 0, planned.call);
+  if (call.rows == nullptr)
+    lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
@@ -155,7 +160,8 @@ void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
   KernelCall& call = planned.call;
   std::uint32_t num_launches = plan.num_turns;
   if (call.longest_bytes == KernelCall::kUnknown) {
-    // Hosts meet in each turn in any case: here with the longest share that each knows of.
+    // The hosts synchronize in each turn anyway, and here exchange the longest share that each
+    // knows.
     std::uint64_t longest_bytes = 0;
     for (int rank = 0; rank < call.world_size; ++rank)
       longest_bytes = std::max({longest_bytes, call.input_bytes[rank], call.output_bytes[rank]});
@@ -173,10 +179,11 @@ void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
   }
 }
 
-// What a rank has enqueued before its turn ends comes before what all ranks enqueue after it.
+// Work that a rank enqueues before the end of its turn runs before work that any rank enqueues
+// after it.
 //
-// An event of turn n is recorded again in turn n + 2, by a rank whose peers have all ended turn
-// n + 1 on their hosts: so their streams wait for the n that was meant.
+// An event of turn n is recorded again in turn n + 2, after all peers have ended turn n + 1 on
+// their hosts. So a peer's stream that waits for turn n waits for the right recording.
 void Engine::take_turn(StreamHandle stream, std::uint64_t value) {
   const std::uint64_t turn = ++num_turns_;
   turns_->record(turn, stream);
@@ -206,7 +213,7 @@ void Engine::wait_for_turn(std::uint64_t turn) {
   }
 }
 
-// Throws where this host waits for another in vain.
+// Throws if the rank that this host waits for cannot arrive.
 void Engine::look_at_peer(int peer, std::chrono::steady_clock::time_point deadline) {
   check_alive();
   const Stop state = communicator_.members()->state_of(peer);
@@ -237,6 +244,8 @@ void Engine::exchange(const std::vector<Mail>& messages, const StreamPlace& plac
   for (const int peer : peers)
     blocks_per_lane = std::min(blocks_per_lane, blocks_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, blocks_per_lane, call);
+  if (place.capture != 0)
+    for (const Mail& mail : messages) lent_.keep_for_graph(mail.data);
   for (const int peer : peers) messages_[peer].wait(place);
   kernels_.launch(kernels_.find(plan.kernel), plan.num_blocks, call, place.stream);
   last_end_ = events_.record(place.stream);

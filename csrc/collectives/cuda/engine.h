@@ -21,17 +21,17 @@
 
 namespace ringcomm::cuda {
 
-/// Collectives of tensors on GPUs: each call becomes kernels on a stream of the caller's, and the
-/// host goes on, but where ranks take turns on a device.
+/// Collectives on GPU tensors. Each call launches kernels on the caller's stream and returns
+/// without waiting for them, except if ranks take turns on a device.
 ///
-/// Calls of a group run in the order in which they are made, whatever their streams. What goes
-/// wrong on the device is found by a thread (DeviceWatch) and ends the group.
+/// Calls of a group run in the order in which they are made, also on different streams. A watchdog
+/// thread (DeviceWatch) detects failures on the device and ends the group.
 class Engine {
  public:
-  /// Collective over the group. Throws Unavailable, Error. `report` is told, from another thread,
-  /// what ended the group.
+  /// Collective over the group. Throws Unavailable, Error. `limits` apply to each wait of this host
+  /// for another. `report` is called from another thread with the error that ended the group.
   static std::unique_ptr<Engine> make(Communicator& communicator, DeviceOrdinal device,
-                                      std::chrono::milliseconds timeout,
+                                      const WaitLimits& limits,
                                       std::function<void(const std::string&)> report);
   /// Waits for what was launched, unless is_stuck().
   ~Engine();
@@ -39,33 +39,37 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   const std::string& description() const { return group_->description(); }
-  /// Bytes of staging on the device, of this rank.
+  /// Bytes of this rank's staging on the device.
   std::size_t staging_bytes() const { return group_->staging().layout.num_bytes(); }
 
   void plan(const Collective& call, CallHeader& header) const;
   /// Throw std::invalid_argument where what follows cannot be.
   void check_collective(const StreamPlace& place) const;
   void check_messages(const std::vector<Mail>& messages) const;
-  /// Whether the GPU has room for kernels that wait for messages of `peer`, as both ranks see it.
-  /// Throws Error where that rank ends while it decides.
+  /// Whether the GPU has room for kernels that wait for messages of `peer`, decided by both ranks
+  /// together. Throws Error if that rank ends during the decision.
   bool has_room_for_messages(int peer);
-  /// By one thread at a time, with the device's context current. Throws Error.
+  /// One thread at a time, with the device's context current. Throws Error.
   Traffic enqueue(const Collective& call, const CallHeader& header, const StreamPlace& place);
   /// Messages of which none waits for another, and which check_messages() takes, with ranks that
   /// there is room for. By one thread at a time, with the device's context current.
   void exchange(const std::vector<Mail>& messages, const StreamPlace& place);
-  /// Behind the last of these two, on its stream; not null after one.
+  /// The event after the last of these two calls, on its stream; not null after the first call.
   const std::shared_ptr<const Event>& last_end() const { return last_end_; }
-  /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
+  /// Memory on this rank's device in which peers read and write buffers of collectives where they
   /// are. Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
+  bool can_lend() const { return turns_ == nullptr; }
+  /// The same, in memory that is used again and waits for its last use; see LentMemory. Null where
+  /// the group has no more. Collective; only where can_lend(). With the device's context current.
+  std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place);
 
-  /// How many clusters of so many blocks a RowLaunch of this group may have; 0: none, as some rank
-  /// has no room or no such kernels. `max_active` of them run on this rank's GPU at a time.
-  /// Collective when a number of blocks is first asked for. Throws Error.
+  /// How many clusters of `cluster_blocks` blocks a RowLaunch of this group may have; 0 if some
+  /// rank has no room or no such kernels. `max_active` of them run on this rank's GPU at a time.
+  /// Collective at the first call for a number of blocks. Throws Error.
   int row_clusters(unsigned cluster_blocks, int max_active);
 
-  /// For ever: kernels that wait give up. From any thread.
+  /// Permanently ends the waits of all kernels. From any thread.
   void abort() noexcept { watch_.end_waits(); }
   /// Whether they do, or one has by itself, or one of another rank. From any thread.
   bool may_have_given_up() const noexcept {
@@ -73,15 +77,15 @@ class Engine {
            communicator_.members()->is_given_up(/*asks=*/false);
   }
 
-  /// Whether streams wait for a turn that a rank has not ended before it died: they may wait as
-  /// long as this process lives. From any thread. Throws Error.
+  /// Whether streams wait for a turn of a rank that died before it ended the turn. They may wait
+  /// until this process ends. From any thread. Throws Error.
   bool is_stuck() const { return find_dead_turn() >= 0; }
 
  private:
-  Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
+  Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimits& limits,
          std::function<void(const std::string&)> report);
 
-  /// What the parameters of all kernels have in common.
+  /// The part of the parameters that all kernels share.
   GroupFrame frame() const;
   void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   void take_turn(StreamHandle stream, std::uint64_t value);
@@ -102,7 +106,7 @@ class Engine {
   CallBoard calls_;
   LentMemory lent_;
   RowRoom rows_;
-  std::shared_ptr<TurnEvents> turns_;  // where ranks take turns
+  std::shared_ptr<TurnEvents> turns_;  // if ranks take turns
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;
   std::shared_ptr<const Event> last_end_;

@@ -15,7 +15,7 @@
 
 namespace ringcomm::cuda {
 
-/// A point in a stream. All functions throw Error, and want the device's context to be current.
+/// A point in a stream. All functions throw Error and need the device's context to be current.
 class Event {
  public:
   explicit Event(unsigned flags = kEventDisableTiming);
@@ -41,8 +41,9 @@ class EventPool {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  /// An event behind what the stream holds now. It is recorded again when its last owner has let
-  /// it go: streams that were told to wait for it wait for what was recorded then.
+  /// Records an event after the work that the stream holds now. The event is reused after its last
+  /// owner has released it; a stream that already waits for it keeps waiting for the earlier
+  /// recording.
   std::shared_ptr<Event> record(StreamHandle stream);
 
  private:
@@ -67,10 +68,10 @@ class SideStream {
   StreamHandle stream_ = nullptr;
 };
 
-/// Which capture a stream is in, of those that are under way; 0: none.
+/// The number of the capture that a stream is part of; 0 if none.
 std::uint64_t capture_of(StreamHandle stream);
 
-/// A stream, and the capture that it is in while one call is enqueued: asked once for each call.
+/// A stream, and the capture that it is part of during one call; queried once per call.
 struct StreamPlace {
   StreamHandle stream = nullptr;
   std::uint64_t capture = 0;
@@ -78,13 +79,13 @@ struct StreamPlace {
   static StreamPlace of(StreamHandle stream) { return {stream, capture_of(stream)}; }
 };
 
-/// Work that runs in the order in which it is enqueued, whatever streams it is enqueued on. What is
-/// captured has an order among what is captured with it alone: when a graph runs, its user says.
+/// Orders work as it is enqueued, also on different streams. Captured work is ordered only within
+/// its capture, because the user decides when the graph runs.
 class StreamOrder {
  public:
-  /// Makes the stream wait for what was noted last, if that is on another one.
+  /// Makes the stream wait for the last recorded work, if that is on another stream.
   void wait(const StreamPlace& place) const;
-  /// Work has been enqueued, and `end` recorded behind it.
+  /// Call it after work was enqueued and `end` recorded after it.
   void note(std::shared_ptr<const Event> end, const StreamPlace& place);
   /// The host waits for all of it but what is captured.
   void synchronize() const;
@@ -96,10 +97,10 @@ class StreamOrder {
     StreamHandle stream = nullptr;
   };
   Last run_;
-  std::map<std::uint64_t, Last> captured_;  // by capture, of the newest few
+  std::map<std::uint64_t, Last> captured_;  // by capture; the newest ones only
 };
 
-/// Events of all ranks of a group, two of each in turn, which streams of any of them can wait for.
+/// Two alternating events of each rank of a group, which the streams of any rank can wait for.
 class TurnEvents {
  public:
   /// Collective. `leaving` is the group's. Throws Unavailable, with the same reason on all ranks.
@@ -108,8 +109,8 @@ class TurnEvents {
   TurnEvents& operator=(const TurnEvents&) = delete;
 
   void record(std::uint64_t turn, StreamHandle stream);
-  /// Makes the stream wait for what all ranks recorded last for this turn. Their hosts must have
-  /// recorded it before.
+  /// Makes the stream wait for the events that all ranks recorded for this turn. Their hosts must
+  /// have recorded them before.
   void block(std::uint64_t turn, StreamHandle stream) const;
   /// Whether what a rank recorded for its last two turns is over.
   bool are_over(int peer) const;

@@ -3,7 +3,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "collectives/cuda/launch_plan.h"
+#include "device/cuda/call.h"
 #include "transport/cuda/driver.h"
 
 namespace ringcomm::cuda {
@@ -12,21 +12,19 @@ namespace ringcomm::cuda {
 /// Nothing changes after that, so that any thread may use them.
 class Kernels {
  public:
-  /// Throws Error where ringcomm was built without them, or the device is too old for them.
+  /// Throws Error where ringcomm was built without them, the device is too old for them, or less
+  /// than kBlocksPerMultiprocessor blocks of one of them fit a multiprocessor.
   /// RINGCOMM_CUDA_IMAGE names a file to load instead of what was built in.
   static const Kernels& of(DeviceOrdinal device);
 
-  /// Throws Error where there is none of this name.
+  /// Throws Error if there is no kernel of this name.
   Function find(std::string_view name) const;
   /// `call` is the kernel's parameter; its device's context is current.
   void launch(Function kernel, unsigned num_blocks, GroupFrame& call, StreamHandle stream) const;
-  /// Blocks of a kernel that fit a multiprocessor at once.
-  int blocks_per_multiprocessor(std::string_view name) const;
 
  private:
   explicit Kernels(DeviceOrdinal device);
 
-  DeviceOrdinal device_;
   std::unordered_map<std::string_view, Function> functions_;
 };
 

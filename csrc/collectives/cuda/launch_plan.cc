@@ -17,42 +17,12 @@
 namespace ringcomm::cuda {
 namespace {
 
-constexpr int kMaxBlocks = 132;
-// Of a rank with a device of its own: enough for its links, and little of what it computes on.
-constexpr int kMaxBlocksAlone = 32;
-// Of all ranks on a device together, so that its L2 cache keeps it; the driver hands out pieces.
-constexpr std::size_t kStagingBytes = std::size_t{24} << 20;
-constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
-// What the threads of a block have under way at once: 8 vectors of 16 bytes each. Half of that
-// doubles the hand-overs of a large call, twice of it adds a turn of loads to every step
-// (tests/cpp/test_gpu_latency.cc).
-constexpr std::size_t kRegionBytes = 64 << 10;
-constexpr std::size_t kMinRegionBytes = 16 << 10;
-// Slots of messages have what is left: as many channels as get slots of one turn of a block's copy.
-constexpr std::size_t kWantedSlotBytes = 32 << 10;
-constexpr std::size_t kMinSlotBytes = 8 << 10;
-constexpr std::size_t kMaxSlotBytes = 128 << 10;
-constexpr std::size_t kMaxMailChannels = 8;
-// The first group leaves half of a device's blocks to others.
-constexpr int kShareOfFirst = 2;
-// What a further group takes of the seats that are left, and a pair of ranks for its messages.
-constexpr int kShareOfFurther = 3;
-constexpr int kShareOfMessages = 4;
-constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
-// Of an update alone: some loads for each thread, and some blocks for each place on the device.
+// For an update without a collective: several loads per thread, and several blocks per slot of the
+// device.
 constexpr std::size_t kOwnUpdateElems = 8 << 10;
 constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
-// Of data, in a block's packets: from all ranks together, and from one at most.
-constexpr std::size_t kPacketBytesOfAll = 8 << 10;
-constexpr std::size_t kMaxPacketBytes = 2 << 10;
-// What a kernel of rows tells each peer of a row.
+// The bytes per row that a row kernel sends to each peer.
 constexpr std::size_t kRowPartBytes = 16;
-// Of the seats that are free, what kernels of rows may take; the others are for further groups.
-constexpr int kRowSeats = 3, kRowSeatsOf = 4;
-// A cluster is in one of a GPU's groups of multiprocessors (GPCs), of which sm_90 and sm_100 have
-// no more than 8, and each of 8 or more.
-constexpr int kMostGpcs = 8, kMinMultiprocessorsPerGpc = 8;
-
 const char* optimizer_name(Optimizer optimizer) {
   switch (optimizer) {
     case Optimizer::kSgd:
@@ -64,7 +34,7 @@ const char* optimizer_name(Optimizer optimizer) {
   }
 }
 
-// Of what the kernels that reduce a type are named after.
+// The suffix of the names of kernels that reduce a type.
 std::string kernel_suffix(DType dtype) {
   const bool has_own = dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
                        dtype == DType::kFloat32 || dtype == DType::kSoftmaxStats;
@@ -81,8 +51,8 @@ unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
       std::clamp<std::size_t>(num_pieces, 1, std::size_t{layout.num_blocks}));
 }
 
-// Of pieces that are dealt to blocks in turn: the first block has the most, and a last turn in
-// which what was staged last is taken.
+// The turns of the first block, which has the most pieces of a round-robin distribution, plus a
+// last turn that reads the last staged piece.
 std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks) {
   const std::size_t most = std::max<std::size_t>(1, (num_pieces + num_blocks - 1) / num_blocks);
   return static_cast<std::uint32_t>(most) + 1;
@@ -135,7 +105,7 @@ void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& 
   plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_bytes();
 }
 
-// ---- moves: who has how much for whom
+// ---- moves: sizes by pair of ranks
 
 struct Shares {
   KernelCall& to;
@@ -226,7 +196,7 @@ std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
   return digest ^ digest >> 29;
 }
 
-// Of lists of sizes that are the same on all ranks: the header has room for no more.
+// The digest of size lists that must be equal on all ranks; the header has no room for the lists.
 std::uint64_t digest_of_shares(const Collective& call, int world_size) {
   std::uint64_t digest = 1;
   for (int rank = 0; rank < world_size; ++rank)
@@ -235,113 +205,10 @@ std::uint64_t digest_of_shares(const Collective& call, int world_size) {
   return digest;
 }
 
-// Of what goes to one rank, or comes from one.
+// The lane of messages to one rank, or from one.
 int lane_of(const Mail& mail) { return 2 * mail.peer + (mail.is_send ? 1 : 0); }
 
-// Of a device's ranks, those that take seats.
-int num_payers(const DeviceFacts& facts) {
-  return facts.max_ranks_per_device - (facts.is_on_one_device && facts.world_size > 1 ? 1 : 0);
-}
-
 }  // namespace
-
-int num_seats(int num_multiprocessors, int blocks_per_multiprocessor) {
-  return std::min(num_multiprocessors * 7 / 8, num_multiprocessors * blocks_per_multiprocessor / 2);
-}
-
-bool takes_seats(const DeviceFacts& facts, int rank) {
-  return num_payers(facts) == facts.max_ranks_per_device || rank != 0;
-}
-
-unsigned blocks_that_fit(const DeviceFacts& facts) {
-  const int seats = num_seats(facts.min_multiprocessors, facts.blocks_per_multiprocessor);
-  const int free = std::min(facts.free_seats, seats);
-  const int payers = num_payers(facts);
-  int most = free / payers;
-  if (facts.max_ranks_per_device == 1) {
-    most = std::min(most, kMaxBlocksAlone);
-  } else {
-    const int resident = facts.min_multiprocessors * facts.blocks_per_multiprocessor;
-    most = std::min(most, resident / kShareOfFirst / facts.max_ranks_per_device);
-    // Some kernels of a late rank fill a multiprocessor, so three eighths are left to it.
-    most = std::min(most, facts.min_multiprocessors * 5 / 8 / payers);
-  }
-  if (free < seats) most = std::min(most, free / kShareOfFurther / payers);
-  // Where the shares are less than a block, one does as long as there are seats for it.
-  return static_cast<unsigned>(std::clamp(most, free >= payers ? 1 : 0, kMaxBlocks));
-}
-
-RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int cluster_blocks,
-                  int max_active, int free_seats, int num_taken) {
-  const int payers = num_payers(facts);
-  const int num_gpcs =
-      std::clamp(facts.min_multiprocessors / kMinMultiprocessorsPerGpc, 1, kMostGpcs);
-  // Where all seats are taken, so many multiprocessors are left. A cluster has room in one GPC if
-  // not all GPCs have less than its blocks.
-  const int left = facts.min_multiprocessors -
-                   num_seats(facts.min_multiprocessors, facts.blocks_per_multiprocessor);
-  const int apart = std::max(0, num_gpcs * (cluster_blocks - 1) + 1 - left);
-  const int apart_each = (apart + payers - 1) / payers;
-  const int own = static_cast<int>(layout.num_blocks) + num_taken;
-  const int most = own + free_seats * kRowSeats / kRowSeatsOf / payers;
-  RowPlan plan;
-  plan.num_clusters = std::max(0, std::min({max_active / facts.max_ranks_per_device,
-                                            static_cast<int>(layout.num_packet_blocks),
-                                            (most - apart_each) / cluster_blocks}));
-  if (plan.num_clusters > 0)
-    plan.num_more_seats = std::max(0, plan.num_clusters * cluster_blocks + apart_each - own);
-  return plan;
-}
-
-StagingLayout make_staging_layout(const DeviceFacts& facts) {
-  const auto world = static_cast<std::size_t>(facts.world_size);
-  const int resident = facts.min_multiprocessors * facts.blocks_per_multiprocessor;
-  StagingLayout layout;
-  layout.world_size = static_cast<std::uint32_t>(world);
-  layout.num_blocks =
-      facts.takes_turns
-          ? static_cast<std::uint32_t>(std::clamp(resident / kShareOfFirst, 1, kMaxBlocks))
-          : blocks_that_fit(facts);
-  // Packets lie with every rank for every rank: their memory grows with the square of the ranks.
-  layout.num_packet_blocks = std::min(
-      layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)));
-  layout.packets_per_block =
-      kHeaderPackets +
-      static_cast<std::uint32_t>(
-          std::clamp(kPacketBytesOfAll / world, std::size_t{256}, kMaxPacketBytes) / kWordBytes);
-  layout.mail_slot_bytes = kMinSlotBytes;
-  if (facts.takes_turns) {
-    layout.region_bytes =
-        static_cast<std::uint32_t>(kTurnRegionBytes / layout.num_blocks / kLineBytes * kLineBytes);
-    return layout;
-  }
-  const auto ranks = static_cast<std::size_t>(facts.max_ranks_per_device);
-  const std::size_t most = std::max(kStagingBytes / ranks / kPieceBytes * kPieceBytes, kPieceBytes);
-  const auto rest = [&] {
-    return most > layout.num_bytes() ? most - layout.num_bytes() : std::size_t{0};
-  };
-  const auto in_lines = [](std::size_t num_bytes) {
-    return static_cast<std::uint32_t>(num_bytes / kLineBytes * kLineBytes);
-  };
-  layout.region_bytes =
-      in_lines(std::clamp(rest() / (2 * layout.num_blocks), kMinRegionBytes, kRegionBytes));
-  // What the slots have already is theirs.
-  const std::size_t slots = StagingLayout::kMailSlots * world;
-  const std::size_t of_slots = rest() + slots * kMinSlotBytes;
-  layout.num_mail_channels = static_cast<std::uint32_t>(
-      std::clamp<std::size_t>(of_slots / (slots * (kWantedSlotBytes + sizeof(LinkCursors))), 1,
-                              std::min<std::size_t>(kMaxMailChannels, layout.num_blocks)));
-  layout.mail_slot_bytes = 0;
-  layout.mail_slot_bytes = in_lines(
-      std::clamp(rest() / (slots * layout.num_mail_channels), kMinSlotBytes, kMaxSlotBytes));
-  return layout;
-}
-
-unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_seats) {
-  if (free_seats < 2) return 0;
-  return std::clamp(static_cast<unsigned>(free_seats / kShareOfMessages / 2), 1u,
-                    layout.num_mail_channels);
-}
 
 void plan_header(const Collective& call, const CommunicatorOptions& options,
                  const StagingLayout& layout, bool takes_turns, CallHeader& header) {
@@ -367,14 +234,14 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
       call.num_bytes() <= packet_data_bytes(layout) && call.dtype != DType::kSoftmaxStats;
   Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
   if (asked == Algorithm::kOneShot && !fits_packets) asked = Algorithm::kTwoShot;
-  // A ring's order of additions is its own; records go no ring.
+  // A ring does not add in rank order, and does not support records.
   if (asked == Algorithm::kRing && (options.is_rank_ordered || call.dtype == DType::kSoftmaxStats))
     asked = Algorithm::kTwoShot;
   const bool is_open =
       asked != Algorithm::kOneShot && asked != Algorithm::kTwoShot && asked != Algorithm::kRing;
   header.algorithm = !is_open ? asked : fits_packets ? Algorithm::kOneShot : Algorithm::kTwoShot;
   if (header.algorithm != Algorithm::kRing) return;
-  // Slots lie in a block's two regions.
+  // Slots are in a block's two regions.
   const CommunicatorOptions cut = options.ring_options(call);
   header.ring_num_slots = std::min<std::uint32_t>(cut.num_slots, layout.region_bytes / kLineBytes);
   header.ring_slot_bytes =
@@ -462,9 +329,9 @@ std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_b
 
 void check_batch(const std::vector<Mail>& messages) {
   if (messages.size() > MailCall::kMaxMessages)
-    throw std::invalid_argument("a batch of sends and receives on a GPU has " +
-                                std::to_string(MailCall::kMaxMessages) + " at most, got " +
-                                std::to_string(messages.size()) + "; make several of it");
+    throw std::invalid_argument("a batch of sends and receives on a GPU must have at most " +
+                                std::to_string(MailCall::kMaxMessages) + ", got " +
+                                std::to_string(messages.size()) + "; split it");
 }
 
 LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned blocks_per_lane, MailCall& call) {

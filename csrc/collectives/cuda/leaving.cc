@@ -16,8 +16,9 @@ constexpr std::chrono::seconds kPatience{5};
 Leaving::Leaving(std::byte* words, int rank, const std::vector<RankPlace>& places)
     : words_(words), rank_(static_cast<std::size_t>(rank)) {
   for (const RankPlace& place : places)
-    peers_.push_back(
-        place.pid == ::getpid() ? nullptr : shm::ProcessHub::instance().watch(place.hub_address));
+    peers_.push_back(place.pid == ::getpid()
+                         ? nullptr
+                         : shm::Bootstrap::instance().watch(place.bootstrap_address));
 }
 
 Leaving::~Leaving() {

@@ -7,16 +7,16 @@
 
 #include "collectives/cuda/rank_place.h"
 #include "core/cursor.h"
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 
 namespace ringcomm::cuda {
 
-/// What this rank has exported by IPC handles, and keeps until no peer has it open any more: CUDA
-/// leaves undefined what happens when the owner frees it earlier.
+/// Memory and events that this rank has exported by IPC handles. It keeps them until no peer has
+/// them open, because freeing them earlier is undefined in CUDA.
 ///
-/// A rank says in host memory of the group that it has closed all that it had opened. The owner
-/// frees its own when all peers have said so, or have died. What a living peer still has open after
-/// kPatience is never freed: it goes with this process.
+/// A rank reports in the group's host memory that it has closed everything that it had opened. An
+/// owner frees its exports when all peers have reported this or have died. An export that a live
+/// peer still has open after kPatience is leaked until this process ends.
 ///
 /// Memory by file descriptors needs none of this: the driver counts its users.
 class Leaving {
@@ -33,7 +33,7 @@ class Leaving {
   Leaving(const Leaving&) = delete;
   Leaving& operator=(const Leaving&) = delete;
 
-  /// From the export on.
+  /// Call it at the export.
   void keep(std::shared_ptr<void> exported) { exported_.push_back(std::move(exported)); }
   /// All peers have closed it, or never opened it.
   void drop(const std::shared_ptr<void>& exported) { std::erase(exported_, exported); }
@@ -46,7 +46,7 @@ class Leaving {
 
   std::byte* words_;
   std::size_t rank_;
-  /// Of the ranks of other processes; null for those of this one, which open nothing.
+  /// The ranks' processes; null for ranks of this process, which open nothing.
   std::vector<std::shared_ptr<shm::PeerProcess>> peers_;
   std::vector<std::shared_ptr<void>> exported_;
 };

@@ -2,12 +2,22 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
+#include "collectives/cuda/unavailable.h"
+#include "core/chunk_layout.h"
 #include "core/errors.h"
 
 namespace ringcomm::cuda {
+namespace {
+
+// The driver allocates pieces of this size.
+constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
+constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();  // longer than any piece
+
+}  // namespace
 
 void Loan::give_back(const std::vector<StreamHandle>& streams) const noexcept {
   try {
@@ -27,7 +37,7 @@ void Loan::give_back(const std::vector<StreamHandle>& streams) const noexcept {
     for (const auto& end : mine.ends)
       check(driver().event_synchronize(end->get()), "wait for the GPU");
   } catch (const std::exception&) {
-    // The process is ending, and the driver has gone before: the memory goes with it.
+    // The process is ending and the driver was unloaded before, which frees the memory.
   }
 }
 
@@ -43,35 +53,114 @@ LentMemory::~LentMemory() {
 }
 
 std::shared_ptr<const Loan> LentMemory::lend(std::size_t num_bytes) {
+  const std::size_t idx = make_room();
+  if (idx == kMaxSegments)
+    throw std::invalid_argument("a group can share at most " + std::to_string(kMaxSegments) +
+                                " tensors at a time; tensors that all ranks have released and no "
+                                "graph has captured do not count");
+  return lend_in(idx, num_bytes);
+}
+
+std::shared_ptr<const Loan> LentMemory::borrow(std::size_t num_bytes, const StreamPlace& place) {
+  take_returns();
+  const std::size_t mine = find_kept(num_bytes, place.capture != 0);
+  const auto found = exchange_.all_gather(mine != kMaxSegments ? 1 : 0);
+  if (std::all_of(found.begin(), found.end(), [](std::uint64_t has) { return has != 0; })) {
+    Entry& entry = entries_[mine];
+    for (const auto& end : entry.ends)
+      if (place.capture == 0) end->block(place.stream);
+    entry.ends.clear();
+    entry.is_free = false;
+    entry.is_captured |= place.capture != 0;
+    return std::make_shared<Loan>(group_.device(), mine, entry.segment->own(), returns_);
+  }
+  drop_kept(num_bytes);
+  const std::size_t idx = make_room();
+  if (idx == kMaxSegments) return nullptr;
+  try {
+    auto loan =
+        lend_in(idx, num_slices(std::max<std::size_t>(num_bytes, 1), kPieceBytes) * kPieceBytes);
+    entries_[idx].is_kept = true;
+    entries_[idx].is_captured = place.capture != 0;
+    return loan;
+  } catch (const Unavailable&) {  // on all ranks: one of their GPUs has no memory left
+    drop_kept(kAll);
+    return nullptr;
+  }
+}
+
+// A row for all ranks, or kMaxSegments. Where there is none, what waits to be borrowed is dropped.
+std::size_t LentMemory::make_room() {
   take_returns();
   close_unused();
-  const std::size_t idx = choose_row();  // all ranks are here, and have closed what they could
+  std::size_t idx = choose_row();  // all ranks are here, and have closed what they could
   free_closed();
+  if (idx < kMaxSegments) return idx;
+  drop_kept(kAll);
+  take_returns();
+  exchange_.all_gather(0);  // all have counted what they dropped
+  close_unused();
+  idx = choose_row();
+  free_closed();
+  return idx;
+}
+
+// Whether no rank has dropped its part.
+bool LentMemory::has_all_parts(std::size_t idx) const {
+  return __atomic_load_n(&row(idx).num_gone, __ATOMIC_ACQUIRE) == 0;
+}
+
+// Among kept parts that fit and are less than twice as long, the one that was returned first. A
+// capture cannot wait for work outside it.
+std::size_t LentMemory::find_kept(std::size_t num_bytes, bool is_captured) const {
+  std::size_t found = kMaxSegments;
+  for (std::size_t idx = 0; idx < num_rows_; ++idx) {
+    const Entry& entry = entries_[idx];
+    if (!entry.is_free || !has_all_parts(idx)) continue;
+    const std::size_t there = entry.segment->num_bytes();
+    if (there < num_bytes || (there > kPieceBytes && there / 2 >= num_bytes)) continue;
+    if (is_captured && !std::all_of(entry.ends.begin(), entry.ends.end(),
+                                    [](const auto& end) { return end->is_over(); }))
+      continue;
+    if (found == kMaxSegments || entry.freed_at < entries_[found].freed_at) found = idx;
+  }
+  return found;
+}
+
+// Drops parts that are too short, and those of which another rank has dropped its own. Keeps those
+// that are too long; otherwise calls that alternate between sizes would allocate each time.
+void LentMemory::drop_kept(std::size_t num_bytes) {
+  for (std::size_t idx = 0; idx < num_rows_; ++idx) {
+    Entry& entry = entries_[idx];
+    if (!entry.is_free) continue;
+    if (entry.segment->num_bytes() >= num_bytes && has_all_parts(idx)) continue;
+    entry.is_kept = entry.is_free = false;
+    returning_.push_back({.row = idx, .is_captured = false, .ends = std::move(entry.ends)});
+  }
+}
+
+std::shared_ptr<const Loan> LentMemory::lend_in(std::size_t idx, std::size_t num_bytes) {
   Entry& entry = entries_[idx];
   auto segment = std::make_unique<Segment>(
       exchange_, group_.device(), group_.places(), group_.handle_kind(),
       std::max<std::size_t>(num_bytes, 1), group_.leaving(), group_.word());
   agree(exchange_, attempt([&] { tell_kernels(idx, *segment); }));
   __atomic_fetch_add(&row(idx).num_users, 1u, __ATOMIC_ACQ_REL);
-  exchange_.all_gather(0);  // nobody takes the row for free that others have yet to enter
+  exchange_.all_gather(0);  // no rank may treat the row as free before all have entered it
   entry.segment = std::move(segment);
+  num_rows_ = std::max(num_rows_, idx + 1);
   ++num_lent_;
   return std::make_shared<Loan>(group_.device(), idx, entry.segment->own(), returns_);
 }
 
-// Rank 0 says which: the first that no rank uses.
+// Rank 0 chooses the first row that no rank uses, or kMaxSegments.
 std::size_t LentMemory::choose_row() {
   std::size_t free = 0;
   while (free < kMaxSegments && __atomic_load_n(&row(free).num_users, __ATOMIC_ACQUIRE) != 0)
     ++free;
   if (exchange_.rank() == 0 && free < kMaxSegments)
     __atomic_store_n(&row(free).num_gone, 0u, __ATOMIC_RELEASE);
-  const std::size_t chosen = exchange_.all_gather(free)[0];
-  if (chosen == kMaxSegments)
-    throw std::invalid_argument("a group shares " + std::to_string(kMaxSegments) +
-                                " tensors at most at a time; those that all ranks have dropped, "
-                                "and no graph has captured, do not count");
-  return chosen;
+  return exchange_.all_gather(free)[0];
 }
 
 void LentMemory::tell_kernels(std::size_t idx, const Segment& segment) {
@@ -94,8 +183,9 @@ void LentMemory::tell_kernels(std::size_t idx, const Segment& segment) {
 
 void LentMemory::collect() {
   if (num_lent_ == 0) return;
+  drop_kept(0);  // a peer may have dropped its part after this rank kept its own
   take_returns();
-  // To close and to free memory of handles waits for all that the device does.
+  // Closing and freeing memory with IPC handles waits for all work on the device.
   if (num_gone_ == 0 || group_.handle_kind() == HandleKind::kIpc) return;
   close_unused();
   free_closed();
@@ -112,6 +202,13 @@ void LentMemory::take_returns() {
   std::erase_if(returning_, [&](const Loan::Return& returned) {
     Entry& entry = entries_[returned.row];
     if (returned.is_captured || entry.is_captured) return true;  // it stays
+    if (entry.is_kept && has_all_parts(returned.row)) {
+      entry.is_free = true;
+      entry.ends = returned.ends;
+      entry.freed_at = num_returned_++;
+      return true;
+    }
+    entry.is_kept = false;
     for (const auto& end : returned.ends)
       if (!end->is_over()) return false;
     entry.is_gone = true;
@@ -134,7 +231,7 @@ void LentMemory::close_unused() {
 }
 
 void LentMemory::free_closed() {
-  // Of memory by file descriptors the driver counts the users.
+  // The driver counts the users of memory that is shared by file descriptors.
   const bool is_counted = group_.handle_kind() == HandleKind::kFd;
   for (std::size_t idx = 0; idx < kMaxSegments; ++idx) {
     Entry& entry = entries_[idx];
@@ -147,27 +244,39 @@ void LentMemory::free_closed() {
   }
 }
 
-void LentMemory::find_buffers(const Collective& call, bool is_captured, KernelCall& kernel_call) {
-  kernel_call.lent = {};
-  kernel_call.lent_input = kernel_call.lent_output = 0;
-  if (num_lent_ == 0) return;
-  kernel_call.lent.bases = reinterpret_cast<std::byte* const*>(bases_->data());
-  const std::uint64_t input = place_of(call.inputs[0], call.num_bytes(), is_captured);
-  const std::uint64_t output = place_of(call.outputs[0], call.num_bytes(), is_captured);
-  if (input == 0 || output == 0) return;
-  kernel_call.lent_input = input;
-  kernel_call.lent_output = output;
+void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
+                              KernelCall& kernel_call) {
+  kernel_call.lent.bases =
+      bases_ != nullptr ? reinterpret_cast<std::byte* const*>(bases_->data()) : nullptr;
+  // A replay uses all buffers of the call, lent or not.
+  if (is_captured) {
+    for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+      keep_for_graph(kernel_call.inputs[rank]);
+      keep_for_graph(kernel_call.outputs[rank]);
+    }
+    keep_for_graph(kernel_call.master);
+    for (const auto* state : kernel_call.states) keep_for_graph(state);
+  }
+  find_lent_buffers(
+      call, plan,
+      [this](const std::byte* data, std::size_t num_bytes) { return place_of(data, num_bytes); },
+      kernel_call);
+  // A graph's kernel may meet one of a peer that lends by then: without bases it takes nothing.
+  if (bases_ == nullptr) kernel_call.lends = Lends::kNo;
 }
 
-std::uint64_t LentMemory::place_of(const void* data, std::size_t num_bytes, bool is_captured) {
-  const auto* begin = static_cast<const std::byte*>(data);
-  for (std::size_t idx = 0; idx < kMaxSegments; ++idx) {
-    Entry& entry = entries_[idx];
+void LentMemory::keep_for_graph(const void* data) {
+  if (const std::uint64_t place = place_of(static_cast<const std::byte*>(data), 1); place != 0)
+    entries_[(place >> Lent::kOffsetBits) - 1].is_captured = true;
+}
+
+std::uint64_t LentMemory::place_of(const std::byte* data, std::size_t num_bytes) const {
+  for (std::size_t idx = 0; idx < num_rows_ && num_lent_ > 0; ++idx) {
+    const Entry& entry = entries_[idx];
     if (entry.segment == nullptr) continue;
     const std::byte* base = entry.segment->of(exchange_.rank());
-    if (begin < base || begin + num_bytes > base + entry.segment->num_bytes()) continue;
-    entry.is_captured = entry.is_captured || is_captured;
-    return cuda::Lent::place(idx, static_cast<std::uint64_t>(begin - base));
+    if (data < base || data + num_bytes > base + entry.segment->num_bytes()) continue;
+    return Lent::place(idx, static_cast<std::uint64_t>(data - base));
   }
   return 0;
 }

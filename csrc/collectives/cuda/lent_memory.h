@@ -10,21 +10,22 @@
 #include "collectives/collective.h"
 #include "collectives/cuda/device_group.h"
 #include "collectives/cuda/events.h"
+#include "collectives/cuda/lent_buffers.h"
 #include "collectives/cuda/record_exchange.h"
 #include "collectives/cuda/segment.h"
 #include "device/cuda/call.h"
 
 namespace ringcomm::cuda {
 
-/// A rank's part of a segment, as the owner of a user's tensor has it.
+/// A rank's part of a segment, held by the owner of a user's tensor.
 class Loan {
  public:
   struct Return {
     std::size_t row;
-    bool is_captured;  ///< given back while a graph was captured, which may use it
+    bool is_captured;  ///< returned during a capture, whose graph may use it
     std::vector<std::shared_ptr<const Event>> ends;  ///< of what still used it
   };
-  /// Where loans of a group come back to.
+  /// The queue of a group's returned loans.
   struct Returns {
     std::mutex mutex;
     bool is_closed = false;
@@ -36,29 +37,32 @@ class Loan {
       : device_(device), row_(row), memory_(std::move(memory)), returns_(std::move(returns)) {}
 
   std::byte* data() const { return memory_->data(); }
-  /// The tensor has gone: nothing uses its memory but what these streams hold now. Once, from any
-  /// thread. Where the group has been destroyed, waits for the streams.
+  /// Call it once, from any thread, when the tensor is destroyed: only the work that these streams
+  /// hold now still uses its memory. If the group has been destroyed, waits for the streams.
   void give_back(const std::vector<StreamHandle>& streams) const noexcept;
 
  private:
   DeviceOrdinal device_;
   std::size_t row_;
-  std::shared_ptr<DeviceMemory> memory_;  // which a group may leave behind
+  std::shared_ptr<DeviceMemory> memory_;  // may outlive the group
   std::shared_ptr<Returns> returns_;
 };
 
-/// Segments for users' tensors, in which peers read and write the buffers of all_reduce where they
-/// are. A table on the device says where each rank's part of each segment is mapped here; a segment
-/// has the same row of it on all ranks.
+/// Segments for users' tensors, in which peers access the buffers of collectives directly. A table
+/// on the device has the local address of each rank's part of each segment; a segment has the same
+/// row on all ranks.
 ///
-/// When a segment is freed. A rank's tensor is gone when its owner has given it back and the
-/// streams that used it have passed that point. A kernel reads and writes a peer's part only until
-/// that peer's kernel of the same call ends, so nobody uses a part once it is gone. Each rank
-/// counts its own in host memory of the group; when all are gone, each unmaps the others' parts,
-/// and when all have done that, frees its own. What a graph has captured stays as long as the
-/// group.
+/// When a segment is freed: a rank's part is unused when its owner has returned it and the streams
+/// that used it have passed that point. A kernel accesses a peer's part only until that peer's
+/// kernel of the same call ends, so no rank uses the part afterwards. Each rank counts its unused
+/// parts in the group's host memory. When a segment's parts are all unused, each rank unmaps the
+/// others' parts; when all have done that, each frees its own. Parts that a graph has captured
+/// exist as long as the group.
 ///
-/// By one thread at a time.
+/// Borrowed memory is reused instead of freed when it is returned: by this rank's streams, after
+/// the work that used it last. Peers access it only in kernels that end before this rank's kernels.
+///
+/// One thread at a time.
 class LentMemory {
  public:
   static constexpr std::size_t kMaxSegments = 256;
@@ -72,16 +76,24 @@ class LentMemory {
 
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
-  /// Tells a kernel of this call's buffers, where all of them are in segments.
-  void find_buffers(const Collective& call, bool is_captured, KernelCall& kernel_call);
-  /// Frees what no rank has any more, where that does not make the host wait for the device. Asks
-  /// the driver only about what was given back.
+  /// The same, from returned parts if every rank has one that fits; `place` then waits for its last
+  /// use. Otherwise in a new segment, and ranks drop returned parts that were too small. Null if
+  /// the group has its maximum of segments, or a GPU has no memory for one. Collective.
+  std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place);
+  /// Tells the kernel of a planned call which of its buffers are in segments. A segment that a
+  /// graph captures is never freed.
+  void find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
+                    KernelCall& kernel_call);
+  /// A captured graph uses this address: if it is in a segment, that stays as long as the group.
+  void keep_for_graph(const void* data);
+  /// Frees segments that no rank uses, unless that would make the host wait for the device. Queries
+  /// the driver only for returned parts.
   void collect();
 
  private:
   /// In host memory.
   struct Row {
-    std::uint32_t num_gone;   ///< ranks whose tensor is gone
+    std::uint32_t num_gone;   ///< ranks whose tensor is destroyed
     std::uint32_t num_users;  ///< ranks that have the segment mapped; 0: the row is free
   };
   struct Entry {
@@ -89,23 +101,34 @@ class LentMemory {
     bool is_captured = false;
     bool is_gone = false;
     bool has_closed = false;  // the others' parts
+    bool is_kept = false;     // to be borrowed again
+    bool is_free = false;     // of those, for the next; not before these have passed:
+    std::vector<std::shared_ptr<const Event>> ends = {};
+    std::uint64_t freed_at = 0;  // how many had been returned before
   };
 
   Row& row(std::size_t idx) const { return rows_[idx]; }
+  std::size_t make_room();
   std::size_t choose_row();
+  bool has_all_parts(std::size_t idx) const;
+  std::shared_ptr<const Loan> lend_in(std::size_t idx, std::size_t num_bytes);
+  std::size_t find_kept(std::size_t num_bytes, bool is_captured) const;
+  void drop_kept(std::size_t num_bytes);
   void tell_kernels(std::size_t row, const Segment& segment);
   void take_returns();
   void close_unused();
   void free_closed();
-  /// Where a buffer is; 0 where it is in no segment.
-  std::uint64_t place_of(const void* data, std::size_t num_bytes, bool is_captured);
+  /// The place of a buffer; 0 if it is in no segment.
+  std::uint64_t place_of(const std::byte* data, std::size_t num_bytes) const;
 
   RecordExchange& exchange_;
   DeviceGroup& group_;
   Row* rows_;
   std::array<Entry, kMaxSegments> entries_;
+  std::size_t num_rows_ = 0;  // of the entries, those that were ever in use
   int num_lent_ = 0;
   int num_gone_ = 0;                     // of those
+  std::uint64_t num_returned_ = 0;       // of those to be borrowed again
   std::vector<Loan::Return> returning_;  // that streams have yet to pass
   std::shared_ptr<Loan::Returns> returns_;
   std::unique_ptr<DeviceMemory> bases_;         // of all ranks' parts, for kernels

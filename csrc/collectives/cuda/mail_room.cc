@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "collectives/cuda/launch_plan.h"
+#include "collectives/cuda/staging_plan.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -64,7 +64,7 @@ unsigned MailRoom::take_seats(int peer) {
     rooms.push_back(std::make_unique<DeviceRoom>(theirs.device, theirs.num_seats));
   int num_free = own.num_seats;
   for (const auto& room : rooms) num_free = std::min(num_free, room->num_free());
-  // What is free may have been too little for the moment in which another rank tried to take more.
+  // Free seats may be held for a moment by another rank's attempt to take more.
   for (unsigned num_blocks = std::max(1u, blocks_per_lane_that_fit(layout_, num_free));
        num_blocks > 0; num_blocks /= 2) {
     if (!take_in_all(rooms, 2 * num_blocks)) continue;

@@ -14,12 +14,12 @@ namespace ringcomm::cuda {
 
 /// How many blocks the messages between two ranks of a group may have in each direction.
 ///
-/// The rank that comes first decides for both, and takes the seats of both. So messages without
-/// room are refused on both ranks, and no kernel waits for a message that its peer has refused. A
-/// decision stands as long as the group.
+/// The first rank of a pair decides for both, and takes the seats of both. So messages without room
+/// are refused on both ranks, and no kernel waits for a message that its peer has refused. A
+/// decision is valid as long as the group.
 ///
-/// On a GPU that both ranks share they need the seats of one: of the two ends of a direction only
-/// one waits.
+/// On a GPU that both ranks share, they need the seats of one rank only, because only one of the
+/// two ends of a direction waits.
 class MailRoom {
  public:
   static constexpr std::size_t num_bytes(int world_size) {

@@ -18,12 +18,12 @@ struct PlannedCall {
   KernelCall call;
 };
 
-/// What plan_launch() has made of the last calls of a group. A program repeats its all_reduces with
-/// the same sizes: those differ in their buffers alone, and are planned once. Every other call is
-/// planned anew, as its plan has the buffers of all ranks or the numbers of an optimizer's step.
+/// Caches the plans of a group's last calls. A program repeats its all_reduces with the same sizes,
+/// which differ in their buffers only and are planned once. Other calls are planned each time,
+/// because their plans contain the buffers of all ranks or the values of an optimizer step.
 class PlanCache {
  public:
-  /// Of the kernel's parameter, all collectives of the group have `frame`.
+  /// `frame` is the part of the kernel parameters that all collectives of the group share.
   PlanCache(const Kernels& kernels, const GroupFrame& frame) : kernels_(kernels), frame_(frame) {}
 
   /// Valid until the next call of this function; by one thread at a time. Throws as plan_launch().

@@ -43,7 +43,7 @@ class RecordExchange {
   const WaitLimits& limits_;
 };
 
-/// Text in a record; cut where it does not fit.
+/// Text in a record; truncated if it does not fit.
 template <std::size_t kBytes>
 struct RecordText {
   char bytes[kBytes] = {};
@@ -55,7 +55,8 @@ struct RecordText {
   std::string str() const { return bytes; }
 };
 
-/// Runs what only this rank does; the text says what went wrong, for all to hear.
+/// Runs a local step. Returns the error text, which is then exchanged with all ranks; empty on
+/// success.
 template <class Body>
 RecordText<256> attempt(const Body& body) {
   try {

@@ -8,10 +8,10 @@
 
 namespace ringcomm::cuda {
 
-/// A kernel of rows that exchanges what it knows of each row with the other ranks, in place of an
-/// all_reduce of SoftmaxStats. Its clusters use the packets of as many blocks.
+/// A row kernel that exchanges its partial result of each row with the other ranks, instead of an
+/// all_reduce of SoftmaxStats. Each cluster uses the packets of one block.
 struct RowLaunch {
-  std::uint32_t num_clusters = 1;  ///< the same on all ranks, as RowRoom says
+  std::uint32_t num_clusters = 1;  ///< the same on all ranks, from RowRoom
   std::uint64_t digest = 0;        ///< of all else that must be the same on all ranks
   std::function<void(const KernelCall& call, StreamHandle stream)> launch;
 };

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "collectives/cuda/launch_plan.h"
+#include "collectives/cuda/staging_plan.h"
 
 namespace ringcomm::cuda {
 

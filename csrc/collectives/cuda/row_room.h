@@ -18,7 +18,7 @@ class RowRoom {
   RowRoom(RecordExchange& exchange, const DeviceGroup& group)
       : exchange_(exchange), group_(group) {}
 
-  /// The same on all ranks; collective when a number of blocks is first asked for. Throws Error.
+  /// The same on all ranks. Collective at the first call for a number of blocks. Throws Error.
   int num_clusters(unsigned cluster_blocks, int max_active);
 
  private:

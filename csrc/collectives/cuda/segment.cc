@@ -11,17 +11,17 @@
 #include "collectives/cuda/events.h"
 #include "collectives/cuda/unavailable.h"
 #include "core/errors.h"
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 
 namespace ringcomm::cuda {
 namespace {
 
 constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 
-// What every rank writes into its own part, and finds in the others'.
+// The signature that every rank writes into its own part and checks in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
 
-// What ranks of this process have made, for those that are other threads of it.
+// Memory of this process's ranks, for ranks that are other threads of the process.
 class OwnMemories {
  public:
   static OwnMemories& all() {
@@ -39,7 +39,7 @@ class OwnMemories {
     std::shared_ptr<DeviceMemory> memory = memories_[number].lock();
     if (memory == nullptr)
       throw Error({.kind = ErrorKind::kSystem, .rank = rank},
-                  "ringcomm: rank " + std::to_string(rank) + " has given its memory up");
+                  "ringcomm: rank " + std::to_string(rank) + " has released its memory");
     return memory;
   }
 
@@ -61,11 +61,11 @@ struct Segment::Part {
 
 std::string new_offer_key() {
   static std::atomic<int> num_offers = 0;
-  return shm::ProcessHub::instance().address() + "/cuda/" + std::to_string(num_offers++);
+  return shm::Bootstrap::instance().address() + "/cuda/" + std::to_string(num_offers++);
 }
 
 shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& key) {
-  shm::UniqueFd fd = shm::ProcessHub::instance().fetch(place.hub_address, key, kFetchTimeout);
+  shm::UniqueFd fd = shm::Bootstrap::instance().fetch(place.bootstrap_address, key, kFetchTimeout);
   if (!fd)
     throw Error({.kind = ErrorKind::kSystem, .rank = rank},
                 "ringcomm: rank " + std::to_string(rank) + " did not hand over its memory");
@@ -97,19 +97,19 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
               if (peer != exchange.rank()) map(peer, places[idx], parts[idx]);
             }
           }));
-    // Zeroed, signatures too, before anybody uses it.
+    // Zeroed, including the signatures, before any rank uses it.
     agree(exchange, attempt([&] { clear_own(); }));
   } catch (const Unavailable&) {
-    if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
+    if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
     close_others();
     exchange.all_gather(0);  // all ranks are here, and none has a part of another's open after this
     leaving.drop(own_);
     throw;
   } catch (...) {
-    if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
+    if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
     throw;
   }
-  if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
+  if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
 }
 
 Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind, Leaving& leaving) {
@@ -126,7 +126,7 @@ Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind, Leavi
       return;
     }
     offer_key_ = new_offer_key();
-    shm::ProcessHub::instance().offer(offer_key_, own_->export_fd());
+    shm::Bootstrap::instance().offer(offer_key_, own_->export_fd());
     part.offer_key = RecordText<160>(offer_key_);
   });
   return part;
@@ -145,8 +145,8 @@ void Segment::map(int peer, const RankPlace& place, const Part& part) {
     }
     if (key.empty())
       throw Error({.kind = ErrorKind::kSystem, .rank = peer},
-                  "ringcomm: threads of one process on several GPUs need memory that is handed out "
-                  "by file descriptors, which this driver has not");
+                  "ringcomm: threads of one process on several GPUs need memory handles that are "
+                  "file descriptors, which this driver does not support");
   }
   theirs_[idx] = key.empty() ? std::make_shared<DeviceMemory>(device_, part.num_bytes, part.handle)
                              : std::make_shared<DeviceMemory>(device_, part.num_bytes,
@@ -178,7 +178,7 @@ void Segment::probe(int peer) {
   if (value != signature(peer))
     throw Error({.kind = ErrorKind::kSystem, .rank = peer},
                 "ringcomm: the memory that rank " + std::to_string(peer) +
-                    " handed over is not what it has written to");
+                    " handed over is not the memory that it has written to");
 }
 
 void Segment::clear_own() {

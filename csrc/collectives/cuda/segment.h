@@ -17,18 +17,18 @@ namespace ringcomm::cuda {
 /// Memory of which every rank of a group has a part on its device, and which all have mapped.
 class Segment {
  public:
-  /// Collective; `num_bytes` may differ from rank to rank. `leaving` is the group's, and so is
-  /// `word`, eight bytes that outlive this object: to free them waits for all that the GPU does.
-  /// Throws Unavailable, with the same reason on all ranks, where the memory cannot be had or
-  /// mapped, or is not what its owner says.
+  /// Collective; `num_bytes` may differ between ranks. `leaving` belongs to the group, as does
+  /// `word`: eight bytes that outlive this object, because freeing them waits for all work on the
+  /// GPU. Throws Unavailable, with the same reason on all ranks, if the memory cannot be allocated
+  /// or mapped, or does not have its owner's signature.
   Segment(RecordExchange& exchange, DeviceOrdinal device, const std::vector<RankPlace>& places,
           HandleKind kind, std::size_t num_bytes, Leaving& leaving, MappedHostMemory& word);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  /// Where a rank's part lies here; zeroed at first.
+  /// The local address of a rank's part; zeroed at first.
   std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
-  /// Of this rank's part.
+  /// The size of this rank's part.
   std::size_t num_bytes() const { return num_bytes_; }
   /// Unmaps the other ranks' parts, which nothing uses any more.
   void close_others() { theirs_.clear(); }
@@ -36,7 +36,7 @@ class Segment {
   const std::shared_ptr<DeviceMemory>& own() const { return own_; }
 
  private:
-  struct Part;  // what a rank says of its own
+  struct Part;  // a rank's record of its part
 
   Part make_own(RecordExchange& exchange, HandleKind kind, Leaving& leaving);
   void map(int peer, const RankPlace& place, const Part& part);
@@ -48,13 +48,13 @@ class Segment {
   std::size_t num_bytes_;
   MappedHostMemory& word_;
   std::shared_ptr<DeviceMemory> own_;
-  /// Of the others: mapped, or, of a thread of this process, the memory itself.
+  /// The other ranks' memory: mapped, or the memory itself if the rank is a thread of this process.
   std::vector<std::shared_ptr<DeviceMemory>> theirs_;
   std::vector<std::byte*> parts_;
   std::string offer_key_;
 };
 
-/// What the hub of a rank's process offers under `key`. Throws Error.
+/// Fetches what the bootstrap of a rank's process offers under `key`. Throws Error.
 shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& key);
 /// A key under which this process has offered nothing yet.
 std::string new_offer_key();

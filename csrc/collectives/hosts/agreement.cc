@@ -7,8 +7,8 @@
 namespace ringcomm {
 namespace {
 
-// What a rank says about its call: the header, and for every rank how many elements it has for it
-// and how many it expects from it. Zeros where the header says it all.
+// A rank's record of its call: the header, and for every rank the elements that it sends to and
+// expects from it. Zeros if the header is sufficient.
 struct Sizes {
   std::vector<std::uint64_t> given, expected;
 };
@@ -47,7 +47,7 @@ bool has_shares(OpKind op) {
          op == OpKind::kScatter || op == OpKind::kAllToAll;
 }
 
-// The records of this host's ranks, one behind the other.
+// The concatenated records of this host's ranks.
 class Records {
  public:
   explicit Records(const HostsEngine& engine)
@@ -100,8 +100,8 @@ class Comparison {
     }
   }
 
-  // Of shares that every rank has a table of, all entries; of others what concerns two ranks of
-  // this host. Pairs of ranks on two hosts are compared where the data arrives.
+  // Compares all entries if every rank has a table of all shares, and otherwise the pairs of ranks
+  // on this host. Pairs of ranks on two hosts are compared when the data arrives.
   void compare_sizes() {
     for (int from = 0; from < engine_.local_size(); ++from)
       for (int to = 0; to < engine_.local_size(); ++to)
@@ -161,7 +161,7 @@ void agree_inside_host(HostsEngine& engine, const Collective& call, const CallHe
 
 HostsGreeting::HostsGreeting(HostsEngine& engine, const CallHeader& header) : engine_(engine) {
   if (!engine.is_leader()) return;
-  const int num_hosts = engine.roster().num_hosts();
+  const int num_hosts = engine.peer_table().num_hosts();
   exchange_.emplace(engine.leaders(), header);
   exchange_->recv((engine.host() + num_hosts - 1) % num_hosts, nullptr, 0);
   exchange_->send((engine.host() + 1) % num_hosts, nullptr, 0);
@@ -170,8 +170,8 @@ HostsGreeting::HostsGreeting(HostsEngine& engine, const CallHeader& header) : en
 void HostsGreeting::finish() {
   if (!exchange_) return;
   std::vector<int> leaders;
-  for (int host = 0; host < engine_.roster().num_hosts(); ++host)
-    leaders.push_back(engine_.roster().leader_of(host));
+  for (int host = 0; host < engine_.peer_table().num_hosts(); ++host)
+    leaders.push_back(engine_.peer_table().leader_of(host));
   engine_.in_numbers_of(leaders, [&] { exchange_->finish(); });
   exchange_.reset();
 }

@@ -8,19 +8,19 @@
 
 namespace ringcomm {
 
-/// That all ranks made the same call, found out before any data depends on it: inside each host on
-/// the board, and between hosts by their leaders, each of whom hears of the one before it first, in
-/// this greeting or in hosts_barrier(). So a difference is always found by some rank, which tells
-/// all.
+/// Checks that all ranks made the same call before any data depends on it: inside each host on the
+/// board, and between hosts by their leaders. Each leader first receives the header of the leader
+/// before it, in this greeting or in hosts_barrier(). So some rank always detects a difference and
+/// reports it to all.
 
-/// Compares the calls of this host's ranks, and their sizes pair by pair. All of them throw alike:
-/// Mismatched. No rank returns before all have come.
+/// Compares the calls of this host's ranks, and their sizes pair by pair. All of them throw the
+/// same Mismatched. No rank returns before all have arrived.
 void agree_inside_host(HostsEngine& engine, const Collective& call, const CallHeader& header);
 
-/// Compares the calls of this host and of the one before it; does nothing on ranks that lead no
-/// host. For collectives in which data of all hosts follows, with their headers: those compare the
-/// rest, and this one, which goes the same way whatever the collective, sees to it that nobody
-/// waits for data that will not come. Starts at once, and costs no time of its own beside data.
+/// Compares the calls of this host and of the one before it; does nothing on ranks that are not
+/// leaders. For collectives that then receive data from all hosts with its headers, which compare
+/// the rest. The greeting follows the same path for every collective, so no rank waits for data
+/// that will not arrive. It starts immediately and overlaps with the data.
 class HostsGreeting {
  public:
   HostsGreeting(HostsEngine& engine, const CallHeader& header);

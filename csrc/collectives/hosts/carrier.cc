@@ -26,20 +26,21 @@ MessageEngine::Cut cut_of(const CommunicatorOptions& options) {
           .is_rank_ordered = options.is_rank_ordered};
 }
 
-std::unique_ptr<Carrier> make_local(shm::Rendezvous& ranks, const Roster& roster,
+std::unique_ptr<Carrier> make_local(shm::Rendezvous& ranks, const PeerTable& peer_table,
                                     const CommunicatorOptions& options) {
-  if (roster.num_ranks_on(roster.host_of(ranks.rank())) == 1) return nullptr;
-  return std::make_unique<ShmCarrier>(ranks, roster, ranks.rank(), options);
+  if (peer_table.num_ranks_on(peer_table.host_of(ranks.rank())) == 1) return nullptr;
+  return std::make_unique<ShmCarrier>(ranks, peer_table, ranks.rank(), options);
 }
 
 }  // namespace
 
-HostsCarrier::HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const Roster& roster,
-                           const CommunicatorOptions& options, const MakeMessages& make_messages)
+HostsCarrier::HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks,
+                           const PeerTable& peer_table, const CommunicatorOptions& options,
+                           const MakeMessages& make_messages)
     : options_(options),
-      roster_(roster),
+      peer_table_(peer_table),
       members_(store, ranks),
-      local_(members_.told_if_it_fails([&] { return make_local(ranks, roster, options); })),
+      local_(members_.told_if_it_fails([&] { return make_local(ranks, peer_table, options); })),
       transport_(members_.told_if_it_fails([&] {
         // Before this rank leaves the memory of its host, where others may be in a call already.
         members_.on_abort([this] { tell_host(); });
@@ -47,7 +48,7 @@ HostsCarrier::HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const R
       })),
       watch_(*transport_, members_),
       planner_(*transport_, cut_of(options)),
-      engine_(roster_, ranks.rank(), local_.get(), *transport_, cut_of(options)) {
+      engine_(peer_table_, ranks.rank(), local_.get(), *transport_, cut_of(options)) {
   members_.on_abort([this] {
     tell_host();
     transport_->abort();
@@ -62,8 +63,8 @@ std::unique_ptr<PointToPoint> HostsCarrier::make_p2p(Failure& failure, Stats& st
   return std::make_unique<MessageP2p>(*transport_, watch_, failure, stats);
 }
 
-// Where hosts do not count: sums from left to right over the ranks cannot be taken host by host,
-// and an algorithm that was asked for by name is one of ranks.
+// Whether the hosts are ignored: left-to-right sums over the ranks cannot be computed host by host,
+// and an algorithm that the user names works on ranks.
 bool HostsCarrier::is_flat(const Collective& call) const {
   if (!is_reduction(call.op)) return false;
   if (options_.is_rank_ordered) return true;
@@ -109,7 +110,7 @@ void HostsCarrier::dispatch(const Collective& call, const CallHeader& header) {
     case OpKind::kBarrier:
       return hosts_barrier(engine_, header);
     case OpKind::kAllReduce: {
-      if (call.num_bytes() <= leader_max_bytes(roster_.num_hosts()))
+      if (call.num_bytes() <= leader_max_bytes(peer_table_.num_hosts()))
         return hosts_leader_all_reduce(engine_, call, header);
       const MessageShares shares = MessageShares::of_buffer(call, world_size);
       HostsGreeting greeting(engine_, header);

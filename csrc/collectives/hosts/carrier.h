@@ -12,20 +12,20 @@
 #include "transport/messages/message_transport.h"
 #include "transport/messages/message_watch.h"
 #include "transport/messages/store_membership.h"
-#include "transport/roster.h"
+#include "transport/peer_table.h"
 
 namespace ringcomm {
 
-/// Collectives of ranks on several hosts, of which some have more than one: shared memory inside a
-/// host, messages between hosts. Users' sends and receives all go over messages, so that one from
-/// any source sees every rank.
+/// Collectives of ranks on several hosts, at least one of which has several ranks: shared memory
+/// inside a host, messages between hosts. All sends and receives of users go over messages, so that
+/// a receive from any source sees every rank.
 ///
-/// A rank that gives up says so twice: in the memory of its host, whose ranks wait there, and in
-/// the store, where every rank's watch looks and tells its own host's memory.
+/// A rank that fails reports it twice: in its host's shared memory, for the ranks of its host, and
+/// in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
 class HostsCarrier final : public Carrier {
  public:
   /// Collective over the group, whose ranks have been found. Throws Error.
-  HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const Roster& roster,
+  HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const PeerTable& peer_table,
                const CommunicatorOptions& options, const MakeMessages& make_messages);
   ~HostsCarrier() override { members_.leave(); }
 
@@ -48,7 +48,7 @@ class HostsCarrier final : public Carrier {
   void dispatch(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
-  Roster roster_;
+  PeerTable peer_table_;
   StoreMembership members_;
   std::unique_ptr<Carrier> local_;  // null on a host with one rank
   std::unique_ptr<MessageTransport> transport_;

@@ -9,13 +9,14 @@
 namespace ringcomm {
 namespace {
 
-std::vector<int> leaders_of(const Roster& roster) {
+std::vector<int> leaders_of(const PeerTable& peer_table) {
   std::vector<int> leaders;
-  for (int host = 0; host < roster.num_hosts(); ++host) leaders.push_back(roster.leader_of(host));
+  for (int host = 0; host < peer_table.num_hosts(); ++host)
+    leaders.push_back(peer_table.leader_of(host));
   return leaders;
 }
 
-// On a host with one rank every output is its input; who broadcasts has it.
+// On a host with one rank every output is its input; a broadcast needs no copy.
 void run_alone(const Collective& call) {
   if (call.op == OpKind::kBarrier || call.op == OpKind::kBroadcast) return;
   const std::size_t num_bytes = call.input_share(0) * element_bytes(call.dtype);
@@ -25,16 +26,16 @@ void run_alone(const Collective& call) {
 
 }  // namespace
 
-HostsEngine::HostsEngine(const Roster& roster, int rank, Carrier* local,
+HostsEngine::HostsEngine(const PeerTable& peer_table, int rank, Carrier* local,
                          MessageTransport& transport, const MessageEngine::Cut& cut)
-    : roster_(roster),
+    : peer_table_(peer_table),
       rank_(rank),
       local_(local),
       transport_(transport),
       cut_(cut),
       all_(transport, cut) {
   if (!is_leader()) return;
-  leaders_subset_ = std::make_unique<MessageSubset>(transport, leaders_of(roster),
+  leaders_subset_ = std::make_unique<MessageSubset>(transport, leaders_of(peer_table),
                                                     MessageTags::kNumOfCollectives);
   leaders_ = std::make_unique<MessageEngine>(*leaders_subset_, cut);
 }

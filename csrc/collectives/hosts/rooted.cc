@@ -14,14 +14,15 @@
 namespace ringcomm {
 namespace {
 
-// What a rank may hold of another's buffer at once.
+// The maximum of another rank's buffer that a rank stages at a time.
 constexpr std::size_t kStagingBytes = std::size_t{4} << 20;
 
 // One rank of each host, by host: the root of its own, else the leader.
 std::vector<int> representatives(const HostsEngine& engine, int root) {
   std::vector<int> ranks;
-  for (int host = 0; host < engine.roster().num_hosts(); ++host)
-    ranks.push_back(host == engine.roster().host_of(root) ? root : engine.roster().leader_of(host));
+  for (int host = 0; host < engine.peer_table().num_hosts(); ++host)
+    ranks.push_back(
+        host == engine.peer_table().host_of(root) ? root : engine.peer_table().leader_of(host));
   return ranks;
 }
 
@@ -44,7 +45,7 @@ class LocalShares {
         output_elems_.push_back(call.output_share(rank));
       }
     }
-    if (call.root >= 0) call_.root = engine.roster().local_rank_of(call.root);
+    if (call.root >= 0) call_.root = engine.peer_table().local_rank_of(call.root);
     if (has_inputs) {
       call_.inputs = inputs_.data();
       call_.input_elems = input_elems_.data();
@@ -107,7 +108,7 @@ void hosts_leader_all_reduce(HostsEngine& engine, const Collective& call,
   const ReduceOp& op = reduce_op_of(call);
   const ElemRange all{0, call.num_elems};
   const std::size_t num_bytes = call.num_bytes();
-  const int num_hosts = engine.roster().num_hosts();
+  const int num_hosts = engine.peer_table().num_hosts();
   if (!engine.is_leader()) {
     reduce_inside(engine, call, all, 0, call.outputs[0]);
     broadcast_inside(engine, call, 0, call.outputs[0]);
@@ -140,7 +141,7 @@ void hosts_broadcast(HostsEngine& engine, const Collective& call, const CallHead
   if (engine.rank() == representative) {
     MessageEngine& messages = engine.among(ranks);
     Collective between = call;
-    between.root = engine.roster().host_of(call.root);
+    between.root = engine.peer_table().host_of(call.root);
     CallHeader header_between = header;
     header_between.root = between.root;
     plan_message_collective(messages.world_size(), between, options, header_between);
@@ -148,7 +149,7 @@ void hosts_broadcast(HostsEngine& engine, const Collective& call, const CallHead
       engine.count_sent(run_message_collective(messages, between, header_between));
     });
   }
-  broadcast_inside(engine, call, engine.roster().local_rank_of(representative),
+  broadcast_inside(engine, call, engine.peer_table().local_rank_of(representative),
                    engine.rank() == call.root ? call.inputs[0] : call.outputs[0]);
 }
 
@@ -157,7 +158,7 @@ void hosts_reduce(HostsEngine& engine, const Collective& call, const CallHeader&
   const ReduceOp& op = reduce_op_of(call);
   const std::vector<int> ranks = representatives(engine, call.root);
   const int representative = ranks[static_cast<std::size_t>(engine.host())];
-  const int local_root = engine.roster().local_rank_of(representative);
+  const int local_root = engine.peer_table().local_rank_of(representative);
   const std::size_t max_elems =
       std::min(std::max<std::size_t>(1, call.num_elems), kStagingBytes / op.element_bytes);
   std::vector<std::byte*> sums(ranks.size());

@@ -11,41 +11,42 @@
 namespace ringcomm {
 namespace {
 
-// What a rank may hold of others' chunks at once; larger ones are reduced in pieces. Some
-// milliseconds of a fast network, beside which the start of a message counts for little.
+// The maximum of other ranks' chunks that a rank stages at a time; larger chunks are reduced in
+// pieces. It takes some milliseconds on a fast network, so the latency of a message is small next
+// to it.
 constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
 
-// Who carries what between this host and the others.
+// Which rank transfers which chunk between this host and the others.
 class Couriers {
  public:
   explicit Couriers(const HostsEngine& engine)
-      : roster_(engine.roster()), local_size_(engine.local_size()) {}
+      : peer_table_(engine.peer_table()), local_size_(engine.local_size()) {}
 
-  /// In so many turns this host's ranks serve those of `host`.
+  /// The number of turns in which this host's ranks serve those of `host`.
   int num_turns(int host) const {
-    return (roster_.num_ranks_on(host) + local_size_ - 1) / local_size_;
+    return (peer_table_.num_ranks_on(host) + local_size_ - 1) / local_size_;
   }
   /// The rank of `host` that `local` serves in a turn, or -1.
   int served(int host, int turn, int local) const {
     const int place = turn * local_size_ + local;
-    return place < roster_.num_ranks_on(host)
-               ? roster_.ranks_on(host)[static_cast<std::size_t>(place)]
+    return place < peer_table_.num_ranks_on(host)
+               ? peer_table_.ranks_on(host)[static_cast<std::size_t>(place)]
                : -1;
   }
-  /// Who serves `rank` on `host`.
+  /// The rank on `host` that serves `rank`.
   int courier_of(int rank, int host) const {
-    return roster_.ranks_on(
-        host)[static_cast<std::size_t>(roster_.local_rank_of(rank) % roster_.num_ranks_on(host))];
+    return peer_table_.ranks_on(host)[static_cast<std::size_t>(peer_table_.local_rank_of(rank) %
+                                                               peer_table_.num_ranks_on(host))];
   }
 
  private:
-  const Roster& roster_;
+  const PeerTable& peer_table_;
   int local_size_;
 };
 
 template <class Body>
 void for_each_other_host(const HostsEngine& engine, const Body& body) {
-  const int num_hosts = engine.roster().num_hosts();
+  const int num_hosts = engine.peer_table().num_hosts();
   for (int distance = 1; distance < num_hosts; ++distance)
     body((engine.host() + distance) % num_hosts);
 }
@@ -62,7 +63,7 @@ class ReduceScatter {
             kStagingBytes / (static_cast<std::size_t>(engine.world_size()) * shares.element_bytes),
             1, std::max<std::size_t>(1, shares.max_elems()))) {
     const std::size_t piece_bytes = piece_elems_ * shares.element_bytes;
-    for (int host = 0; host < engine.roster().num_hosts(); ++host) {
+    for (int host = 0; host < engine.peer_table().num_hosts(); ++host) {
       received_.push_back(host == engine.host() ? nullptr : engine.stage(piece_bytes));
       partials_.emplace_back();
       for (int turn = 0; turn < couriers_.num_turns(host); ++turn)
@@ -103,7 +104,8 @@ class ReduceScatter {
     engine_.count_sent(num_bytes);
   }
 
-  // What this host's ranks have for those they serve in a turn; each gets that of its own.
+  // Reduces this host's data for the ranks that it serves in a turn; each rank gets the chunk of
+  // the rank that it serves.
   void reduce_inside(int host, int turn, std::size_t idx, std::byte* to) {
     std::vector<const void*> inputs;
     std::vector<std::size_t> elems;
@@ -128,7 +130,7 @@ class ReduceScatter {
     if (own.num_elems == 0) return;
     std::byte* output = shares_.output(engine_.rank(), own);
     std::vector<const void*> sources;
-    for (int host = 0; host < engine_.roster().num_hosts(); ++host)
+    for (int host = 0; host < engine_.peer_table().num_hosts(); ++host)
       sources.push_back(host == engine_.host() ? output : received(host));
     shares_.op->combine(output, nullptr, sources.data(), static_cast<int>(sources.size()),
                         own.num_elems, shares_.divisor);

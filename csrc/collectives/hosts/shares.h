@@ -6,11 +6,12 @@
 
 namespace ringcomm {
 
-/// reduce_scatter and all_gather over hosts, of chunks of any sizes: what of a chunk must cross the
-/// network does so once per host, and every rank carries its part.
+/// reduce_scatter and all_gather over hosts, with chunks of any sizes. Each chunk crosses the
+/// network once per host, and the transfers are distributed over the ranks.
 ///
 /// For a rank on another host, one of this host's ranks is its courier: the one of its own local
-/// rank, modulo this host's size. Couriers take turns where the other host has more ranks.
+/// rank, modulo this host's size. If the other host has more ranks, a courier serves several of
+/// them in turns.
 
 /// Leaves this rank's chunk, reduced over all ranks, in its output. The ranks of a host reduce what
 /// they have for each rank, its courier sends that, and the owner adds up the hosts in their order:

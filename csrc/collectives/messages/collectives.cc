@@ -12,15 +12,15 @@
 namespace ringcomm {
 namespace {
 
-// The limits were measured over Gloo on one machine, whose two cores other programs used as well
-// (docs/design/messages.md): half and double of each cost less than such a machine's noise.
+// The limits were measured over Gloo on one machine with two cores and other load
+// (docs/design/messages.md); half and double of each differ by less than the noise.
 
-// From here on a message's bytes cost more than its start, and what counts is that every link is
-// busy with its share. Of the whole call.
+// From this size of the whole call, bandwidth costs more than latency, so every link should be busy
+// with its share.
 constexpr std::size_t kRingMinBytes = std::size_t{1} << 20;
 
-// all_reduce: with two ranks the ring has no more steps than two_shot, and overlaps them. With more
-// it has, and where ranks share cores each step waits for its turn on one.
+// all_reduce: with two ranks the ring has the same number of steps as two_shot, and overlaps them.
+// With more ranks it has more steps, and if ranks share cores, each step waits for a core.
 std::size_t all_reduce_ring_min_bytes(int world_size) {
   return world_size == 2 ? std::size_t{512} << 10 : std::size_t{4} << 20;
 }
@@ -30,7 +30,7 @@ std::size_t one_shot_max_bytes(int world_size) {
   return (std::size_t{512} << 10) / static_cast<std::size_t>(world_size);
 }
 
-// The bytes of the whole call, as every rank knows them.
+// The bytes of the whole call; the same on every rank.
 std::size_t total_bytes(const Collective& call, int world_size) {
   std::size_t elems = call.num_elems;
   const bool is_gathered = call.op == OpKind::kAllGather;

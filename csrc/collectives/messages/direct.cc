@@ -11,13 +11,13 @@
 namespace ringcomm {
 namespace {
 
-// Staging for the parts of all peers, which a reduction needs at once; what does not fit goes in
-// pieces.
+// Staging for the parts of all peers, which a reduction needs at the same time; larger ones are
+// reduced in pieces.
 std::size_t piece_elems(const MessageEngine& engine, std::size_t element_bytes) {
   return engine.cut().num_slots * engine.cut().slot_bytes / element_bytes;
 }
 
-// The parts of all ranks for one reduction, in their order: this rank's where it lies.
+// The parts of all ranks for one reduction, in rank order; this rank's part is not copied.
 class Parts {
  public:
   Parts(MessageEngine& engine, std::size_t max_bytes)
@@ -50,7 +50,7 @@ void keep_own(const void* input, void* output, std::size_t num_bytes) {
   if (num_bytes > 0 && input != output) std::memmove(output, input, num_bytes);
 }
 
-// Pieces of `num_elems`, and at least one: headers are exchanged even where there is no data.
+// The pieces of `num_elems`; at least one, because headers are exchanged even without data.
 std::size_t num_pieces(std::size_t num_elems, std::size_t max_elems) {
   return std::max<std::size_t>(1, num_slices(num_elems, max_elems));
 }

@@ -8,15 +8,14 @@
 
 namespace ringcomm {
 
-/// Collectives in which every byte goes straight to where it is wanted: few steps, and reductions
-/// in the order of the ranks with one rounding, at the cost of one message per pair. All return the
-/// bytes that peers consumed from this rank, compare headers on their way, and throw Stopped or
-/// Mismatched.
+/// Collectives that send every byte directly to its destination: few steps, and reductions in rank
+/// order with one rounding, at the cost of one message per pair. All return the bytes that peers
+/// consumed from this rank, compare headers, and throw Stopped or Mismatched.
 
 /// Every rank sends all it has to all, and reduces for itself. One step; N - 1 times the bytes.
 std::uint64_t direct_all_reduce(MessageEngine& engine, const Collective& call,
                                 const CallHeader& header);
-/// Every rank sends each chunk to its owner, who reduces it into `output`.
+/// Every rank sends each chunk to its owner, which reduces it into `output`.
 std::uint64_t direct_reduce_scatter(MessageEngine& engine, const CallHeader& header,
                                     const MessageShares& shares);
 /// Every rank sends its own chunk, in `output`, to all.

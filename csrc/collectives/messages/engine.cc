@@ -7,9 +7,9 @@
 namespace ringcomm {
 namespace {
 
-// Sends that have ended but were not waited for hold memory; more than these are waited for, the
-// oldest first. No circle of waits comes of it: the receive of an older send is posted before its
-// receiver looks at anything younger, and the slots of a ring are fewer.
+// Completed sends hold memory until they are waited for. Beyond this number the oldest is waited
+// for. This cannot deadlock: a receiver posts the receive of an older send before it handles a
+// younger one, and a ring has fewer slots.
 constexpr std::size_t kMaxSends = 256;
 
 }  // namespace

@@ -20,7 +20,7 @@ namespace ringcomm {
 /// exception must not free what the transport still reads or writes.
 class MessageEngine {
  public:
-  /// How collectives are cut. Equal on all ranks.
+  /// The slices of collectives. Equal on all ranks.
   struct Cut {
     std::uint32_t num_slots = 2;         ///< receives of a ring that are posted ahead
     std::size_t slot_bytes = 256 << 10;  ///< of one message of a ring
@@ -39,7 +39,7 @@ class MessageEngine {
 
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
-  /// The number in the group, of which the transport may have a part only.
+  /// The rank in the whole group, of which the transport may have a subset only.
   int whole_rank(int peer) const { return transport_.whole_rank(peer); }
   const Cut& cut() const { return cut_; }
 
@@ -51,7 +51,7 @@ class MessageEngine {
   /// Returns when the message is done, and forgets it. Throws Stopped naming the peer.
   void wait(Handle message);
 
-  /// A send that nobody waits for before finish(), or before many more of its kind.
+  /// A send that is waited for in finish(), or after many more of its kind.
   void post_send(int peer, int tag, const void* data, std::size_t num_bytes);
 
   /// Memory until finish() or drop(), aligned for any element.

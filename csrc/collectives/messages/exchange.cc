@@ -52,7 +52,7 @@ std::size_t MessageExchange::swap_shares(const Collective& call, int peer) {
   const std::size_t bytes = element_bytes(call.dtype);
   const std::size_t num_bytes = call.input_share(peer) * bytes;
   const void* input = call.inputs[peer];
-  if (input == call.outputs[peer] && num_bytes > 0)  // what arrives may be faster than what goes
+  if (input == call.outputs[peer] && num_bytes > 0)  // the receive may complete before the send
     input = std::memcpy(engine_.stage(num_bytes), input, num_bytes);
   recv(peer, call.outputs[peer], call.output_share(peer) * bytes);
   send(peer, input, num_bytes);

@@ -11,24 +11,24 @@
 
 namespace ringcomm {
 
-/// What stands in front of data that one rank sends to another: the call it belongs to, and its
-/// size. Messages must fit their receives, and this one always does; nothing is received into a
-/// buffer before it has been looked at. Small data travels in it.
+/// Precedes data that one rank sends to another, with its call and size. A message must fit its
+/// receive, and the envelope always does, so it is checked before data is received into a buffer.
+/// Small data is part of it.
 struct MessageEnvelope {
   CallHeader header;
   std::uint64_t num_bytes;
-  // A page in all: two ranks of one machine spend a microsecond on copying that, where a message of
-  // its own costs a hundred.
+  // A page in total: two ranks of one machine copy it in about 1 us, while a separate message costs
+  // about 100 us.
   std::array<std::byte, 4096 - sizeof(CallHeader) - sizeof(std::uint64_t)> data;
 
   bool is_whole() const { return num_bytes <= sizeof(data); }
 };
 
-/// Data that goes straight from one rank to another: any number of transfers at once.
+/// Direct transfers from one rank to another, any number at the same time.
 ///
-/// Every collective begins with one in which each rank hears of the rank before it, whatever else:
-/// so ranks that made different calls are found, however little their patterns have to do with each
-/// other. That envelope is looked at first. An exchange may be used again after finish().
+/// Every collective starts with an exchange in which each rank receives an envelope from the
+/// previous rank and checks it first. So different calls are detected even if their communication
+/// patterns have nothing in common. An exchange may be used again after finish().
 class MessageExchange {
  public:
   MessageExchange(MessageEngine& engine, const CallHeader& header)
@@ -41,8 +41,8 @@ class MessageExchange {
   /// The transfers of an all_to_all between this rank and `peer`, both ways; they may be in place.
   /// Returns the bytes sent.
   std::size_t swap_shares(const Collective& call, int peer);
-  /// Returns when all have ended. Throws Stopped, and Mismatched where a peer made another call or
-  /// sends another size.
+  /// Returns when all transfers have ended. Throws Stopped, and Mismatched if a peer made a
+  /// different call or sends a different size.
   void finish();
 
  private:
@@ -65,9 +65,9 @@ class MessageExchange {
   std::size_t num_used_ = 0;                 // the first of them are in use until finish()
 };
 
-/// An exchange without data between neighbours of the ring, for collectives whose first data goes
-/// elsewhere. With `table`, which must be equal on all ranks, that as well: throws Mismatched where
-/// an entry differs.
+/// Exchanges headers between neighbours of the ring, for collectives whose first data goes to other
+/// ranks. Also compares `table`, if given, which must be equal on all ranks. Throws Mismatched for
+/// a difference.
 void greet_neighbours(MessageEngine& engine, const CallHeader& header,
                       const std::vector<std::uint64_t>& table = {});
 

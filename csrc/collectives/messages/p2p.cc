@@ -17,7 +17,8 @@ namespace ringcomm {
 namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{50};
-// Threads for lanes that nobody waits for; a lane beyond them has its turn when another is over.
+// The maximum number of threads for lanes without a waiting caller; further lanes start when
+// another one ends.
 constexpr std::size_t kMaxThreads = 32;
 // Sends that are done before they are received take an envelope each.
 constexpr std::size_t kMaxEarly = 256;
@@ -40,7 +41,7 @@ struct MessageP2p::Item {
   P2pOpPtr op;
   bool is_early = false;
   Envelope envelope;
-  std::optional<MessageWatch::Operation> watched;  // none where it is early: nobody waits
+  std::optional<MessageWatch::Operation> watched;  // empty if no caller waits yet
   MessageTransport::MessagePtr envelope_message;
   MessageTransport::MessagePtr data_message;
 };
@@ -87,7 +88,7 @@ void MessageP2p::check(const P2pOp& op) const {
   check_peer(op, transport_.rank(), transport_.world_size());
   if (!MessageTags::is_internal(op.tag) &&
       op.tag >= static_cast<std::uint64_t>(MessageTransport::kFirstReservedTag))
-    throw std::invalid_argument("tags over the p2p transport are 0 to " +
+    throw std::invalid_argument("tags over the p2p transport must be 0 to " +
                                 std::to_string(MessageTransport::kFirstReservedTag - 1) + ", got " +
                                 std::to_string(static_cast<std::int32_t>(op.tag)));
 }
@@ -99,8 +100,8 @@ void MessageP2p::post(const P2pOpPtr& op) {
   failure_.rethrow_if_any();
   if (is_stopping_) std::rethrow_exception(orphaned(*op, transport_.rank()));
   op->deadline = deadline_after(op->timeout);
-  // Whatever may fail comes before the message is started: from then on the transport uses the
-  // caller's memory.
+  // All steps that may fail come before the message starts, because from then on the transport uses
+  // the caller's memory.
   auto item = prepare(op);
   if (threads_.empty()) start_thread();
   if (op->peer < 0) guard_sources();
@@ -130,7 +131,7 @@ void MessageP2p::post(const P2pOpPtr& op) {
   if (is_early) tell(lock, op);
 }
 
-// What the operation needs of this process: throws where that cannot be had.
+// Allocates the resources of the operation; throws if that fails.
 std::unique_ptr<MessageP2p::Item> MessageP2p::prepare(const P2pOpPtr& op) {
   auto item = std::make_unique<Item>(op);
   item->envelope.num_bytes = item->is_send() ? op->num_bytes : 0;
@@ -209,11 +210,12 @@ void MessageP2p::run_thread() {
   }
 }
 
-// Runs without the lock, on one thread per lane; what goes wrong is the operation's error.
+// Runs without the lock, on one thread per lane. A failure becomes the operation's error.
 void MessageP2p::complete(Item& item) {
   if (item.is_early) {
-    // The send is done; a receiver that has gone is another operation's error. Until abort() has
-    // returned, the transport may still read the envelope, which ends with the item.
+    // The send is complete; a receiver that has left is an error of another operation. The
+    // transport may read the envelope until abort() has returned; the envelope lives as long as the
+    // item.
     if (item.envelope_message->wait() == MessageEnd::kAborted) transport_.abort();
     return;
   }
@@ -232,7 +234,7 @@ void MessageP2p::complete_recv(Item& item) {
   P2pOp& op = *item.op;
   const Envelope& envelope = item.envelope;
   {
-    const Lock lock(mutex_);  // whoever waits looks at it
+    const Lock lock(mutex_);  // waiting threads read it
     op.peer = item.envelope_message->source();
   }
   if (envelope.num_bytes != op.num_bytes)
@@ -252,7 +254,7 @@ void MessageP2p::wait_for(Item& item, Message& message, int peer) {
     if (is_stopping_) std::rethrow_exception(orphaned(*item.op, transport_.rank()));
   }
   const Stop stop = item.watched->stop_of(end, peer);
-  // Of a receive from any source all others have ended then.
+  // For a receive from any source, all other ranks have ended.
   if (stop == Stop::kPeerDied && peer < 0) peer = next_rank();
   failure_.raise_stopped(stop, peer, activity_of(*item.op),
                          end == MessageEnd::kFailed ? message.failure() : "");
@@ -273,8 +275,8 @@ void MessageP2p::tell(Lock& lock, const P2pOpPtr& op) {
   lock.lock();
 }
 
-// One message and one thread for each peer. Where a thread cannot be had, the next call goes on
-// from there.
+// One message and one thread for each peer. If a thread cannot be started, the next call continues
+// there.
 void MessageP2p::guard_sources() {
   const auto num_peers = static_cast<std::size_t>(transport_.world_size() - 1);
   guard_threads_.reserve(num_peers);
@@ -296,7 +298,7 @@ void MessageP2p::guard(int peer, Message& message) {
   fail_orphan(lock, end, peer);
 }
 
-// Ends the group where a receive from any source waits and nobody is left to send.
+// Ends the group if a receive from any source waits and no rank is left to send.
 void MessageP2p::fail_orphan(Lock& lock, MessageEnd end, int peer) {
   if (num_gone_ < transport_.world_size() - 1) return;
   for (const auto& [key, lane] : lanes_) {
@@ -307,7 +309,7 @@ void MessageP2p::fail_orphan(Lock& lock, MessageEnd end, int peer) {
       MessageWatch::Operation operation(watch_, Clock::time_point::max());
       failure_.raise_stopped(operation.stop_of(end, peer), peer, activity);
     } catch (const std::exception&) {
-      // Kept, and told to the operations, whose messages end with the group.
+      // The error is kept and reported to the operations, whose messages end with the group.
     }
     lock.lock();
     return;

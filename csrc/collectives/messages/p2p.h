@@ -21,17 +21,18 @@ namespace ringcomm {
 
 /// Users' sends and receives over messages.
 ///
-/// A user's message is an envelope of fixed size with its tag, which says how long it is and holds
-/// short ones, and for long ones a second message with a tag of its own: sizes that differ are an
-/// error and no corruption, and a receive from any source knows whom the rest comes from. A send
-/// that fits its envelope is done when it is posted, up to some hundred that nobody has received.
+/// A user's message is an envelope of fixed size with its tag and length, which contains short
+/// data. Long data follows in a second message with its own tag. So different sizes are an error
+/// instead of corruption, and a receive from any source knows the sender of the second message. A
+/// send that fits its envelope is complete when it is posted, up to some hundred that are not
+/// received yet.
 ///
-/// A receive from any source is over when all others have gone, which the transport does not say: a
-/// message that is never sent is waited for from each.
+/// A receive from any source fails when all other ranks have left. The transport does not report
+/// that, so a thread per peer waits for a message that is never sent.
 ///
-/// A transport's messages can be waited for and not asked. So threads wait: one for each lane of
-/// messages with one peer, tag and direction, which end in order; the first ones to be posted have
-/// them, and whoever waits for an operation may have one more.
+/// A transport's messages can be waited for but not polled. So threads wait: one for each lane,
+/// which is the messages of one peer, tag and direction and completes in order. The lanes posted
+/// first have threads, and each thread that waits for an operation may add one.
 class MessageP2p final : public PointToPoint {
  public:
   /// All must live as long.
@@ -91,7 +92,8 @@ class MessageP2p final : public PointToPoint {
   std::condition_variable has_news_;
   std::vector<BackgroundThread> threads_;
   std::byte guarded_byte_ = {};
-  std::vector<MessageTransport::MessagePtr> guards_;  // by whom receives from any source wait for
+  std::vector<MessageTransport::MessagePtr>
+      guards_;  // one for each peer that a receive from any source waits for
   std::vector<BackgroundThread> guard_threads_;
   int num_gone_ = 0;  // peers
 };

@@ -19,11 +19,11 @@ constexpr const char* kAllGather = "all_gather";
 
 // One rank's part of a ring.
 //
-// Why nothing waits in a circle, with sends that end when their receive is posted: this rank posts
-// the receive of turn k when it is done with turn k - num_slots, and nothing but receives is waited
-// for, each sent by a rank that had only turns before it to do. Where a partial sum has no place of
-// its own (reduce_scatter) it stands in a slot until it is sent; a group being no larger than the
-// number of slots, that send's receive is posted by a rank that is num_slots turns behind.
+// Why the ring cannot deadlock if sends complete only when their receive is posted: this rank posts
+// the receive of turn k after turn k - num_slots, and waits for receives only, each sent by a rank
+// that had only earlier turns to do. In a reduce_scatter a partial sum is in a slot until it is
+// sent. A group of turns is at most the number of slots, so the receive of that send is posted by a
+// rank that is num_slots turns behind.
 class Ring {
  public:
   Ring(MessageEngine& engine, const MessageShares& shares, const RingPlan& plan)
@@ -47,7 +47,7 @@ class Ring {
     if (plan_.num_slices == 0) return 0;
     start_group(0);
     for (RingTurn turn = plan_.first(); !plan_.is_over(turn); plan_.advance(turn)) {
-      // The next group sets out behind the last of this one's messages of its tag.
+      // The next group starts after this group's last message with its tag.
       const bool is_first_phase = turn.is_gather != plan_.has_reduce_scatter;
       if (is_first_phase && turn.step == plan_.num_steps - 1 && turn.place == 0)
         start_group(turn.group + 1);
@@ -98,7 +98,7 @@ class Ring {
                       num_bytes);
   }
 
-  // What a rank has to send before it has received anything of the group.
+  // Sends what a rank can send before it has received anything of the group.
   void start_group(std::size_t group) {
     if (group >= plan_.num_groups()) return;
     const bool is_gather = !plan_.has_reduce_scatter;
@@ -121,7 +121,7 @@ class Ring {
     }
   }
 
-  // Waits for the next message, after posting the receives of those behind it.
+  // Posts the receives of the following messages, then waits for the next one.
   const std::byte* receive() {
     for (; num_posted_ < num_done_ + plan_.num_slots && !plan_.is_over(next_posted_);
          ++num_posted_, plan_.advance(next_posted_)) {
@@ -186,7 +186,7 @@ class Ring {
   std::size_t num_posted_ = 0;                                  // turns whose receive is posted
   std::size_t num_done_ = 0;                                    // turns done
   std::vector<std::optional<MessageEngine::Handle>> receives_;  // by slot
-  std::vector<std::optional<MessageEngine::Handle>> sends_;     // by slot, of partial sums in slots
+  std::vector<std::optional<MessageEngine::Handle>> sends_;     // sends of partial sums, by slot
   std::uint64_t sent_bytes_ = 0;
 };
 

@@ -7,9 +7,9 @@
 
 namespace ringcomm {
 
-/// The ring over messages: chunks go around in slices, so many at once that a rank reduces one
-/// while the next is on its way. Each returns the bytes that the next rank consumed; headers and
-/// sizes are compared before.
+/// The ring over messages. Chunks are sent in slices, with several in flight, so that a rank
+/// reduces one while the next is transferred. Each function returns the bytes that the next rank
+/// consumed; headers and sizes must have been compared before.
 
 /// Every rank ends with all chunks reduced, in `output`.
 std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares,

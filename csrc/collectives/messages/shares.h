@@ -9,13 +9,13 @@
 
 namespace ringcomm {
 
-/// Where a collective's chunks lie on this rank: one chunk per rank, of any sizes. So all_reduce,
-/// which cuts one buffer, and reduce_scatter and all_gather, which have one for every rank, are the
-/// same to an algorithm.
+/// The addresses of a collective's chunks on this rank: one chunk per rank, of any sizes. An
+/// algorithm treats all_reduce, which splits one buffer, and reduce_scatter and all_gather, which
+/// have one buffer per rank, the same way.
 struct MessageShares {
   struct Share {
     const std::byte* input = nullptr;
-    std::byte* output = nullptr;  ///< null where this rank has no room for it
+    std::byte* output = nullptr;  ///< null if this rank has no room for it
     std::size_t num_elems = 0;
   };
 

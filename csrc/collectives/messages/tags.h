@@ -14,7 +14,7 @@ struct MessageTags {
   static constexpr int kReduceScatter = kEnvelope + 2;
   static constexpr int kAllGather = kEnvelope + 3;
   static constexpr int kChain = kEnvelope + 4;
-  /// Collectives use so many; what a MessageSubset shifts them by is a multiple.
+  /// The number of tags of collectives; a MessageSubset shifts by a multiple of it.
   static constexpr int kNumOfCollectives = 5;
 
   /// Never sent: a receive of it ends with the connection.
@@ -22,14 +22,14 @@ struct MessageTags {
   /// Sends and receives of the engine's own, whose tags are above the users' 32 bits.
   static constexpr int kFirstInternal = kEnvelope + 0x100000;
   static constexpr std::uint64_t kNumInternal = 0x100000;
-  /// Users' long messages that a pair has under way at once, before one of these is used again:
-  /// then in order.
+  /// The tags of users' long messages of a pair, used in turn; messages with one tag are in order.
   static constexpr std::uint32_t kNumLong = 1U << 20;
   static constexpr int kFirstLong = MessageTransport::kMaxTag - static_cast<int>(kNumLong);
 
   static constexpr bool is_internal(std::uint64_t tag) { return tag >> 32U != 0; }
-  /// The transport's tag for that of a send or receive. Kinds of internal messages differ in bits
-  /// 32 and 33, and the messages of a kind are numbered: some 500,000 apart they are in order.
+  /// The transport's tag for a tag of a send or receive. Kinds of internal messages differ in bits
+  /// 32 and 33. The messages of a kind are numbered; two that are about 500,000 apart share a tag
+  /// and are in order.
   static constexpr int of(std::uint64_t tag) {
     if (!is_internal(tag)) return static_cast<int>(tag);
     return kFirstInternal +

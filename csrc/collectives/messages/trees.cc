@@ -112,8 +112,8 @@ std::uint64_t chain_reduce(MessageEngine& engine, const Collective& call,
   const std::size_t slot_bytes = slice_elems * op.element_bytes;
   const std::size_t num_slots = engine.cut().num_slots;
   const ElemRange all{0, call.num_elems};
-  // Received into a slot, summed up in another, from where it is sent: a slot is free again when
-  // the next rank has posted its receive, which waits for nothing but younger slots of its own.
+  // Data is received into one slot, summed into another, and sent from there. A slot is free again
+  // when the next rank has posted its receive, which only waits for that rank's later slots.
   std::byte* received = is_first ? nullptr : engine.stage(num_slots * slot_bytes);
   std::byte* sums = is_first || is_root ? nullptr : engine.stage(num_slots * slot_bytes);
   std::vector<std::optional<MessageEngine::Handle>> sends(num_slots);

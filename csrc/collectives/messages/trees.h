@@ -15,9 +15,10 @@ std::uint64_t tree_broadcast(MessageEngine& engine, const Collective& call,
                              const CallHeader& header);
 std::uint64_t chain_broadcast(MessageEngine& engine, const Collective& call,
                               const CallHeader& header);
-/// From the rank behind the root around to the root, each adding its part: one rounding per hop.
+/// From the rank after the root around the ring to the root; each rank adds its part, with one
+/// rounding per hop.
 std::uint64_t chain_reduce(MessageEngine& engine, const Collective& call, const CallHeader& header);
-/// By dissemination: in step s a rank hears of the one 2^s before it.
+/// A dissemination barrier: in step s a rank receives from the rank 2^s before it.
 void tree_barrier(MessageEngine& engine, const CallHeader& header);
 
 }  // namespace ringcomm

@@ -6,8 +6,7 @@
 
 namespace ringcomm {
 
-/// The algorithm of an all_reduce of `num_bytes` over `world_size` ranks in shared memory when none
-/// is asked for.
+/// The default algorithm of an all_reduce of `num_bytes` over `world_size` ranks in shared memory.
 ///
 /// Where one_shot stops winning was measured with 2, 4 and 8 ranks on two cores
 /// (docs/experiments.md, "all_reduce"): it moves (N - 1)/2 times the bytes of two_shot and saves
@@ -16,13 +15,13 @@ namespace ringcomm {
 /// that limit where it is not 0.
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes);
 
-/// The bytes of a rank's share from which on a collective runs on the ranks' own buffers where all
-/// of them can be read.
+/// From this size of a rank's share, a collective runs on the ranks' own buffers if all of them can
+/// be read.
 ///
-/// It then has one hand-over more than staging, whose cost grows with the ranks per core, and moves
-/// half of the bytes or less; measured with 2 and 4 ranks on two cores (docs/experiments.md,
-/// "shared buffers"). In a broadcast the others learn of the root's buffer when they have begun to
-/// stage, and start again.
+/// It then has one synchronization more than staging, whose cost grows with the ranks per core, and
+/// moves at most half of the bytes; measured with 2 and 4 ranks on two cores (docs/experiments.md,
+/// "shared buffers"). In a broadcast the other ranks learn of the root's buffer after they have
+/// begun to stage, and start again.
 std::size_t min_direct_bytes(OpKind op, int world_size);
 
 }  // namespace ringcomm

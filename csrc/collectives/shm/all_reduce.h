@@ -12,8 +12,8 @@ namespace ringcomm {
 /// Mismatched. Results are equal to the last bit on all ranks: every chunk is either reduced by one
 /// rank or by all in the order of the ranks.
 
-/// Every rank stages its whole buffer and reduces all of them. One hand-over per piece; N - 1 times
-/// the bytes.
+/// Every rank stages its whole buffer and reduces all of them. One synchronization per piece; N - 1
+/// times the bytes.
 std::uint64_t all_reduce_one_shot(Engine& engine, const Collective& call, const CallHeader& header);
 
 /// Piece by piece: every rank stages its part, reduces its own chunk of all parts, stages the
@@ -25,8 +25,8 @@ std::uint64_t all_reduce_two_shot(Engine& engine, const Collective& call, const 
 /// is also the ring of reduce_scatter_update_all_gather.
 std::uint64_t all_reduce_ring(Engine& engine, const Collective& call, const CallHeader& header);
 
-/// The ring for groups that want the order of the ranks: N - 1 times the bytes, as one_shot, the
-/// slices of all ranks around the same links.
+/// The ring for deterministic reductions in rank order: N - 1 times the bytes, like one_shot; the
+/// slices of all ranks go around the same links.
 std::uint64_t all_reduce_ring_ordered(Engine& engine, const Collective& call,
                                       const CallHeader& header);
 

@@ -15,8 +15,8 @@ namespace {
 constexpr const char* kReduceScatter = "reduce_scatter";
 constexpr const char* kAllGather = "all_gather";
 
-// The buffer that goes around the ring. With an update, gradients go around in the first half and
-// parameters in the second; their elements may differ in size.
+// The buffer of the ring. With an update, the first half sends gradients and the second half
+// parameters; their elements may differ in size.
 class Ring {
  public:
   Ring(Engine& engine, const Collective& call, const CallHeader& header)
@@ -35,14 +35,14 @@ class Ring {
 
   std::uint64_t run() {
     const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
-    // Slice by slice through all steps, not step by step through all slices: what was reduced is
-    // still in cache when it is passed on. Every chunk has the same number of slices, the last ones
-    // perhaps empty.
+    // Runs each slice through all steps before the next slice, so that a reduced slice is still in
+    // cache when it is sent. Every chunk has the same number of slices, the last ones perhaps
+    // empty.
     for (std::size_t slice_idx = 0; slice_idx < slices; ++slice_idx) {
       reduce_scatter(slice_idx);
       all_gather(slice_idx);
     }
-    // Drained, so that the next call may cut the link otherwise.
+    // Drained, so that the next call may use other slots on the link.
     Engine::check(links_.to_next.wait_drained(0));
     engine_.count_copied(sent_bytes_ + received_bytes_);
     return sent_bytes_;

@@ -13,9 +13,8 @@ namespace {
 
 constexpr const char* kPass = "all_gather";  // in the recording
 
-// A ring that reduces while it passes on adds in another order for every chunk. Here the ranks' own
-// slices go around unreduced, (N-1)/2 times the bytes, and every rank reduces all of them in the
-// order of the ranks.
+// A ring that reduces on the way adds every chunk in a different order. Here the ranks' slices go
+// around unreduced, (N-1)/2 times the bytes, and every rank reduces all of them in rank order.
 class OrderedRing {
  public:
   OrderedRing(Engine& engine, const Collective& call, const CallHeader& header)
@@ -51,7 +50,7 @@ class OrderedRing {
       Engine::check(send(engine_.arch(), links_.to_next, own, num_bytes));
     }
     for (int step = 0; step < num_steps; ++step) {
-      // Who wrote it: the schedule of an all-gather, in which chunk r is rank r's slice.
+      // The rank that wrote it: the schedule of an all-gather, in which chunk r is rank r's slice.
       const int owner = links_.schedule.all_gather_recv_chunk(step);
       const auto traced =
           links_.traced({kPass, step, owner, slice_idx, num_bytes}, step + 1 < num_steps);

@@ -20,8 +20,8 @@ class TwoShotPiece {
         own_(layout_.chunk(engine.rank())),
         element_bytes_(element_bytes(call.dtype)) {}
 
-  // Stages what the peers will reduce: everything but this rank's own chunk, each element where it
-  // lies in the piece.
+  // Stages what the peers will reduce: everything except this rank's own chunk, each element at its
+  // offset in the piece.
   void stage_input(std::byte* region) const {
     copy_to(region, 0, own_.begin_elems);
     copy_to(region, own_.end_elems(), piece_.num_elems);

@@ -8,8 +8,7 @@
 namespace ringcomm {
 namespace {
 
-// Where the slice for `target` stands in the region of `rank`, which has one for every rank but
-// itself.
+// The index of the slice for `target` in the region of `rank`, which has one for every other rank.
 int position_of(int target, int rank) { return target < rank ? target : target - 1; }
 
 }  // namespace
@@ -71,7 +70,7 @@ std::uint64_t all_gather(Engine& engine, const Collective& call, const CallHeade
 }
 
 std::uint64_t broadcast(Engine& engine, const Collective& call, const CallHeader& header) {
-  // Half of what a phase could carry: the others copy one piece while the root stages the next.
+  // Half of a phase's maximum: the others copy one piece while the root stages the next.
   const std::size_t bytes = element_bytes(call.dtype);
   const bool is_root = engine.rank() == call.root;
 

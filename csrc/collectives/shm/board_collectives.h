@@ -7,8 +7,8 @@
 
 namespace ringcomm {
 
-/// The collectives that boards carry in one phase per piece: each byte is staged once, whatever the
-/// number of ranks that read it. Same contract as the algorithms of all_reduce.
+/// The collectives on boards with one phase per piece: each byte is staged once, regardless of the
+/// number of readers. Same contract as the algorithms of all_reduce.
 
 /// Every rank stages a slice of each peer's chunk; each reduces its own from all.
 std::uint64_t reduce_scatter(Engine& engine, const Collective& call, const CallHeader& header);
@@ -22,7 +22,7 @@ std::uint64_t broadcast(Engine& engine, const Collective& call, const CallHeader
 /// Every rank but the root stages; the root reduces.
 std::uint64_t reduce(Engine& engine, const Collective& call, const CallHeader& header);
 
-/// Headers alone: no rank leaves before all have come.
+/// Headers only: no rank leaves before all have arrived.
 std::uint64_t barrier(Engine& engine, const CallHeader& header);
 
 }  // namespace ringcomm

@@ -20,14 +20,15 @@ shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
   return config;
 }
 
-shm::GroupIdentity identity_of(const Roster& roster, int rank, const CommunicatorOptions& options) {
-  return {.rank = roster.local_rank_of(rank),
-          .world_size = roster.num_ranks_on(roster.host_of(rank)),
+shm::GroupIdentity identity_of(const PeerTable& peer_table, int rank,
+                               const CommunicatorOptions& options) {
+  return {.rank = peer_table.local_rank_of(rank),
+          .world_size = peer_table.num_ranks_on(peer_table.host_of(rank)),
           .options = options.to_text(),
           .host_id = options.host_id};
 }
 
-// What stands for the size of the call where the kind of stores is chosen.
+// The size of the call for the choice of the kind of stores.
 std::size_t size_class_bytes(const Collective& call, const CallHeader& header, int world_size) {
   if (!header.is_uneven) return call.num_bytes();
   std::size_t elems = 0;
@@ -37,11 +38,11 @@ std::size_t size_class_bytes(const Collective& call, const CallHeader& header, i
 
 }  // namespace
 
-ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const Roster& roster, int rank,
+ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                        const CommunicatorOptions& options)
     : options_(options),
-      group_(rendezvous, identity_of(roster, rank, options), segment_config(options),
-             roster.ranks_on(roster.host_of(rank))),
+      group_(rendezvous, identity_of(peer_table, rank, options), segment_config(options),
+             peer_table.ranks_on(peer_table.host_of(rank))),
       scope_(group_),
       engine_(group_, scope_),
       direct_(engine_, options.algorithm) {}
@@ -57,7 +58,7 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
   const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  // The ring's own order of ranks is not theirs; on boards the order is.
+  // The ring does not reduce in rank order; boards do.
   if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing &&
       !options_.is_rank_ordered)
     header.algorithm = asked;

@@ -7,7 +7,7 @@
 #include "collectives/communicator_options.h"
 #include "collectives/shm/direct_collectives.h"
 #include "collectives/shm/engine.h"
-#include "transport/roster.h"
+#include "transport/peer_table.h"
 #include "transport/shm/group.h"
 #include "transport/shm/rendezvous.h"
 
@@ -17,7 +17,7 @@ namespace ringcomm {
 class ShmCarrier final : public Carrier {
  public:
   /// Collective over the ranks on the host of `rank`, which have been found. Throws Error.
-  ShmCarrier(shm::Rendezvous& rendezvous, const Roster& roster, int rank,
+  ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
              const CommunicatorOptions& options);
 
   /// Bytes of memory that the ranks of a group share.

@@ -13,16 +13,17 @@
 namespace ringcomm {
 namespace {
 
-// What is read of all ranks, reduced, and written to all of them before the next. A quarter of it
-// costs 15 % with 4 ranks and 3 % with 2, four times as much gains 3 % (docs/experiments.md,
-// "shared buffers"), and a peer that has given up may be written to for one block more.
+// The block that is read from all ranks, reduced, and written to all of them before the next one. A
+// quarter of it costs 15 % with 4 ranks and 3 % with 2; four times as much gains 3 %
+// (docs/experiments.md, "shared buffers"). After a peer's failure, at most one more block is
+// written to it.
 constexpr std::size_t kBlockBytes = 16 << 10;
 
 // How long one request for a peer's memory may take before this rank looks whether it should go on.
 constexpr std::chrono::milliseconds kFetchSlice{100};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-// Whether the shares of an array of buffers follow each other, so that one location stands for all.
+// Whether the shares of an array of buffers are contiguous, so that one location describes all.
 bool is_contiguous(const void* const* buffers, int num_buffers, std::size_t num_bytes) {
   for (int i = 1; i < num_buffers; ++i)
     if (buffers[i] != at(buffers[0], static_cast<std::size_t>(i), num_bytes)) return false;
@@ -69,15 +70,15 @@ BufferNote DirectCollectives::note_of(const Collective& call) const {
   }
 }
 
-// Publishes this rank's note, unless it has come here with a first phase behind it, and reads all.
-// Whether the collective runs directly is the same on every rank.
+// Publishes this rank's note, unless the first phase has done so, and reads all notes. The result,
+// whether the collective runs directly, is the same on every rank.
 bool DirectCollectives::agree(const Collective& call, const CallHeader& header,
                               const BufferNote& mine) {
   try {
     if (mine.is_given()) engine_.publish_note(header, mine);
     engine_.read_notes(header, mine, notes_.data());
   } catch (...) {
-    retire(mine);  // a peer for whom all went well has begun
+    retire(mine);  // a peer without an error has started
     throw;
   }
   if (call.op == OpKind::kBroadcast) return notes_[static_cast<std::size_t>(call.root)].is_given();
@@ -103,8 +104,8 @@ std::uint64_t DirectCollectives::run_directly(const Collective& call) {
   }
 }
 
-// Each rank reduces its own chunk of all buffers into all of them: every byte is read once and
-// written once, by one rank, which is as little as can be.
+// Each rank reduces its own chunk of all buffers into all of them: one rank reads and writes every
+// byte once, which is the minimum.
 std::uint64_t DirectCollectives::all_reduce(const Collective& call) {
   const int rank = engine_.rank();
   const int world_size = engine_.world_size();
@@ -186,7 +187,7 @@ std::byte* DirectCollectives::locate(int rank, const shm::ArenaLocation& locatio
                                      std::size_t num_bytes) {
   if (rank == engine_.rank()) return shm::SharedArena::instance().address_of(location);
   auto& memory = memories_[static_cast<std::size_t>(rank)];
-  if (memory == nullptr) memory = shm::PeerMemory::of(engine_.group().hub_address_of(rank));
+  if (memory == nullptr) memory = shm::PeerMemory::of(engine_.group().bootstrap_address_of(rank));
   for (;;) {
     if (std::byte* data = memory->find(location, num_bytes, kFetchSlice)) return data;
     // Its process has stopped or ended.
@@ -195,8 +196,8 @@ std::byte* DirectCollectives::locate(int rank, const shm::ArenaLocation& locatio
   }
 }
 
-// A peer that has given up may have returned to its caller, who may use the buffer again: it is not
-// written any longer than the block at hand takes.
+// A failed peer may have returned to its caller, which may reuse the buffer. So this rank stops
+// writing to it after the current block.
 void DirectCollectives::check_not_aborted() {
   Engine::check(engine_.group().state_of(engine_.rank()));
 }

@@ -11,12 +11,12 @@
 
 namespace ringcomm {
 
-/// Collectives on buffers that the ranks can read where they lie (SharedArena): nothing is staged.
+/// Collectives without staging, on buffers that all ranks can access directly (SharedArena).
 ///
-/// Where a rank's buffers lie is no fact of the group, so it is part of the first phase: a rank
-/// whose buffers are shared puts a note beside its header and no data behind it. All ranks see all
-/// notes, and so decide alike: all shared, and the collective runs on the buffers; some, and it is
-/// staged from the second phase on; none, and it has run as always. docs/design/shared_buffers.md
+/// Ranks do not know whether the peers' buffers are shared, so the first phase tells: a rank with
+/// shared buffers adds a note to its header and stages no data. All ranks read all notes and make
+/// the same decision. If all buffers are shared, the collective runs on them; if some are, it is
+/// staged from the second phase on; if none are, it has run as usual. docs/design/shared_buffers.md
 class DirectCollectives {
  public:
   /// `algorithm` is the group's, for all_reduce.
@@ -58,7 +58,7 @@ class DirectCollectives {
   Engine& engine_;
   Algorithm algorithm_;
   bool was_direct_ = false;
-  std::vector<BufferNote> notes_;                           // by rank, of the call that runs
+  std::vector<BufferNote> notes_;                           // of the current call, by rank
   std::vector<std::shared_ptr<shm::PeerMemory>> memories_;  // by rank; null until needed
 };
 

@@ -5,9 +5,9 @@
 namespace ringcomm {
 namespace {
 
-// From this size of the whole result on, it is not in a cache when the caller looks at it, and
-// stores past the caches save reading what they overwrite (docs/experiments.md, "all_gather").
-// Below, they cost what they save.
+// From this size, the result is not in a cache when the caller reads it, and non-temporal stores
+// save the read of the overwritten lines (docs/experiments.md, "all_gather"). Below, they cost as
+// much as they save.
 constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 
 CallHeader header_at(const std::byte* place) {

@@ -41,8 +41,8 @@ class TracedArch final : public shm::HostArch {
 };
 static_assert(Arch<TracedArch>);
 
-/// Where the buffers of a rank's call lie in memory that its peers can map. Stands beside the
-/// call's header, and is not compared. A rank that says so stages no data in its first phase.
+/// The locations of a rank's buffers in memory that its peers can map. Published with the call's
+/// header, and not compared. A rank that publishes locations stages no data in its first phase.
 struct BufferNote {
   shm::ArenaLocation input;
   shm::ArenaLocation output;
@@ -50,17 +50,16 @@ struct BufferNote {
   bool is_given() const { return input.is_somewhere(); }
 };
 
-/// Thrown out of the first phase of a staged collective: a peer has put no data there, since its
-/// buffers can be read where they lie. Every rank sees the same notes, so all go on alike
+/// Thrown out of the first phase of a staged collective if a peer has staged no data because its
+/// buffers are shared. Every rank sees the same notes, so all ranks continue in the same way
 /// (DirectCollectives).
 struct BuffersNoted {};
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
 ///
 /// Each collective starts with a board phase whose region begins with the call's header, and checks
-/// every peer's header before it reads a byte of data. So a rank that called something else is
-/// found by every rank, whatever the algorithms, with no message of its own: the header travels in
-/// the line that carries the first data.
+/// every peer's header before it reads a byte of data. So every rank detects a different call, with
+/// any algorithm and without an extra message: the header is in the line of the first data.
 class Engine {
  public:
   using Arch = TracedArch;
@@ -84,22 +83,22 @@ class Engine {
   /// The data of `peer` in the first phase; throws Mismatched when it made another call, and
   /// BuffersNoted.
   const std::byte* wait_first(int peer, const CallHeader& header);
-  /// The same for whoever compares the headers.
+  /// The same for callers that compare the headers themselves.
   const std::byte* wait_header(int peer, CallHeader& theirs);
 
   /// A first phase that carries `note` and no data.
   void publish_note(const CallHeader& header, const BufferNote& note);
-  /// The notes of all ranks; throws Mismatched. From then on the collective's headers are known,
-  /// and the first phase of what follows is one like any other.
+  /// The notes of all ranks; throws Mismatched. Afterwards the headers are known, and the next
+  /// phase is an ordinary one.
   void read_notes(const CallHeader& header, const BufferNote& mine, BufferNote* notes);
-  /// Ends the use of buffers that ranks lent each other; see Board.
+  /// Ends the access to lent buffers; see Board.
   void rejoin() { check(board_.rejoin()); }
 
   /// The same for later phases.
   std::byte* open();
   const std::byte* wait(int peer);
 
-  /// Ends filling: what was written is for all to read.
+  /// Publishes the filled region: all ranks may read it.
   void publish() { board_.publish(); }
 
   /// A first phase without data, for algorithms that do not use boards.
@@ -113,7 +112,7 @@ class Engine {
 
   /// For what an algorithm stages or copies by itself.
   void count_copied(std::size_t num_bytes) { copied_bytes_ += num_bytes; }
-  /// What was counted since it was last asked for.
+  /// The bytes counted since the last call.
   std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
 
   /// Throws Stopped unless `stop` is kNone.
@@ -122,8 +121,8 @@ class Engine {
   }
 
  private:
-  // The header's and the note's room in front of every region: whole lines, so that data starts
-  // aligned for any vector.
+  // The space of the header and the note before every region: whole lines, so that data is aligned
+  // for any vector.
   static constexpr std::size_t kNoteOffsetBytes = kLineBytes;
   static constexpr std::size_t kHeaderBytes = 2 * kLineBytes;
   static_assert(sizeof(CallHeader) <= kNoteOffsetBytes);

@@ -12,8 +12,8 @@
 namespace ringcomm {
 namespace {
 
-// How long operations may stand still before the engine's thread moves them. Whoever waits is there
-// sooner, and keeps the thread out of the way.
+// How long operations may make no progress before the engine's thread drives them. A waiting thread
+// drives them earlier and keeps the engine's thread asleep.
 constexpr std::chrono::milliseconds kGrace{1};
 // How often in a row the thread finds nothing to do before it sleeps for good. Until then no post
 // has to wake it: a thread woken for every message takes the core from the rank that waits.
@@ -33,7 +33,7 @@ P2pEngine::P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
 
 void P2pEngine::close(const Interrupted& is_interrupted) {
   Lock lock(mutex_);
-  if (std::exchange(is_stopping_, true)) return;  // from here on nothing is received
+  if (std::exchange(is_stopping_, true)) return;  // nothing is received after this
   has_work_.notify_all();
   if (thread_.joinable()) {
     nudge_driver();
@@ -67,8 +67,8 @@ P2pEngine::Lock P2pEngine::enter() {
   return lock;
 }
 
-// A driver whose slots keep moving would keep the lock for as long as a message is large. It gives
-// the others about as much time as it takes to wake one.
+// A driver with continuous progress would hold the lock for a whole large message. It lets other
+// threads in for about the time of a wake-up.
 void P2pEngine::let_in(Lock& lock) const {
   for (int i = 0; i < 100 && num_at_door_.load(std::memory_order_relaxed) > 0; ++i) {
     lock.unlock();
@@ -84,7 +84,7 @@ void P2pEngine::post(const P2pOpPtr& op) {
   failure_.rethrow_if_any();
   if (is_stopping_) std::rethrow_exception(orphaned(*op, group_.rank()));
   op->deadline = deadline_after(op->timeout);
-  // What is done at once costs no look, which may be one into Python.
+  // An operation that completes immediately needs no check for signals, which may call Python.
   if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
   pending_.push_back(op);
   progress_or_fail([&] { begin(op); });
@@ -111,8 +111,8 @@ void P2pEngine::start_thread() {
   try {
     thread_ = start_background_thread("ringcomm-p2p", [this] { run_thread(); });
   } catch (const std::system_error&) {
-    // No thread to be had: whoever waits moves everything, and only what nobody waits for stands
-    // still.
+    // No thread can be started. Waiting threads drive all operations; without a waiting thread they
+    // make no progress.
   }
 }
 
@@ -129,8 +129,8 @@ bool P2pEngine::progress() {
   return has_moved;
 }
 
-// Progress after `first`. What goes wrong ends the group: this may be a thread that nobody listens
-// to.
+// Runs `first`, then makes progress. A failure ends the group, because this may be a thread without
+// a caller.
 bool P2pEngine::progress_or_fail(const std::function<void()>& first) {
   try {
     if (first) first();
@@ -145,24 +145,25 @@ bool P2pEngine::progress_or_fail(const std::function<void()>& first) {
 
 void P2pEngine::ring(int rank) {
   Cursor& doorbell = group_.doorbell(rank);
-  // The one cursor with several writers: what counts is that it changes, so each adds one.
+  // The only cursor with several writers. Only the change matters, so each adds one.
   __atomic_fetch_add(&doorbell.value, 1, __ATOMIC_SEQ_CST);
   wake_sleepers(arch_, doorbell);
 }
 
-// Runs with the lock held, but for its sleeps and for calls of `done` and `is_interrupted`.
+// Runs with the lock held, except while it sleeps or calls `done` and `is_interrupted`.
 void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
                       const Interrupted& is_interrupted) {
   is_driving_ = true;
   driving_thread_ = std::this_thread::get_id();
   Cursor& doorbell = group_.doorbell(group_.rank());
   SpinBudget no_spin = SpinBudget::none();
-  bool has_slept = false;  // a slice went by in vain: the wait goes on, and misses but once
+  bool has_slept = false;  // a slice of the wait has passed; the wait counts as one miss only
   while (!is_enough()) {
     const std::uint64_t seen = arch_.load_acquire(doorbell.value);
     const bool has_moved = progress_or_fail();
     settle(lock);
-    // By the clock and not when a sleep was in vain: one peer's traffic hides no other's silence.
+    // By the clock and not after an unsuccessful sleep, so that one peer's traffic does not hide
+    // another's silence.
     if (Clock::now() >= next_look_) look_around(lock, is_interrupted);
     if (has_moved || is_enough()) {
       has_slept = false;
@@ -194,7 +195,7 @@ void P2pEngine::look_around(Lock& lock, const Interrupted& is_interrupted) {
   settle(lock);
 }
 
-// Ends operations that have no hope: past their deadline, or with a peer that is gone.
+// Ends operations that cannot complete: past their deadline, or with a peer that has left.
 void P2pEngine::fail_stuck() {
   const Clock::time_point now = Clock::now();
   struct Stuck {
@@ -219,8 +220,8 @@ void P2pEngine::fail_stuck() {
     if (!op->is_done) fail(op, stop, peer);
 }
 
-// Whom an operation cannot do without: its peer; of a receive from any source nobody (-1), unless
-// all are gone.
+// The rank that an operation depends on: its peer, or none (-1) for a receive from any source,
+// unless all ranks have left.
 int P2pEngine::awaited_peer(const P2pOp& op) const {
   int peer = op.peer;
   for (int rank = 0; op.peer < 0 && rank < group_.world_size(); ++rank) {
@@ -251,7 +252,7 @@ void P2pEngine::fail_size(const P2pMailbox::SizeMismatch& mismatch) {
   op->is_done = true;
 }
 
-// Takes finished operations off the list and tells whoever waits for them.
+// Removes finished operations from the list and notifies the threads that wait for them.
 void P2pEngine::settle(Lock& lock) {
   std::vector<P2pOpPtr> finished;
   for (auto op = pending_.begin(); op != pending_.end();) {
@@ -283,9 +284,8 @@ bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
   Lock lock = enter();
   if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
     throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: a receive or send was waited for inside another one of its group, from "
-                "a signal handler "
-                "perhaps; it would wait for itself");
+                "ringcomm: wait() of a send or receive was called inside another one of its "
+                "group, perhaps from a signal handler; this would deadlock");
   drive_or_sleep(lock, [&] { return op->is_done || Clock::now() >= deadline; }, is_interrupted);
   return op->is_done;
 }
@@ -326,7 +326,8 @@ void P2pEngine::run_thread() {
       continue;
     }
     num_idle_looks = 0;
-    // What came since the last look has not stood still for long; somebody may be about to wait.
+    // A new operation may be waited for soon. The thread drives only if the oldest one is the same
+    // in two checks.
     const P2pOp* oldest = pending_.front().get();
     if (std::exchange(last_oldest, oldest) != oldest) continue;
     drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});

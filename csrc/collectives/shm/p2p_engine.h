@@ -24,9 +24,9 @@ namespace ringcomm {
 
 /// Point-to-point messages over links in shared memory.
 ///
-/// Whoever waits drives all operations of the rank; when nobody does for a millisecond, a thread of
-/// the engine takes over. Peers ring this rank's doorbell (a cursor in shared memory) whenever they
-/// filled or drained a slot, so that one wait covers all links.
+/// A thread that waits drives all operations of the rank. If no thread does for a millisecond, the
+/// engine's own thread takes over. Peers ring this rank's doorbell (a cursor in shared memory)
+/// whenever they fill or drain a slot, so one wait covers all links.
 class P2pEngine final : public PointToPoint {
  public:
   P2pEngine(shm::Group& group, Failure& failure, Stats& stats);
@@ -82,7 +82,7 @@ class P2pEngine final : public PointToPoint {
   OneSlice slice_;
   shm::HostArch arch_;
 
-  std::atomic<int> num_at_door_ = 0;  // threads that want the lock while somebody drives
+  std::atomic<int> num_at_door_ = 0;  // threads that request the lock while another one drives
   std::mutex mutex_;                  // guards all below, and the links
   std::vector<std::unique_ptr<P2pMailbox>>
       mailboxes_;  // by rank, null until needed: links cost memory once looked at

@@ -20,14 +20,14 @@ using P2pReceives = std::list<P2pOpPtr>;
 /// The two links between this rank and one peer, and the messages on them. Not thread-safe.
 ///
 /// Messages of a pair arrive in the order in which they were sent, and match the first receive
-/// posted for their source (or any source) and tag. One that none has asked for is taken off the
-/// link and kept as soon as a receive wants a later one of that source, so that no order of tags
-/// deadlocks; until then it stays in the link, which holds the sender back.
+/// posted for their source (or any source) and tag. A message without a matching receive stays in
+/// the link, which blocks the sender. As soon as a receive needs a later message of that source, it
+/// is moved off the link and kept, so no order of tags deadlocks.
 class P2pMailbox {
  public:
   using Arch = shm::HostArch;
 
-  /// A receive and a message of different sizes have met.
+  /// A receive matched a message of a different size.
   struct SizeMismatch {
     P2pOpPtr receive;
     std::uint64_t sent_bytes;
@@ -45,15 +45,15 @@ class P2pMailbox {
         slot_bytes_(to.slot_bytes) {}
 
   void post_send(const P2pOpPtr& op) { sends_.push_back(op); }
-  /// Gives the receive the first kept message that fits; false when there is none. Throws
+  /// Completes the receive with the first kept message that matches; false if there is none. Throws
   /// SizeMismatch.
   bool match_kept(const P2pOpPtr& op);
 
-  /// Fills free slots with what is to be sent, at most as many as the link has: a peer that drains
-  /// as fast keeps nobody in a call that only posts. True when anything moved.
+  /// Fills free slots with pending sends, at most as many as the link has, so that a fast receiver
+  /// does not keep a posting caller here. True if anything was sent.
   bool progress_sends();
-  /// Drains as many while a receive wants something from here; messages take theirs out of
-  /// `receives`. True when anything moved. Throws SizeMismatch.
+  /// Drains at most as many slots while a receive needs a message from this link; a match is
+  /// removed from `receives`. True if anything was received. Throws SizeMismatch.
   bool progress_receives(P2pReceives& receives);
 
  private:
@@ -61,7 +61,7 @@ class P2pMailbox {
     std::uint64_t tag = 0;
     std::uint64_t num_bytes = 0;
   };
-  // In front of a message's first slot; a line, so that data keeps its alignment.
+  // The header in a message's first slot; a whole line, so that data keeps its alignment.
   static constexpr std::size_t kHeaderBytes = 64;
 
   // A message that has begun to arrive: into its receive's buffer, or kept.

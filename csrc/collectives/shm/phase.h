@@ -21,7 +21,7 @@ struct Phase {
 };
 
 /// Runs `body(elems, phase)` over `num_elems` elements, at most `max_elems` at a time, and at least
-/// once: the headers are exchanged even where there is no data.
+/// once, because headers are exchanged even without data.
 template <class Body>
 void for_each_piece(Engine& engine, const CallHeader& header, std::size_t num_elems,
                     std::size_t max_elems, const Body& body) {

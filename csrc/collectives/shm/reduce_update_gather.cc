@@ -10,9 +10,9 @@
 namespace ringcomm {
 namespace {
 
-// What one rank stages for one other in a phase, at most: what a rank reads, updates and writes in
-// one should stay in its L2 cache. With 2 and 4 ranks on two cores, half as much costs up to 8 %
-// more at 64 MB, and (with 2 ranks) twice as much saves nothing that could be measured.
+// The maximum that a rank stages for one other in a phase: the data that it reads, updates and
+// writes should stay in its L2 cache. With 2 and 4 ranks on two cores, half of it costs up to 8 %
+// more at 64 MB; twice of it (with 2 ranks) saves nothing measurable.
 constexpr std::size_t kSliceBytes = std::size_t{256} << 10;
 
 // One slice of every rank's chunk, through both halves.

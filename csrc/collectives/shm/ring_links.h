@@ -7,7 +7,8 @@
 
 namespace ringcomm {
 
-/// A rank's place in a ring: to whom it sends, from whom it receives, and when what.
+/// A rank's links in a ring, to the next rank and from the previous one, and the schedule of
+/// chunks.
 struct RingLinks {
   using Arch = Engine::Arch;
 
@@ -15,7 +16,7 @@ struct RingLinks {
   SendLink<Arch> to_next;
   RecvLink<Arch> from_previous;
 
-  /// On links cut as `header` says.
+  /// Uses links with the slots of `header`.
   RingLinks(Engine& engine, const CallHeader& header)
       : schedule(engine.rank(), engine.world_size()),
         to_next(engine.arch(), cut(engine.group().ring_link(engine.rank()), header),
@@ -42,7 +43,7 @@ struct RingLinks {
     return geometry;
   }
 
-  int next_;  // both in the whole group
+  int next_;  // both are ranks of the whole group
   int previous_;
 };
 

@@ -11,7 +11,7 @@
 namespace ringcomm {
 namespace {
 
-// One call: where its shares lie, in this rank's buffers and, piece by piece, in the regions.
+// One call: the addresses of its shares in this rank's buffers and, piece by piece, in the regions.
 class ShareExchange {
  public:
   ShareExchange(Engine& engine, const Collective& call, const CallHeader& header)
@@ -26,7 +26,7 @@ class ShareExchange {
   /// Runs the phases. `receive(piece_idx)` is called in each, when this rank's part is published.
   template <class Receive>
   std::uint64_t run(const Receive& receive) {
-    std::size_t num_pieces = 1;  // until the sizes are known; all ranks then count alike
+    std::size_t num_pieces = 1;  // until the sizes are known; then equal on all ranks
     for (std::size_t piece_idx = 0; piece_idx < num_pieces; ++piece_idx) {
       is_first_ = piece_idx == 0;
       stage(piece_idx);
@@ -41,13 +41,13 @@ class ShareExchange {
     return sent_bytes();
   }
 
-  /// What `from` has staged for this rank in this phase.
+  /// The data that `from` has staged for this rank in this phase.
   const std::byte* received(int from, std::size_t piece_idx) const {
     const std::byte* data = is_first_ ? sizes_.first_data(from) : engine_.wait(from);
     return data + offset_elems(from, rank_, piece_idx) * element_bytes_;
   }
 
-  /// The part of what `from` has for `to` that goes in piece `piece_idx`.
+  /// The part of the share from `from` to `to` that belongs to piece `piece_idx`.
   ElemRange slice(int from, int to, std::size_t piece_idx) const {
     return slice_of({0, sizes_.elems(from, to)}, piece_idx, slice_elems_);
   }
@@ -81,7 +81,7 @@ class ShareExchange {
     return call_.outputs[has_one ? 0 : from];
   }
 
-  // The slices of a region stand one behind the other, so that small ones share lines.
+  // The slices of a region are contiguous, so that small ones share cache lines.
   std::size_t offset_elems(int from, int to, std::size_t piece_idx) const {
     std::size_t elems = 0;
     if (is_multicast()) return elems;

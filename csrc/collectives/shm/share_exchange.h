@@ -21,8 +21,8 @@ std::uint64_t all_gather_uneven(Engine& engine, const Collective& call, const Ca
 std::uint64_t reduce_scatter_uneven(Engine& engine, const Collective& call,
                                     const CallHeader& header);
 
-/// Throws Mismatched with the sizes that differ, of a call whose first phase has been published
-/// and in which some rank's shares are uneven and another's are not.
+/// Throws Mismatched with the sizes that differ, for a call in which the shares of some ranks are
+/// uneven and those of others are not. The first phase must have been published.
 void explain_mismatch(Engine& engine, const Collective& call, const CallHeader& header);
 
 }  // namespace ringcomm

@@ -11,7 +11,7 @@ std::size_t table_bytes(int world_size) {
   return static_cast<std::size_t>(world_size) * sizeof(std::uint64_t);
 }
 
-// In whole lines, so that data starts aligned for any vector.
+// In whole lines, so that data is aligned for any vector.
 std::size_t tables_bytes(OpKind op, int world_size) {
   const std::size_t num_tables = op == OpKind::kAllToAll ? 2 : 1;
   return (num_tables * table_bytes(world_size) + kLineBytes - 1) / kLineBytes * kLineBytes;
@@ -76,7 +76,7 @@ std::size_t ShareSizes::max_elems() const {
   return max_elems;
 }
 
-// Entry `entry` of the tables of `rank`, or what its header says of all.
+// Entry `entry` of the tables of `rank`, or num_elems of its header if it has no tables.
 std::size_t ShareSizes::told(int rank, std::size_t entry) const {
   const CallHeader& header = headers_[static_cast<std::size_t>(rank)];
   if (!header.is_uneven) return header.num_elems;
@@ -85,7 +85,7 @@ std::size_t ShareSizes::told(int rank, std::size_t entry) const {
   return elems;
 }
 
-// What `from` says that it has for `to`.
+// The size that `from` published for `to`.
 std::size_t ShareSizes::given(int from, int to) const {
   const std::size_t own = headers_[static_cast<std::size_t>(from)].num_elems;
   switch (header_.op) {
@@ -100,7 +100,7 @@ std::size_t ShareSizes::given(int from, int to) const {
   }
 }
 
-// What `to` says that it expects from `from`.
+// The size that `to` expects from `from`.
 std::size_t ShareSizes::expected(int from, int to) const {
   const std::size_t own = headers_[static_cast<std::size_t>(to)].num_elems;
   const auto entry = static_cast<std::size_t>(from);

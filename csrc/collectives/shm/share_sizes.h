@@ -11,11 +11,11 @@ namespace ringcomm {
 
 /// How many elements each rank has for each other one, in a collective in which that may differ.
 ///
-/// A rank knows its own sizes only, and a mistake concerns two ranks at once. So every rank tells
-/// all its sizes in the first phase, in front of the data: a table of one 64-bit count per rank
-/// (two tables in all_to_all, what it gives and what it expects), or nothing where the header's
-/// num_elems says it. Then every rank compares all pairs, and all fail alike, with the same words,
-/// where one does not fit; nobody has to tell the others.
+/// A rank knows only its own sizes, and a mismatch is between two ranks. So every rank publishes
+/// its sizes in the first phase, before the data: a table of one 64-bit count per rank (two tables
+/// in all_to_all: sizes to send and to receive), or nothing if the header's num_elems is
+/// sufficient. Every rank then compares all pairs, so all ranks fail with the same message and need
+/// not notify each other.
 ///
 /// The room for the tables is there even where they are not filled: ranks with even and with uneven
 /// shares may be of one call, and must agree on where data begins.
@@ -23,7 +23,7 @@ class ShareSizes {
  public:
   ShareSizes(Engine& engine, const Collective& call, const CallHeader& header);
 
-  /// Bytes of data that the first phase carries behind the tables.
+  /// Bytes of data in the first phase after the tables.
   std::size_t phase_bytes() const { return engine_.phase_bytes() - tables_bytes_; }
   /// Opens the first phase: room for its first data.
   std::byte* open_first();
@@ -54,7 +54,7 @@ class ShareSizes {
   std::size_t tables_bytes_;
   std::vector<std::size_t> elems_;         // by index()
   std::vector<CallHeader> headers_;        // by rank
-  std::vector<const std::byte*> regions_;  // by rank: what stands behind the header
+  std::vector<const std::byte*> regions_;  // by rank: the region after the header
 };
 
 }  // namespace ringcomm

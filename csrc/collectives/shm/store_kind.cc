@@ -26,7 +26,7 @@ void StoreKindChooser::end() {
 void StoreKindChooser::record(SizeClass& size_class, float elapsed_us) {
   if (!size_class.is_warm) {
     size_class.is_warm = true;
-    // The other kind is due after as many calls as it takes to know this one.
+    // The other kind is tried after as many calls as it takes to measure this one.
     size_class.num_calls = kKeptCalls - kTrialCalls;
     return;
   }
@@ -39,7 +39,7 @@ void StoreKindChooser::record(SizeClass& size_class, float elapsed_us) {
 
   if (!size_class.is_trial) {
     if (size_class.num_calls < kKeptCalls && size_class.num_slow < kSlowCalls) return;
-    // Slow for several calls: what was its best is no more.
+    // Slow for several calls, so its best time is out of date.
     if (size_class.num_slow >= kSlowCalls) best_us = elapsed_us;
   } else {
     if (size_class.num_calls < kTrialCalls) return;

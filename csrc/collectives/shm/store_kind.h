@@ -12,15 +12,14 @@ namespace ringcomm {
 
 /// Chooses how staged bytes are stored, while running.
 ///
-/// Where the cores of two ranks share a cache, plain stores win by 2 times; where they do not,
-/// stores past the cache win by 2 to 3 (docs/experiments.md, "stores"). Virtual machines move
-/// between the two several times a minute and no counter tells, so that the only honest probe is
-/// the collectives themselves: each size class of each operation times both kinds, keeps the
-/// faster, and tries the other again once in a while, or soon when the kept one has become much
-/// slower.
+/// If the cores of two ranks share a cache, plain stores are 2 times faster; otherwise non-temporal
+/// stores are 2 to 3 times faster (docs/experiments.md, "stores"). Virtual machines switch between
+/// the two cases several times a minute, and no counter shows it. So the collectives themselves are
+/// timed: each size class of each operation times both kinds, keeps the faster, and tries the other
+/// one periodically, or soon if the kept one has become much slower.
 ///
-/// A collective's time includes waiting for ranks that come late, so what is compared are the
-/// shortest times of late, which are those without.
+/// A collective's time includes waiting for late ranks. So the shortest recent times are compared,
+/// which have no such wait.
 class StoreKindChooser {
  public:
   /// Starts timing a collective of `num_bytes` per rank; decides the kind until end().
@@ -34,7 +33,7 @@ class StoreKindChooser {
 
   // Below this a collective is over before its lines have left the cache.
   static constexpr std::size_t kMinBytes = 16 << 10;
-  static constexpr int kNumClasses = 16;  // powers of two from kMinBytes on
+  static constexpr int kNumClasses = 16;  // powers of two, starting at kMinBytes
   // Trying the slower kind for 3 calls of 64 costs 5-10 % at most, and a change of the machine is
   // found within 64 calls.
   static constexpr std::uint32_t kKeptCalls = 61;

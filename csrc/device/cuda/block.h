@@ -11,20 +11,19 @@
 
 namespace ringcomm::cuda {
 
-/// What a block of threads must offer for collectives to run on it, beside the Arch of core:
-/// kernels are written against this, and run on GPUs (gpu_block.cuh) and, in tests, on threads of
-/// the host.
+/// The interface of a block of threads that runs collectives, in addition to the Arch of core.
+/// Kernels are written against it, and run on GPUs (gpu_block.cuh) and, in tests, on host threads.
 ///
 /// - thread_idx, num_threads, block_idx, num_blocks: where this thread is.
 /// - sync is the barrier of the block's threads.
-/// - agree is one that returns the same to all: kNone if all threads say so, or else one of the
-///   other Stops, with awaited_peer() of the thread that said it.
+/// - agree is a barrier that returns the same value to all threads: kNone if all threads pass
+///   kNone, or else one of the other Stops, with awaited_peer() of the thread that passed it.
 /// - tables is memory of the block, the same for all of its threads.
-/// - store_packet and load_packet move the two words of a Packet, each whole, in no order.
+/// - store_packet and load_packet move the two words of a Packet, each atomically, in no order.
 /// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0
 ///   again; publish_word makes one of the control block, and all that this thread wrote before,
 ///   visible to the host.
-/// - awaited_peer is the rank that stopped() was asked about last, or what note_awaited said since.
+/// - awaited_peer is the rank of the last stopped() or note_awaited().
 template <class B>
 concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,
                                     std::uint64_t& word, std::uint32_t& flag) {

@@ -12,18 +12,20 @@
 
 namespace ringcomm::cuda {
 
-/// Memory of users that all ranks of a group have mapped, in segments of which each rank has a
-/// part: buffers in it can be read and written by peers where they lie.
+/// User memory that all ranks of a group have mapped, in segments with a part for each rank. Peers
+/// access buffers in it directly.
 struct Lent {
-  /// `bases[segment * world_size + rank]` is where a rank's part of a segment lies here.
+  /// `bases[segment * world_size + rank]` is the local address of a rank's part of a segment.
   std::byte* const* bases = nullptr;
 
-  /// A place in a segment, as ranks tell it each other; 0 is none.
+  /// A place in a segment, valid on all ranks; 0 is none.
   static constexpr int kOffsetBits = 40;
   RINGCOMM_HD static constexpr std::uint64_t place(std::uint64_t segment, std::uint64_t offset) {
     return (segment + 1) << kOffsetBits | offset;
   }
+  /// Null if there is no place, and before the group has any segment.
   RINGCOMM_HD std::byte* find(std::uint64_t place, int rank, int world_size) const {
+    if (place == 0 || bases == nullptr) return nullptr;
     const std::uint64_t segment = (place >> kOffsetBits) - 1;
     return bases[segment * static_cast<std::uint64_t>(world_size) +
                  static_cast<std::uint64_t>(rank)] +
@@ -31,15 +33,15 @@ struct Lent {
   }
 };
 
-/// What every kernel is told of its group. Parameters of kernels are the same in every replay of a
-/// captured graph, so nothing in them changes from call to call.
+/// The part of the kernel parameters that describes the group. A captured graph replays with the
+/// same parameters, so nothing in them changes between calls.
 struct GroupFrame {
   Staging staging;
   Control* control = nullptr;
-  /// Which of this rank's collectives, where it is known: not of messages, nor in a graph.
+  /// The number of this rank's collective; unknown for messages and in a graph.
   static constexpr std::uint64_t kNoNumber = ~std::uint64_t{0};
   std::uint64_t launch = kNoNumber;
-  std::uint64_t timeout_ns = 0;  ///< from the kernel's first wait that is not over at once
+  std::uint64_t timeout_ns = 0;  ///< from the kernel's first wait that does not end immediately
   int rank = 0;
   int world_size = 1;
 };
@@ -57,12 +59,12 @@ struct KernelCall : GroupFrame {
   Reduction reduction = Reduction::kSum;
   int divisor = 1;  ///< of an average
   std::uint64_t num_elems = 0;
-  /// Bytes of the longest share of any pair; kUnknown where ranks may know different sizes.
+  /// Bytes of the longest share of any pair; kUnknown if ranks may know different sizes.
   static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
   std::uint64_t longest_bytes = 0;
-  /// Of a reduction, how it is cut; see Chunks. Worked out by the host: threads would divide.
+  /// The chunks of a reduction; see Chunks. Computed by the host to save divisions in threads.
   std::uint64_t chunk_elems = 0;
-  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 where the host does not know them all
+  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 if the host does not know all sizes
   std::uint32_t slices_each = 0;  ///< of each block; the first `num_longer` have one more
   std::uint32_t num_longer = 0;
   std::uint32_t slice_elems = 0;
@@ -71,8 +73,8 @@ struct KernelCall : GroupFrame {
   Stride taken_stride;
   std::uint32_t ring_num_slots = 0;
   std::uint32_t ring_slot_bytes = 0;
-  /// Which steps of its phases a launch does, where launches take turns instead of waiting for each
-  /// other in kernels; all of them otherwise.
+  /// The steps of its phases that a launch runs, if ranks take turns instead of waiting for each
+  /// other in kernels; otherwise all.
   std::uint32_t first_step = 0;
   std::uint32_t last_step = ~0u;
 
@@ -82,13 +84,12 @@ struct KernelCall : GroupFrame {
   std::uint64_t output_bytes[kMaxRanks] = {};
 
   Lent lent;
-  std::uint64_t lent_input = 0;
-  std::uint64_t lent_output = 0;
+  Lends lends = Lends::kNo;
+  std::uint64_t lent_inputs[kMaxRanks] = {};  ///< for each peer; the same where it has one input
+  std::uint64_t lent_output = 0;              ///< of calls whose results peers write
 
-  // Of reduce_scatter_update_all_gather.
+  // For reduce_scatter_update_all_gather.
   UpdateScalars update = {};
-  Optimizer optimizer = Optimizer::kNone;
-  DType param_dtype = DType::kFloat32;
   float* master = nullptr;
   float* states[2] = {};
 };
@@ -102,8 +103,8 @@ struct Mail {
   bool is_send;
 };
 
-/// Messages of which none waits for another, unless it is of the same lane. A lane is what goes to
-/// one rank, or comes from one; its messages stand together, in their order.
+/// Messages that wait only for messages of the same lane. A lane is the messages to one rank, or
+/// from one; they are contiguous and in order.
 struct MailCall : GroupFrame {
   static constexpr int kMaxMessages = 128;
   static constexpr int kMaxLanes = 2 * kMaxRanks;

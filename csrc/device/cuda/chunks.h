@@ -1,6 +1,5 @@
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -12,10 +11,10 @@
 
 namespace ringcomm::cuda {
 
-/// What becomes of a reduction's chunks.
+/// What happens to a reduction's chunks.
 enum class ReduceShape : std::uint8_t {
   kAllReduce,      ///< every rank gets all
-  kUpdate,         ///< the same, of parameters that the chunk's owner has updated
+  kUpdate,         ///< the same, with parameters that the chunk's owner has updated
   kReduceScatter,  ///< every rank gets its own
   kReduce          ///< one chunk, the root's
 };
@@ -24,21 +23,21 @@ constexpr bool gathers(ReduceShape shape) {
   return shape == ReduceShape::kAllReduce || shape == ReduceShape::kUpdate;
 }
 
-/// The chunks of a reduction: whose they are, where they lie, and how they are cut into slices that
-/// fit a block's region.
+/// The chunks of a reduction: their owners, their addresses, and their slices, which fit a block's
+/// region.
 ///
 /// Chunks of an all_reduce begin at multiples of 16 elements, so that they are as aligned as the
 /// buffer; those of the others are the caller's.
 template <ReduceShape kShape>
 class Chunks {
  public:
-  /// Of a call that has passed cut().
+  /// For a call that has passed cut().
   RINGCOMM_HD Chunks(const KernelCall& call, std::size_t input_elem_bytes,
                      std::size_t output_elem_bytes)
       : call_(call), input_elem_bytes_(input_elem_bytes), output_elem_bytes_(output_elem_bytes) {}
 
-  /// Fills in the call's chunk_elems, slice_elems, num_slices, part_bytes and strides: all blocks
-  /// get slices of the same length, as many as others or one less.
+  /// Sets the call's chunk_elems, slice_elems, num_slices, part_bytes and strides. Slices have the
+  /// same length, and the number of slices per block differs by at most one.
   static void cut(KernelCall& call, std::size_t input_elem_bytes, std::size_t output_elem_bytes) {
     const auto world_size = static_cast<std::size_t>(call.world_size);
     call.chunk_elems =
@@ -52,7 +51,7 @@ class Chunks {
     const std::size_t num_parts =
         kShape == ReduceShape::kReduce ? 1 : num_staged + (gathers(kShape) ? 1 : 0);
     const StagingLayout& layout = call.staging.layout;
-    // In whole turns of the threads, where there is room for one.
+    // In whole rounds of the threads, if there is room for one.
     const std::size_t region_part_bytes = layout.region_bytes / num_parts;
     const std::size_t most_bytes = region_part_bytes > kMinSliceBytes
                                        ? region_part_bytes / kMinSliceBytes * kMinSliceBytes
@@ -63,14 +62,23 @@ class Chunks {
     std::size_t longest_elems = 0;
     for (int rank = 0; rank < call.world_size; ++rank)
       longest_elems = std::max(longest_elems, chunks.chunk(rank).num_elems);
+    // In a short call a slice is what a step copies in one turn of the threads: more steps, but
+    // each of them much shorter.
+    const std::size_t num_copied = kShape == ReduceShape::kReduce ? 1 : num_staged;
+    const std::size_t turn_elems =
+        std::max(kHeldVectors * kMinSliceBytes / num_copied / widest / kAlignElems,
+                 std::size_t{1}) *
+        kAlignElems;
+    const bool is_short = longest_elems <= layout.num_blocks * turn_elems * kMostShortTurns;
+    const std::size_t longest_slice = is_short ? std::min(turn_elems, most_elems) : most_elems;
     const std::size_t num_turns = std::max<std::size_t>(
-        ringcomm::num_slices(longest_elems, layout.num_blocks * most_elems), 1);
-    // Not so short that threads have nothing.
+        ringcomm::num_slices(longest_elems, layout.num_blocks * longest_slice), 1);
+    // Not so short that threads are idle.
     const std::size_t fair_elems =
         std::max(ringcomm::num_slices(longest_elems, layout.num_blocks * num_turns),
-                 kMinSliceBytes / widest);
+                 std::min(kMinSliceBytes / widest, turn_elems));
     const std::size_t slice_elems =
-        std::min(ringcomm::num_slices(fair_elems, kAlignElems) * kAlignElems, most_elems);
+        std::min(ringcomm::num_slices(fair_elems, kAlignElems) * kAlignElems, longest_slice);
     call.slice_elems = static_cast<std::uint32_t>(slice_elems);
     call.staged_stride = CopyList::stride_of(slice_elems * input_elem_bytes);
     call.taken_stride = CopyList::stride_of(slice_elems * output_elem_bytes);
@@ -87,7 +95,7 @@ class Chunks {
               call_.chunk_elems + (idx < num_longer ? 1 : 0)};
     }
     if constexpr (kShape == ReduceShape::kReduceScatter)
-      return {0, call_.input_bytes[rank] >> std::countr_zero(input_elem_bytes_)};
+      return {0, call_.input_bytes[rank] >> shift_of(input_elem_bytes_)};
     if constexpr (kShape == ReduceShape::kReduce)
       return {0, rank == call_.root ? call_.num_elems : 0};
     return slice_of({0, call_.num_elems}, idx, call_.chunk_elems);
@@ -99,10 +107,17 @@ class Chunks {
   RINGCOMM_HD const std::byte* input(int rank, const ElemRange& elems) const {
     const std::byte* buffer =
         kShape == ReduceShape::kReduceScatter ? call_.inputs[rank] : call_.inputs[0];
-    return buffer + elems.begin_elems * input_elem_bytes_;
+    return buffer + input_offset(elems);
   }
   RINGCOMM_HD std::byte* output(const ElemRange& elems) const {
-    return call_.outputs[0] + elems.begin_elems * output_elem_bytes_;
+    return call_.outputs[0] + output_offset(elems);
+  }
+  /// The offset from the start of a buffer, or of a share of a reduce_scatter.
+  RINGCOMM_HD std::size_t input_offset(const ElemRange& elems) const {
+    return elems.begin_elems * input_elem_bytes_;
+  }
+  RINGCOMM_HD std::size_t output_offset(const ElemRange& elems) const {
+    return elems.begin_elems * output_elem_bytes_;
   }
   RINGCOMM_HD std::size_t input_bytes(const ElemRange& elems) const {
     return elems.num_elems * input_elem_bytes_;
@@ -110,20 +125,26 @@ class Chunks {
   RINGCOMM_HD std::size_t output_bytes(const ElemRange& elems) const {
     return elems.num_elems * output_elem_bytes_;
   }
-  /// Where in `owner`'s region its part of `rank`'s chunk lies; its own part lies nowhere. Of
-  /// kReduce there is one part.
+  /// The offset in `owner`'s region of its part of `rank`'s chunk; its own part is not staged.
+  /// kReduce has one part.
   RINGCOMM_HD std::size_t part_offset(int owner, int rank) const {
     if constexpr (kShape == ReduceShape::kReduce) return 0;
     return static_cast<std::size_t>(rank < owner ? rank : rank - 1) * call_.part_bytes;
   }
-  /// Where in an owner's region its result of the slice before lies.
+  /// The offset in an owner's region of its result of the previous slice.
   RINGCOMM_HD std::size_t result_offset() const {
     return static_cast<std::size_t>(call_.world_size - 1) * call_.part_bytes;
   }
 
  private:
+  /// Of elements of 1, 2, 4 or 8 bytes, instead of a division.
+  RINGCOMM_HD static int shift_of(std::size_t elem_bytes) {
+    return (elem_bytes > 1 ? 1 : 0) + (elem_bytes > 2 ? 1 : 0) + (elem_bytes > 4 ? 1 : 0);
+  }
+
   static constexpr std::size_t kAlignElems = 16;
   static constexpr std::size_t kMinSliceBytes = 16 * kBlockThreads;  ///< a vector for each thread
+  static constexpr std::size_t kMostShortTurns = 4;  ///< tests/cpp/test_gpu_latency.cc
 
   const KernelCall& call_;
   std::size_t input_elem_bytes_;

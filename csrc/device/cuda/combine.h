@@ -1,12 +1,12 @@
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
 #include "device/cuda/call.h"
 #include "device/cuda/elements.h"
 #include "device/cuda/memory.h"
+#include "device/cuda/tables.h"
 #include "device/cuda/words.h"
 
 namespace ringcomm::cuda {
@@ -18,22 +18,28 @@ struct alignas(kElems == 1 ? alignof(typename Element::Stored)
   typename Element::Stored of[kElems];
 };
 
-/// Where a result goes: to one place, or two.
+/// The destinations of a result: one or two.
 struct Outputs {
   std::byte* to;
   std::byte* also_to = nullptr;
   RINGCOMM_HD int num() const { return also_to != nullptr ? 2 : 1; }
   RINGCOMM_HD std::byte* at(int output) const { return output == 0 ? to : also_to; }
+  RINGCOMM_HD std::uint64_t policy_of_others() const { return cache_policy(Cached::kYes); }
 };
 
-/// The same range of several arrays, of which a table has the addresses.
-template <class Pointer>
-struct TableRange {
-  const Pointer* of;
-  int num_arrays;
-  std::size_t offset = 0;
-  RINGCOMM_HD int num() const { return num_arrays; }
-  RINGCOMM_HD Pointer at(int idx) const { return of[idx] + offset; }
+/// The sources of a step, and the destinations of the result.
+struct TableSources {
+  const StepTables& tables;
+  int num_sources;
+  RINGCOMM_HD int num() const { return num_sources; }
+  RINGCOMM_HD const std::byte* at(int source) const { return tables.sources[source]; }
+  RINGCOMM_HD std::uint64_t policy(int source) const { return tables.source_policies[source]; }
+};
+struct TableOutputs {
+  const StepTables& tables;
+  RINGCOMM_HD int num() const { return tables.num_outputs; }
+  RINGCOMM_HD std::byte* at(int output) const { return tables.outputs[output]; }
+  RINGCOMM_HD std::uint64_t policy_of_others() const { return tables.output_policy; }
 };
 
 template <class To, class Sources>
@@ -71,13 +77,14 @@ RINGCOMM_HD void store_sums(const To& outputs, std::uint32_t idx, const float* a
                                   << (e % kPerWord * 16);
   const std::size_t offset = std::size_t{idx} * sizeof(Vector);
   store_vector<Cached::kNo>(outputs.at(0) + offset, vector, is_wanted);
+  const std::uint64_t policy = outputs.policy_of_others();
   RINGCOMM_ROLLED
   for (int o = 1; o < outputs.num(); ++o)
-    store_vector<Cached::kYes>(outputs.at(o) + offset, vector, is_wanted);
+    store_pack(outputs.at(o) + offset, vector, is_wanted, policy);
 }
 
-/// Sums of elements of a type that is accumulated in fp32: what gradients and activations are made
-/// of. An average is a sum times the inverse of a power of two, which is exact: 2, 4 or 8 ranks.
+/// Sums of elements of a type that is accumulated in fp32, such as gradients and activations. An
+/// average is a sum times the inverse of a power of two, which is exact: 2, 4 or 8 ranks.
 ///
 /// A thread has kUnroll vectors of kSources sources under way at a time, and stores nothing before
 /// it has all of them, so that an output may be a source. Eight vectors fit the 64 registers that
@@ -102,11 +109,12 @@ struct ExactSums {
     RINGCOMM_UNROLL
     for (int s = 0; s < kSources; ++s) {
       const std::byte* const source = sources.at(s);
+      const std::uint64_t policy = sources.policy(s);
       RINGCOMM_UNROLL
       for (int u = 0; u < kUnroll; ++u) {
         const std::uint32_t idx = opaque(first + static_cast<unsigned>(u) * block.num_threads());
-        loaded[u][s] = load_vector<Cached::kYes>(source + std::size_t{idx} * sizeof(Vector),
-                                                 idx < num_vectors);
+        loaded[u][s] = load_pack<Vector>(source + std::size_t{idx} * sizeof(Vector),
+                                         idx < num_vectors, policy);
       }
     }
     end_of_loads();
@@ -139,8 +147,9 @@ RINGCOMM_HD void sum_any(const B& block, const To& outputs, const Sources& sourc
       RINGCOMM_UNROLL
       for (int s = 0; s < kAtOnce; ++s) {
         const bool is_there = first + s < num_sources;
-        loaded[s] = load_vector<Cached::kYes>(
-            sources.at(is_there ? first + s : 0) + std::size_t{i} * sizeof(Vector), is_there);
+        const int source = is_there ? first + s : 0;
+        loaded[s] = load_pack<Vector>(sources.at(source) + std::size_t{i} * sizeof(Vector),
+                                      is_there, sources.policy(source));
       }
       RINGCOMM_UNROLL
       for (int s = 0; s < kAtOnce; ++s)
@@ -225,9 +234,10 @@ class TypedReducer {
                               std::uint32_t num_vectors, int divisor) {
     const bool is_power = (divisor & (divisor - 1)) == 0;
     const int num = is_power ? sources.num() : 0;
-    const float scale = bits_as<float>(
-        (127u << 23) -
-        (static_cast<unsigned>(std::countr_zero(static_cast<unsigned>(divisor))) << 23));
+    // Of a power of two the inverse: its exponent's opposite. Functions of <bit> are not for
+    // kernels: nvcc takes std::countr_zero for a constant, without a word.
+    const float scale =
+        bits_as<float>((254u << 23) - bits_as<std::uint32_t>(static_cast<float>(divisor)));
     if (num == 2)
       ExactSums<Element, 2, kMaxVectors / 2>::run(block, outputs, sources, num_vectors, scale);
     else if (num == 4)

@@ -10,18 +10,19 @@ namespace ringcomm::cuda {
 /// its number left out, filled up with zeros.
 inline constexpr int kHeaderWords = 32;
 
-/// What a rank's kernels and its host tell each other: in host memory, which both map. One for each
-/// rank of a group.
+/// The words by which a rank's kernels and its host communicate, in host memory that both map. One
+/// for each rank of a group.
 ///
-/// The host writes `abort`; kernels that see it stop waiting. The first block to give up
-/// fills in the record, `stop` last; the host's watch reads it.
+/// The host writes `abort`; kernels that see it stop waiting. The first block that fails fills in
+/// the record, `stop` last; the host's watchdog reads it.
 struct Control {
   std::uint32_t abort = 0;
   std::uint32_t stop = 0;  ///< a core Stop, or kMismatch; 0: nothing has happened
   std::int32_t peer = -1;  ///< the rank waited for, or that called something else
   std::uint64_t launch = 0;
-  /// A wait that is not over at once asks whether to go on, and says here whom it waits for, and
-  /// when it asked, by a clock of its own: the watch sees that change while kernels stand still.
+  /// A wait that does not end immediately polls for `abort`, and stores here the rank that it waits
+  /// for and the time of the poll, from a clock of its own. So the watchdog sees which kernels
+  /// wait.
   std::int32_t awaited_peer = -1;
   std::uint32_t asked_at = 0;
   std::uint32_t theirs[kHeaderWords] = {};  ///< with kMismatch: the peer's header
@@ -42,7 +43,7 @@ inline constexpr std::uint32_t kMismatch = 100;
 /// Two ranks, theirs[0] and theirs[1], disagree on how much the first has for the second: bytes as
 /// two words each, the sender's and the receiver's.
 inline constexpr std::uint32_t kSizesDiffer = 101;
-/// A receive met another message: bytes as two words, tag.
+/// A receive got a different message: its bytes as two words, its tag.
 inline constexpr std::uint32_t kMailDiffers = 102;
 /// Two kernels of this rank used the same part of its staging at a time.
 inline constexpr std::uint32_t kOverlap = 103;

@@ -11,8 +11,8 @@
 #include <cuda_fp16.h>
 #endif
 
-// Elements as kernels accumulate them: what device/host/elements.h says of vectors, one at a time,
-// with the same results to the last bit.
+// How kernels accumulate elements: like the vectors of device/host/elements.h, one element at a
+// time, with bitwise equal results.
 
 namespace ringcomm::cuda {
 
@@ -38,7 +38,7 @@ RINGCOMM_HD inline float bfloat16_to_fp32(std::uint16_t bits) {
 }
 RINGCOMM_HD inline std::uint16_t fp32_to_bfloat16(float value) {
 #ifdef __CUDA_ARCH__
-  // Of NaN the instruction makes another one than the host.
+  // The instruction's NaN differs from the host's.
   return value == value ? __bfloat16_as_ushort(__float2bfloat16_rn(value)) : std::uint16_t{0x7fc0};
 #else
   const auto bits = bits_as<std::uint32_t>(quiet(value));
@@ -50,7 +50,7 @@ RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
 #ifdef __CUDA_ARCH__
   return __half2float(__ushort_as_half(half));
 #else
-  // As in host/software_float16.h, which says why this is exact.
+  // As in host/software_float16.h, which explains why this is exact.
   const std::uint32_t shifted = (half & 0x7fffu) << 13;
   const std::uint32_t exponent = shifted & 0x0f800000u;
   const std::uint32_t sign = (half & 0x8000u) << 16;
@@ -80,7 +80,7 @@ RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
 #endif
 }
 
-// ---- what the types have in common: Stored lies in memory, Acc is what is combined
+// ---- the types' interface: Stored is the type in memory, Acc the type that is combined
 
 template <class T>
 struct FloatElement {
@@ -149,7 +149,7 @@ struct Max {
     return a >= b ? a : (a != a ? a : b);
   }
 };
-/// By one of these four; other reductions are sums.
+/// One of these four; other reductions are sums.
 template <class T>
 RINGCOMM_HD T combined(Reduction reduction, T a, T b) {
   switch (reduction) {

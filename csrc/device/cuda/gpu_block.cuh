@@ -18,11 +18,12 @@ class GpuBlock {
   struct Clock {
     volatile std::uint32_t began;  ///< to wait; 0: not yet
     volatile std::uint32_t asked;
-    volatile std::uint32_t stop;  ///< what a thread was told
+    volatile std::uint32_t stop;  ///< the value that a thread received
   };
   struct Shared {
     Clock clock;
-    std::uint32_t answers[2];  ///< in turn: who has not read one yet never meets the next
+    std::uint32_t
+        answers[2];  ///< used in turn: a thread that has not read one yet never sees the next
     std::uint32_t agreed;
     Tables tables;
   };
@@ -59,7 +60,7 @@ class GpuBlock {
   }
   __device__ Stop agree(Stop stop) {
     if (__syncthreads_or(stop != Stop::kNone) == 0) return Stop::kNone;
-    // Whichever of them is the last to say so has its way.
+    // If several threads write, the last one wins.
     if (stop != Stop::kNone)
       shared_.agreed =
           static_cast<std::uint32_t>(stop) | static_cast<std::uint32_t>(awaited_peer_ + 1) << 8;
@@ -75,7 +76,7 @@ class GpuBlock {
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
     return value;
   }
-  /// Nobody sleeps on a GPU, so no store needs an order with a later load.
+  /// Threads of a GPU do not sleep, so no store needs an order with a later load.
   __device__ std::uint64_t load_seq_cst(const std::uint64_t& word) const {
     return load_acquire(word);
   }
@@ -112,15 +113,15 @@ class GpuBlock {
   __device__ void pause() const {}
   __device__ Yielded yield() const {
     __nanosleep(20);
-    return Yielded::kToNobody;
+    return Yielded::kCoreIdle;
   }
   __device__ void park(const std::uint64_t&, std::uint64_t) const { __nanosleep(100); }
   __device__ void wake(const std::uint64_t&) const {}
   __device__ void note_core(std::uint32_t&) const {}
   __device__ void leave_core(const std::uint32_t&) const {}
 
-  /// A block asks the host every 0.13 ms at most: each question is two writes and a read over PCIe,
-  /// and as many blocks ask as wait. What one thread is told holds for all.
+  /// A block polls the host at most every 0.13 ms: each poll is two writes and a read over PCIe,
+  /// and every waiting block polls. The answer to one thread is valid for all.
   __device__ Stop stopped(int peer) {
     awaited_peer_ = peer;
     Clock& clock = shared_.clock;
@@ -154,7 +155,7 @@ class GpuBlock {
   }
 
  private:
-  // Times are kept in ticks of 65.5 us, of which a register holds three days.
+  // Times are in ticks of 65.5 us; a register holds three days.
   static constexpr int kTickBits = 16;
   static constexpr std::uint32_t kAskEveryTicks = 2;
 

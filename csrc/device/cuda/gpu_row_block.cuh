@@ -8,7 +8,7 @@
 
 namespace ringcomm::cuda {
 
-/// A block of a cluster of a GPU, from sm_90 on. Its shared memory begins with the barriers that
+/// A block of a GPU cluster (sm_90 and later). Its shared memory begins with the barriers that
 /// loads arrive at.
 class GpuRowBlock {
  public:
@@ -16,7 +16,7 @@ class GpuRowBlock {
   static constexpr unsigned kVectorsPerThread = ::ringcomm::cuda::kVectorsPerThread;
 
   __device__ GpuRowBlock() {
-    // Of logits there is one read: they make room in L2 for what is read again.
+    // Logits are read once, so they are evicted first from L2.
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(read_once_));
   }
 
@@ -82,7 +82,7 @@ class GpuRowBlock {
   __device__ void await_parts(unsigned exchange, unsigned turn, unsigned num_parts) const {
     std::uint64_t& barrier = heading().exchanged[exchange];
     if (threadIdx.x == 0) arrive(barrier, num_parts * unsigned{sizeof(LossPart)});
-    // What another block has sent is ordered by the cluster's scope.
+    // Data from another block is ordered with cluster scope.
     std::uint32_t is_over;
     do {
       asm volatile(
@@ -118,7 +118,7 @@ class GpuRowBlock {
     } while (is_over == 0);
   }
 
-  /// What threads have written is for the copies of the async proxy to read.
+  /// Makes the threads' writes visible to the copies of the async proxy.
   __device__ void seal() const {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
@@ -143,14 +143,14 @@ class GpuRowBlock {
   __device__ static std::uint32_t address_of(const void* shared) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
   }
-  /// Of the same place in another block of the cluster, or in this one.
+  /// The address of the same place in another block of the cluster, or in this one.
   __device__ static std::uint32_t address_at(unsigned rank, const void* shared) {
     std::uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address_of(shared)), "r"(rank));
     return there;
   }
 
-  // Each turn of a barrier ends when one thread has arrived, and as many bytes as it said.
+  // Each turn of a barrier ends when one thread and the bytes that it announced have arrived.
   __device__ static void make_barrier(std::uint64_t& barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address_of(&barrier)) : "memory");
   }

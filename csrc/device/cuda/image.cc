@@ -1,7 +1,7 @@
 #include "device/cuda/image.h"
 
 #ifdef RINGCOMM_CUDA_IMAGES
-// The build names a folder with what nvcc made of each file.
+// The build defines the folder with nvcc's output for each file.
 #define RINGCOMM_EMBED(name)                                                          \
   __asm__(".pushsection .rodata\n.balign 16\nringcomm_image_" #name                   \
           ":\n.incbin \"" RINGCOMM_CUDA_IMAGES "/" #name ".fatbin\"\n.popsection\n"); \

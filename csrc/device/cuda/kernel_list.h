@@ -8,8 +8,8 @@
 #include "device/cuda/update.h"
 #include "device/cuda/where.h"
 
-// All the kernels there are: the host asks an image for their names (collectives/cuda/kernels.h), a
-// file of each kind of machine makes them of their bodies.
+// The list of all kernels. The host looks up their names in an image (collectives/cuda/kernels.h),
+// and one file per kind of machine instantiates their bodies.
 
 /// X(name, Call, body): `body` takes a block and a Call. Of what reduces elements:
 #define RINGCOMM_REDUCING_KERNELS(X, suffix, Reducer)                                          \
@@ -20,14 +20,14 @@
   X(ringcomm_reduce_##suffix, KernelCall, (reduce_gather<Reducer, ReduceShape::kReduce>))      \
   X(ringcomm_ring_##suffix, KernelCall, (all_reduce_ring<Reducer>))
 
-/// Of float64, integers and truth values there is one of each: "any".
+/// float64, integers and booleans share one kernel of each: "any".
 #define RINGCOMM_REDUCTION_KERNELS(X)                                      \
   RINGCOMM_REDUCING_KERNELS(X, float16, TypedReducer<Float16Element>)      \
   RINGCOMM_REDUCING_KERNELS(X, bfloat16, TypedReducer<BFloat16Element>)    \
   RINGCOMM_REDUCING_KERNELS(X, float32, TypedReducer<FloatElement<float>>) \
   RINGCOMM_REDUCING_KERNELS(X, any, AnyReducer)
 
-/// Of each optimizer's step: gradients of a type, parameters of another.
+/// For each optimizer's step: the gradients' type and the parameters' type.
 #define RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, param, Param) \
   X(ringcomm_update_##optimizer##_##grad##_##param, KernelCall,              \
     (reduce_update_gather<Step, Grad, Param>))
@@ -43,7 +43,7 @@
   RINGCOMM_UPDATES(X, sgd, SgdStep) \
   RINGCOMM_UPDATES(X, adamw, AdamWStep) RINGCOMM_UPDATES(X, lomo, LomoStep)
 
-/// Of records there are no packets, which have eight bytes. "where" is for benchmarks.
+/// Records have no packet kernels, because a packet has eight bytes. "where" is for benchmarks.
 #define RINGCOMM_OTHER_KERNELS(X)                                           \
   X(ringcomm_two_shot_softmax_stats, KernelCall,                            \
     (reduce_gather<TypedReducer<SoftmaxElement>, ReduceShape::kAllReduce>)) \

@@ -13,7 +13,7 @@ struct LossCall {
   std::byte* logits = nullptr;            ///< of the first row, aligned to an element
   const std::int64_t* targets = nullptr;  ///< (tokens)
   const float* class_weights = nullptr;   ///< (vocab_size); null: all 1
-  /// What losses are divided by: this word, else the sum of the targets' weights, else a number.
+  /// The divisor of the losses: this word, else the sum of the targets' weights, else a number.
   const double* num_items = nullptr;
   bool counts_targets = false;
   double divisor = 1;
@@ -25,11 +25,11 @@ struct LossCall {
   std::int64_t ignore_index = -100;
   std::int32_t width = 0;        ///< elements of a row, padding included
   std::int32_t num_classes = 0;  ///< at most that
-  std::int32_t vocab_size = 0;   ///< num_classes, of all ranks where they have shards
+  std::int32_t vocab_size = 0;   ///< num_classes; of all ranks together if they have shards
   float logit_scale = 1;         ///< positive
   float label_smoothing = 0;     ///< only without class weights
   float z_loss = 0;
-  std::uint32_t segment_vectors = 0;  ///< of a row, for each block of a cluster: as LossPlan says
+  std::uint32_t segment_vectors = 0;  ///< of a row, for each block of a cluster; see LossPlan
 };
 
 inline constexpr unsigned kLossThreads = 512;
@@ -38,7 +38,8 @@ inline constexpr unsigned kMaxClusterBlocks = 8;  ///< more are not portable
 inline constexpr unsigned kNumRowSlots = 3;
 /// With shards one more row waits for the other ranks.
 inline constexpr unsigned kMaxRowSlots = 4;
-/// Of parts of a row, in a cluster: two rows in turn, from blocks to the first one and back.
+/// The exchanges of a row's parts in a cluster: two rows in turn, from all blocks to the first one
+/// and back.
 inline constexpr unsigned kNumExchanges = 4;
 inline constexpr unsigned kVectorBytes = 16;
 /// Elements of a thread stay in registers: 64 of 16 bits.
@@ -56,9 +57,9 @@ struct LossPlan {
   }
 };
 
-/// The smallest cluster that holds a row in registers and shared memory. None where it is too long
-/// for eight blocks (512 KiB), or too short to keep one busy. A row that begins between two
-/// boundaries of 16 bytes touches one vector more.
+/// The smallest cluster that holds a row in registers and shared memory. None if the row is too
+/// long for eight blocks (512 KiB), or too short for one. A row that is not aligned to 16 bytes
+/// uses one more vector.
 constexpr std::optional<LossPlan> plan_loss(std::int64_t row_bytes, bool is_aligned) {
   constexpr std::int64_t kMinRowBytes = 32 << 10;
   constexpr std::int64_t kMostVectors = kLossThreads * kVectorsPerThread;

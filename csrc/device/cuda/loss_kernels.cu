@@ -2,7 +2,7 @@
 #include "device/cuda/gpu_row_block.cuh"
 #include "device/cuda/loss_kernel_list.h"
 
-// Older GPUs have no clusters: images for them have none of these kernels, and say so when asked.
+// Older GPUs have no clusters, so images for them do not contain these kernels.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 namespace ringcomm::cuda {

@@ -14,7 +14,7 @@
 namespace ringcomm::cuda {
 
 inline constexpr float kLog2E = 1.44269504F;
-/// Stands for no logit: less than all numbers but -infinity, and a difference to it is no NaN.
+/// Represents no logit: less than all numbers except -infinity, and differences to it are not NaN.
 inline constexpr float kLowestLogit = -std::numeric_limits<float>::max();
 
 /// A word of global memory that no kernel of the call writes.

@@ -9,14 +9,14 @@
 // in its shared memory, and each thread has the exponentials of its logits in registers until the
 // sum of all is known. Formulas are in docs/design/cross_entropy.md.
 //
-// A row is copied in whole vectors, with the neighbours' elements of its first and last one: these
-// count as -infinity, and are not stored.
+// A row is copied in whole vectors, so its first and last vector may contain elements of adjacent
+// rows. These count as -infinity and are not stored.
 
 namespace ringcomm::cuda {
 
 RINGCOMM_HD constexpr LossPart no_part() { return {kLowestLogit, 0, 0, 0}; }
 
-/// Columns that stand for targets: no gradient, and a gradient of NaN.
+/// Special target columns: no gradient, and a gradient of NaN.
 inline constexpr int kIgnoredTarget = -1;
 inline constexpr int kNoClass = -2;
 
@@ -28,7 +28,7 @@ struct LossSegment {
   unsigned num_vectors;
 };
 
-/// What a row's sums make of its exponentials.
+/// The factors from a row's exponentials to its gradient.
 struct LossFactors {
   float prob;    ///< times a thread's exponential,
   float smooth;  ///< less this,
@@ -138,7 +138,7 @@ class LossRows {
             .num_vectors = left < call_.segment_vectors ? left : call_.segment_vectors};
   }
 
-  /// Of an ignored row nothing is read; its turn of the slot comes all the same.
+  /// An ignored row is not read, but uses its turn of the slot.
   RINGCOMM_HD void load(std::int64_t row, unsigned slot, int column) const {
     if (block_.thread_idx() != 0 || row >= call_.num_tokens) return;
     const LossSegment segment = segment_of(row);
@@ -160,8 +160,8 @@ class LossRows {
     block_.template await_stores<1>();
   }
 
-  /// visit(column, i) for the i-th element of the slot, of this thread's vectors that are not all
-  /// of columns from 0 to `end`.
+  /// Calls visit(column, i) for the i-th element of the slot, for this thread's vectors that are
+  /// not entirely in columns 0 to `end`.
   template <class Visit>
   RINGCOMM_HD void visit_partial(const LossSegment& segment, int end, const Visit& visit) const {
     const int num_whole = (end - segment.column) / kPerVector;

@@ -11,7 +11,7 @@
 
 namespace ringcomm::cuda {
 
-/// Of numbers that each thread has one of; for all threads. `of_warps` is shared memory.
+/// The sum of one number of each thread, returned to all threads. `of_warps` is shared memory.
 template <class B>
 RINGCOMM_HD double sum_of_threads(B& block, double number, double* of_warps) {
   number = block.warp_sum(number);
@@ -23,7 +23,7 @@ RINGCOMM_HD double sum_of_threads(B& block, double number, double* of_warps) {
   return sum;
 }
 
-/// Of the weights of all targets that count.
+/// The sum of the weights of all targets that are not ignored.
 template <class B>
 RINGCOMM_HD double weight_of_targets(B& block, const LossCall& call, double* of_warps) {
   double weight = 0;
@@ -38,7 +38,7 @@ RINGCOMM_HD double weight_of_targets(B& block, const LossCall& call, double* of_
   return sum_of_threads(block, weight, of_warps);
 }
 
-/// The kernel behind that of the rows, of one block: the tokens' losses over the denominator.
+/// The kernel after the row kernel, with one block: the tokens' losses divided by the denominator.
 template <class B>
 RINGCOMM_HD void sum_losses(B& block, const LossCall& call) {
   double sum = 0;

@@ -5,15 +5,15 @@
 #include "device/cuda/memory.h"
 #include "device/cuda/phases.h"
 
-// Sends and receives: slices of a message through the channels of a pair of ranks, links that lie
-// in the receiver's staging memory. Messages of a pair arrive in the order in which they were sent;
-// each slice says of which message it is.
+// Sends and receives: slices of a message go through the channels of a pair of ranks, which are
+// links in the receiver's staging memory. Messages of a pair arrive in the order in which they were
+// sent; each slice names its message.
 //
-// All messages of a batch go on in one kernel, each lane in blocks of its own: kernels on streams
-// of their own might run one after the other, and two ranks that both send first would wait for
-// ever. The two ends of a lane may have different numbers of blocks: every block takes messages in
-// their order, and the channels of a message in theirs, so the first that is not through on either
-// end never waits for a later one.
+// All messages of a batch run in one kernel, each lane in its own blocks: separate kernels might
+// run one after the other, and two ranks that both send first would deadlock. The two ends of a
+// lane may have different numbers of blocks. Every block handles messages in order, and the
+// channels of a message in order, so the first unfinished one on either end never waits for a later
+// one.
 
 namespace ringcomm::cuda {
 
@@ -22,7 +22,7 @@ struct alignas(16) MailHeading {
   std::int64_t tag;
 };
 
-/// The slices of a message, which its channels have in turn. An empty one has one.
+/// The slices of a message, distributed round-robin over its channels. An empty message has one.
 struct MailSlices {
   std::uint32_t slice_bytes;
   std::uint32_t num;
@@ -42,7 +42,8 @@ RINGCOMM_HD Stop send_channel(B& block, const MailCall& call, const Mail& mail,
     if (const Stop stop = link.acquire(slot); stop != Stop::kNone) return stop;
     if (block.thread_idx() == 0) *reinterpret_cast<MailHeading*>(slot) = {mail.num_bytes, mail.tag};
     const ElemRange bytes = slice_of({0, mail.num_bytes}, i, slices.slice_bytes);
-    block.copy(slot + sizeof(MailHeading), mail.data + bytes.begin_elems, bytes.num_elems);
+    copy_by_block<Cached::kNo, Cached::kYes>(block, slot + sizeof(MailHeading),
+                                             mail.data + bytes.begin_elems, bytes.num_elems);
     link.publish();
   }
   return Stop::kNone;
@@ -64,7 +65,8 @@ RINGCOMM_HD Stop recv_channel(B& block, const MailCall& call, const Mail& mail,
       return Stop::kAborted;
     }
     const ElemRange bytes = slice_of({0, mail.num_bytes}, i, slices.slice_bytes);
-    block.copy(mail.data + bytes.begin_elems, slot + sizeof(MailHeading), bytes.num_elems);
+    copy_by_block<Cached::kYes, Cached::kNo>(block, mail.data + bytes.begin_elems,
+                                             slot + sizeof(MailHeading), bytes.num_elems);
     link.release();
   }
   return Stop::kNone;
@@ -82,8 +84,8 @@ RINGCOMM_HD Stop exchange_lane(B& block, const MailCall& call) {
     RINGCOMM_ROLLED
     for (unsigned channel = first_channel; channel < slices.num_channels;
          channel += call.blocks_per_lane) {
-      // Of the channel's last message a thread may not yet have seen what another has published;
-      // the end of the claim has them meet.
+      // A thread may not yet see what another one has published for the channel's last message; the
+      // barrier at the end of the claim synchronizes them.
       std::uint32_t& busy = call.staging.word_at(
           call.rank, call.staging.layout.busy_mail_offset(static_cast<std::uint32_t>(mail.peer),
                                                           mail.is_send, channel));

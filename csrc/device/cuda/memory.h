@@ -5,17 +5,24 @@
 
 #include "core/annotations.h"
 #include "device/cuda/tables.h"
+// On the host, where tests run kernels: a header by which their plain accesses go through a cache.
+#ifdef RINGCOMM_HOST_MEMORY
+#include RINGCOMM_HOST_MEMORY
+#else
+#define RINGCOMM_HOST_LOAD(P, from) (*static_cast<const P*>(from))
+#define RINGCOMM_HOST_STORE(P, to, value) (*static_cast<P*>(to) = (value))
+#endif
 
 // How the threads of a block move bytes together.
 //
-// What hides the latency of memory is that a thread has several loads under way before it uses the
-// first. A compiler keeps that order only if nothing stands between the loads: no branch, and no
-// store that might change what they read. So the loads and stores of vectors are written with their
-// condition, as one instruction each, and all loads of a group come before its first store.
+// A thread hides memory latency by issuing several loads before it uses the first. The compiler
+// keeps that order only without a branch, or a store that may alias, between the loads. So each
+// conditional load or store of a vector is one predicated instruction, and all loads of a group
+// precede its first store.
 
 namespace ringcomm::cuda {
 
-/// What one load or store moves at most.
+/// The largest unit of one load or store.
 struct alignas(16) Vector {
   std::uint32_t words[4];
 };
@@ -25,12 +32,26 @@ struct alignas(16) Vector {
 /// lines leave a full cache depends on it.
 enum class Cached : std::uint8_t { kNo, kYes };
 
+/// The same as an operand, of accesses of which only a run shows what they touch. Volatile, or
+/// kernels would keep it in registers from their begin on.
+RINGCOMM_HD inline std::uint64_t cache_policy(Cached cached) {
+#ifdef __CUDA_ARCH__
+  std::uint64_t first;
+  std::uint64_t normal;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return cached == Cached::kNo ? first : normal;
+#else
+  return static_cast<std::uint64_t>(cached);
+#endif
+}
+
 RINGCOMM_HD inline bool is_aligned(const void* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
-/// The same number, of which the compiler knows nothing: or it keeps a pointer for every load of a
-/// loop, and moves them all from turn to turn, in registers that are wanted for data.
+/// Returns the number, hidden from the optimizer. Otherwise the compiler keeps and increments a
+/// pointer for every load of a loop, in registers that are needed for data.
 RINGCOMM_HD inline std::uint32_t opaque(std::uint32_t number) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(number));
@@ -38,8 +59,8 @@ RINGCOMM_HD inline std::uint32_t opaque(std::uint32_t number) {
   return number;
 }
 
-/// Between loads and the first use of what they bring: the assembler would else use the first
-/// before it issues the last, and a warp that waits for the one issues no other. For whole warps.
+/// Goes between loads and their first use. Otherwise the assembler uses the first before it issues
+/// the last, and the warp then waits without issuing the others. For whole warps.
 RINGCOMM_HD inline void end_of_loads() {
 #ifdef __CUDA_ARCH__
   __syncwarp();
@@ -56,8 +77,8 @@ RINGCOMM_HD inline std::uint32_t product_high(std::uint32_t a, std::uint32_t b) 
 }
 
 #ifdef __CUDA_ARCH__
-// A register that is loaded only if a condition holds would have to keep what was in it before, all
-// through the loops around: so it is set to zero first.
+// A conditionally loaded register would have to keep its old value through the surrounding loops,
+// so it is set to zero first.
 #define RINGCOMM_LOAD_VECTOR(load, v, from, is_wanted)                             \
   asm volatile(                                                                    \
       "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; "       \
@@ -84,7 +105,7 @@ RINGCOMM_HD inline Vector load_vector(const std::byte* from, bool is_wanted) {
     RINGCOMM_LOAD_VECTOR("ld.global.cs", v, from, is_wanted);
   return v;
 #else
-  return is_wanted ? *reinterpret_cast<const Vector*>(from) : Vector{};
+  return is_wanted ? RINGCOMM_HOST_LOAD(Vector, static_cast<const void*>(from)) : Vector{};
 #endif
 }
 
@@ -96,12 +117,12 @@ RINGCOMM_HD inline void store_vector(std::byte* to, const Vector& v, bool is_wan
   else
     RINGCOMM_STORE_VECTOR("st.global.cs", v, to, is_wanted);
 #else
-  if (is_wanted) *reinterpret_cast<Vector*>(to) = v;
+  if (is_wanted) RINGCOMM_HOST_STORE(Vector, static_cast<void*>(to), v);
 #endif
 }
 
-/// The same of any size that one instruction moves. Pointers come out of memory, where the compiler
-/// does not see that they are to a GPU's: so it is said here for each access.
+/// The same for any size that one instruction moves. The pointers are read from memory, so the
+/// compiler cannot know that they are global; each access states it.
 template <Cached kCached, class P>
 RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
   P pack;
@@ -138,7 +159,7 @@ RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
   __builtin_memcpy(&pack, words, sizeof pack);
 #else
   __builtin_memset(&pack, 0, sizeof pack);
-  if (is_wanted) pack = *static_cast<const P*>(from);
+  if (is_wanted) pack = RINGCOMM_HOST_LOAD(P, from);
 #endif
   return pack;
 }
@@ -176,8 +197,66 @@ RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = tru
         : "memory");
   }
 #else
-  if (is_wanted) *static_cast<P*>(to) = pack;
+  if (is_wanted) RINGCOMM_HOST_STORE(P, to, pack);
 #endif
+}
+
+/// The same with a cache_policy(), which only accesses of 8 and 16 bytes have.
+template <class P>
+RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted,
+                               [[maybe_unused]] std::uint64_t policy) {
+#ifdef __CUDA_ARCH__
+  P pack;
+  if constexpr (sizeof(P) == sizeof(Vector)) {
+    Vector v;
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+        "mov.b32 %2, 0; mov.b32 %3, 0; "
+        "@p ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6; }"
+        : "=&r"(v.words[0]), "=&r"(v.words[1]), "=&r"(v.words[2]), "=&r"(v.words[3])
+        : "l"(from), "r"(static_cast<int>(is_wanted)), "l"(policy)
+        : "memory");
+    __builtin_memcpy(&pack, v.words, sizeof pack);
+    return pack;
+  } else if constexpr (sizeof(P) == 8) {
+    std::uint32_t words[2];
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+        "@p ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %4; }"
+        : "=&r"(words[0]), "=&r"(words[1])
+        : "l"(from), "r"(static_cast<int>(is_wanted)), "l"(policy)
+        : "memory");
+    __builtin_memcpy(&pack, words, sizeof pack);
+    return pack;
+  }
+#endif
+  return load_pack<Cached::kYes, P>(from, is_wanted);
+}
+
+template <class P>
+RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted,
+                                   [[maybe_unused]] std::uint64_t policy) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t words[4] = {};
+  __builtin_memcpy(words, &pack, sizeof pack);
+  const auto wanted = static_cast<int>(is_wanted);
+  if constexpr (sizeof(P) == sizeof(Vector)) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %5, 0; "
+        "@p st.global.L2::cache_hint.v4.u32 [%4], {%0, %1, %2, %3}, %6; }" ::"r"(words[0]),
+        "r"(words[1]), "r"(words[2]), "r"(words[3]), "l"(to), "r"(wanted), "l"(policy)
+        : "memory");
+    return;
+  } else if constexpr (sizeof(P) == 8) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0; "
+        "@p st.global.L2::cache_hint.v2.u32 [%2], {%0, %1}, %4; }" ::"r"(words[0]),
+        "r"(words[1]), "l"(to), "r"(wanted), "l"(policy)
+        : "memory");
+    return;
+  }
+#endif
+  store_pack<Cached::kYes>(to, pack, is_wanted);
 }
 
 RINGCOMM_HD inline Copy copy_of(void* to, const void* from, std::size_t num_bytes) {
@@ -187,17 +266,17 @@ RINGCOMM_HD inline Copy copy_of(void* to, const void* from, std::size_t num_byte
           is_whole ? static_cast<std::uint32_t>(num_bytes / sizeof(Vector)) : 0};
 }
 
-/// Copies as one list of vectors, dealt to the threads of a block: vector v of copy k is number
-/// k * stride + v, whatever the copies' own lengths, of which none is longer than the stride.
+/// Several copies as one list of vectors, distributed over the threads of a block: vector v of copy
+/// k has number k * stride + v. No copy is longer than the stride.
 class CopyList {
  public:
   RINGCOMM_HD CopyList(const Copy* copies, int num, const Stride& stride)
       : copies_(copies), num_(static_cast<unsigned>(num)), stride_(stride) {}
 
-  /// Of copies of `max_bytes` at most.
+  /// For copies of at most `max_bytes`.
   static constexpr Stride stride_of(std::size_t max_bytes) {
     const auto num_vectors = static_cast<std::uint32_t>(max_bytes / sizeof(Vector));
-    // Rounded up. That of 1 has no room: 0 stands for it.
+    // Rounded up. The value for 1 would overflow, so it is stored as 0.
     return {num_vectors, num_vectors > 1 ? 0xffffffffu / num_vectors + 1 : 0};
   }
 
@@ -226,8 +305,12 @@ class CopyList {
   Stride stride_;
 };
 
-/// Vectors that a thread has in registers between memory and memory.
-inline constexpr std::uint32_t kHeldVectors = 4;
+/// Vectors that a thread has in registers between memory and memory. `make kernel-sweep HELD=8`
+/// measures another number.
+#ifndef RINGCOMM_HELD_VECTORS
+#define RINGCOMM_HELD_VECTORS 4
+#endif
+inline constexpr std::uint32_t kHeldVectors = RINGCOMM_HELD_VECTORS;
 
 /// Those of a list from vector `first` on that are loaded before a wait and stored after it.
 template <Cached kFrom, Cached kTo>
@@ -264,7 +347,7 @@ RINGCOMM_HD void copy_units(const B& block, std::byte* to, const std::byte* from
                              load_pack<Cached::kYes, Unit>(from + std::size_t{i} * sizeof(Unit)));
 }
 
-/// What of a copy is no vector: all of it where an address is not aligned.
+/// Copies the bytes outside whole vectors: everything if an address is not aligned.
 template <class B>
 RINGCOMM_HD void copy_rest(const B& block, const Copy& copy) {
   const auto done = static_cast<std::uint32_t>(copy.num_vectors * sizeof(Vector));
@@ -277,7 +360,7 @@ RINGCOMM_HD void copy_rest(const B& block, const Copy& copy) {
   copy_units<std::byte>(block, to + num_words * 4, from + num_words * 4, num_bytes - num_words * 4);
 }
 
-/// From vector `first` of the list on; what they wrote is for others to read after a sync.
+/// Copies from vector `first` of the list; other threads may read the result after a sync.
 template <Cached kFrom, Cached kTo, class B>
 RINGCOMM_HD void copy_all(const B& block, const CopyList& list, std::uint32_t first = 0) {
   RINGCOMM_ROLLED
@@ -299,10 +382,10 @@ RINGCOMM_HD void copy_all(const B& block, const CopyList& list, std::uint32_t fi
 }
 
 /// memcpy by all threads of a block, of less than 4 GiB.
-template <class B>
+template <Cached kFrom = Cached::kYes, Cached kTo = Cached::kYes, class B>
 RINGCOMM_HD void copy_by_block(const B& block, void* to, const void* from, std::size_t num_bytes) {
   const Copy copy = copy_of(to, from, num_bytes);
-  copy_all<Cached::kYes, Cached::kYes>(block, CopyList(&copy, 1, {copy.num_vectors, 0}));
+  copy_all<kFrom, kTo>(block, CopyList(&copy, 1, {copy.num_vectors, 0}));
 }
 
 }  // namespace ringcomm::cuda

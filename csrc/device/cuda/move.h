@@ -4,9 +4,9 @@
 #include "device/cuda/memory.h"
 #include "device/cuda/phases.h"
 
-// Data that is moved and not looked at, on boards, piece by piece: every rank stages what it has
-// for others, and takes what others have for it. all_gather, broadcast, gather, scatter and
-// all_to_all differ in who has how much for whom; a barrier has nothing.
+// Moves data without reduction, on boards, piece by piece: every rank stages its data for the
+// others and copies their data for it. all_gather, broadcast, gather, scatter and all_to_all differ
+// in the sizes per pair of ranks; a barrier has no data.
 
 namespace ringcomm::cuda {
 
@@ -16,51 +16,40 @@ RINGCOMM_HD inline std::size_t move_part_bytes(const StagingLayout& layout, bool
   return layout.region_bytes / num_parts / sizeof(Vector) * sizeof(Vector);
 }
 
-/// KernelCall's inputs and input_bytes say what this rank has for each rank, outputs and
-/// output_bytes where what it gets from each goes; itself included.
+/// KernelCall's inputs and input_bytes are this rank's data for each rank, outputs and output_bytes
+/// the destinations of the data from each rank, including itself.
 ///
-/// With kIsShared a rank has the same for all who get anything, and stages it once. In step t a
-/// block waits until all ranks have ended step t - 1, stages piece t, takes piece t - 1, which all
-/// have staged, and publishes: one hand-over for each piece.
+/// With kIsShared a rank has the same data for all ranks that receive from it, and stages it once.
+/// In step t a block waits until all ranks have ended step t - 1, stages piece t, copies piece t -
+/// 1, which all have staged, and publishes: one synchronization per piece.
 template <bool kIsShared, Block B>
 class Move {
  public:
   RINGCOMM_HD Move(B& block, const KernelCall& call)
-      : block_(block), call_(call), phases_(block, call), part_bytes_(call.part_bytes) {}
+      : block_(block),
+        call_(call),
+        phases_(block, call),
+        part_bytes_(call.part_bytes),
+        is_known_(call.longest_bytes != KernelCall::kUnknown) {}
 
   RINGCOMM_HD Stop run() {
-    // Where sizes may differ from rank to rank, the first piece of every block tells them.
-    bool is_known = call_.longest_bytes != KernelCall::kUnknown;
-    std::uint32_t num_steps = 2;
-    if (is_known)
-      num_steps =
+    // If sizes may differ between ranks, the first piece of every block contains them.
+    num_steps_ = 2;
+    if (is_known_)
+      num_steps_ =
           call_.num_slices > 0 ? steps_of_block() : steps_of(pieces_of(call_.longest_bytes));
     std::uint32_t step = call_.first_step;
+    phases_.begin_lending();
     prepare(step, phases_.phase());
     block_.sync();
     RINGCOMM_ROLLED
-    for (; step < num_steps && step <= call_.last_step; ++step) {
-      HeldVectors<Cached::kNo, Cached::kYes> held;
-      const CopyList staged = list(block_.tables().of(step).staged, num_staged());
-      held.load(block_, staged, 0);
-      std::byte* region = nullptr;
-      if (const Stop stop = phases_.open(region, step == 0); stop != Stop::kNone) return stop;
-      if (step == 1) {
-        if (const Stop stop = phases_.compare_headers(); stop != Stop::kNone) return stop;
-        if (!is_known) {
-          std::uint64_t longest_bytes = 0;
-          if (const Stop stop = compare_sizes(longest_bytes); stop != Stop::kNone) return stop;
-          is_known = true;
-          num_steps = steps_of(pieces_of(longest_bytes));
-        }
-      }
-      held.store(block_, staged, 0);
-      copy_all<Cached::kNo, Cached::kYes>(block_, staged, kHeldVectors * block_.num_threads());
-      prepare(step + 1, phases_.phase() + 1);
+    for (; step < num_steps_ && step <= call_.last_step; ++step) {
+      if (const Stop stop = begin_step(step); stop != Stop::kNone) return stop;
+      if (phases_.lending() == Lending::kAll) return take_lent();
       if (step >= 1)
         copy_all<Cached::kYes, Cached::kNo>(block_,
                                             list(block_.tables().of(step).taken, call_.world_size));
-      if (step + 1 < num_steps) phases_.publish();
+      if (step + 1 < num_steps_) phases_.publish();
     }
     return Stop::kNone;
   }
@@ -86,15 +75,76 @@ class Move {
     return slice_of({0, num_bytes}, block_.block_idx() + std::size_t{step} * block_.num_blocks(),
                     part_bytes_);
   }
-  /// Where in `from`'s region the part for `to` lies.
+  /// The offset in `from`'s region of the part for `to`.
   RINGCOMM_HD std::size_t part_offset(int from, int to) const {
     return kIsShared ? 0 : static_cast<std::size_t>(to < from ? to : to - 1) * part_bytes_;
   }
-  RINGCOMM_HD int num_staged() const {
-    return kIsShared && call_.world_size > 1 ? 1 : call_.world_size - 1;
-  }
   RINGCOMM_HD CopyList list(const Copy* copies, int num) const {
     return {copies, num, call_.staged_stride};
+  }
+  RINGCOMM_HD CopyList staged(std::uint32_t step, bool has_heading) const {
+    const bool is_lending = has_heading && call_.lends == Lends::kYes;
+    const int num = kIsShared && call_.world_size > 1 ? 1 : call_.world_size - 1;
+    return list(block_.tables().of(step).staged, is_lending ? 0 : num);
+  }
+
+  /// Stages the step's piece. A rank that lends its buffers stages nothing until it knows that not
+  /// all ranks lend theirs.
+  RINGCOMM_HD Stop begin_step(std::uint32_t& step) {
+    bool has_heading = step <= 1 && phases_.lending() == Lending::kUnknown;
+    HeldVectors<Cached::kNo, Cached::kYes> held;
+    held.load(block_, staged(step, has_heading), 0);
+    std::byte* region = nullptr;
+    const bool is_first = step == 0 && has_heading;
+    if (const Stop stop = phases_.open(region, is_first); stop != Stop::kNone) return stop;
+    if (step == 1 && has_heading) {
+      if (const Stop stop = compare_calls(); stop != Stop::kNone) return stop;
+      if (phases_.lending() == Lending::kAll) return Stop::kNone;
+      // As ReduceGather's.
+      if (phases_.lending() == Lending::kSome) {
+        has_heading = false;
+        step = 0;
+        prepare(step, phases_.phase());
+        block_.sync();
+        held.load(block_, staged(step, false), 0);
+      }
+    }
+    const CopyList list = staged(step, has_heading);
+    held.store(block_, list, 0);
+    copy_all<Cached::kNo, Cached::kYes>(block_, list, kHeldVectors * block_.num_threads());
+    prepare(step + 1, phases_.phase() + 1);
+    return Stop::kNone;
+  }
+  RINGCOMM_HD Stop compare_calls() {
+    if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
+    if (is_known_) return Stop::kNone;
+    std::uint64_t longest_bytes = 0;
+    if (const Stop stop = compare_sizes(longest_bytes); stop != Stop::kNone) return stop;
+    is_known_ = true;
+    num_steps_ = steps_of(pieces_of(longest_bytes));
+    return Stop::kNone;
+  }
+
+  /// If all ranks lend their data: copies this rank's data directly from source to destination,
+  /// without staging.
+  RINGCOMM_HD Stop take_lent() {
+    RINGCOMM_ROLLED
+    for (std::uint32_t step = 1; step < num_steps_; ++step) {
+      RINGCOMM_ROLLED
+      for (auto i = static_cast<int>(block_.thread_idx()); i < call_.world_size;
+           i += static_cast<int>(block_.num_threads())) {
+        const int from = (call_.rank + i) % call_.world_size;
+        const ElemRange bytes = piece(call_.output_bytes[from], step - 1);
+        const std::byte* const input =
+            from == call_.rank ? call_.inputs[from] : block_.tables().lent.inputs[from];
+        prepare_taking(block_.tables().of(step), i, bytes, input + bytes.begin_elems);
+      }
+      // These tables were read two steps ago.
+      block_.sync();
+      copy_all<Cached::kYes, Cached::kNo>(block_,
+                                          list(block_.tables().of(step).taken, call_.world_size));
+    }
+    return phases_.rejoin();
   }
 
   /// As ReduceGather's.
@@ -112,17 +162,20 @@ class Move {
       if (step == 0) continue;
       const int from = (call_.rank + i) % call_.world_size;
       const ElemRange bytes = piece(call_.output_bytes[from], step - 1);
-      const std::byte* const own = call_.inputs[from] + bytes.begin_elems;
-      std::byte* const output = call_.outputs[from] + bytes.begin_elems;
-      const bool is_there = from == call_.rank && own == output;
-      tables.taken[i] = copy_of(
-          output,
-          from == call_.rank ? own
-                             : phases_.region(from, phase - 1) + part_offset(from, call_.rank),
-          is_there ? 0 : bytes.num_elems);
+      prepare_taking(tables, i, bytes,
+                     from == call_.rank
+                         ? call_.inputs[from] + bytes.begin_elems
+                         : phases_.region(from, phase - 1) + part_offset(from, call_.rank));
     }
   }
-  /// Of the ranks that get anything of this one's, one; another where none does.
+  /// Prepares copy i of a piece: the data of the i-th rank, counted from this one, for this rank.
+  RINGCOMM_HD void prepare_taking(StepTables& tables, int i, const ElemRange& bytes,
+                                  const std::byte* from) {
+    std::byte* const output =
+        call_.outputs[(call_.rank + i) % call_.world_size] + bytes.begin_elems;
+    tables.taken[i] = copy_of(output, from, from == output ? 0 : bytes.num_elems);
+  }
+  /// A rank that receives data from this one; any rank if none does.
   RINGCOMM_HD int receiver() const {
     RINGCOMM_ROLLED
     for (int to = 0; to < call_.world_size; ++to)
@@ -130,8 +183,8 @@ class Move {
     return call_.rank == 0 ? 1 : 0;
   }
 
-  /// Whether each pair agrees on how much it moves. All ranks look at all pairs, so that all come
-  /// to one answer, and to one number of pieces.
+  /// Whether each pair of ranks agrees on its sizes. All ranks check all pairs, so that all get the
+  /// same answer and the same number of pieces.
   RINGCOMM_HD Stop compare_sizes(std::uint64_t& longest_bytes) {
     RINGCOMM_ROLLED
     for (int from = 0; from < call_.world_size; ++from) {
@@ -158,6 +211,8 @@ class Move {
   const KernelCall& call_;
   Phases<B> phases_;
   std::size_t part_bytes_;
+  std::uint32_t num_steps_ = 0;
+  bool is_known_;
 };
 
 template <bool kIsShared, Block B>

@@ -18,7 +18,7 @@ struct PacketPlaces {
   unsigned block;
   std::uint32_t turn;
 
-  /// Where this rank finds, or `to` will find, what `from` has put there.
+  /// The address of the packets from `from` to `to`.
   RINGCOMM_HD Packet* at(int to, int from) const {
     const Staging& staging = call.staging;
     return reinterpret_cast<Packet*>(
@@ -47,9 +47,9 @@ RINGCOMM_HD inline std::uint64_t header_data(const KernelCall& call, std::size_t
   return call.header[2 * (packet - 1)] | std::uint64_t{call.header[2 * (packet - 1) + 1]} << 32;
 }
 
-/// Waits for the digest of a rank's header. The thread that finds another call tells the host at
-/// once, which ends the waits of the others for data that may never come. Their header is behind
-/// their digest.
+/// Waits for the digest of a rank's header. A thread that finds a different call reports it to the
+/// host immediately, which ends the other threads' waits for data that may never arrive. The header
+/// is after the digest.
 template <Block B>
 RINGCOMM_HD Stop compare_digest(B& block, const KernelCall& call, const PacketPlaces& places,
                                 std::uint32_t flag, int rank) {
@@ -67,8 +67,8 @@ RINGCOMM_HD Stop compare_digest(B& block, const KernelCall& call, const PacketPl
 }
 
 /// A block's part of the call. Item i of its work is to compare the digest of rank i's header, item
-/// world_size + i to reduce packet i: so in the first turn of the threads all digests have come, or
-/// in the first few where there are few threads, and nothing is stored before.
+/// world_size + i to reduce packet i: so all digests have arrived in the first turn of the threads
+/// (the first few turns with few threads), before anything is stored.
 template <class Reducer, Block B>
 class OneShot {
  public:
@@ -135,7 +135,7 @@ class OneShot {
     }
   }
 
-  /// Looks at the packets of several ranks at once, and waits for those that were not there yet.
+  /// Loads the packets of several ranks together, and waits for those that have not arrived.
   RINGCOMM_HD Stop reduce(std::size_t packet, std::uint64_t& result) {
     constexpr int kAtOnce = 4;
     typename Reducer::Word acc = {};

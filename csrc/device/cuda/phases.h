@@ -10,7 +10,8 @@
 
 namespace ringcomm::cuda {
 
-/// What one thread of a block does in tell(): `word_of` gives the words of Control::theirs.
+/// The part of tell() that one thread of a block runs; `word_of` returns the words of
+/// Control::theirs.
 template <Block B, class WordOf>
 RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
                             const WordOf& word_of) {
@@ -25,7 +26,7 @@ RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop
   block.publish_word(control.abort, 1);  // for the other blocks of this rank
 }
 
-/// Tells the host that this kernel has given up, unless another block was faster. Not for
+/// Reports to the host that this kernel has failed, unless another block was faster. Not for
 /// Stop::kAborted, which the host knows.
 template <Block B, class WordOf>
 RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
@@ -34,7 +35,7 @@ RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int 
   if (block.thread_idx() == 0) tell_alone(block, call, stop, peer, word_of);
 }
 
-/// Of a reason that has no more to it.
+/// For a reason without further words.
 struct NoWords {
   RINGCOMM_HD std::uint32_t operator()(int) const { return 0; }
 };
@@ -52,10 +53,10 @@ struct FewWords {
   }
 };
 
-/// While one exists, what `busy` is of is this kernel's alone. Two kernels of a rank that run at a
-/// time would mix their data: a replayed graph beside calls on another stream, which nothing
-/// orders. The answer of the memory is looked at in check(), so that other loads are under way
-/// meanwhile.
+/// While it exists, this kernel alone uses the resource of the word `busy`. Two kernels of a rank
+/// that run at the same time would mix their data, such as a replayed graph and an unordered call
+/// on another stream. The result of the atomic is read in check(), so that other loads overlap with
+/// it.
 template <Block B>
 class Claim {
  public:
@@ -92,7 +93,7 @@ class Phases {
     return stop;
   }
 
-  /// How many phases this block of this rank has published, of all calls.
+  /// The number of phases that this block of this rank has published, over all calls.
   RINGCOMM_HD std::uint64_t phase() const { return board_.phase(); }
 
   RINGCOMM_HD void publish() { board_.publish(); }
@@ -105,8 +106,8 @@ class Phases {
     return is_first ? compare_headers() : Stop::kNone;
   }
 
-  /// Whether all ranks made this call, once all have published its first phase. Ends in kAborted
-  /// where one did not, and the host is told.
+  /// Whether all ranks made this call, after all have published its first phase. If not, reports it
+  /// to the host and returns kAborted.
   RINGCOMM_HD Stop compare_headers() {
     Stop stop = Stop::kNone;
     const int num_words = call_.world_size * kHeaderWords;
@@ -126,11 +127,46 @@ class Phases {
     return Stop::kAborted;
   }
 
-  /// What `peer` has in the phase published last.
+  // ---- calls that use lent buffers if all ranks lend theirs
+
+  /// Before the block's first barrier, in front of the call's first step.
+  RINGCOMM_HD void begin_lending() {
+    if (block_.thread_idx() == 0) block_.tables().lent.lending = Lending::kUnknown;
+  }
+  /// Read from shared memory each time, because the loops need the register for data.
+  RINGCOMM_HD Lending lending() const { return block_.tables().lent.lending; }
+  /// compare_headers(), and reads what is lent; see LentTables.
+  RINGCOMM_HD Stop compare_lent() {
+    LentTables& lent = block_.tables().lent;
+    RINGCOMM_ROLLED
+    for (auto rank = static_cast<int>(block_.thread_idx()); rank < call_.world_size;
+         rank += static_cast<int>(block_.num_threads())) {
+      const Heading& theirs = heading(rank);
+      lent.is_lent[rank] = theirs.lends == Lends::kYes;
+      lent.is_kept[rank] = theirs.lends == Lends::kNo;
+      lent.inputs[rank] = call_.lent.find(theirs.lent_inputs[call_.rank], rank, call_.world_size);
+      lent.outputs[rank] = call_.lent.find(theirs.lent_output, rank, call_.world_size);
+    }
+    if (const Stop stop = compare_headers(); stop != Stop::kNone) return stop;
+    if (block_.thread_idx() == 0) {
+      bool any_lent = false;
+      bool any_kept = false;
+      RINGCOMM_ROLLED
+      for (int rank = 0; rank < call_.world_size; ++rank) {
+        any_lent |= lent.is_lent[rank];
+        any_kept |= lent.is_kept[rank];
+      }
+      lent.lending = !any_lent ? Lending::kNone : any_kept ? Lending::kSome : Lending::kAll;
+    }
+    block_.sync();
+    return Stop::kNone;
+  }
+
+  /// The region of `peer` in the last published phase.
   RINGCOMM_HD const std::byte* region(int peer) const {
     return boards_.region(peer, board_.phase() - 1);
   }
-  /// Where this rank's data of any phase is, and that of others.
+  /// The region of a rank in any phase.
   RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
     return boards_.region(rank, phase);
   }
@@ -149,9 +185,10 @@ class Phases {
     for (int i = thread_idx; i < call_.world_size; i += num_threads) {
       heading.input_bytes[i] = call_.input_bytes[i];
       heading.output_bytes[i] = call_.output_bytes[i];
+      heading.lent_inputs[i] = call_.lent_inputs[i];
     }
     if (thread_idx != 0) return;
-    heading.lent_input = call_.lent_input;
+    heading.lends = call_.lends;
     heading.lent_output = call_.lent_output;
   }
 
@@ -169,7 +206,7 @@ RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
   return call.first_step <= step && step <= call.last_step;
 }
 
-/// Tells the host why this kernel has given up, if it has.
+/// Reports to the host why this kernel has failed, if it has.
 template <Block B>
 RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop != Stop::kNone && stop != Stop::kAborted)

@@ -4,13 +4,13 @@
 #include "device/cuda/combine.h"
 #include "device/cuda/phases.h"
 
-// Reductions on boards, slice by slice: every rank stages what others own, each owner reduces its
-// part of what all have staged, and, where all want it, stages the result for the others.
+// Reductions on boards, slice by slice: every rank stages the chunks that others own, each owner
+// reduces its part of all staged data and, if all ranks get the result, stages it for the others.
 // all_reduce, reduce_scatter, reduce, and reduce_scatter_update_all_gather.
 
 namespace ringcomm::cuda {
 
-/// What the owner of elements does with them: reduces them into the outputs.
+/// The operation of the owner of elements: reduces them into the outputs.
 template <class Reducer>
 struct PlainOwner {
   Reducer reducer;
@@ -24,16 +24,16 @@ struct PlainOwner {
 
 /// A block's slices, one after the other, in one hand-over each. In step t a block
 ///
-///   loads the first of slice t, which is its own rank's and waits for nobody
+///   loads the first of slice t, which is of its own rank and needs no wait
 ///   waits until all ranks have ended step t - 1
 ///   stages slice t for its owners
 ///   reduces its part of slice t - 1, which all have staged, and stages the result beside that
 ///   takes the results of slice t - 2 from their owners
 ///   publishes
 ///
-/// so that three slices are under way, and what a step reads of others is of the step before alone.
-/// Where everything of a step lies stands in the block's tables, which threads fill in for the
-/// ranks, one each, in the step before.
+/// so that three slices are in flight, and a step reads only data that others wrote in the previous
+/// step. The addresses of a step are in the block's tables, which the threads fill in during the
+/// previous step, each for one rank.
 template <ReduceShape kShape, class Owner, Block B>
 class ReduceGather {
  public:
@@ -48,34 +48,38 @@ class ReduceGather {
   RINGCOMM_HD Stop run() {
     if (num_slices() == 0) return Stop::kNone;
     std::uint32_t step = call_.first_step;
+    phases_.begin_lending();
     prepare(step, phases_.phase());
     block_.sync();
     RINGCOMM_ROLLED
     for (; step < num_steps() && step <= call_.last_step; ++step) {
-      if (!is_lent_) {
+      if (!is_lent()) {
         if (const Stop stop = begin_step(step); stop != Stop::kNone) return stop;
       }
       if (step >= 1 && step <= num_slices()) reduce(step);
-      if (!is_lent_) end_step(step);
+      if (is_lent())
+        advance_lent(step);
+      else
+        end_step(step);
     }
-    return is_lent_ ? phases_.rejoin() : Stop::kNone;
+    return is_lent() ? phases_.rejoin() : Stop::kNone;
   }
 
  private:
   static constexpr bool kGathers = gathers(kShape);
-  static constexpr bool kLends = kShape == ReduceShape::kAllReduce;
-  /// Block b of num_blocks has every num_blocks-th slice, from b on.
+  RINGCOMM_HD bool is_lent() const { return phases_.lending() == Lending::kAll; }
+  /// Block b of num_blocks has slices b, b + num_blocks and so on.
   RINGCOMM_HD std::uint32_t num_slices() const {
     return call_.slices_each + (block_.block_idx() < call_.num_longer ? 1 : 0);
   }
   RINGCOMM_HD std::uint32_t num_steps() const {
-    return num_slices() + (kGathers && !is_lent_ ? 2 : 1);
+    return num_slices() + (kGathers && !is_lent() ? 2 : 1);
   }
   RINGCOMM_HD ElemRange slice(int rank, std::uint32_t slice_idx) const {
     return chunks_.slice(rank, block_.block_idx() + std::size_t{slice_idx} * block_.num_blocks());
   }
 
-  /// What step `step` copies and combines, in a phase of which this is the number. The step's
+  /// Prepares the copies and reductions of step `step`, in the phase with this number. The step's
   /// tables are read after the block's next barrier.
   RINGCOMM_HD void prepare(std::uint32_t step, std::uint64_t phase) {
     StepTables& tables = block_.tables().of(step);
@@ -102,9 +106,12 @@ class ReduceGather {
     tables.sources[rank] = rank == call_.rank ? chunks_.input(rank, elems)
                                               : phases_.region(rank, phase - 1) +
                                                     chunks_.part_offset(rank, call_.rank);
+    tables.source_policies[rank] = cache_policy(rank == call_.rank ? Cached::kNo : Cached::kYes);
     if (rank != 0) return;
     tables.outputs[0] = chunks_.output(elems);
     tables.outputs[1] = phases_.region(call_.rank, phase) + chunks_.result_offset();
+    tables.num_outputs = kGathers ? 2 : 1;
+    tables.output_policy = cache_policy(Cached::kYes);
   }
   RINGCOMM_HD void prepare_taking(StepTables& tables, int owner, std::uint32_t slice_idx,
                                   std::uint64_t phase) {
@@ -117,41 +124,38 @@ class ReduceGather {
                 chunks_.output_bytes(elems));
   }
 
-  RINGCOMM_HD CopyList staged(std::uint32_t step, bool is_lending) const {
-    const bool is_staging = step < num_slices() && !is_lending;
+  RINGCOMM_HD CopyList staged(std::uint32_t step, bool has_heading) const {
+    const bool is_staging = step < num_slices() && !(has_heading && call_.lends == Lends::kYes);
     const int num =
         kShape == ReduceShape::kReduce ? (call_.rank == call_.root ? 0 : 1) : call_.world_size - 1;
     return {block_.tables().of(step).staged, is_staging ? num : 0, call_.staged_stride};
   }
 
   RINGCOMM_HD Stop begin_step(std::uint32_t& step) {
-    // A rank that lends its buffers stages nothing until it knows that not all ranks lend theirs,
-    // and reads nothing of them: where all do, peers write to them from step 1 on.
-    bool is_lending = kLends && has_heading_ && step <= 1 && call_.lent_input != 0;
+    // A rank that lends its buffers stages nothing and does not read them until it knows whether
+    // all ranks lend theirs; if all do, peers write to them from step 1 on.
+    bool has_heading = step <= 1 && phases_.lending() == Lending::kUnknown;
     HeldVectors<Cached::kNo, Cached::kYes> held;
-    held.load(block_, staged(step, is_lending), 0);
+    held.load(block_, staged(step, has_heading), 0);
     std::byte* region = nullptr;
-    const bool is_first = step == 0 && has_heading_;
+    const bool is_first = step == 0 && has_heading;
     if (const Stop stop = phases_.open(region, is_first); stop != Stop::kNone) return stop;
-    if (step == 1 && has_heading_) {
-      if (const Stop stop = phases_.compare_headers(); stop != Stop::kNone) return stop;
-      if constexpr (kLends) {
-        const Lending lending = look_at_lending();
-        if (lending == Lending::kAll) {
-          use_lent();
-          return Stop::kNone;
-        }
-        // Some have staged nothing, and some have lent nothing: all begin again, and stage.
-        if (lending == Lending::kSome) {
-          has_heading_ = is_lending = false;
-          step = 0;
-          prepare(step, phases_.phase());
-          block_.sync();
-          held.load(block_, staged(step, false), 0);
-        }
+    if (step == 1 && has_heading) {
+      if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
+      if (is_lent()) {
+        begin_lent();
+        return Stop::kNone;
+      }
+      // Some ranks lend their buffers and others do not, so all ranks start again with staging.
+      if (phases_.lending() == Lending::kSome) {
+        has_heading = false;
+        step = 0;
+        prepare(step, phases_.phase());
+        block_.sync();
+        held.load(block_, staged(step, false), 0);
       }
     }
-    const CopyList list = staged(step, is_lending);
+    const CopyList list = staged(step, has_heading);
     held.store(block_, list, 0);
     copy_all<Cached::kNo, Cached::kYes>(block_, list, kHeldVectors * block_.num_threads());
     prepare(step + 1, phases_.phase() + 1);
@@ -159,15 +163,10 @@ class ReduceGather {
   }
 
   RINGCOMM_HD void reduce(std::uint32_t step) {
-    const StepTables& tables = block_.tables().of(is_lent_ ? 1 : step);
+    const StepTables& tables = block_.tables().of(step);
     const ElemRange elems = slice(call_.rank, step - 1);
     if (elems.num_elems == 0) return;
-    // Of lent buffers the tables have the beginnings. Inputs and outputs are of one type there.
-    const std::size_t offset =
-        is_lent_ ? static_cast<std::size_t>(chunks_.output(elems) - call_.outputs[0]) : 0;
-    const int num_outputs = is_lent_ ? call_.world_size : kGathers ? 2 : 1;
-    owner_(block_, call_, TableRange<std::byte*>{tables.outputs, num_outputs, offset},
-           TableRange<const std::byte*>{tables.sources, call_.world_size, offset},
+    owner_(block_, call_, TableOutputs{tables}, TableSources{tables, call_.world_size},
            elems.begin_elems - chunks_.chunk(call_.rank).begin_elems, elems.num_elems);
   }
 
@@ -180,33 +179,44 @@ class ReduceGather {
     if (step < num_slices() + (kGathers ? 1 : 0)) phases_.publish();
   }
 
-  // ---- buffers that ranks have lent
-
-  /// How many ranks have lent their buffers to this call.
-  enum class Lending : std::uint8_t { kNone, kSome, kAll };
-
-  RINGCOMM_HD Lending look_at_lending() const {
-    int num_lent = 0;
-    RINGCOMM_ROLLED
-    for (int rank = 0; rank < call_.world_size; ++rank)
-      num_lent += phases_.heading(rank).lent_input != 0 ? 1 : 0;
-    return num_lent == 0 ? Lending::kNone
-                         : (num_lent == call_.world_size ? Lending::kAll : Lending::kSome);
-  }
-
-  /// Where all have lent theirs: each owner reduces its slices of this block from all inputs into
-  /// all outputs, and nothing is staged.
-  RINGCOMM_HD void use_lent() {
+  /// If all ranks lend their buffers, nothing is staged: each owner reduces its slices of this
+  /// block from all inputs into its output, and into all ranks' outputs if all get the result.
+  RINGCOMM_HD void begin_lent() {
     StepTables& tables = block_.tables().of(1);
+    const LentTables& lent = block_.tables().lent;
+    const ElemRange elems = slice(call_.rank, 0);
     RINGCOMM_ROLLED
     for (auto rank = static_cast<int>(block_.thread_idx()); rank < call_.world_size;
          rank += static_cast<int>(block_.num_threads())) {
-      const Heading& heading = phases_.heading(rank);
-      tables.sources[rank] = call_.lent.find(heading.lent_input, rank, call_.world_size);
-      tables.outputs[rank] = call_.lent.find(heading.lent_output, rank, call_.world_size);
+      const bool is_own = rank == call_.rank;
+      tables.sources[rank] =
+          is_own ? chunks_.input(rank, elems) : lent.inputs[rank] + chunks_.input_offset(elems);
+      // This rank's first: an update reads its parameters there.
+      const int k = rank >= call_.rank ? rank - call_.rank : rank - call_.rank + call_.world_size;
+      tables.outputs[k] =
+          is_own ? chunks_.output(elems) : lent.outputs[rank] + chunks_.output_offset(elems);
+      for (std::uint32_t step = 0; step < 2; ++step) {
+        StepTables& each = block_.tables().of(step);
+        each.source_policies[rank] = cache_policy(Cached::kNo);
+        if (!is_own) continue;
+        each.output_policy = cache_policy(Cached::kNo);
+        each.num_outputs = kGathers ? call_.world_size : 1;
+      }
     }
     block_.sync();
-    is_lent_ = true;
+  }
+  /// The block's next slice: its tables were read a step ago.
+  RINGCOMM_HD void advance_lent(std::uint32_t step) {
+    const StepTables& tables = block_.tables().of(step);
+    StepTables& next = block_.tables().of(step + 1);
+    const ElemRange stride{std::size_t{block_.num_blocks()} * call_.slice_elems, 0};
+    RINGCOMM_ROLLED
+    for (auto rank = static_cast<int>(block_.thread_idx()); rank < call_.world_size;
+         rank += static_cast<int>(block_.num_threads())) {
+      next.sources[rank] = tables.sources[rank] + chunks_.input_offset(stride);
+      next.outputs[rank] = tables.outputs[rank] + chunks_.output_offset(stride);
+    }
+    block_.sync();
   }
 
   B& block_;
@@ -214,8 +224,6 @@ class ReduceGather {
   const Owner& owner_;
   Phases<B> phases_;
   Chunks<kShape> chunks_;
-  bool has_heading_ = true;
-  bool is_lent_ = false;
 };
 
 template <class Reducer, ReduceShape kShape, Block B>

@@ -19,6 +19,8 @@ struct PairSources {
   const std::byte* local;
   RINGCOMM_HD int num() const { return 2; }
   RINGCOMM_HD const std::byte* at(int source) const { return source == 0 ? received : local; }
+  // The same for both: the ring has no register for another.
+  RINGCOMM_HD std::uint64_t policy(int) const { return cache_policy(Cached::kYes); }
 };
 
 template <class Reducer, Block B>
@@ -35,7 +37,7 @@ class Ring {
         slice_elems_(call.ring_slot_bytes / reducer_.elem_bytes()) {}
 
   RINGCOMM_HD Stop run() {
-    // Slots lie in the regions of boards. Once all ranks have published a phase of this call, none
+    // Slots are in the regions of boards. Once all ranks have published a phase of this call, none
     // reads a region of an earlier one.
     if (const Stop stop = meet(); stop != Stop::kNone) return stop;
     const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
@@ -82,7 +84,7 @@ class Ring {
     const auto add = [&](int divisor) {
       return [this, divisor](std::byte* to, std::byte* also_to, const std::byte* received,
                              const std::byte* local, std::size_t num_bytes) {
-        // With all of a ring's state beside them, half as many vectors fit the registers.
+        // Next to the state of a ring, only half as many vectors fit the registers.
         reducer_.template combine<4>(block_, Outputs{to, also_to}, PairSources{received, local},
                                      num_bytes / reducer_.elem_bytes(), divisor);
       };

@@ -9,12 +9,12 @@
 
 namespace ringcomm::cuda {
 
-/// Of some logits of a row.
+/// The partial result of some logits of a row.
 struct LossPart {
   float max;     ///< the lowest number without any above -infinity
   float sum;     ///< of exp(logit_scale * (x - max))
   float total;   ///< of x, for label smoothing
-  float target;  ///< x of the target, where it is exchanged: 0 in parts without it
+  float target;  ///< x of the target in an exchange; 0 in parts without it
 };
 static_assert(sizeof(LossPart) == kVectorBytes);
 
@@ -22,31 +22,31 @@ static_assert(sizeof(LossPart) == kVectorBytes);
 struct LossHeading {
   std::uint64_t loaded[kMaxRowSlots];        ///< barriers of a GPU's block
   std::uint64_t exchanged[kNumExchanges];    ///< the same
-  LossPart of_blocks[2][kMaxClusterBlocks];  ///< of two rows in turn
+  LossPart of_blocks[2][kMaxClusterBlocks];  ///< for two rows in turn
   LossPart of_warps[32];
   double counts[32];
-  LossPart of_all_ranks[2];  ///< of two rows in turn, where ranks have shards
+  LossPart of_all_ranks[2];  ///< for two rows in turn, if ranks have shards
   LossPart of_ranks[kMaxRanks];
 };
 static_assert(sizeof(LossHeading) <= kLossHeadingBytes);
 
-/// What a block of threads must offer for loss_rows.h to run on it: a place in a cluster of blocks
-/// that see each other's shared memory, and copies between global and shared memory that go on
-/// while the threads compute. gpu_row_block.cuh is one of a GPU, and tests have one of the host's
-/// threads.
+/// The interface of a block of threads that runs loss_rows.h: a place in a cluster of blocks with
+/// access to each other's shared memory, and asynchronous copies between global and shared memory.
+/// gpu_row_block.cuh implements it on GPUs; tests implement it with host threads.
 ///
 /// - kVectorsPerThread times num_threads vectors are no less than a call's segment_vectors.
-/// - sync is the barrier of the block's threads. start() is one of all threads of the cluster; what
-///   was written before a barrier is seen behind it.
+/// - sync is the barrier of the block's threads. start() is a barrier of all threads of the
+///   cluster. Writes before a barrier are visible after it.
 /// - warp_max and warp_sum are over kWarpThreads threads side by side, and all of them get it.
 /// - shared is the block's shared memory. send stores a part at the same place of a block of the
 ///   cluster, of one of kNumExchanges; await_parts returns to all threads of a block when it has
-///   been sent so many of an exchange, and is called for each exchange in its turn, as await_load.
-/// - load and store begin a copy, and are called by thread 0 alone. A load ends before await_load
-///   of its slot and turn returns, which all threads call for every load in its turn (0, 1, 0, 1
-///   and so on, for each slot). seal comes between what threads have written to shared memory and
-///   a store of it; await_stores returns when all but the newest num_left stores have read what
-///   they copy, and drain_stores when all have ended.
+///   received that many parts of an exchange; it is called for each exchange in turn, like
+///   await_load.
+/// - load and store start a copy, and are called by thread 0 only. A load is complete when
+///   await_load of its slot and turn returns, which all threads call for every load in turn (0, 1,
+///   0, 1 and so on, for each slot). seal goes between the threads' writes to shared memory and a
+///   store of them. await_stores returns when all but the newest num_left stores have read their
+///   source, and drain_stores when all are complete.
 template <class B>
 concept RowBlock =
     requires(B block, std::byte* bytes, float value, double wide, unsigned number, LossPart& part) {

@@ -13,8 +13,8 @@ namespace ringcomm::cuda {
 struct ShardLossCall : KernelCall {
   LossCall loss;
   std::int64_t vocab_start = 0;  ///< the first class of this rank's logits
-  /// What tells whether shards are one behind another: added up over ranks it is that of one shard
-  /// from 0 to vocab_size.
+  /// A checksum that shows whether shards are contiguous: its sum over all ranks is that of one
+  /// shard from 0 to vocab_size.
   float way = 0;
   float whole_way = 0;
 };
@@ -34,9 +34,9 @@ struct ShardLossPlan {
   constexpr unsigned shared_bytes() const { return shared_bytes(segment_vectors); }
 };
 
-/// Blocks of a cluster for shards of `vocab_size` classes over `world_size` ranks, from what all
-/// ranks know: the smallest that holds a shard an eighth longer than an even one. None where that
-/// is too long for eight blocks, or too short to keep one busy.
+/// The blocks of a cluster for shards of `vocab_size` classes over `world_size` ranks, equal on all
+/// ranks: the smallest number that holds a shard an eighth longer than an even one. None if that is
+/// too long for eight blocks or too short for one.
 constexpr std::optional<unsigned> blocks_for_shards(std::int64_t vocab_size, int world_size,
                                                     std::int64_t element_bytes) {
   constexpr std::int64_t kMinShardBytes = 16 << 10;
@@ -48,8 +48,8 @@ constexpr std::optional<unsigned> blocks_for_shards(std::int64_t vocab_size, int
   return std::nullopt;
 }
 
-/// This rank's plan: none where its part of a row does not fit such clusters. A row that begins
-/// between two boundaries of 16 bytes touches one vector more.
+/// This rank's plan: none if its part of a row does not fit such clusters. A row that is not
+/// aligned to 16 bytes uses one more vector.
 constexpr std::optional<ShardLossPlan> plan_shard(std::int64_t row_bytes, unsigned cluster_blocks) {
   const std::int64_t num_vectors = (row_bytes + kVectorBytes - 1) / kVectorBytes + 1;
   const std::int64_t segment = (num_vectors + cluster_blocks - 1) / cluster_blocks;

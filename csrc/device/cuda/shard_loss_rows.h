@@ -1,113 +1,21 @@
 #pragma once
 
 #include "device/cuda/loss_rows.h"
-#include "device/cuda/one_shot.h"
+#include "device/cuda/part_exchange.h"
 #include "device/cuda/shard_loss_call.h"
 
 // cross_entropy_and_grad_ over ranks that have a shard of the classes each, with one read and one
 // write of the logits. Cluster c of each rank has rows c, c + num_clusters and so on, so row t of a
-// cluster meets row t of the same cluster of the peers. In turn t it sends what it knows of row t
-// to all peers, then takes what they know of row t - 1 and makes that row's gradient from the
-// logits in shared memory. The cluster's first block sends and waits for all of it.
+// cluster is exchanged with row t of the same cluster of the peers. In turn t it sends its part of
+// row t to all peers, then receives their parts of row t - 1 and computes that row's gradient from
+// the logits in shared memory. The cluster's first block sends and waits for the whole cluster.
 //
-// Packets are used as packet_half() says. The number in front of the rows has the call's header.
+// For the use of packets see packet_half(). The number before the rows has the call's header.
 
 namespace ringcomm::cuda {
 
 /// A target that another rank has.
 inline constexpr int kElsewhere = -3;
-
-/// The packets by which a cluster of this rank tells the same cluster of the peers, and is told, a
-/// LossPart in each number.
-template <Block W>
-class PartExchange {
- public:
-  RINGCOMM_HD PartExchange(W& waiter, const KernelCall& call, unsigned cluster)
-      : waiter_(waiter),
-        call_(call),
-        cluster_(cluster),
-        number_(*reinterpret_cast<std::uint64_t*>(
-            call.staging.of[call.rank] + call.staging.layout.packet_calls_offset(cluster))),
-        before_(number_) {}
-
-  /// Puts the header beside the call's first part.
-  RINGCOMM_HD void put_header() {
-    const std::uint32_t flag = packet_flag(before_ + 1);
-    RINGCOMM_ROLLED
-    for (int i = thread_idx(); i < kHeaderPackets; i += num_threads())
-      put_to_all(places(before_ + 1), i, header_data(call_, static_cast<std::size_t>(i)), flag);
-  }
-  /// To be called by all threads: whether all ranks made this call.
-  RINGCOMM_HD Stop compare_headers() {
-    Stop stop = Stop::kNone;
-    RINGCOMM_ROLLED
-    for (int rank = thread_idx(); rank < call_.world_size && stop == Stop::kNone;
-         rank += num_threads())
-      stop = compare_digest(waiter_, call_, places(before_ + 1), packet_flag(before_ + 1), rank);
-    return waiter_.agree(stop);
-  }
-
-  /// Tells all peers this rank's part of the number, from 1 on, of this call.
-  RINGCOMM_HD void put(std::uint64_t idx, const LossPart& part) {
-    const std::uint64_t number = before_ + idx;
-    RINGCOMM_ROLLED
-    for (int half = thread_idx(); half < 2; half += num_threads())
-      put_to_all(places(number), first_packet(number) + half, half_of(part, half),
-                 packet_flag(number));
-  }
-  /// Waits for all peers' parts; `own` is this rank's. All threads get the same answer.
-  RINGCOMM_HD Stop take(std::uint64_t idx, const LossPart& own, LossPart* parts) {
-    const std::uint64_t number = before_ + idx;
-    Stop stop = Stop::kNone;
-    RINGCOMM_ROLLED
-    for (int i = thread_idx(); i < 2 * call_.world_size && stop == Stop::kNone;
-         i += num_threads()) {
-      const int rank = i / 2, half = i % 2;
-      std::uint64_t data = half_of(own, half);
-      if (rank != call_.rank)
-        stop =
-            await_packet(waiter_, places(number).at(call_.rank, rank)[first_packet(number) + half],
-                         packet_flag(number), rank, data);
-      __builtin_memcpy(reinterpret_cast<std::byte*>(&parts[rank]) + half * sizeof data, &data,
-                       sizeof data);
-    }
-    return waiter_.agree(stop);
-  }
-  /// The call has used so many numbers, and its next one begins behind them.
-  RINGCOMM_HD void end(std::uint64_t num_used) {
-    if (thread_idx() == 0) number_ = before_ + num_used;
-  }
-
- private:
-  RINGCOMM_HD int thread_idx() const { return static_cast<int>(waiter_.thread_idx()); }
-  RINGCOMM_HD int num_threads() const { return static_cast<int>(waiter_.num_threads()); }
-  RINGCOMM_HD PacketPlaces places(std::uint64_t number) const {
-    return {call_, cluster_, static_cast<std::uint32_t>(packet_turn(number))};
-  }
-  /// Behind the header.
-  RINGCOMM_HD static int first_packet(std::uint64_t number) {
-    return kHeaderPackets + 2 * static_cast<int>(packet_half(number));
-  }
-  RINGCOMM_HD static std::uint64_t half_of(const LossPart& part, int half) {
-    const float low = half == 0 ? part.max : part.total;
-    const float high = half == 0 ? part.sum : part.target;
-    return bits_as<std::uint32_t>(low) | std::uint64_t{bits_as<std::uint32_t>(high)} << 32;
-  }
-  RINGCOMM_HD void put_to_all(const PacketPlaces& places, int packet, std::uint64_t data,
-                              std::uint32_t flag) {
-    RINGCOMM_ROLLED
-    for (int distance = 1; distance < call_.world_size; ++distance) {
-      const int peer = (call_.rank + distance) % call_.world_size;
-      put_packet(waiter_, places.at(peer, call_.rank)[packet], data, flag);
-    }
-  }
-
-  W& waiter_;
-  const KernelCall& call_;
-  unsigned cluster_;
-  std::uint64_t& number_;
-  std::uint64_t before_;
-};
 
 template <class Logits, bool kSmooths, class B, class W>
 class ShardLossRows : LossRows<Logits, kSmooths, B> {
@@ -167,7 +75,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     return static_cast<unsigned>(turn) % kMaxRowSlots;
   }
 
-  /// The column of this rank's logits, or one of those that stand for none.
+  /// The column in this rank's logits, or one of the special target columns.
   RINGCOMM_HD int local_column(std::int64_t target) const {
     if (target == call_.ignore_index) return kIgnoredTarget;
     if (target < 0 || target >= call_.vocab_size) return kNoClass;
@@ -180,14 +88,14 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     Base::load(row(turn), slot_of(turn), local_column(target));
     ++num_loads_;
   }
-  /// Until so many have ended: a block that ends before its loads would leave them nowhere to go.
+  /// Waits until `num` loads are complete: a block must not end before its loads.
   RINGCOMM_HD void await_loads(std::int64_t num) {
     for (; num_awaited_ < num; ++num_awaited_)
       block_.await_load(slot_of(num_awaited_),
                         static_cast<unsigned>(num_awaited_ / kMaxRowSlots % 2));
   }
 
-  // ---- before the rows and behind them
+  // ---- before and after the rows
 
   /// Whether all ranks made this call, which is known before anything is stored. Shards that do
   /// not fit together make all gradients and losses NaN.
@@ -222,8 +130,8 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     if (stop_ == Stop::kNone) exchange_.end(number);
   }
 
-  /// What the first block makes of the ranks' parts, as all blocks get it: with a maximum of NaN,
-  /// which no row has, where it has stopped. `idx` counts these results.
+  /// Sends the first block's result from the ranks' parts to all blocks; after a stop, with a
+  /// maximum of NaN, which no row has. `idx` counts these results.
   template <class Make>
   RINGCOMM_HD LossPart told_by_leader(std::int64_t idx, const Make& make) {
     const auto place = static_cast<unsigned>(idx % 2), turn = static_cast<unsigned>(idx / 2 % 2);
@@ -245,7 +153,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
 
   // ---- a row
 
-  /// What this rank knows of a row, which the first block tells the peers.
+  /// This rank's part of a row, which the first block sends to the peers.
   RINGCOMM_HD LossPart begin(std::int64_t turn, std::int64_t target) {
     const int column = local_column(target);
     const LossSegment segment = this->segment_of(row(turn));
@@ -257,7 +165,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     return whole;
   }
 
-  /// Of a warp's logits.
+  /// The part of a warp's logits.
   RINGCOMM_HD LossPart part_of(unsigned slot, const LossSegment& segment, int target) const {
     this->visit_partial(segment, call_.num_classes, [&](int column, int i) {
       if (column < 0 || column >= call_.num_classes)
@@ -291,7 +199,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
             .target = block_.warp_sum(x)};
   }
 
-  /// visit(v) for each of this thread's vectors: four loads are under way at once.
+  /// Calls visit(v) for each of this thread's vectors, with four loads in flight.
   template <class Visit>
   RINGCOMM_HD void for_vectors(const LossSegment& segment, const Visit& visit) const {
     RINGCOMM_UNROLL_BY_4
@@ -306,7 +214,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
            vector % block_.num_threads() == block_.thread_idx();
   }
 
-  /// Of all blocks, in the first one; in the others nothing.
+  /// The part of all blocks, returned in the first block only.
   RINGCOMM_HD LossPart part_of_cluster(std::int64_t turn, const LossPart& own) {
     const auto place = static_cast<unsigned>(turn % 2),
                parity = static_cast<unsigned>(turn / 2 % 2);
@@ -335,7 +243,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     both.target = a.target + b.target;
     return both;
   }
-  /// From the first to the last: the same bits wherever the same parts are added.
+  /// Adds from the first to the last, so that the same parts always give the same bits.
   RINGCOMM_HD LossPart sum_of(const LossPart* parts, int num_parts) const {
     LossPart whole = no_part();
     RINGCOMM_ROLLED
@@ -350,7 +258,8 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     return whole;
   }
 
-  /// The gradient of a row whose logits are in its slot. False where the peers did not come.
+  /// Computes the gradient of a row whose logits are in its slot. False if the peers did not
+  /// arrive.
   RINGCOMM_HD bool end(std::int64_t turn, std::int64_t target) {
     if (is_leader())
       stop_ = exchange_.take(static_cast<std::uint64_t>(turn) + 2, own_, heading().of_ranks);
@@ -419,7 +328,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
   PartExchange<W> exchange_;
   std::int64_t first_, step_, num_rows_;
   std::int64_t num_loads_ = 0, num_awaited_ = 0;
-  Stop stop_ = Stop::kNone;   ///< why the first block gives up
+  Stop stop_ = Stop::kNone;   ///< why the first block stops
   LossPart own_ = no_part();  ///< of the row that is to be ended, in the first block
 };
 

@@ -13,21 +13,31 @@
 
 namespace ringcomm::cuda {
 
-/// What stands with the data of a call's first phase.
+/// Whether peers can use the buffers of a rank's call where they are: read what it has for them,
+/// and, in calls whose results peers write, write those.
+enum class Lends : std::uint64_t {
+  kNothing,  ///< it has nothing for any peer, and gets no result of a peer: it does as the others
+  kNo,
+  kYes
+};
+
+/// The heading of the data of a call's first phase.
 struct alignas(kLineBytes) Heading {
   std::uint32_t header[kHeaderWords];  ///< compared with every peer's before its data is read
-  /// Where the call's buffers lie in memory that peers have mapped; see Lent.
-  std::uint64_t lent_input;
+  /// Whether peers may access this rank's buffers, and their places; see Lent. There is an input
+  /// for each rank.
+  Lends lends;
+  std::uint64_t lent_inputs[kMaxRanks];
   std::uint64_t lent_output;
   /// Bytes of the shares for and from each rank, where they may differ from rank to rank.
   std::uint64_t input_bytes[kMaxRanks];
   std::uint64_t output_bytes[kMaxRanks];
 };
 
-/// How the staging memory of every rank of a group is cut: cursors, packets, regions, mailboxes.
+/// The layout of the staging memory of every rank of a group: cursors, packets, regions, mailboxes.
 ///
-/// A block works in its own part of each, whatever the number of blocks of a call, so that what its
-/// cursors say about reuse holds for all that it touches.
+/// A block works in its own part of each, regardless of the call's number of blocks, so that its
+/// cursors protect everything that it accesses.
 struct StagingLayout {
   std::uint32_t world_size = 1;
   std::uint32_t num_blocks = 1;         ///< of any call, at most
@@ -39,7 +49,7 @@ struct StagingLayout {
 
   static constexpr std::uint32_t kMailSlots = 2;
 
-  /// In front of all: which block was the first to give up.
+  /// Precedes everything: the word for the first block that failed.
   RINGCOMM_HD constexpr std::size_t published_offset(std::uint32_t block,
                                                      std::uint32_t writer) const {
     return kLineBytes + std::size_t{block * world_size + writer} * sizeof(Cursor);
@@ -51,8 +61,8 @@ struct StagingLayout {
   RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::uint32_t block) const {
     return ring_offset(num_blocks) + std::size_t{block} * kLineBytes;
   }
-  /// Words that say whether a kernel is at it: of each block of collectives, then of each channel
-  /// of messages to a rank, and from one.
+  /// Words that show whether a kernel is active: for each block of collectives, then for each
+  /// channel of messages to a rank and from one.
   RINGCOMM_HD constexpr std::size_t busy_offset(std::uint32_t idx) const {
     return packet_calls_offset(num_packet_blocks) + std::size_t{idx} * sizeof(std::uint32_t);
   }
@@ -60,14 +70,14 @@ struct StagingLayout {
                                                      std::uint32_t channel) const {
     return busy_offset(num_blocks + (2 * peer + (is_send ? 1u : 0u)) * num_mail_channels + channel);
   }
-  /// A link of those by which `sender` sends to this rank: its tail, then slots. The head that
-  /// stands beside the tail is that of the link to `sender`, which this rank waits for.
+  /// A link from `sender` to this rank: its tail, then slots. The head next to the tail belongs to
+  /// the link to `sender`, because this rank waits for it.
   RINGCOMM_HD constexpr std::size_t mail_offset(std::uint32_t sender, std::uint32_t channel) const {
     return num_slices(busy_mail_offset(world_size, false, 0), kLineBytes) * kLineBytes +
            std::size_t{sender * num_mail_channels + channel} *
                (sizeof(LinkCursors) + kMailSlots * std::size_t{mail_slot_bytes});
   }
-  /// What `sender` has for this rank in calls whose number is odd, or even.
+  /// The packets from `sender` to this rank in calls with odd, or even, numbers.
   RINGCOMM_HD constexpr std::size_t packets_offset(std::uint32_t block, std::uint32_t turn,
                                                    std::uint32_t sender) const {
     return mail_offset(world_size, 0) +
@@ -86,7 +96,7 @@ struct StagingLayout {
   RINGCOMM_HD constexpr std::size_t num_bytes() const { return heading_offset(num_blocks, 0); }
 };
 
-/// Where the ranks' staging memories lie, as one rank has mapped them.
+/// The addresses of the ranks' staging memories in one rank's mapping.
 struct Staging {
   StagingLayout layout;
   std::byte* of[kMaxRanks] = {};
@@ -98,7 +108,7 @@ struct Staging {
   RINGCOMM_HD std::uint32_t& busy(int rank, unsigned block) const {
     return word_at(rank, layout.busy_offset(block));
   }
-  /// What the writer has published, in the memory of the reader, which waits for it there.
+  /// The writer's `published` cursor, in the memory of the reader, which waits for it there.
   RINGCOMM_HD Cursor& published(int reader, int writer, unsigned block) const {
     return *reinterpret_cast<Cursor*>(
         of[reader] + layout.published_offset(block, static_cast<std::uint32_t>(writer)));
@@ -106,8 +116,8 @@ struct Staging {
   RINGCOMM_HD Heading& heading(int rank, unsigned block, std::uint64_t phase) const {
     return *reinterpret_cast<Heading*>(of[rank] + layout.heading_offset(block, phase));
   }
-  /// The link of a ring that ends at `to`: its slots lie there, as does its tail, which that rank
-  /// waits for; the head lies with the sender.
+  /// The link of a ring that ends at `to`. Its slots and its tail are in the memory of `to`, which
+  /// waits for the tail; the head is in the sender's memory.
   RINGCOMM_HD LinkGeometry ring_link(int from, int to, unsigned block, std::uint32_t num_slots,
                                      std::size_t slot_bytes) const {
     return {&reinterpret_cast<LinkCursors*>(of[to] + layout.ring_offset(block))->tail,

@@ -77,8 +77,11 @@ struct UpdatingOwner {
 
  private:
   static constexpr int kElems = 4;  ///< of fp32 states 16 bytes
-  /// Loads of gradients under way at once, beside those of the states.
-  static constexpr int kAtOnce = sizeof(typename Grad::Stored) == 4 ? 2 : 4;
+  /// The loads of gradients in flight, in addition to those of the states. More do not fit the
+  /// registers for fp32 gradients, or with fp32 parameters and two states.
+  static constexpr bool kIsWide = sizeof(typename Grad::Stored) == 4 ||
+                                  (sizeof(typename Param::Stored) == 4 && Step::kNumStates > 1);
+  static constexpr int kAtOnce = kIsWide ? 2 : 4;
 
   struct Arrays {
     float* master;
@@ -99,7 +102,7 @@ struct UpdatingOwner {
     store_pack<Cached::kNo>(to + idx * kNum, from, is_there && to != nullptr);
   }
 
-  /// The reduced gradient, of which the first sources have been loaded.
+  /// The reduced gradient, whose first sources have been loaded.
   template <int kNum, class Sources>
   RINGCOMM_HD static Pack<Grad, kNum> reduced(const Sources& sources, std::size_t idx, int divisor,
                                               bool is_there, Pack<Grad, kNum>* loaded) {
@@ -126,9 +129,9 @@ struct UpdatingOwner {
     RINGCOMM_UNROLL
     for (int s = 0; s < kAtOnce; ++s) {
       const bool is_source = first + s < sources.num();
-      loaded[s] = load_pack<Cached::kYes, Pack<Grad, kNum>>(
-          sources.at(is_source ? first + s : 0) + idx * sizeof(Pack<Grad, kNum>),
-          is_source && is_there);
+      const int source = is_source ? first + s : 0;
+      loaded[s] = load_pack<Pack<Grad, kNum>>(sources.at(source) + idx * sizeof(Pack<Grad, kNum>),
+                                              is_source && is_there, sources.policy(source));
     }
   }
 
@@ -157,9 +160,10 @@ struct UpdatingOwner {
       params.of[e] = Param::store(weights.of[e]);
     }
     store_pack<Cached::kNo>(outputs.at(0) + offset, params, is_there);
+    const std::uint64_t policy = outputs.policy_of_others();
     RINGCOMM_ROLLED
     for (int o = 1; o < outputs.num(); ++o)
-      store_pack<Cached::kYes>(outputs.at(o) + offset, params, is_there);
+      store_pack(outputs.at(o) + offset, params, is_there, policy);
     store_floats<kNum>(arrays.master, weights, idx, is_there);
     if constexpr (Step::kNumStates > 0) store_floats<kNum>(arrays.first, first, idx, is_there);
     if constexpr (Step::kNumStates > 1) store_floats<kNum>(arrays.second, second, idx, is_there);
@@ -171,16 +175,16 @@ struct OwnGradient {
   const std::byte* grad;
   RINGCOMM_HD int num() const { return 1; }
   RINGCOMM_HD const std::byte* at(int) const { return grad; }
+  RINGCOMM_HD std::uint64_t policy(int) const { return cache_policy(Cached::kNo); }
 };
 
-/// In a group of one, a step on this rank's arrays alone: blocks share nothing, and wait for
-/// nobody.
+/// In a group of one, a step on this rank's arrays only: blocks share nothing and do not wait.
 template <class Step, class Grad, class Param, Block B>
 RINGCOMM_HD void reduce_update_gather(B& block, const KernelCall& call) {
   using Owner = UpdatingOwner<Grad, Param, Step>;
   const Owner owner;
   if (call.world_size == 1) {
-    constexpr std::size_t kAlignElems = 16;  // as many as 16-byte loads of all types want
+    constexpr std::size_t kAlignElems = 16;  // the alignment of 16-byte loads for all types
     const std::size_t fair_elems = num_slices(call.num_elems, block.num_blocks());
     const ElemRange elems = slice_of({0, call.num_elems}, block.block_idx(),
                                      num_slices(fair_elems, kAlignElems) * kAlignElems);

@@ -6,7 +6,7 @@
 #include "device/cuda/elements.h"
 #include "device/cuda/memory.h"
 
-// Elements of any type, eight bytes at a time: what a packet carries.
+// Elements of any type, eight bytes at a time: the data of a packet.
 
 namespace ringcomm::cuda {
 
@@ -36,8 +36,8 @@ RINGCOMM_HD inline void store_word(std::byte* to, std::size_t idx, std::size_t n
     store_pack<Cached::kYes>(to + begin + i, static_cast<std::uint8_t>(word >> (8 * i)));
 }
 
-/// Reduces integers, truth values and float64: types that nobody reduces in bulk. One kernel serves
-/// them all, and finds out for every word which it is.
+/// Reduces integers, booleans and float64, which are rarely reduced in bulk. One kernel handles
+/// them all and branches on the type for every word.
 class AnyReducer {
  public:
   RINGCOMM_HD AnyReducer(DType dtype, Reduction reduction)
@@ -67,7 +67,7 @@ class AnyReducer {
       acc =
           bits_as<std::uint64_t>(combined(reduction_, bits_as<double>(acc), bits_as<double>(next)));
     } else if (kind_ == Kind::kBool) {
-      // Of truth values the sum is "any" and the product "all".
+      // For booleans the sum is "any" and the product "all".
       const bool is_all = reduction_ == Reduction::kProduct || reduction_ == Reduction::kMin ||
                           reduction_ == Reduction::kBitAnd;
       acc = is_all ? acc & next : reduction_ == Reduction::kBitXor ? acc ^ next : acc | next;
@@ -95,7 +95,7 @@ class AnyReducer {
     });
   }
 
-  /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block, as ReduceOp::combine says.
+  /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block, like ReduceOp::combine.
   /// Both have num() and at(idx).
   template <int kMaxVectors = 8, class B, class To, class Sources>
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
@@ -116,7 +116,7 @@ class AnyReducer {
  private:
   enum class Kind : std::uint8_t { kBool, kSigned, kUnsigned, kFloat };
 
-  /// An element in 64 bits, of which the type's own are the low ones.
+  /// An element in the low bits of 64 bits.
   RINGCOMM_HD std::uint64_t element(std::uint64_t word, unsigned shift) const {
     const unsigned above = 64 - elem_bits_;
     const std::uint64_t high = (word >> shift) << above;

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the updates by a clamped gradient have in common. The includer has defined multiply_add for
-// its level.
+// The common part of updates by a clamped gradient. The includer must define multiply_add for its
+// level first.
 
 #include "device/host/float_arrays.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the element types have in common: how a vector of memory becomes an accumulator and back.
+// The interface of element types: conversion of a vector from memory to an accumulator and back.
 //
 //   load     memory -> accumulator
 //   divide   the last step of an average
@@ -29,8 +29,8 @@ struct IntElement {
 
   [[gnu::always_inline]] static Acc load(const char* from) { return {{load_bytes<Vec<T>>(from)}}; }
 
-  // By lane: SSE, AVX and NEON have no division of integers. In a type that also holds the divisor,
-  // which T may not.
+  // By lane, because SSE, AVX and NEON have no integer division. In a type that can also represent
+  // the divisor, unlike T.
   [[gnu::always_inline]] static void divide(Acc& acc, int divisor) {
     for (std::size_t lane = 0; lane < kVectorBytes / sizeof(T); ++lane) {
       acc.part[0][lane] = static_cast<T>(acc.part[0][lane] / divisor);
@@ -97,7 +97,8 @@ struct BFloat16Element : WideElement {
   }
 
  private:
-  // To nearest even in the upper 16 bits. The canonical NaN has none below and passes unchanged.
+  // Rounds to nearest even in the upper 16 bits. The canonical NaN has no lower bits and is
+  // unchanged.
   [[gnu::always_inline]] static Packed rounded(const Vec<float>& value) {
     const Packed bits = bits_as<Packed>(canonical_nan<float>(value));
     return bits + 0x7fffu + ((bits >> 16) & 1u);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the kernels of floats need beyond vectors.h, for AVX2, F16C and FMA. After
-// RINGCOMM_VECTOR_BYTES, before the kernels, and under the rules of target_avx2.h.
+// Helpers of the float kernels in addition to vectors.h, for AVX2, F16C and FMA. Include it after
+// RINGCOMM_VECTOR_BYTES and before the kernels, under the rules of target_avx2.h.
 
 #include "device/host/target_avx2.h"
 

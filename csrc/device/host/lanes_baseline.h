@@ -1,7 +1,7 @@
 #pragma once
 
-// What the kernels of floats need beyond vectors.h, for every processor. After
-// RINGCOMM_VECTOR_BYTES, before the kernels. No target pragma.
+// Helpers of the float kernels in addition to vectors.h, for every processor. Include it after
+// RINGCOMM_VECTOR_BYTES and before the kernels. No target pragma.
 
 #include <cstddef>
 #include <cstdint>
@@ -34,8 +34,8 @@ namespace {
 #endif
 }
 
-// Without the instruction by the C library, which is slow and has the same bits: x86-64 processors
-// from 2013 on have AVX2, and do not come here.
+// Without the instruction this calls the C library, which is slow but gives the same bits. x86-64
+// processors since 2013 have AVX2 and do not use it.
 [[gnu::always_inline]] inline Vec<float> multiply_add(const Vec<float>& a, const Vec<float>& b,
                                                       const Vec<float>& c) {
 #if defined(__x86_64__)

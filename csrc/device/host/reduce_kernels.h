@@ -3,8 +3,8 @@
 // The reductions, written once and compiled for each level by its own source file (see vectors.h
 // for the rules).
 //
-// No expression multiplies and adds: where the processor has fused instructions a compiler may
-// contract such a pair, and the result would depend on the level.
+// No expression multiplies and adds, because a compiler may contract such a pair to a fused
+// instruction, and the result would depend on the level.
 
 #include <type_traits>
 
@@ -40,8 +40,8 @@ struct Product {
   }
 };
 
-// Both keep the first of equals (zeros of either sign) and propagate NaN: `a` stays where it is
-// NaN, and `b` comes in where it is, because no comparison with NaN holds.
+// Both keep the first of equals (zeros of either sign) and propagate NaN: the result is `a` if it
+// is NaN, and `b` if that is NaN, because every comparison with NaN is false.
 struct Min {
   template <class T>
   [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
@@ -195,7 +195,7 @@ constexpr void set_integer(SimdKernels& kernels) {
   set_bitwise<IntElement<T>, kDType>(kernels);
 }
 
-// Of truth values the sum is "any" and the product "all".
+// For booleans the sum is "any" and the product "all".
 constexpr void set_bool(SimdKernels& kernels) {
   const auto set = [&kernels](Reduction reduction, CombineFn fn) {
     kernels.combine[static_cast<int>(reduction)][static_cast<int>(DType::kBool)] = fn;

@@ -28,8 +28,8 @@ bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 
-// Every extension that target_avx512.h names; first met together in
-// Skylake-SP and Zen 4.
+// Every extension that target_avx512.h names; Skylake-SP and Zen 4 are the first processors with
+// all of them.
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

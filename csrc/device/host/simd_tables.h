@@ -31,8 +31,8 @@ extern const SimdKernels kAvx512Kernels;
 /// instructions.
 const SimdKernels* find_simd_kernels(const char* level);
 
-/// What `requested` (the value of RINGCOMM_SIMD, null or empty when unset) selects; throws as
-/// simd_level() says.
+/// The kernels that `requested` (the value of RINGCOMM_SIMD, null or empty if unset) selects;
+/// throws like simd_level().
 const SimdKernels& choose_simd_kernels(const char* requested);
 
 /// The choice for this process, made at the first call.

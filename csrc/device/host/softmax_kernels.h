@@ -26,7 +26,7 @@ using Word = Vec<std::uint32_t>;  // unsigned: where x is out of range, the sum 
 /// stays.
 ///
 /// x = k ln 2 + r with |r| <= ln 2 / 2, and e^r by the polynomial of Cephes' expf. Adding 1.5 *
-/// 2^23 rounds to a whole number and leaves it in the low bits, from where it goes into the
+/// 2^23 rounds to a whole number and leaves it in the low bits, which are shifted into the
 /// exponent.
 [[gnu::always_inline]] inline Fp32 exp_of(const Fp32& x) {
   const Fp32 rounder = all(12582912.0F);
@@ -45,7 +45,7 @@ using Word = Vec<std::uint32_t>;  // unsigned: where x is out of range, the sum 
   return x >= lowest ? bits_as<Fp32>(scaled) : (x < lowest ? Fp32{} : x);
 }
 
-/// e^-2|x|, from which tanh x and its derivative are made.
+/// e^-2|x|, from which tanh x and its derivative are computed.
 [[gnu::always_inline]] inline Fp32 tanh_power(const Fp32& x) {
   return exp_of((x < 0.0F ? -x : x) * -2.0F);
 }
@@ -80,9 +80,9 @@ struct alignas(64) Block {
   return load_bytes<Fp32>(reinterpret_cast<const char*>(block.z + i));
 }
 
-/// z of up to kBlockElems elements from `from` on, filled up with -infinity to whole kSumLanes,
-/// whose number it returns. With a softcap `slopes`, unless it is null, gets the softcap's
-/// derivatives.
+/// Writes z of up to kBlockElems elements starting at `from`, padded with -infinity to a multiple
+/// of kSumLanes; returns the number of kSumLanes. With a softcap, `slopes` receives the softcap's
+/// derivatives unless it is null.
 template <class Array>
 [[gnu::always_inline]] inline std::size_t load_block(const LogitRow& row, const char* from,
                                                      std::size_t num_elems, Block& block,
@@ -110,9 +110,9 @@ template <class Array>
   return padded;
 }
 
-/// Asks for the lines behind a block while that is computed with: the processor does not look so
-/// far ahead, and a third of the time would be waiting. Past a row's end come the next one's, or
-/// nothing that is looked at.
+/// Prefetches the lines after a block during its computation: the processor does not prefetch that
+/// far, and would wait a third of the time. Past a row's end these are the next row's lines, or
+/// unused.
 template <class Array>
 [[gnu::always_inline]] inline void prefetch(const char* block, std::size_t i) {
   const char* next = block + (kBlockElems + i) * Array::kElementBytes;
@@ -143,8 +143,8 @@ template <class Array>
   const Fp32 distance = all(from - to);
   const Fp32 factor = exp_of(distance);
   for (std::size_t v = 0; v < kNumParts; ++v) {
-    // Of logits as low as fp32 goes, as masks are, sum * distance would be -infinity, and 0 of it
-    // NaN.
+    // For the lowest fp32 logits, which masks use, sum * distance would be -infinity, and 0 times
+    // it NaN.
     if (wants_more)
       entropy.part[v] =
           factor == 0.0F ? Fp32{} : factor * multiply_add(sum.part[v], distance, entropy.part[v]);
@@ -156,7 +156,7 @@ template <class Array, bool kWantsMore>
 [[gnu::always_inline]] inline void add_exponentials(const char* from, const Block& block,
                                                     std::size_t padded, float max, Partial& sum,
                                                     Partial& entropy) {
-  // Where all logits are -infinity so far, they have no distance to the largest.
+  // If all logits so far are -infinity, their distance to the largest is undefined.
   const Fp32 reference = all(max == -kInfinity ? 0.0F : max);
   for (std::size_t i = 0; i < padded; i += kSumLanes) {
     prefetch<Array>(from, i);

@@ -18,8 +18,8 @@ using Bits = Vec<std::int32_t>;
 [[gnu::always_inline]] inline Vec<float> float16_to_fp32(const Bits& half) {
   const Bits shifted = (half & 0x7fff) << 13;
   const Bits exponent = shifted & 0x0f800000;
-  // The bias goes from 15 to 127, and 112 further for infinities and NaN, whose exponent goes from
-  // 31 to 255.
+  // The bias changes from 15 to 127. For infinities and NaN another 112 is added, because their
+  // exponent changes from 31 to 255.
   const Bits normal = shifted + (112 << 23) + ((exponent == 0x0f800000) & (112 << 23));
   // A subnormal is its mantissa times 2^-24. With the exponent of 2^-14 in front the mantissa
   // counts just that, and taking 2^-14 away leaves the value, exactly.
@@ -33,15 +33,16 @@ using Bits = Vec<std::int32_t>;
   return bits_as<Vec<float>>(magnitude | bits_as<Bits>(sign));
 }
 
-// To nearest even; the inverse of the above. The result is in the low 16 bits of each lane.
+// Rounds to nearest even; the inverse of the above. The result is in the low 16 bits of each lane.
 [[gnu::always_inline]] inline Bits fp32_to_float16(const Vec<float>& value) {
   const Bits magnitude = bits_as<Bits>(value) & 0x7fffffff;
   const Bits sign = (bits_as<Bits>(value) >> 16) & 0x8000;
-  // All from 65536 on, infinity and NaN included, is rounded as 65536 and becomes infinity.
+  // Values of 65536 and more, including infinity and NaN, are rounded like 65536 and become
+  // infinity.
   const Bits limit = all_lanes(143 << 23);
   const Bits limited = magnitude < limit ? magnitude : limit;
-  // Rounded by adding just under half of the last kept bit, or exactly half where that bit is odd.
-  // A carry runs on into the exponent, up to infinity.
+  // Rounds by adding just under half of the last kept bit, or exactly half if that bit is odd. A
+  // carry propagates into the exponent, up to infinity.
   const Bits normal = (limited - (112 << 23) + 0xfff + ((limited >> 13) & 1)) >> 13;
   // Below 2^-14 the last kept bit is 2^-24, which is that of a float in [0.5, 1): adding 0.5 makes
   // the processor round there, and taking the bits of 0.5 away leaves the count.

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kStoreLineBytes = 64;
 
 // Only whole lines are streamed: the processor gathers streamed bytes into a line, and sends a
-// partial one to memory as several small writes. What hangs over at either end goes through the
+// partial one to memory as several small writes. The partial lines at both ends go through the
 // cache.
 void stream_copy(void* to, const void* from, std::size_t num_bytes) {
   char* out = static_cast<char*>(to);

@@ -1,10 +1,10 @@
 #pragma once
 
-// From here to the end of the file that includes this, functions are compiled for AVX-512 F, BW, DQ
-// and VL (Skylake-SP, Zen 4 and later). To the end, because that is where templates are compiled.
-// The includer has defined RINGCOMM_VECTOR_BYTES, and ends with the pop that clang wants.
+// Functions from here to the end of the including file are compiled for AVX-512 F, BW, DQ and VL
+// (Skylake-SP, Zen 4 and later); to the end, because templates are instantiated there. The includer
+// must define RINGCOMM_VECTOR_BYTES first, and end with the pop that clang requires.
 
-// Everything of the standard library and of the compiler comes before the pragma; see vectors.h.
+// All headers of the standard library and the compiler must precede the pragma; see vectors.h.
 #include <immintrin.h>
 
 #include <cstddef>

@@ -4,10 +4,10 @@
 // vectors.h for the rules). The includer has defined load_float16, store_float16, square_root and
 // multiply_add for its level.
 //
-// multiply_add(a, b, c) is a * b + c rounded once. It stands where torch's own kernels have it on
-// processors with the instruction, which is what keeps a step within an ulp or two of torch.optim
-// where terms cancel. Nothing else is contracted (-ffp-contract=off), so that the result does not
-// depend on the level. Every NaN is stored as the canonical one, as in elements.h.
+// multiply_add(a, b, c) is a * b + c rounded once. It is used where torch's own kernels use the
+// instruction, which keeps a step within one or two ulp of torch.optim if terms cancel. Nothing
+// else is contracted (-ffp-contract=off), so that the result does not depend on the level. Every
+// NaN is stored as the canonical one, as in elements.h.
 
 #include "device/host/descent.h"
 #include "device/host/float_arrays.h"
@@ -106,7 +106,7 @@ template <class Step, class Param, class Grad>
 
 template <class Step, class Param, class Grad>
 void update(const UpdateScalars& scalars, const UpdateArrays& arrays, std::size_t num_elems) {
-  // Copies: stores could change what they point to, for all that the compiler knows.
+  // Copies, because the compiler must assume that stores alias the originals.
   const UpdateScalars s = scalars;
   const UpdateJob job = {
       static_cast<char*>(arrays.param),

@@ -29,7 +29,7 @@ const OptimizerInfo& info_of(const UpdateSpec& spec) {
   return kInfos[static_cast<std::size_t>(spec.optimizer)];
 }
 
-// As few digits as tell the number from all others: what differs between ranks also looks
+// The fewest digits that identify the number, so that values that differ between ranks also look
 // different.
 std::string shortest(double value) {
   char text[32];
@@ -67,24 +67,24 @@ bool is_at_least_0(double value) { return std::isfinite(value) && value >= 0; }
 
 void check_spec(const UpdateSpec& spec) {
   const auto& own = spec.coefficients;
-  check(spec.optimizer != Optimizer::kNone, spec, "an update has an optimizer");
-  check(spec.step >= 1, spec, "step counts the updates from 1 on");
-  check(is_at_least_0(spec.lr), spec, "lr is a finite number from 0 on");
-  check(is_at_least_0(spec.weight_decay), spec, "weight_decay is a finite number from 0 on");
-  check(std::isfinite(spec.grad_scale), spec, "grad_scale is a finite number");
+  check(spec.optimizer != Optimizer::kNone, spec, "an update needs an optimizer");
+  check(spec.step >= 1, spec, "step must be 1 or more");
+  check(is_at_least_0(spec.lr), spec, "lr must be finite and 0 or more");
+  check(is_at_least_0(spec.weight_decay), spec, "weight_decay must be finite and 0 or more");
+  check(std::isfinite(spec.grad_scale), spec, "grad_scale must be finite");
   check(!spec.has_master || spec.param_dtype != DType::kFloat32, spec,
         "master weights are for 16-bit parameters");
   if (spec.optimizer == Optimizer::kSgd) {
-    check(is_at_least_0(own[sgd::kMomentum]), spec, "momentum is a finite number from 0 on");
-    check(std::isfinite(own[sgd::kDampening]), spec, "dampening is a finite number");
+    check(is_at_least_0(own[sgd::kMomentum]), spec, "momentum must be finite and 0 or more");
+    check(std::isfinite(own[sgd::kDampening]), spec, "dampening must be finite");
     check(!spec.is_nesterov || (own[sgd::kMomentum] > 0 && own[sgd::kDampening] == 0), spec,
           "nesterov needs a momentum and no dampening");
   } else if (spec.optimizer == Optimizer::kAdamW) {
     for (const double beta : {own[adamw::kBeta1], own[adamw::kBeta2]})
-      check(beta >= 0 && beta < 1, spec, "betas are from 0 on, and less than 1");
-    check(is_at_least_0(own[adamw::kEps]), spec, "eps is a finite number from 0 on");
+      check(beta >= 0 && beta < 1, spec, "betas must be 0 or more and less than 1");
+    check(is_at_least_0(own[adamw::kEps]), spec, "eps must be finite and 0 or more");
   } else {
-    check(own[lomo::kClipValue] >= 0, spec, "clip_value is a positive number, or 0 for none");
+    check(own[lomo::kClipValue] >= 0, spec, "clip_value must be positive, or 0 for none");
   }
 }
 
@@ -141,7 +141,7 @@ UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype) {
                     .apply = find_update(kernels, spec.optimizer, spec.param_dtype, grad_dtype)};
   if (op.apply == nullptr)
     throw std::invalid_argument(
-        std::string("parameters and gradients are float32, float16 or bfloat16, got ") +
+        std::string("parameters and gradients must be float32, float16 or bfloat16, got ") +
         name_of(spec.param_dtype) + " and " + name_of(grad_dtype));
   return op;
 }

@@ -35,7 +35,7 @@ const UpdateKernels* find_update_kernels(const char* level);
 UpdateFn find_update(const UpdateKernels& kernels, Optimizer optimizer, DType param_dtype,
                      DType grad_dtype);
 
-/// Checked and rounded; throws as make_update_op() says.
+/// Checks and rounds; throws like make_update_op().
 UpdateScalars scalars_of(const UpdateSpec& spec);
 
 }  // namespace ringcomm::host

@@ -1,7 +1,7 @@
 #pragma once
 
-// Vectors of the compiler's own (GCC and clang alike), of the width of one level:
-// RINGCOMM_VECTOR_BYTES, which the includer defines after opening its target pragma.
+// Vector types of the compiler (GCC and clang), with the width of one level: RINGCOMM_VECTOR_BYTES,
+// which the includer defines after its target pragma.
 //
 // Everything here and in the kernels has internal linkage and every function that takes a vector is
 // forced inline. A function with external linkage would be merged by the linker with its namesake
@@ -25,7 +25,7 @@ struct VectorOf {
 template <class T>
 using Vec = typename VectorOf<T, kVectorBytes>::type;
 
-/// As many elements of half the width.
+/// The same number of elements of half the width.
 template <class T>
 using HalfVec = typename VectorOf<T, kVectorBytes / 2>::type;
 

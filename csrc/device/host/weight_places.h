@@ -36,7 +36,7 @@ struct PlainPlace {
   }
 };
 
-/// The random bits of one vector's elements, `first` and those behind it.
+/// The random bits of one vector's elements, starting with `first`.
 [[gnu::always_inline]] inline Word rounding_bits_from(std::uint32_t key, std::uint64_t first) {
   Word elem_low = {};
   for (std::size_t lane = 0; lane < kLanes; ++lane) elem_low[lane] = static_cast<unsigned>(lane);

@@ -12,7 +12,8 @@
 namespace ringcomm::host {
 namespace {
 
-// What goes into one fp32 sum: 8 elements a lane and a tree of 6 steps, 9e-7 in the worst case.
+// The elements of one fp32 sum: 8 elements per lane and a tree of 6 steps, with an error of at most
+// 9e-7.
 constexpr std::size_t kSquaresBlock = 8 * kSumLanes;
 
 template <class Grad>
@@ -68,7 +69,7 @@ template <class Place, class Grad>
 
 template <class Place, class Grad>
 void update_weights(const WeightStep& step, const WeightRun& run) {
-  // Copies: stores could change what they point to, for all that the compiler knows.
+  // Copies, because the compiler must assume that stores alias the originals.
   const WeightStep s = step;
   const WeightJob job = job_of(run);
   const std::size_t num_elems = run.num_elems;
@@ -84,7 +85,7 @@ void update_weights(const WeightStep& step, const WeightRun& run) {
 
 // ---- sums of squares
 
-// Without the lanes that stand for no element: of a factor that is infinite, their zeros are NaN.
+// Masks the lanes without an element: an infinite factor would turn their zeros into NaN.
 [[gnu::always_inline]] inline Fp32 first_lanes(const Fp32& v, std::size_t num_lanes) {
   Fp32 kept = {};
   for (std::size_t lane = 0; lane < num_lanes; ++lane) kept[lane] = v[lane];

@@ -5,8 +5,8 @@
 namespace ringcomm::cuda {
 namespace {
 
-// What the driver cuts smaller allocations of: the handle of one hands out all of its piece, and
-// with it memory of others.
+// The driver takes smaller allocations from pieces of this size. A handle exports the whole piece,
+// and with it other allocations.
 constexpr std::size_t kIpcGranularity = std::size_t{2} << 20;
 
 std::size_t round_up(std::size_t num_bytes, std::size_t granularity) {
@@ -100,7 +100,7 @@ DeviceMemory::~DeviceMemory() {
     const RelaxedCapture relaxed;
     release();
   } catch (const Error&) {
-    // The process is ending, and the driver has gone before: the memory goes with it.
+    // The process is ending and the driver was unloaded before, which frees the memory.
   }
 }
 
@@ -145,7 +145,7 @@ MappedHostMemory::~MappedHostMemory() {
     const RelaxedCapture relaxed;
     driver().mem_free_host(host_);
   } catch (const Error&) {
-    // The process is ending, and the driver has gone before: the memory goes with it.
+    // The process is ending and the driver was unloaded before, which frees the memory.
   }
 }
 

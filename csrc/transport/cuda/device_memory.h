@@ -9,24 +9,25 @@
 
 namespace ringcomm::cuda {
 
-/// How memory of a device is handed to other processes.
+/// How device memory is shared with other processes.
 enum class HandleKind : std::uint8_t {
   kFd,  ///< virtual memory management, by file descriptor
-  kIpc  ///< CUDA's older handles of 64 bytes, where the device or a container has no others
+  kIpc  ///< CUDA's older 64-byte handles, for devices or containers without file descriptors
 };
 
 const char* name_of(HandleKind kind);
 
-/// Memory of a device that other processes can map. It stays until its owner frees it and all who
-/// have mapped it have unmapped it.
+/// Memory of a device that other processes can map. It exists until its owner has freed it and
+/// every process has unmapped it.
 ///
-/// With kFd it is mapped where the driver likes, readable and writable by its own device; peers
-/// give themselves access when they map it. All functions throw Error.
+/// With kFd the driver chooses the address, and only its own device may read and write it; a peer
+/// grants itself access when it maps the memory. All functions throw Error.
 class DeviceMemory {
  public:
-  /// Own memory, of at least `num_bytes`, in multiples of what the driver allocates.
+  /// Allocates at least `num_bytes`, rounded up to the driver's granularity.
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind);
-  /// Another process's: what export_fd() or ipc_handle() gave there, for use by `device`.
+  /// Maps another process's memory for `device`, from the result of export_fd() or ipc_handle()
+  /// there.
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd);
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const IpcMemHandle& handle);
   ~DeviceMemory();
@@ -52,10 +53,10 @@ class DeviceMemory {
   bool is_mapped_ = false;
 };
 
-/// What the device can hand out; kFd where it says so.
+/// The handle kind that the device supports; kFd if it does.
 HandleKind best_handle_kind(DeviceOrdinal device);
 
-/// Host memory that kernels read and write where it lies.
+/// Pinned host memory that kernels read and write directly.
 class MappedHostMemory {
  public:
   /// Zeroed; throws Error.

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <mutex>
+#include <set>
 #include <thread>
 
 #include "core/errors.h"
@@ -15,7 +17,7 @@
 namespace ringcomm::cuda {
 namespace {
 
-constexpr int kDoor = 1 << 20;  // a byte behind all seats
+constexpr int kDoor = 1 << 20;  // a byte after all seats
 constexpr int kDesk = kDoor + 1;
 constexpr std::chrono::seconds kDoorPatience{5};
 
@@ -38,27 +40,57 @@ struct flock lock_of(int byte, short type) {
   return lock;
 }
 
+// Those of this process.
+struct Rooms {
+  std::mutex mutex;
+  std::set<const DeviceRoom*> all;
+};
+
+Rooms& open_rooms() {
+  static auto& rooms = *new Rooms();
+  return rooms;
+}
+
 }  // namespace
 
 DeviceRoom::DeviceRoom(const DeviceUuid& device, int num_seats)
     : path_(path_of(device)),
       num_seats_(num_seats),
       has_taken_(static_cast<std::size_t>(num_seats)) {
-  // Who has the file's door open for reading uses the file; the last one to leave can close it.
+  // Every process that uses the file holds a read lock on the door. The last one can get the write
+  // lock, and removes the file.
   const auto deadline = std::chrono::steady_clock::now() + kDoorPatience;
   do {
     open_file();
-    if (lock(kDoor, F_RDLCK) && is_current()) return;
+    if (lock(kDoor, F_RDLCK) && is_current()) {
+      join();
+      return;
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // it is being removed
   } while (std::chrono::steady_clock::now() < deadline);
   throw Error({.kind = ErrorKind::kSystem}, "ringcomm: " + path_ + " is locked; remove it");
 }
 
+// If the others had another file, seats would be counted twice.
+void DeviceRoom::join() {
+  const std::lock_guard guard(open_rooms().mutex);
+  for (const DeviceRoom* other : open_rooms().all)
+    if (other->path_ == path_ && !other->is_current())
+      throw Error({.kind = ErrorKind::kSystem},
+                  "ringcomm: " + path_ +
+                      " was removed while groups of this process used it; destroy those groups");
+  open_rooms().all.insert(this);
+}
+
 DeviceRoom::~DeviceRoom() {
   try {
+    {
+      const std::lock_guard guard(open_rooms().mutex);
+      open_rooms().all.erase(this);
+    }
     give_all_back();
     if (lock(kDoor, F_WRLCK) && is_current()) ::unlink(path_.c_str());
-    lock(kDoor, F_UNLCK);  // a forked child may have the file, too
+    lock(kDoor, F_UNLCK);  // a forked child may also hold the file
   } catch (const Error&) {
     // The locks go with the file.
   }
@@ -66,7 +98,7 @@ DeviceRoom::~DeviceRoom() {
 
 void DeviceRoom::open_file() {
   file_.reset(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-  if (!file_) shm::throw_errno("open " + path_ + ", by which processes share a GPU,");
+  if (!file_) shm::throw_errno("open of " + path_ + ", which processes that share a GPU use,");
   struct stat status = {};
   if (::fstat(file_.get(), &status) != 0) shm::throw_errno("fstat");
   if (status.st_uid != ::geteuid())
@@ -86,7 +118,7 @@ int DeviceRoom::num_free() const {
   for (int seat = 0; seat < num_seats_; ++seat) {
     struct flock probe = lock_of(seat, F_WRLCK);
     if (::fcntl(file_.get(), F_OFD_GETLK, &probe) != 0) shm::throw_errno("look at a file's locks");
-    // What this object has locked itself is no conflict.
+    // Locks of this object itself are not a conflict.
     if (probe.l_type == F_UNLCK && !has_taken_[static_cast<std::size_t>(seat)]) ++num_free;
   }
   return num_free;
@@ -99,7 +131,7 @@ bool DeviceRoom::lock(int byte, short type) {
   return false;
 }
 
-// One at a time: what another tries to take, and cannot, must refuse nobody.
+// One process at a time: an attempt that fails must not make another one fail.
 bool DeviceRoom::take(int num_wanted) {
   const auto deadline = std::chrono::steady_clock::now() + kDoorPatience;
   while (!lock(kDesk, F_WRLCK)) {

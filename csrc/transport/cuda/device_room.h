@@ -8,32 +8,34 @@
 
 namespace ringcomm::cuda {
 
-/// The room that a GPU has for blocks that wait for other ranks, in seats: one for each block, of
-/// all groups of all processes of this user. Blocks that wait for one that cannot start would wait
-/// for ever, so nobody launches more of them than it has seats for.
+/// The room of a GPU for blocks that wait for other ranks, counted in seats: one for each block of
+/// all groups of all processes of this user. If blocks waited for a block that cannot start, they
+/// would deadlock. So a process never launches more of them than it has seats.
 ///
-/// A seat is a byte of a file in /dev/shm; who has locked it has taken it. The system unlocks what
-/// a process had, however that ends. The last to leave removes the file; where that was killed, an
-/// empty file stays, and is used again.
+/// A seat is a byte of a file in /dev/shm, and is taken by locking it. The system releases the
+/// locks of a process however it ends. The last process removes the file. If that process was
+/// killed, an empty file remains and is used again. If the file is removed while groups use it,
+/// this process makes no more groups on that GPU until those are destroyed.
 ///
 /// All functions throw Error.
 class DeviceRoom {
  public:
   DeviceRoom(const DeviceUuid& device, int num_seats);
-  /// Gives all seats back.
+  /// Releases all seats.
   ~DeviceRoom();
   DeviceRoom(const DeviceRoom&) = delete;
   DeviceRoom& operator=(const DeviceRoom&) = delete;
 
   int num_seats() const { return num_seats_; }
-  /// That nobody has, at this moment.
+  /// Seats that are free at this moment.
   int num_free() const;
-  /// Takes so many more, or none: false where there are not as many.
+  /// Takes `num_wanted` more seats, or none and returns false if fewer are free.
   bool take(int num_wanted);
   void give_all_back();
 
  private:
   void open_file();
+  void join();
   bool is_current() const;
   bool lock(int byte, short type);
   bool take_at_desk(int num_wanted);

@@ -13,7 +13,7 @@ namespace {
 
 struct Found {
   DriverApi api;
-  std::string reason;  // why there is none; empty where there is
+  std::string reason;  // why the driver is unusable; empty if it is usable
 };
 
 Found find_driver() {
@@ -22,13 +22,13 @@ Found find_driver() {
   const char* name = wanted != nullptr && *wanted != '\0' ? wanted : "libcuda.so.1";
   void* library = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
-    found.reason = std::string("there is no driver for NVIDIA GPUs here (") + dlerror() + ")";
+    found.reason = std::string("this machine has no driver for NVIDIA GPUs (") + dlerror() + ")";
     return found;
   }
   const auto find = [&](auto& function, const char* symbol) {
     void* address = dlsym(library, symbol);
     if (address == nullptr && found.reason.empty())
-      found.reason = std::string("the driver for NVIDIA GPUs is too old: it has no ") + symbol;
+      found.reason = std::string("the driver for NVIDIA GPUs is too old: it lacks ") + symbol;
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
   };
 #define RINGCOMM_FIND(member, symbol, parameters) find(found.api.member, symbol);

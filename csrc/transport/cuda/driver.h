@@ -6,10 +6,10 @@
 
 namespace ringcomm::cuda {
 
-/// The driver of this machine's GPUs: libcuda, opened when first asked for, and never closed.
+/// The driver of this machine's GPUs: libcuda, opened at the first call and never closed.
 /// RINGCOMM_CUDA_DRIVER names another file, such as the emulator of the tests.
 ///
-/// Throws Error (kSystem), with the reason, where there is none or it is too old.
+/// Throws Error (kSystem) with the reason if there is no driver or it is too old.
 const DriverApi& driver();
 
 /// Whether driver() would return, and if not, why.
@@ -19,8 +19,8 @@ bool has_driver(std::string* reason = nullptr);
 /// is what could not be done ("allocate 12 MiB of staging").
 void check(Result result, const char* what);
 
-/// Makes a device's primary context, which torch uses too, current while it lives. Where it is
-/// already, as on threads that have used the device by torch, that is one call of the driver.
+/// Makes a device's primary context, which torch also uses, current while it lives. This is one
+/// driver call if it is current already, as on threads that use the device through torch.
 class ContextGuard {
  public:
   explicit ContextGuard(DeviceOrdinal device);
@@ -33,8 +33,9 @@ class ContextGuard {
   bool is_changed_ = false;
 };
 
-/// While it lives, this thread may do what might wait for the device, such as allocate, although a
-/// stream elsewhere is being captured: nothing of it is for that capture.
+/// While it lives, this thread may make calls that could wait for the device, such as an
+/// allocation, although another stream is being captured. None of these calls is part of the
+/// capture.
 class RelaxedCapture {
  public:
   RelaxedCapture() { driver().exchange_capture_mode(&mode_); }

@@ -3,10 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 
-// The part of CUDA's driver interface that ringcomm calls, in its own words, so that it builds
-// where no toolkit is and one binary serves machines with and without a GPU. The functions are
-// looked up in libcuda when a group first meets a tensor of a GPU (driver.h). Names are CUDA's
-// without "cu"; layouts and numbers are its binary interface, which a test compares with cuda.h.
+// The part of CUDA's driver API that ringcomm calls, declared here. So ringcomm builds without a
+// toolkit, and one binary runs on machines with and without a GPU. The functions are looked up in
+// libcuda at a group's first call on a GPU tensor (driver.h). Names are CUDA's without "cu";
+// layouts and numbers are its binary interface, which a test compares with cuda.h.
 
 namespace ringcomm::cuda {
 

@@ -8,7 +8,7 @@
 namespace ringcomm::cuda {
 
 /// Images of kernels, loaded onto a device for as long as the process lives. The device's context
-/// is current. What loads or finds a kernel may wait for the device: neither belongs between calls.
+/// is current. Loading or finding a kernel may wait for the device, so do neither between calls.
 class KernelModules {
  public:
   /// Loads the images that were built in, or the file that RINGCOMM_CUDA_IMAGE names instead of

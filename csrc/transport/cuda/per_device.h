@@ -8,8 +8,9 @@
 
 namespace ringcomm::cuda {
 
-/// The T of a device: `make` makes it (a unique_ptr) when it is first asked for; what that throws,
-/// the next call tries again. It is never destroyed, as threads may use it until the process ends.
+/// The T of a device. The first call creates it with `make` (which returns a unique_ptr); if `make`
+/// throws, the next call tries again. It is never destroyed, because threads may use it until the
+/// process ends.
 template <class T, class Make>
 T& per_device(DeviceOrdinal device, const Make& make) {
   static auto& mutex = *new std::mutex;

@@ -10,12 +10,12 @@
 
 namespace ringcomm {
 
-/// Some ranks of a transport as a group of their own, numbered in the order of `ranks`; this rank
-/// is one of them. `tag_shift` is added to all tags, so that subsets with a pair of ranks in common
-/// need no common order. abort() ends the messages of the whole transport.
+/// A subset of a transport's ranks as a group, numbered in the order of `ranks`; this rank is one
+/// of them. `tag_shift` is added to all tags, so subsets that share a pair of ranks need no common
+/// order. abort() ends the messages of the whole transport.
 class MessageSubset final : public MessageTransport {
  public:
-  /// `whole` must live as long.
+  /// `whole` must outlive this object.
   MessageSubset(MessageTransport& whole, std::vector<int> ranks, int tag_shift)
       : whole_(whole), ranks_(std::move(ranks)), tag_shift_(tag_shift) {}
 
@@ -30,8 +30,8 @@ class MessageSubset final : public MessageTransport {
     return whole_.isend(whole_rank(peer), tag + tag_shift_, data, num_bytes);
   }
   MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override {
-    // A source outside the subset could not be told from one inside.
-    if (peer == kAnySource) throw Unsupported("a part of a group cannot receive from any source");
+    // A message from a rank outside the subset cannot be distinguished from one inside.
+    if (peer == kAnySource) throw Unsupported("a subset of a group cannot receive from any source");
     return whole_.irecv(whole_rank(peer), tag + tag_shift_, data, num_bytes);
   }
   int whole_rank(int peer) const override { return ranks_[static_cast<std::size_t>(peer)]; }

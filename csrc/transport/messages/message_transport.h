@@ -13,7 +13,7 @@ namespace ringcomm {
 enum class [[nodiscard]] MessageEnd : std::uint8_t {
   kDone,     ///< sent and no longer read, or received
   kAborted,  ///< abort() was called
-  kFailed,   ///< the connection to the peer is gone; Message::failure() has the transport's words
+  kFailed,   ///< the connection to the peer failed; Message::failure() has the transport's message
 };
 
 /// A send or a receive on its way.
@@ -24,24 +24,24 @@ class Message {
   /// a transport that is being aborted may still use the buffer.
   virtual ~Message() = default;
 
-  /// Blocks until the message has ended, however long that takes: deadlines, signals and the news
-  /// of other ranks are for others to watch, who call MessageTransport::abort(). One thread may
-  /// wait, once.
+  /// Blocks until the message has ended, without a deadline: the caller's watchdog handles
+  /// deadlines, signals and other ranks' failures, and calls MessageTransport::abort(). One thread
+  /// may wait, once.
   virtual MessageEnd wait() = 0;
-  /// The rank that a receive came from; after wait() gave kDone.
+  /// The sender of a received message; only after wait() returned kDone.
   virtual int source() const = 0;
-  /// What the transport says of kFailed.
+  /// The transport's error message for kFailed.
   virtual const std::string& failure() const = 0;
 };
 
-/// What a transport cannot do, said before anything was exchanged.
+/// The transport does not support a call. Thrown before anything is exchanged.
 class Unsupported : public std::logic_error {
  public:
   using std::logic_error::logic_error;
 };
 
-/// Messages between the ranks of a group: what collectives and user messages between hosts are made
-/// of. Sees no torch; bindings/c10d_messages.h makes one of any backend of torch.distributed.
+/// Messages between the ranks of a group, for collectives and sends between hosts. Independent of
+/// torch; bindings/c10d_messages.h adapts any backend of torch.distributed.
 ///
 /// Messages of one sender, receiver and tag match in the order of their calls, and must be of equal
 /// size on both sides. Others may overtake each other. A send may wait for its receive to be posted
@@ -60,7 +60,7 @@ class MessageTransport {
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  /// What `peer` is in the whole group, where this is a part of one.
+  /// The rank of `peer` in the whole group, if this is a subset of one.
   virtual int whole_rank(int peer) const { return peer; }
   /// "gloo": for logs.
   virtual const std::string& name() const = 0;
@@ -71,15 +71,14 @@ class MessageTransport {
   /// `peer` may be kAnySource; that alone throws, Unsupported, where the transport cannot do it.
   virtual MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) = 0;
 
-  /// For ever: all messages that have not ended, now and later, end with kAborted. Every caller
-  /// returns only when the first call is through, so that each may destroy its messages, and then
-  /// free their buffers.
+  /// Ends all unfinished messages, also later ones, with kAborted; permanent. Every caller returns
+  /// after the first call is complete, and may then destroy its messages and free their buffers.
   void abort() {
     std::call_once(aborted_, [this] { end_messages(); });
   }
 
  private:
-  /// What abort() does; called once. When it returns, the messages may be destroyed.
+  /// The implementation of abort(); called once. When it returns, the messages may be destroyed.
   virtual void end_messages() noexcept = 0;
 
   std::once_flag aborted_;

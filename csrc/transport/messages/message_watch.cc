@@ -9,16 +9,16 @@
 namespace ringcomm {
 namespace {
 
-// How late a rank learns that another one has given up.
+// How long a rank may take to notice that another one has failed.
 constexpr std::chrono::milliseconds kLookInterval{100};
-// After so many looks with nothing to watch the thread sleeps until it is woken, which costs the
-// operation that does it some microseconds.
+// After this many checks with nothing to watch, the thread sleeps until the next operation wakes
+// it, which costs that operation some microseconds.
 constexpr int kIdleLooks = 10;
-// A store that cannot be reached for so long is believed to be gone.
+// A store that is unreachable for this long is treated as lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
-// What a process sent before its end arrives in this time, here on its machine.
+// Messages that a process sent before its end arrive within this time on the same machine.
 constexpr std::chrono::milliseconds kLastWords{500};
-// How long a rank that lives and has closed its connection may take to say why.
+// How long a live rank that has closed its connection may take to report why.
 constexpr std::chrono::milliseconds kReasonGrace{2000};
 
 }  // namespace
@@ -61,7 +61,7 @@ Stop MessageWatch::Operation::stop_of(MessageEnd end, int peer) {
     const std::lock_guard lock(watch_.mutex_);
     if (stop_ != Stop::kPeerDied) return stop_ != Stop::kNone ? stop_ : Stop::kAborted;
   }
-  // A rank that gives up says so before it closes its connections, and so does one that leaves.
+  // A rank that fails or leaves reports it before it closes its connections.
   const auto deadline = Clock::now() + kReasonGrace;
   try {
     for (Backoff backoff;; backoff.sleep()) {

@@ -12,10 +12,10 @@
 
 namespace ringcomm {
 
-/// Ends the waits for messages that nothing else would end: at an operation's deadline, when
-/// another rank gives the group up, and when the process that a message comes from has ended and
-/// the connection does not tell (after exec(), which may hand it on). Its thread starts with the
-/// first operation and sleeps while there is none.
+/// The watchdog of messages. It ends the waits that nothing else would end: at an operation's
+/// deadline, when another rank aborts the group, and when the peer's process has ended without
+/// closing the connection (exec() may pass it on). Its thread starts with the first operation and
+/// sleeps while there is none.
 class MessageWatch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -27,7 +27,7 @@ class MessageWatch {
   MessageWatch(const MessageWatch&) = delete;
   MessageWatch& operator=(const MessageWatch&) = delete;
 
-  /// Something that waits for messages, under watch while this lives.
+  /// An operation that waits for messages; the watchdog watches it while this object lives.
   class Operation {
    public:
     Operation(MessageWatch& watch, Clock::time_point deadline);
@@ -44,10 +44,10 @@ class MessageWatch {
     friend class MessageWatch;
     MessageWatch& watch_;
     Clock::time_point deadline_;
-    // Guarded by the watch's mutex.
+    // Guarded by the watchdog's mutex.
     int peer_ = kNobody;
-    Clock::time_point is_gone_since_ = Clock::time_point::max();  // as far as the watch has seen
-    Stop stop_ = Stop::kNone;                                     // why the watch has ended it
+    Clock::time_point is_gone_since_ = Clock::time_point::max();  // as seen by the watchdog
+    Stop stop_ = Stop::kNone;                                     // why the watchdog ended it
     std::list<Operation*>::iterator place_;
   };
 

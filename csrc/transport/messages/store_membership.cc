@@ -58,7 +58,7 @@ void StoreMembership::leave() {
   try {
     store_->set(prefix_ + "left/" + std::to_string(rank_), "1");
   } catch (const std::exception&) {
-    // The store is gone, and with it most likely the program.
+    // The store is lost, and most likely the program with it.
   }
 }
 
@@ -83,7 +83,7 @@ bool StoreMembership::has_died(int rank) const {
 }
 
 bool StoreMembership::is_alive(int rank) const {
-  // Of a rank that is a thread of this process, the process tells nothing.
+  // If a rank is a thread of this process, the process does not tell whether the rank lives.
   const bool is_another = pid_of(rank) != pid_of(rank_);
   return is_another && processes_[static_cast<std::size_t>(rank)] != nullptr && !has_died(rank);
 }
@@ -102,12 +102,12 @@ void StoreMembership::abort(const AbortReason& reason) {
     const std::lock_guard lock(mutex_);
     if (reason_) return;
   }
-  // This rank's waits end first: the store may be slow, or gone.
+  // This rank's waits end first, because the store may be slow or lost.
   keep(reason);
   try {
     store_->set_first(prefix_ + "abort", to_text(reason));
   } catch (const std::exception&) {
-    // The others will notice in their own ways.
+    // The other ranks notice the failure themselves.
   }
 }
 
@@ -118,7 +118,7 @@ AbortReason StoreMembership::abort_reason() const {
   return {.kind = ErrorKind::kAborted,
           .origin = rank_,
           .culprit = rank_,
-          .text = "its messages were ended, and nobody has said why"};
+          .text = "its messages were aborted, and no rank has reported why"};
 }
 
 bool StoreMembership::look() {
@@ -136,8 +136,8 @@ void StoreMembership::lose_store(const std::string& why) {
   keep({.kind = ErrorKind::kSystem,
         .origin = rank_,
         .culprit = -1,
-        .text = "the store that the ranks share cannot be reached any more (" + why +
-                "); the process that serves it, rank 0 in most programs, has probably ended"});
+        .text = "the group's store can no longer be reached (" + why +
+                "); the process that serves it, usually rank 0, has probably ended"});
 }
 
 bool StoreMembership::has_left(int rank) {

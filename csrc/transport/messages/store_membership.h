@@ -19,8 +19,8 @@
 
 namespace ringcomm {
 
-/// Who the ranks of a group are, and why it has ended, by way of the store that they share: for
-/// groups whose ranks share no memory. Of those on this machine the processes are watched.
+/// The membership of a group whose ranks share no memory. It keeps the abort state in the group's
+/// store, and watches the processes of ranks on this machine.
 class StoreMembership final : public Membership {
  public:
   /// Collective, after `ranks` has found them: every rank publishes its record for this very group
@@ -31,7 +31,7 @@ class StoreMembership final : public Membership {
   /// Tells the peers that this rank has left, before its connections close.
   void leave();
 
-  /// What ends this rank's waits; set once, before anything is waited for.
+  /// The function that ends this rank's waits; set once, before the first wait.
   void on_abort(std::function<void()> end_waits) { end_waits_ = std::move(end_waits); }
 
   const shm::RankRecord& record_of(int rank) const {

@@ -8,8 +8,8 @@
 
 namespace ringcomm::shm {
 
-/// Which bytes of a range are in use: best fit, neighbours that are free become one again. Knows
-/// offsets and touches no memory. Not thread-safe.
+/// Which bytes of a range are in use: best fit, with adjacent free blocks merged. Works on offsets
+/// and accesses no memory. Not thread-safe.
 class BlockList {
  public:
   explicit BlockList(std::size_t num_bytes);
@@ -17,10 +17,10 @@ class BlockList {
   /// The offset of a free block, a multiple of `alignment_bytes` (a power of two); nothing when no
   /// free range is long enough.
   std::optional<std::size_t> allocate(std::size_t num_bytes, std::size_t alignment_bytes);
-  /// Gives back the block at `offset`; returns its size.
+  /// Frees the block at `offset`; returns its size.
   std::size_t deallocate(std::size_t offset);
 
-  /// The offset of the block in use that `offset` lies in; nothing where none does.
+  /// The offset of the block in use that contains `offset`; none if it is free.
   std::optional<std::size_t> block_around(std::size_t offset) const;
 
   /// The free ranges: offset and size.

@@ -13,8 +13,8 @@
 namespace ringcomm::shm {
 namespace {
 
-// Looking for signals takes Python's lock, for which another thread may make us wait: seldom, and
-// never in the waits that are over at once.
+// A check for signals takes Python's GIL and may wait for another thread. So it is rare, and never
+// happens in waits that end immediately.
 constexpr std::chrono::milliseconds kLookInterval{50};
 
 // How long ranks may take to fetch the memory of a group that another rank's death has ended: as
@@ -127,7 +127,7 @@ pid_t Group::pid_of(int rank) const {
   return process != nullptr ? process->pid : ::getpid();
 }
 
-// What is read of the memory is checked: a peer that runs wild may have written it.
+// Values read from the memory are checked, because a faulty peer may have written them.
 
 int Group::writer_of(std::uint32_t abort_state) const {
   const std::uint32_t writer = abort_state - AbortRecord::kFirstWriter;
@@ -197,7 +197,7 @@ AbortReason Group::abort_reason() const {
     return {.kind = ErrorKind::kPeerDied,
             .origin = whole_rank(writer),
             .culprit = whole_rank(writer),
-            .text = "it died before it could say why"};
+            .text = "it died before it could report why"};
   return {.kind = static_cast<ErrorKind>(record.kind),
           .origin = record.origin,
           .culprit = record.culprit,

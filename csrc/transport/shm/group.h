@@ -10,8 +10,8 @@
 #include "transport/key_value_store.h"
 #include "transport/membership.h"
 #include "transport/process_generation.h"
+#include "transport/shm/bootstrap.h"
 #include "transport/shm/host_arch.h"
-#include "transport/shm/process_hub.h"
 #include "transport/shm/rendezvous.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shared_memory.h"
@@ -19,18 +19,17 @@
 
 namespace ringcomm::shm {
 
-/// The memory that the ranks of one group share, and what they know of each other's lives.
+/// The memory that the ranks of one group share, and the state of their processes.
 ///
-/// The group costs one mapping, of which only touched pages count. The memory goes when the last
-/// rank unmaps it or dies.
+/// The group costs one mapping, of which only touched pages count. The memory is freed when the
+/// last rank unmaps it or dies.
 class Group final : public Membership {
  public:
   /// Collective; throws what Rendezvous does.
   Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
         std::chrono::milliseconds timeout);
-  /// The same of ranks that have been found, on one host.
-  /// `ranks` are theirs in the whole group, of which this one's host may have a part only: errors
-  /// and reasons name those.
+  /// The same for the ranks of one host after find_ranks(). `ranks` are their numbers in the whole
+  /// group, which may span several hosts; errors and abort reasons use these numbers.
   Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config,
         const std::vector<int>& ranks);
   /// Tells the peers that this rank has left. They keep the memory.
@@ -40,7 +39,7 @@ class Group final : public Membership {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
-  /// The number in the whole group, of which this one's host may have a part only.
+  /// The rank's number in the whole group, which may span several hosts.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_.num_bytes(); }
 
@@ -51,15 +50,15 @@ class Group final : public Membership {
   }
   Cursor& doorbell(int rank) const { return layout_.control(memory_.data(), rank).doorbell; }
 
-  /// Whether this object came here by a fork: it belongs to the parent, and must not be used.
+  /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.
   bool is_inherited() const { return generation_ != process_generation(); }
 
   pid_t pid_of(int rank) const override;
   const std::string& host_of(int) const override { return host_; }
 
-  /// Where the hub of `peer`'s process listens.
-  const std::string& hub_address_of(int peer) const {
-    return processes_[static_cast<std::size_t>(peer)]->hub_address;
+  /// Where the bootstrap of `peer`'s process listens.
+  const std::string& bootstrap_address_of(int peer) const {
+    return processes_[static_cast<std::size_t>(peer)]->bootstrap_address;
   }
 
   Stop state_of(int peer) const override;
@@ -70,12 +69,12 @@ class Group final : public Membership {
   }
   /// A rank that is still being waited for by rank 0, which makes the group; -1 when all are there.
   int unjoined_rank() const;
-  /// A rank that has ended, or left, before it published what this rank has: it cannot take part
-  /// in the collective at hand. -1 where there is none. For collectives on boards only, of which
+  /// A rank that ended or left before it published as many phases as this rank, so that it cannot
+  /// complete the current collective; -1 if there is none. For collectives on boards only, because
   /// all ranks publish the same phases.
   int missing_rank() const;
-  /// Whom to blame for a wait for `peer` that took too long: a rank that has not joined, or else
-  /// one that has published less than this rank and `peer`, which may itself wait for it.
+  /// The rank at fault for a wait for `peer` that timed out: one that has not joined, or else one
+  /// that has published less than this rank and `peer`, because `peer` may wait for it.
   int late_rank(int peer) const;
 
   bool is_given_up(bool asks) noexcept override;
@@ -99,15 +98,15 @@ class Group final : public Membership {
   PeerProcesses processes_;  // by rank; null for this one
 };
 
-/// The limits of the operation that runs, as the waits of its protocols see them.
+/// The limits of the current operation, for the waits of its protocols.
 class WaitScope final : public StopSource {
  public:
   using Clock = std::chrono::steady_clock;
 
   explicit WaitScope(const Group& group) : group_(group) {}
 
-  /// Starts an operation; `limits` must live as long. Its time runs from the first wait that is not
-  /// over at once: most operations never look at a clock.
+  /// Starts an operation; `limits` must outlive it. Its time starts at the first wait that does not
+  /// end immediately, so most operations never read a clock.
   void begin(const WaitLimits& limits) {
     limits_ = &limits;
     has_waited_ = false;
@@ -115,7 +114,7 @@ class WaitScope final : public StopSource {
 
   Stop stopped(int peer) override;
 
-  /// The rank waited for last: whom an operation that was stopped has missed.
+  /// The rank that the operation waited for last: the missing rank, if it was stopped.
   int awaited_peer() const { return awaited_peer_; }
 
  private:

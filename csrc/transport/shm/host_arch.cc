@@ -22,10 +22,10 @@ namespace {
 // idle rank (50 a second now); doubling it brings nothing measurable.
 constexpr long kParkSliceNs = 20'000'000;
 
-// A yield that nobody takes is a system call of 0.2-0.5 us; one that a waiting rank takes, 2-5.
+// A yield takes 0.2-0.5 us if no other thread runs, and 2-5 us if a waiting rank does.
 constexpr std::chrono::microseconds kIdleYield{1};
-// Ranks that wait give the processor back within microseconds; who keeps it for this long computes.
-constexpr std::chrono::microseconds kDearYield{500};
+// A waiting rank yields again within microseconds; a thread that runs for this long computes.
+constexpr std::chrono::microseconds kLongYield{500};
 
 // A futex is 32 bits wide and its comparison is for equality: the half of the cursor that changes
 // with every step.
@@ -65,8 +65,8 @@ int count_cores() {
   return ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? CPU_COUNT(&allowed) : 0;
 }
 
-// Gives the thread the cores back that it had. "All" is what a thread has that nobody has pinned: a
-// cpuset that grows later reaches it.
+// Restores the thread's cores. If it was not pinned, it gets all cores, so that a cpuset that grows
+// later applies to it.
 void unpin(const cpu_set_t& allowed) {
   cpu_set_t all;
   std::memset(&all, 0xff, sizeof(all));
@@ -85,19 +85,18 @@ HostArch::HostArch(StopSource& source, int rank, int num_ranks)
 
 HostArch::~HostArch() { largest_group.get().leave(num_ranks_); }
 
-// Where ranks share cores nobody can tell an idle core by a yield that comes back at once: the
-// kernel may have found the others not eligible.
+// If ranks share cores, a yield that returns at once does not prove that the core is idle: the
+// scheduler may not have found another thread eligible.
 Yielded HostArch::yield() const {
   const auto begin = std::chrono::steady_clock::now();
   ::sched_yield();
   const auto away = std::chrono::steady_clock::now() - begin;
-  if (away > kDearYield) return Yielded::kDearly;
-  return away <= kIdleYield && are_enough(num_cores_) ? Yielded::kToNobody : Yielded::kBriefly;
+  if (away > kLongYield) return Yielded::kLong;
+  return away <= kIdleYield && are_enough(num_cores_) ? Yielded::kCoreIdle : Yielded::kShort;
 }
 
-// FUTEX_WAIT and FUTEX_WAKE without the PRIVATE flag: the word lies in memory shared between
-// processes. All results are ignored on purpose: woken, timed out, interrupted or changed already,
-// the caller looks again.
+// FUTEX_WAIT and FUTEX_WAKE without the PRIVATE flag, because the word is in memory shared between
+// processes. Results are ignored: the caller checks the word again in every case.
 
 void HostArch::park(std::uint64_t& word, std::uint64_t expected) const {
   const timespec slice{.tv_sec = 0, .tv_nsec = kParkSliceNs};
@@ -110,15 +109,15 @@ void HostArch::wake(std::uint64_t& word) const {
 }
 
 void HostArch::note_core(std::uint32_t& core) const {
-  // One more, so that 0 is nobody's.
+  // Stored plus one, so that 0 means none.
   __atomic_store_n(&core, static_cast<std::uint32_t>(::sched_getcpu()) + 1, __ATOMIC_RELAXED);
 }
 
-// Linux may place who is woken beside its waker, which goes on running, though another core is idle
-// (virtual machines report idle cores as taken away), and leaves the two there for seconds: a round
-// trip then takes 20 us instead of 8, and what they compute twice as long. To be pinned elsewhere
-// and unpinned moves the thread now. Each rank goes to another core, since several may wake at
-// once.
+// Linux may place a woken thread on its waker's core although another core is idle (virtual
+// machines report idle cores as busy), and leave both there for seconds. A round trip then takes 20
+// us instead of 8, and computation takes twice as long. Pinning the thread to another core and
+// unpinning it moves it immediately. Each rank chooses a different core, because several may wake
+// at the same time.
 void HostArch::leave_core(const std::uint32_t& core) const {
   const int here = ::sched_getcpu();
   if (here < 0 || static_cast<std::uint32_t>(here) + 1 != __atomic_load_n(&core, __ATOMIC_RELAXED))

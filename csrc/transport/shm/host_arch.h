@@ -82,7 +82,7 @@ class HostArch {
   void wake(std::uint64_t& word) const;
 
   void note_core(std::uint32_t& core) const;
-  /// Does nothing where there are fewer cores than ranks, or where nobody has noted a core.
+  /// Does nothing if there are fewer cores than ranks, or if no core was noted.
   void leave_core(const std::uint32_t& core) const;
 
   Stop stopped(int peer) const { return source_->stopped(peer); }

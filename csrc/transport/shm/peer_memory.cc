@@ -1,33 +1,33 @@
 #include "transport/shm/peer_memory.h"
 
 #include "core/errors.h"
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 
 namespace ringcomm::shm {
 namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::weak_ptr<PeerMemory>> memories;  // by the hub's address
+  std::map<std::string, std::weak_ptr<PeerMemory>> memories;  // by the bootstrap's address
 };
 constinit PerProcess<Registry> registries;
 
-// A location comes from the peer.
+// A location comes from the peer, so it is checked.
 void check_inside(const ArenaLocation& location, std::size_t num_bytes, std::size_t region_bytes) {
   if (location.offset_bytes > region_bytes || num_bytes > region_bytes - location.offset_bytes)
     throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: a peer's buffer is not inside of the memory that it shares");
+                "ringcomm: a peer's buffer is not inside the memory that it shares");
 }
 
 }  // namespace
 
-std::shared_ptr<PeerMemory> PeerMemory::of(const std::string& hub_address) {
+std::shared_ptr<PeerMemory> PeerMemory::of(const std::string& bootstrap_address) {
   Registry& registry = registries.get();
   const std::lock_guard lock(registry.mutex);
   std::erase_if(registry.memories, [](const auto& item) { return item.second.expired(); });
-  std::weak_ptr<PeerMemory>& known = registry.memories[hub_address];
+  std::weak_ptr<PeerMemory>& known = registry.memories[bootstrap_address];
   std::shared_ptr<PeerMemory> memory = known.lock();
-  if (memory == nullptr) known = memory = std::make_shared<PeerMemory>(hub_address);
+  if (memory == nullptr) known = memory = std::make_shared<PeerMemory>(bootstrap_address);
   return memory;
 }
 
@@ -36,8 +36,8 @@ std::byte* PeerMemory::find(const ArenaLocation& location, std::size_t num_bytes
   const std::lock_guard lock(mutex_);
   auto region = regions_.find(location.region_id);
   if (region == regions_.end()) {
-    const UniqueFd fd = ProcessHub::instance().fetch(
-        hub_address_, SharedArena::key_of(location.region_id), patience);
+    const UniqueFd fd = Bootstrap::instance().fetch(
+        bootstrap_address_, SharedArena::key_of(location.region_id), patience);
     if (!fd) return nullptr;
     check_sealed(fd.get());
     const std::size_t num_bytes_there = size_of_memfd(fd.get());

@@ -13,17 +13,17 @@
 
 namespace ringcomm::shm {
 
-/// The arena of a peer's process, as this process sees it: its regions, each mapped when a buffer
-/// in it is first asked for, and unmapped when the last group with that process goes. No descriptor
-/// is kept.
+/// The mapped arena of a peer's process. Each region is mapped at the first access to a buffer in
+/// it, and unmapped when the last group with that process is destroyed. No descriptor is kept.
 ///
 /// All functions may be called from any thread.
 class PeerMemory {
  public:
-  /// The one of the process whose hub is at `hub_address`, shared by all groups.
-  static std::shared_ptr<PeerMemory> of(const std::string& hub_address);
+  /// The one of the process whose bootstrap is at `bootstrap_address`, shared by all groups.
+  static std::shared_ptr<PeerMemory> of(const std::string& bootstrap_address);
 
-  explicit PeerMemory(std::string hub_address) : hub_address_(std::move(hub_address)) {}
+  explicit PeerMemory(std::string bootstrap_address)
+      : bootstrap_address_(std::move(bootstrap_address)) {}
 
   /// The address here of `num_bytes` there; null when the process does not hand over the region in
   /// `patience`. Throws Error.
@@ -31,7 +31,7 @@ class PeerMemory {
                   std::chrono::milliseconds patience);
 
  private:
-  std::string hub_address_;
+  std::string bootstrap_address_;
   std::mutex mutex_;
   std::map<std::uint64_t, SharedMemory> regions_;
 };

@@ -16,8 +16,8 @@
 namespace ringcomm::shm {
 namespace {
 
-// Ranks that share memory, or send each other headers, have been built alike: of one version, with
-// the same sizes and kinds. Raise the number behind the name where neither tells of a change.
+// Ranks that share memory or exchange headers must have the same build: one version, with the same
+// sizes and enum values. Increase the number after the name for a change that these do not show.
 const std::string& version() {
   static const std::string text = [] {
     std::string joined = "ringcomm-5-" RINGCOMM_VERSION;
@@ -46,7 +46,7 @@ std::string RankRecord::to_text() const {
   text << version() << '\n'
        << host_id << '\n'
        << host << '\n'
-       << hub_address << '\n'
+       << bootstrap_address << '\n'
        << pid << '\n'
        << memory_key << '\n'
        << options << '\n'
@@ -63,10 +63,10 @@ RankRecord RankRecord::from_text(const std::string& text) {
   if (theirs != version())
     throw Error({.kind = ErrorKind::kMismatch},
                 "ringcomm: another rank runs a different version of ringcomm (" + theirs +
-                    " there, " + version() + " here); install the same one");
+                    " there, " + version() + " here); install the same version");
   std::getline(lines, record.host_id);
   std::getline(lines, record.host);
-  std::getline(lines, record.hub_address);
+  std::getline(lines, record.bootstrap_address);
   std::getline(lines, pid);
   std::getline(lines, record.memory_key);
   std::getline(lines, record.options);

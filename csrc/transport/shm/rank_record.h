@@ -11,11 +11,11 @@ namespace ringcomm::shm {
 /// ranks compare it in their records.
 inline constexpr std::size_t kCallHeaderBytes = 112;
 
-/// What a rank tells the others through the store before they share memory.
+/// The record that each rank publishes in the store before ranks share memory.
 struct RankRecord {
-  std::string host_id;      ///< equal for processes that share memory with each other
-  std::string host;         ///< its name, for messages
-  std::string hub_address;  ///< where its hub listens
+  std::string host_id;            ///< equal for processes that share memory with each other
+  std::string host;               ///< its name, for messages
+  std::string bootstrap_address;  ///< where its bootstrap listens
   pid_t pid = -1;
   std::string memory_key;  ///< of rank 0: under what it offers the memory
   std::string options;
@@ -23,15 +23,15 @@ struct RankRecord {
   int world_size = 0;           ///< of the group that it makes
 
   std::string to_text() const;
-  /// Throws Error when the text is not such a record (another version of ringcomm on the other
-  /// side).
+  /// Throws Error if the text is not such a record (the other rank has another version of
+  /// ringcomm).
   static RankRecord from_text(const std::string& text);
 };
 
 /// The boot and the network namespace of this process: abstract Unix sockets reach no further.
 /// RINGCOMM_HOST_ID in the environment replaces it.
 std::string host_id();
-/// The same and the user, whatever the environment says: hubs answer their own user alone.
+/// The machine and the user, independent of the environment: a bootstrap answers its own user only.
 std::string machine_id();
 std::string host_name();
 

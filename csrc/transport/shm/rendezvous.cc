@@ -39,10 +39,10 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, cons
       terms_(terms),
       timeout_(timeout),
       deadline_(deadline_after(timeout)),
-      hub_(ProcessHub::instance()),
+      bootstrap_(Bootstrap::instance()),
       mine_{.host_id = identity.host_id.empty() ? host_id() : identity.host_id,
             .host = host_name(),
-            .hub_address = hub_.address(),
+            .bootstrap_address = bootstrap_.address(),
             .pid = ::getpid(),
             .memory_key = {},
             .options = identity.options,
@@ -50,11 +50,12 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, cons
             .world_size = identity.world_size} {}
 
 Rendezvous::~Rendezvous() {
-  if (!mine_.memory_key.empty()) hub_.withdraw(mine_.memory_key);
+  if (!mine_.memory_key.empty()) bootstrap_.withdraw(mine_.memory_key);
 }
 
-Roster Rendezvous::find_ranks() {
-  // Before it is known whether all are on one host: those who are do not wait for it then.
+PeerTable Rendezvous::find_ranks() {
+  // Offered before it is known whether all ranks are on one host, so that they need not wait for
+  // it.
   if (rank_ == 0 && terms_.shared_bytes > 0) offer_memory(terms_.shared_bytes);
   const auto world = static_cast<std::size_t>(world_size_);
   texts_.resize(world);
@@ -77,7 +78,7 @@ Roster Rendezvous::find_ranks() {
   }
   std::vector<RankRecord> records;
   for (const std::string& text : texts_) records.push_back(RankRecord::from_text(text));
-  return Roster(std::move(records));
+  return PeerTable(std::move(records));
 }
 
 Rendezvous::Meeting Rendezvous::share_memory(const std::vector<int>& ranks, std::size_t num_bytes) {
@@ -97,15 +98,16 @@ Rendezvous::Meeting Rendezvous::share_memory(const std::vector<int>& ranks, std:
 
 void Rendezvous::offer_memory(std::size_t num_bytes) {
   static std::atomic<int> num_offers = 0;
-  if (!mine_.memory_key.empty()) hub_.withdraw(mine_.memory_key);
+  if (!mine_.memory_key.empty()) bootstrap_.withdraw(mine_.memory_key);
   UniqueFd fd = create_memfd(num_bytes);
   memory_ = SharedMemory(fd.get(), num_bytes);
-  mine_.memory_key = hub_.address() + "/" + std::to_string(num_offers++);
-  if (world_size_ > 1) hub_.offer(mine_.memory_key, std::move(fd));
+  mine_.memory_key = bootstrap_.address() + "/" + std::to_string(num_offers++);
+  if (world_size_ > 1) bootstrap_.offer(mine_.memory_key, std::move(fd));
 }
 
-// Under what `leader` offers the memory; empty where it has not said so. Of all ranks' memory the
-// record has it, since rank 0 offers that before it knows whether all are on one host.
+// The key of the memory that `leader` offers; empty if it has not published one. The key of memory
+// for all ranks is in the record, because rank 0 offers it before it knows whether all are on one
+// host.
 std::string Rendezvous::memory_key_of(int leader, bool is_whole) {
   if (is_whole) return RankRecord::from_text(texts_[static_cast<std::size_t>(leader)]).memory_key;
   std::string key;
@@ -123,24 +125,25 @@ SharedMemory Rendezvous::fetch_memory(const std::vector<int>& ranks, std::size_t
     check_time(leader, what);
   };
   for (Backoff backoff;; backoff.sleep()) {
-    if (!meet(leader)) {  // it had died, and has a new record that is doubtful
+    if (!meet(leader)) {  // it had died, and its new record is not confirmed yet
       check_time(leader, what);
       continue;
     }
     const RankRecord record = RankRecord::from_text(texts_[static_cast<std::size_t>(leader)]);
     const std::string key = memory_key_of(leader, is_whole);
     const UniqueFd fd =
-        key.empty() ? UniqueFd() : hub_.fetch(record.hub_address, key, timeout_, look);
+        key.empty() ? UniqueFd() : bootstrap_.fetch(record.bootstrap_address, key, timeout_, look);
     if (fd) {
       check_sealed(fd.get());
       if (size_of_memfd(fd.get()) != num_bytes)
-        throw Error({.kind = ErrorKind::kMismatch, .rank = leader, .op = "init"},
-                    "ringcomm: the group's shared memory has another size than this rank expects");
+        throw Error(
+            {.kind = ErrorKind::kMismatch, .rank = leader, .op = "init"},
+            "ringcomm: the group's shared memory does not have the size that this rank expects");
       return SharedMemory(fd.get(), num_bytes);
     }
     look();
-    // The record of an earlier group, which the leader is about to replace; or it has given up, for
-    // a rank that died.
+    // Either the record belongs to an earlier group and the leader is about to replace it, or the
+    // leader has failed because a rank died.
     if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
   }
 }
@@ -160,14 +163,14 @@ void Rendezvous::look(int peer, const std::string& what) {
   check_time(peer, what);
 }
 
-// A rank that was met and has ended; -1 where there is none.
+// A rank that was found and has ended; -1 if there is none.
 int Rendezvous::dead_rank() {
   for (int peer = 0; peer < world_size_; ++peer)
     if (has_died(peer)) return peer;
   return -1;
 }
 
-// Abstract sockets reach it. Where the user says that memory is shared, they must.
+// Whether abstract sockets reach the peer. They must if the user declares that memory is shared.
 bool Rendezvous::can_watch(const RankRecord& theirs) const {
   return theirs.machine_id == mine_.machine_id ||
          (terms_.shared_bytes > 0 && theirs.host_id == mine_.host_id);
@@ -185,7 +188,7 @@ bool Rendezvous::meet(int peer) {
     const RankRecord theirs = RankRecord::from_text(text);
     check_compatible(theirs, peer);
     if (can_watch(theirs)) {
-      std::shared_ptr<PeerProcess> process = hub_.watch(theirs.hub_address);
+      std::shared_ptr<PeerProcess> process = bootstrap_.watch(theirs.bootstrap_address);
       if (process == nullptr && !is_believed && !is_known_dead(peer)) return false;
       if (process == nullptr) {  // it had ended before this rank could watch it
         process = std::make_shared<PeerProcess>();
@@ -203,7 +206,7 @@ bool Rendezvous::meet(int peer) {
   return true;
 }
 
-// Whether a rank that was met has ended, and no other process has taken its place.
+// Whether a rank that was found has ended, and no other process has replaced it.
 bool Rendezvous::has_died(int peer) {
   const auto is_dead = [&] {
     const auto& process = processes_[static_cast<std::size_t>(peer)];
@@ -219,7 +222,8 @@ void Rendezvous::look_while_missing(std::deque<int>& missing) {
     if (is_met ? has_died(peer) : is_known_dead(peer)) dead = peer;
   }
   if (dead >= 0) {
-    // With records that have come meanwhile all may be there, and the dead rank have joined.
+    // Records that have arrived meanwhile may complete the group, and the dead rank may have
+    // joined.
     std::erase_if(missing, [this](int peer) { return meet(peer); });
     if (!missing.empty()) throw_died(dead);
     return;
@@ -243,8 +247,8 @@ void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
     throw Error(
         info, "ringcomm: " + ranks + " share no memory: host " + mine_.host + " [" + mine_.host_id +
                   "] and host " + theirs.host + " [" + theirs.host_id +
-                  "]; the shm transport wants all ranks of a group on one host and in one network "
-                  "namespace; with transport=None other hosts are reached over messages");
+                  "]; the shm transport needs all ranks of a group on one host and in one network "
+                  "namespace; transport=None also supports several hosts, over messages");
   }
   if (mine_.world_size != theirs.world_size) {
     info.kind = ErrorKind::kMismatch;

@@ -11,63 +11,65 @@
 #include "core/errors.h"
 #include "transport/key_value_store.h"
 #include "transport/membership.h"
-#include "transport/roster.h"
-#include "transport/shm/process_hub.h"
+#include "transport/peer_table.h"
+#include "transport/shm/bootstrap.h"
 #include "transport/shm/rank_record.h"
 #include "transport/shm/shared_memory.h"
 
 namespace ringcomm::shm {
 
-/// Of each rank its process; null for this one's, and for those on other machines.
+/// The process of each rank; null for this rank, and for ranks on other machines.
 using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
 /// Whether the process of `rank` is among them, and stopped.
 bool is_stopped(const PeerProcesses& processes, int rank);
-/// What the process of `rank` said before it ended; empty where it is none of them or said nothing.
+/// What the process of `rank` reported before it ended; empty if it is not among them or reported
+/// nothing.
 std::string last_words_of(const PeerProcesses& processes, int rank);
 
-/// Who this rank is in a group.
+/// The identity of this rank in a group.
 struct GroupIdentity {
   int rank = 0;
   int world_size = 1;
-  /// What must be equal on all ranks, in words a person can compare ("algorithm=auto num_slots=2").
+  /// The options that must be equal on all ranks, in readable form ("algorithm=auto num_slots=2").
   std::string options;
-  std::string host_id = {};  ///< where it is; empty: what host_id() says
+  std::string host_id = {};  ///< the host's identity; empty for host_id()
   KnownProcesses known = {};
 };
 
-/// How the ranks of a group find each other, and those of one host come to share memory.
+/// How the ranks of a group find each other, and how the ranks of one host come to share memory.
 ///
 /// Every rank publishes a record in the store, reads the others', and starts watching the processes
 /// on its own machine. The first rank of each host makes the memory that its ranks share and offers
-/// it at its hub; the others fetch it, and the first stays until all have it (Group). The store may
-/// hold records of an earlier group, since programs destroy and make groups over the same one: a
-/// record that does not fit is read again for a second before it is believed. A record of another
-/// host fits where hosts may be several: over one store, ranks must not have moved between hosts.
+/// it at its bootstrap; the others fetch it, and the first stays until all have it (Group). The
+/// store may hold records of an earlier group, because programs destroy and make groups over the
+/// same store. So a record that does not fit is read again for a second before it is accepted. A
+/// record of another host fits if several hosts are allowed, so ranks must not move between hosts
+/// over one store.
 ///
-/// No wait is blind: each looks at least every 50 ms at the processes that this rank has met, at
-/// the deadline, and at signals. A rank that dies is named as soon as it is certain that it had not
-/// joined: no rank can complete the group while another one's record is missing, nor without the
-/// rank that knows who has the memory, nor, where messages are needed, before all ranks have made
-/// theirs. Of a rank on another machine only its absence is seen, at the deadline.
+/// Every wait checks at least every 50 ms the processes found so far, the deadline, and signals. A
+/// rank that dies is reported as soon as it is certain that it had not joined. No rank can complete
+/// the group while a record is missing, while the rank that knows which ranks have the memory is
+/// missing, or, if messages are needed, before all ranks have created theirs. A rank on another
+/// machine is only seen as missing at the deadline.
 class Rendezvous {
  public:
-  /// What the ranks of one host have when they have met.
+  /// The shared memory and processes of one host's ranks.
   struct Meeting {
     SharedMemory memory;
     PeerProcesses processes;  ///< by their places among the ranks that share the memory
   };
 
-  /// What the group wants of its ranks.
+  /// The group's requirements.
   struct Terms {
     std::size_t shared_bytes = 0;  ///< of memory that all ranks share if one host has them; 0: none
     bool is_one_host = true;       ///< whether another host is an error
   };
 
-  /// `store` must live as long.
+  /// `store` must outlive this object.
   Rendezvous(KeyValueStore& store, const GroupIdentity& identity, const Terms& terms,
              std::chrono::milliseconds timeout);
-  /// Takes the memory back from the hub when not every rank has come for it.
+  /// Withdraws the memory from the bootstrap if not every rank has fetched it.
   ~Rendezvous();
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
@@ -75,16 +77,17 @@ class Rendezvous {
   /// Collective, first. Throws Error: kTimeout naming a rank that does not appear, kPeerDied naming
   /// one that ended, kInterrupted, kMismatch naming both sides' options, kSystem for a rank on
   /// another host where that is an error.
-  Roster find_ranks();
-  /// After that, on the ranks of a host (`ranks`, ascending): the memory of the first of them,
-  /// mapped. Throws Error: kTimeout, kPeerDied, kInterrupted, and kSystem where the memory cannot
-  /// be had. The offer ends with this object.
+  PeerTable find_ranks();
+  /// Collective over the ranks of a host (`ranks`, ascending), after find_ranks(): maps the memory
+  /// of the first of them. Throws Error: kTimeout, kPeerDied, kInterrupted, and kSystem if the
+  /// memory cannot be mapped. The offer ends with this object.
   Meeting share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
-  /// What `peer` sets at `key`, which every rank does that joins. Throws as find_ranks() does.
+  /// Waits for the value that `peer` sets at `key`; every rank sets one when it joins. Throws like
+  /// find_ranks().
   std::string wait_for(const std::string& key, int peer);
 
-  /// One look between two at something that no rank has before all ranks have joined. Throws Error:
-  /// kPeerDied where any has ended, and what check_time() does.
+  /// One check while this rank polls for something that exists only after all ranks have joined.
+  /// Throws Error: kPeerDied if any rank has ended, and like check_time().
   void look(int peer, const std::string& what);
   /// Throws Error: kPeerDied for a rank of another host than this one's, kInterrupted, or kTimeout
   /// that blames a stopped rank, or else `peer`, for `what` once time is up.
@@ -123,12 +126,12 @@ class Rendezvous {
   Terms terms_;
   std::chrono::milliseconds timeout_;
   Clock::time_point deadline_;
-  ProcessHub& hub_;
+  Bootstrap& bootstrap_;
   RankRecord mine_;
-  std::vector<std::string> texts_;           // by rank: its record, once it is believed
-  std::map<int, Clock::time_point> doubts_;  // by rank: since when its record is there unbelieved
+  std::vector<std::string> texts_;           // by rank: its record, once it is accepted
+  std::map<int, Clock::time_point> doubts_;  // by rank: when its unaccepted record was first seen
   PeerProcesses processes_;
-  std::vector<int> sharing_;  // of several hosts: the ranks of this one, once it is their turn
+  std::vector<int> sharing_;  // with several hosts: the ranks of this host, during share_memory()
   SharedMemory memory_;
 };
 

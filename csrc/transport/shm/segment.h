@@ -9,7 +9,7 @@
 
 namespace ringcomm::shm {
 
-/// How a group's links are cut. Agreed by all ranks when the group is made.
+/// The sizes of a group's links. All ranks agree on them when the group is made.
 struct SegmentConfig {
   /// A region of a board: 1 MiB of data at least, and the header in front of it.
   std::size_t board_bytes = (std::size_t{1} << 20) + 4096;
@@ -19,18 +19,18 @@ struct SegmentConfig {
   std::size_t p2p_slot_bytes = std::size_t{64} << 10;
 };
 
-/// The first rank that gives up writes why, once, for all others to read.
+/// The reason of the first rank that fails, written once and read by all others.
 struct AbortRecord {
   /// kFirstWriter + r: rank r is writing it.
   static constexpr std::uint32_t kNone = 0, kWritten = 1, kFirstWriter = 2;
   std::uint32_t state = kNone;
   std::uint32_t kind = 0;     ///< an ErrorKind
-  std::int32_t origin = -1;   ///< the rank that gave up
+  std::int32_t origin = -1;   ///< the rank that failed
   std::int32_t culprit = -1;  ///< the rank that it blames
   char text[1024] = {};
 };
 
-/// What one rank writes and all others read.
+/// Words that one rank writes and all others read.
 struct RankControl {
   Cursor published;  ///< of its board
   Cursor doorbell;   ///< rung by peers: something on a point-to-point link changed
@@ -43,15 +43,14 @@ struct SegmentHeader {
   AbortRecord abort;
 };
 
-/// Where everything lies in the one piece of memory that a group shares. Computed alike by every
-/// rank from the size of the group and its configuration; nothing in the memory itself is trusted
-/// as an address.
+/// The layout of the memory that a group shares. Every rank computes it from the group's size and
+/// configuration; no address is read from the memory itself.
 ///
 ///   header | control of each rank | boards | ring links r -> r + 1 | point-to-point links of each
 ///   ordered pair
 ///
-/// A zeroed segment is a valid one in which nothing has happened, so nobody initialises it, and
-/// pages of parts that are not used are never touched.
+/// A zeroed segment is valid and empty. So no rank initializes it, and unused pages are never
+/// touched.
 class SegmentLayout {
  public:
   SegmentLayout(int world_size, const SegmentConfig& config);

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -15,8 +15,8 @@ namespace {
 constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kLeastAlignment = 64;
 constexpr std::size_t kMinRegionBytes = std::size_t{64} << 20;
-// Free memory that is not given back at once: a program that allocates a buffer in every step would
-// pay a page fault (0.5 us for 4 KiB) for each of its pages in every step.
+// Free memory that is kept instead of returned to the system. Otherwise a program that allocates a
+// buffer in every step would pay a page fault (0.5 us for 4 KiB) per page and step.
 constexpr std::size_t kMaxKeptBytes = std::size_t{64} << 20;
 
 constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
@@ -32,8 +32,8 @@ std::size_t alignment_of(std::size_t num_bytes) {
                     std::to_string(num_bytes) + " bytes; " + why);
 }
 
-// A memfd may be larger than the machine, and the process is killed when it is filled: like the
-// system's own allocator, refuse what can never fit.
+// A memfd may be larger than the machine's memory, and filling it kills the process. So sizes that
+// can never fit are refused, as by the system's allocator.
 void check_fits_machine(std::size_t num_bytes) {
   struct sysinfo info{};
   if (::sysinfo(&info) != 0) return;
@@ -135,7 +135,7 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
   try {
     UniqueFd fd = create_memfd(region_bytes, "ringcomm-shared");
     regions_[idx] = std::make_unique<Region>(SharedMemory(fd.get(), region_bytes));
-    ProcessHub::instance().offer(key_of(idx + 1), std::move(fd));
+    Bootstrap::instance().offer(key_of(idx + 1), std::move(fd));
   } catch (const Error& error) {
     throw_out_of_memory(num_bytes, error.what());
   }
@@ -151,7 +151,7 @@ void SharedArena::give_back_pages() {
     for (const auto& [begin, num_bytes] : region.blocks.free_ranges()) {
       const std::size_t first_page = round_up(begin, kPageBytes);
       const std::size_t end = (begin + num_bytes) / kPageBytes * kPageBytes;
-      // A failure costs memory that nobody uses, and nothing else.
+      // A failure only leaves unused memory allocated.
       if (end > first_page) ::madvise(region.begin() + first_page, end - first_page, MADV_REMOVE);
     }
   }

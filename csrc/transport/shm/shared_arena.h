@@ -16,7 +16,7 @@
 
 namespace ringcomm::shm {
 
-/// Where a buffer lies in the shared memory of its process. Goes between processes.
+/// The location of a buffer in the shared memory of its process; valid in other processes.
 struct ArenaLocation {
   std::uint64_t region_id = 0;  ///< counted from 1; 0 is nowhere
   std::uint64_t offset_bytes = 0;
@@ -27,45 +27,45 @@ struct ArenaLocation {
 /// The memory of this process that other processes of the host can map: buffers are allocated from
 /// it one by one, peers map it region by region (PeerMemory).
 ///
-/// A region is a memfd that the ProcessHub offers. Each is as large as all before it together, so
-/// there are few: one descriptor each, and a peer that has mapped it finds every later buffer in
-/// it. Regions stay as long as the process; what is given back to the system are their pages.
+/// A region is a memfd that the Bootstrap offers. Each is as large as all earlier ones together, so
+/// there are few, with one descriptor each; a peer that has mapped a region can access every later
+/// buffer in it. Regions exist until the process ends; only their pages are returned to the system.
 ///
 /// All functions may be called from any thread. A forked child has an arena of its own; blocks that
 /// it inherited belong to the parent, and are shared with it.
 class SharedArena {
  public:
-  /// What the arena holds.
+  /// Sizes in bytes.
   struct Usage {
     std::size_t num_blocks = 0;
     std::size_t allocated_bytes = 0;  ///< in blocks
-    std::size_t kept_bytes = 0;       ///< free, and perhaps not given back to the system yet
+    std::size_t kept_bytes = 0;       ///< free, and perhaps not returned to the system yet
     std::size_t num_regions = 0;
     std::size_t mapped_bytes = 0;  ///< of regions; address space, of which touched pages count
   };
 
   /// The arena of this process.
   static SharedArena& instance() { return arenas_.get(); }
-  /// Null where nothing was ever allocated: the question costs nothing then.
+  /// Null if nothing was ever allocated; does not create the arena.
   static SharedArena* find() { return arenas_.find(); }
 
   /// `num_bytes` > 0 of memory, zeroed or not, aligned to 64 bytes at least, to a page from 4 KiB
   /// on. Throws OutOfMemory.
   void* allocate(std::size_t num_bytes);
-  /// Nothing happens where the block is not this arena's: it came here by a fork.
+  /// Does nothing if the block is not of this arena, because it was inherited by fork().
   void deallocate(void* block);
 
-  /// Where `num_bytes` from `data` on lie; nowhere when they are not in the arena.
+  /// The location of `num_bytes` at `data`; an empty one if they are not in the arena.
   ArenaLocation locate(const void* data, std::size_t num_bytes) const;
   std::byte* address_of(const ArenaLocation& location) const;
 
-  /// Never hands out the block around `location` again: a peer that was told of it, in a collective
-  /// that failed, may still be writing.
+  /// Never allocates the block around `location` again: after a failed collective a peer may still
+  /// write to it.
   void retire(const ArenaLocation& location);
 
   Usage usage() const;
 
-  /// Under what the ProcessHub of a process offers a region.
+  /// The key under which a process's Bootstrap offers a region.
   static std::string key_of(std::uint64_t region_id);
 
   SharedArena() = default;  // for PerProcess
@@ -73,7 +73,7 @@ class SharedArena {
   SharedArena& operator=(const SharedArena&) = delete;
 
  private:
-  // Sizes double from kMinRegionBytes on, so that more cannot be addressed.
+  // Sizes double from kMinRegionBytes, so more regions would exceed the address space.
   static constexpr std::size_t kMaxRegions = 40;
 
   struct Region {
@@ -96,7 +96,7 @@ class SharedArena {
 
   static PerProcess<SharedArena> arenas_;
 
-  // Only grows, so that locate() needs no lock: a region is complete before it is counted.
+  // Only grows, and a region is complete before it is counted, so locate() needs no lock.
   std::array<std::unique_ptr<Region>, kMaxRegions> regions_;
   std::atomic<std::size_t> num_regions_ = 0;
 

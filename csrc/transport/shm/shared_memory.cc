@@ -16,7 +16,7 @@
 namespace ringcomm::shm {
 namespace {
 
-// Where vm.memfd_noexec is 2, a memfd that does not say that it is never executed is refused.
+// With vm.memfd_noexec=2 the kernel refuses a memfd without MFD_NOEXEC_SEAL.
 UniqueFd open_memfd(const char* name) {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   UniqueFd fd(::memfd_create(name, kFlags | MFD_NOEXEC_SEAL));
@@ -69,7 +69,7 @@ void check_sealed(int fd) {
   if (seals < 0 || (seals & kWanted) != kWanted)
     throw Error({.kind = ErrorKind::kSystem},
                 "ringcomm: the shared memory that a peer sent is not sealed against resizing, so "
-                "it is not ringcomm's; it is not used");
+                "ringcomm did not create it; it is not used");
 }
 
 }  // namespace ringcomm::shm

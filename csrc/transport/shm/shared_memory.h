@@ -8,9 +8,9 @@ namespace ringcomm::shm {
 
 /// A mapping of anonymous memory that other processes can map too.
 ///
-/// memfd, not shm_open: it has no name, so that a killed rank leaves nothing behind, and it is not
-/// bound by the size of /dev/shm (64 MB in containers by default). Pages are taken from the system
-/// when first touched.
+/// A memfd instead of shm_open: it has no name, so a killed rank leaves nothing behind, and it is
+/// not limited by the size of /dev/shm (64 MB in containers by default). Pages are taken from the
+/// system when first touched.
 class SharedMemory {
  public:
   SharedMemory() = default;

@@ -39,14 +39,15 @@ Address abstract_address(const std::string& name) {
   if (name.size() > sizeof(address.value.sun_path) - 1)
     throw Error({.kind = ErrorKind::kSystem}, "ringcomm: a name of " + std::to_string(name.size()) +
                                                   " bytes is too long for an abstract Unix socket");
-  // A leading zero byte marks the abstract namespace: no file, gone with its last descriptor.
+  // A leading zero byte selects the abstract namespace: no file, and the name is freed with its
+  // last descriptor.
   std::memcpy(address.value.sun_path + 1, name.data(), name.size());
   address.num_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return address;
 }
 
-// Room for one byte, without which nothing is sent, and the descriptor that goes with it. Points
-// into itself, so it stays where it is.
+// One byte of data, which a message must have, and a descriptor. The object points into itself, so
+// it must not be moved.
 struct DescriptorMessage {
   DescriptorMessage() {
     header.msg_iov = &data;
@@ -117,7 +118,7 @@ bool is_readable(int socket, std::chrono::milliseconds timeout) {
 }
 
 bool is_trusted_peer(int socket) {
-  // Root may read this process's memory anyway, and ranks may drop root after they have met.
+  // Root may read this process's memory anyway, and ranks may drop root after the rendezvous.
   const uid_t uid = credentials_of_peer(socket).uid;
   return uid == ::geteuid() || uid == 0;
 }

@@ -27,20 +27,20 @@ PeerCredentials credentials_of_peer(int socket);
 /// Whether the other end is a process of this one's user, or of root.
 bool is_trusted_peer(int socket);
 
-/// Whether a message, or the end of the connection, came in time.
+/// Whether a message, or the end of the connection, arrived in time.
 bool is_readable(int socket, std::chrono::milliseconds timeout);
 
 void send_text(int socket, const std::string& text);
-/// The same of what fits a text, without a wait and without an error: it is dropped where the other
-/// end is closed or does not read.
+/// The same without a wait or an error: the text is truncated to the maximum size, and dropped if
+/// the other end is closed or does not read.
 void try_send_text(int socket, const std::string& text) noexcept;
-/// One message; an empty text when the other end is closed or sent more than a text may have.
-/// False when none came in time.
+/// Receives one message; an empty text if the other end is closed or sent too much. False if none
+/// arrived in time.
 bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text);
 
 void send_fd(int socket, int fd);
-/// The descriptor of one message; none when the other end closed or sent anything else, or nothing
-/// came in time.
+/// Receives the descriptor of one message; none if the other end is closed, sent anything else, or
+/// nothing arrived in time.
 UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout);
 
 }  // namespace ringcomm::shm

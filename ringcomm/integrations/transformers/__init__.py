@@ -1,6 +1,6 @@
 """Hugging Face transformers: the loss, tensor and expert parallelism, pipelines and the Trainer.
 
-transformers itself is imported by what is called, not by this package.
+The functions import transformers when they are called; this package does not.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Mixtral models of Hugging Face transformers with their experts shared among ranks."""
+"""Expert parallelism for Mixtral models of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MixtralExpert", "expert_parallelize"]
 
 
 class MixtralExpert(nn.Module):
-    """One expert, with copies of its part of the weights that the block has side by side."""
+    """One expert, with copies of its slices of the block's stacked weights."""
 
     def __init__(
         self, gate_up_proj: Tensor, down_proj: Tensor, act_fn: Callable[[Tensor], Tensor]
@@ -41,17 +41,17 @@ def expert_parallelize(
     replica_group: dist.ProcessGroup | None = None,
     capacity_factor: float | None = None,
 ) -> Any:
-    """Has the ranks of a group share the experts of a Mixtral model, in place.
+    """Distributes the experts of a Mixtral model over the ranks of a group, in place.
 
-    Each MixtralSparseMoeBlock becomes a MixtureOfExperts of the same results; its router then works
-    in float32. The model's own loss of balance finds no routers any more: add `load_balancing_loss`
-    of the layers' `routing`.
+    Each MixtralSparseMoeBlock becomes a MixtureOfExperts with the same results; its router computes
+    in float32. The model's own load-balancing loss no longer finds routers: add
+    `load_balancing_loss` of the layers' `routing` to the loss.
 
     Args:
-        model: MixtralForCausalLM or another with such blocks, of transformers from 5.0 on, with the
-            same values on all ranks.
+        model: MixtralForCausalLM or another model with such blocks, of transformers >= 5.0, with
+            the same values on all ranks.
         group: the ranks that share the experts; None for the default group.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group.
+        mesh: a one-dimensional DeviceMesh of them, instead of a group.
         replica_group: see MixtureOfExperts.
         capacity_factor: see MixtureOfExperts.
 
@@ -59,8 +59,8 @@ def expert_parallelize(
         `model`.
 
     Raises:
-        ValueError: it has no such block, router_jitter_noise, or output_router_logits; nothing is
-            changed.
+        ValueError: the model has no such block, or has router_jitter_noise or output_router_logits
+            set. The model is unchanged.
 
     Collective.
     """
@@ -73,14 +73,14 @@ def expert_parallelize(
     }
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} has no MixtralSparseMoeBlock of transformers from 5.0 on"
+            f"{type(model).__name__} has no MixtralSparseMoeBlock of transformers >= 5.0"
         )
     if any(block.jitter_noise > 0 for block in blocks.values()):
-        raise ValueError("experts on several ranks have no router_jitter_noise: set it to 0")
+        raise ValueError("expert parallelism does not support router_jitter_noise: set it to 0")
     if getattr(model.config, "output_router_logits", False):
         raise ValueError(
-            "output_router_logits finds no routers in layers that are split: set it to False, and"
-            " add load_balancing_loss of the layers' routing to the loss"
+            "output_router_logits finds no routers in sharded layers: set it to False, and add"
+            " load_balancing_loss of the layers' routing to the loss"
         )
     resolved = resolve_group(group, mesh)
     for name, block in blocks.items():

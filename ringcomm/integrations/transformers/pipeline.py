@@ -1,4 +1,4 @@
-"""Causal language models of transformers as blocks for ringcomm.parallel.pipeline."""
+"""Splits causal language models of transformers into blocks for ringcomm.parallel.pipeline."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["pipeline_blocks"]
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     """The modules of a causal language model by name, in the order in which a pipeline runs them.
 
-    Each layer, called with hidden states alone, gets masks and positions from the model's own
-    forward, in which the other layers do nothing. So blocks compute what the model computes, for
-    every kind of layer that it has. Rows are whole sequences from position 0, without padding.
+    Each layer is called with hidden states only. It gets masks and positions from the model's own
+    forward, in which the other layers do nothing. Blocks therefore compute what the model computes,
+    for every kind of layer. Rows are whole sequences from position 0, without padding.
 
-    The model has a plan for pipelines in its config, else TypeError, and is whole or comes from
-    tensor_parallelize(). It is changed in place, and cannot be called any more.
+    The model must have a pipeline plan in its config, or TypeError is raised. It may come from
+    tensor_parallelize(). It is changed in place and can no longer be called itself.
     """
     base: Any = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
     head = model.get_output_embeddings() if base is not None and base is not model else None
     if not plan or head is None or "layers" not in plan:
-        raise TypeError(f"{type(model).__name__} has no plan for pipelines in its config")
+        raise TypeError(f"{type(model).__name__} has no pipeline plan in its config")
     others = [name for name in plan if name != "layers"]
     layers = list(base.layers)
     blocks = {}
@@ -67,7 +67,7 @@ def _alone(
             _Call((lambda _, **more: run(hidden, **more)) if other == idx else (lambda x, **_: x))
             for other in range(num_layers)
         )
-        # Masks and positions are those of all tokens, of which a rank may have a part.
+        # Masks and positions are those of all tokens; a rank may have only some of the tokens.
         rows, num_tokens, width = hidden.shape
         tokens = hidden.new_empty(()).expand(rows, num_tokens * _sequence_ranks(layer), width)
         found: Tensor = shell(inputs_embeds=tokens, use_cache=False).last_hidden_state
@@ -77,7 +77,7 @@ def _alone(
 
 
 def _output(model: Any, head_name: str, run: Callable[[Tensor], Tensor]) -> Any:
-    """The forward of the output layer, with what the model does to its logits."""
+    """The forward of the output layer and the model's own post-processing of logits."""
 
     def forward(hidden: Tensor) -> Tensor:
         from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -93,7 +93,7 @@ def _output(model: Any, head_name: str, run: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _shell_of(module: Any) -> Any:
-    """A copy that shares the module's parts and parameters, and may be given other parts."""
+    """A shallow copy with the same submodules and parameters; its submodules may be replaced."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     shell._forward_hooks = OrderedDict()

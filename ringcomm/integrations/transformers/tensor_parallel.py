@@ -1,4 +1,4 @@
-"""Tensor parallelism for models of transformers, by the plan that comes with each of them."""
+"""Tensor parallelism for models of transformers, by the plan in each model's config."""
 
 from __future__ import annotations
 
@@ -46,39 +46,40 @@ def tensor_parallelize(
     has two all_reduces of its activations forward and two backward.
 
     Args:
-        model: of transformers, with a plan in its config (Llama, Mistral, Qwen, ...): whole, the
-            same on all ranks, and changed in place. The parameters of its layers may be on the meta
-            device, for ringcomm.parallel.set_state_dict(). Make optimizers after it.
+        model: a model of transformers with a tensor-parallel plan in its config (Llama, Mistral,
+            Qwen, ...), unsharded and the same on all ranks. It is changed in place. The parameters
+            of its layers may be on the meta device, for ringcomm.parallel.set_state_dict(). Make
+            optimizers afterwards.
         group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, in place of a group.
-        sequence_parallel: have the ranks share the tokens between split layers (Korthikanti et al.
-            2022): the same bytes, and 1/N of those activations. Wants input_ids, of a length that
-            the ranks divide.
-        gather_logits: whether logits are whole on all ranks, as generate() wants. Without it they
-            are this rank's classes, and the loss is computed over all of them in one collective.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
+        sequence_parallel: shard the tokens over the ranks between sharded layers (Korthikanti
+            et al. 2022). It sends the same bytes and needs 1/N of the memory for those activations.
+            It needs input_ids, with a length that is a multiple of the number of ranks.
+        gather_logits: gather the logits on all ranks, as generate() needs. Without it logits have
+            this rank's classes only, and the loss over all classes takes one collective.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: the model has no plan.
-        ValueError: it is split already, has layers that the plan knows another way to split, an
-            embedding or linear layers that compute something else than torch's, heads that the
-            ranks cannot share, or, with sequence_parallel, other parts than an embedding, layers of
-            blocks and norms, and a last norm. Nothing has been changed.
+        TypeError: the model has no tensor-parallel plan.
+        ValueError: the model is already sharded; its plan has a style that is not supported; an
+            embedding or linear layer does not compute what torch's does; the ranks cannot split the
+            heads; or, with sequence_parallel, the model has other parts than an embedding, layers
+            of blocks and norms, and a last norm. The model is unchanged.
 
-    In training mode a dropout above 0 is a ValueError of the forward: ranks would draw different
-    masks for what they all have.
+    In training mode a dropout above 0 makes forward() raise ValueError: ranks would draw different
+    masks for replicated activations.
 
-    Collective where key and value heads are copied, since there are fewer than ranks.
+    Collective if there are fewer key and value heads than ranks, because they are replicated then.
     """
     resolved = resolve_group(group, mesh)
     base = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
     if base is None or not plan:
-        raise TypeError(f"the config of {type(model).__name__} has no plan for tensor parallelism")
+        raise TypeError(f"the config of {type(model).__name__} has no tensor-parallel plan")
     if any(isinstance(module, SplitModule) for module in model.modules()):
-        raise ValueError("the model is split already")
+        raise ValueError("the model is already tensor-parallel")
     head = model.get_output_embeddings() if base is not model else None
     if sequence_parallel and head is None:
         raise ValueError("sequence_parallel needs a model with an output layer over a vocabulary")
@@ -107,7 +108,7 @@ def tensor_parallelize(
         embedding.register_buffer("embed_scale", scale, persistent=False)
         embedding.register_forward_hook(_scaled)
     model.set_input_embeddings(embedding)
-    # Each rank uses these weights on heads, or on tokens, of its own.
+    # Each rank uses these weights on its own heads or tokens.
     summed = {param for module in blocks.summed for param in module.parameters()}
     if ends is not None:
         around = _share_tokens(base, ends, enter, leave)
@@ -117,7 +118,7 @@ def tensor_parallelize(
     base.register_forward_pre_hook(_refuse_dropout)
     if head is None:
         return model
-    # Behind the last norm the tokens are whole again, so that the head may take some of them.
+    # After the last norm the tokens are gathered again, so that the head may select some of them.
     made = ColumnParallelLinear.from_linear(
         head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
     )
@@ -131,7 +132,7 @@ def tensor_parallelize(
 
 
 class _Blocks:
-    """The layers of a model by what its plan says of them."""
+    """The layers of a model, grouped by their style in the plan."""
 
     def __init__(self, base: nn.Module, plan: Mapping[str, str]) -> None:
         # By the module around layers that share its input: their names in it, and those behind.
@@ -143,7 +144,7 @@ class _Blocks:
         def style_of(name: str) -> str | None:
             return next((patterns[p] for p in patterns if re.fullmatch(p, name)), None)
 
-        # Experts in parts are whole on each rank of the group, which all send the same tokens.
+        # Ranks of the group all have the complete experts and send the same tokens.
         experts = tuple(
             f"{name}." for name, m in base.named_modules() if isinstance(m, MixtureOfExperts)
         )
@@ -160,18 +161,20 @@ class _Blocks:
                 kind.setdefault(base.get_submodule(parent), []).append(leaf)
             elif style is not None:
                 raise ValueError(
-                    f"{name}, a {type(module).__name__}, is {style} in the model's plan, which is"
-                    " not supported"
+                    f"the model's plan has the style {style} for {name}, a"
+                    f" {type(module).__name__}, which is not supported"
                 )
         for name, _ in base.named_parameters():
             style = style_of(name)
             if style is not None and not name.startswith(experts):
-                raise ValueError(f"{name} is {style} in the model's plan, which is not supported")
+                raise ValueError(
+                    f"the model's plan has the style {style} for {name}, which is not supported"
+                )
         for block in self.columns:
             self._check(block)
 
     def _check(self, block: nn.Module) -> None:
-        """All that has weights in a block is in the plan: its input is copied once for all."""
+        """Checks that all modules with weights are in the plan: their input is copied once."""
         known = {*self.columns[block], *self.rows.get(block, ())}
         for name, module in block.named_children():
             if name not in known and module not in self.summed and [*module.parameters()]:
@@ -184,7 +187,7 @@ class _Blocks:
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
-    """Its part computes what torch's own layer would; hooks would be lost."""
+    """A shard must compute what torch's own layer computes; hooks would be lost."""
     is_plain = type(module).forward is kind.forward and "forward" not in vars(module)
     if not is_plain or module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
@@ -194,7 +197,7 @@ def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
 
 
 def _scale_of(embedding: nn.Module) -> Tensor | None:
-    """What Gemma's embeddings multiply their results by; None for torch's own."""
+    """The factor of Gemma's embeddings; None for torch's own."""
     scale = getattr(embedding, "embed_scale", None)
     if type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, Tensor):
         return scale
@@ -209,9 +212,9 @@ def _scaled(embedding: nn.Module, _: Any, output: Tensor) -> Tensor:
 def _ends_of_tokens(
     base: Any, embedding: nn.Module, blocks: _Blocks
 ) -> tuple[nn.Module, nn.Module]:
-    """The first layer and the last norm, between which ranks share the tokens.
+    """The first layer and the last norm, between which tokens are sharded.
 
-    Anything else may mix tokens, or change the embedding's result, which is a part of a sum.
+    Other modules may mix tokens, or change the embedding's result, which is a partial sum.
     """
     name = type(base).__name__
     layers = getattr(base, "layers", None)
@@ -223,13 +226,14 @@ def _ends_of_tokens(
         and not isinstance(module, nn.Dropout)
         and "Rotary" not in type(module).__name__
     }
-    # transformers' plan for pipelines has what is called between embedding and output, in order.
+    # transformers' pipeline plan lists the modules called between embedding and output, in order.
     calls = list(getattr(base.config, "base_model_pp_plan", None) or ())
     is_known = len(rest) == 1 and calls[-2:] == ["layers", *rest]
     if not isinstance(layers, nn.ModuleList) or not is_known:
         raise ValueError(
-            f"sequence_parallel needs an embedding, layers and one norm after them, and {name} has"
-            f" {[child for child, _ in base.named_children()]}, called as {calls}: leave it out"
+            f"sequence_parallel needs an embedding, layers and one norm after them, but {name}"
+            f" has {[child for child, _ in base.named_children()]}, called as {calls}: leave it"
+            " out"
         )
     split = {b.get_submodule(n) for of in (blocks.columns, blocks.rows) for b in of for n in of[b]}
     for child, module in base.named_modules():
@@ -237,8 +241,8 @@ def _ends_of_tokens(
             continue
         if [*module.parameters(recurse=False)] and "Norm" not in type(module).__name__:
             raise ValueError(
-                f"sequence_parallel needs layers of split blocks and norms, and {child} of {name}"
-                f" is a {type(module).__name__}: leave it out"
+                f"sequence_parallel needs layers of tensor-parallel blocks and norms, but {child}"
+                f" of {name} is a {type(module).__name__}: leave it out"
             )
     return layers[0], next(iter(rest.values()))
 
@@ -250,8 +254,8 @@ def _refuse_dropout(base: nn.Module, _: Any) -> None:
             is_rate = option == "p" or "dropout" in option or option.endswith("pdrop")
             if is_rate and isinstance(value, float) and value > 0:
                 raise ValueError(
-                    f"{name} has a dropout of {value}, whose masks would differ between the ranks"
-                    " of tensor parallelism: set it to 0"
+                    f"{name} has a dropout of {value}, and its masks would differ between the"
+                    " tensor-parallel ranks: set it to 0"
                 )
 
 
@@ -284,7 +288,7 @@ def _split_block(
 def _share_tokens(
     base: Any, ends: tuple[nn.Module, nn.Module], enter: Change, leave: Change
 ) -> list[nn.Module]:
-    """From the first layer's input to the last norm's output; the modules around split layers."""
+    """Shards tokens between the first layer's input and the last norm's output."""
     first, last = ends
     base.register_forward_pre_hook(refuse_embeddings, with_kwargs=True)
     first.register_forward_pre_hook(_with_first(leave), with_kwargs=True)
@@ -304,6 +308,6 @@ def _with_first(change: Change) -> Any:
 
 
 def refuse_embeddings(_: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises ValueError where a model gets embeddings: with sequence_parallel it wants ids."""
+    """Raises ValueError if a model gets embeddings: sequence_parallel needs ids."""
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("sequence_parallel needs input_ids, got inputs_embeds")

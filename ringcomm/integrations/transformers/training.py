@@ -19,15 +19,15 @@ __all__ = ["causal_lm_loss", "loss_options_of", "patch_loss", "prepare"]
 def patch_loss(
     model: Any, *, inplace: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Any:
-    """Has a causal language model compute its loss with ringcomm.ops.cross_entropy.
+    """Makes a causal language model compute its loss with ringcomm.ops.cross_entropy.
 
-    The same loss and gradient as before without the options; logits are not copied to fp32, and may
-    be a DTensor sharded by class, as tensor parallelism leaves them.
+    Without options, the loss and gradient are the same as before. Logits are not copied to fp32 and
+    may be a DTensor sharded by class, as tensor parallelism produces it.
 
     Args:
-        model: such as AutoModelForCausalLM makes; of transformers from 4.46 on.
-        inplace: where gradients are wanted the loss overwrites the logits with theirs: the model's
-            output then holds no logits.
+        model: a model of transformers >= 4.46, such as AutoModelForCausalLM returns.
+        inplace: if gradients are enabled, the loss overwrites the logits with their gradient. The
+            model's output then has no logits.
         label_smoothing: in [0, 1].
         z_loss: the factor of lse ** 2.
 
@@ -35,8 +35,8 @@ def patch_loss(
         `model`.
 
     Raises:
-        TypeError: the model has no loss that can be set.
-        ValueError: its loss is another one.
+        TypeError: the model has no loss_function.
+        ValueError: its loss is not ForCausalLMLoss.
     """
     options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
     model.loss_function = partial(causal_lm_loss, **{**loss_options_of(model), **options})
@@ -44,18 +44,18 @@ def patch_loss(
 
 
 def loss_options_of(model: Any) -> dict[str, Any]:
-    """What the model's loss is called with besides; raises as patch_loss() for another loss."""
+    """Further arguments of the model's loss; raises as patch_loss() for another loss."""
     if not isinstance(getattr(type(model), "loss_function", None), property):
         raise TypeError(
-            f"{type(model).__name__} has no loss_function to set: it is no model of transformers"
-            " from 4.46 on"
+            f"{type(model).__name__} has no loss_function: a model of transformers >= 4.46 is"
+            " needed"
         )
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     found = model.loss_function
     if getattr(found, "func", found) not in (ForCausalLMLoss, causal_lm_loss):
         name = getattr(found, "__name__", repr(found))
-        raise ValueError(f"{type(model).__name__} has the loss {name}, not ForCausalLMLoss")
+        raise ValueError(f"{type(model).__name__} must have the loss ForCausalLMLoss, got {name}")
     return dict(getattr(found, "keywords", {}))
 
 
@@ -74,10 +74,10 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     **unused: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss, with its arguments, for logits that a group may have in parts.
+    """transformers' ForCausalLMLoss, with its arguments; logits may be sharded over a group.
 
-    With a group, logits (batch, length, classes) are of this rank's classes, from vocab_start on;
-    label n + 1 is what token n predicts. The other options are those of patch_loss().
+    With a group, logits (batch, length, classes) have this rank's classes, starting at vocab_start.
+    Token n predicts label n + 1. The other options are those of patch_loss().
     """
     if shift_labels is None:
         if labels is None:
@@ -99,16 +99,16 @@ def causal_lm_loss(
 
 
 def prepare(trainer: Any) -> Any:
-    """Has transformers' Trainer leave gradients to Lomo, AdaLomo or an optimizer of zero.shard().
+    """Makes transformers' Trainer leave gradients to Lomo, AdaLomo or an optimizer of zero.shard().
 
         dist.init_process_group("ringcomm")  # before TrainingArguments, which do not know the name
         trainer = Trainer(model, args, train_dataset=data)  # which moves the model
         trainer.optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
         prepare(trainer).train()
 
-    Trainer then wraps the model in no DistributedDataParallel, and max_grad_norm clips by the
-    optimizer. Lomo is made with clip_grad_norm=args.max_grad_norm and, in several processes, with
-    group=dist.group.WORLD; in one process it wants prepare() as well.
+    Trainer then does not wrap the model in DistributedDataParallel, and max_grad_norm clips through
+    the optimizer. Make Lomo with clip_grad_norm=args.max_grad_norm and, in several processes, with
+    group=dist.group.WORLD. Lomo needs prepare() in one process as well.
 
     Args:
         trainer: a Trainer with such an optimizer, before train().
@@ -117,10 +117,9 @@ def prepare(trainer: Any) -> Any:
         `trainer`.
 
     Raises:
-        TypeError: it has no such optimizer.
-        ValueError: max_grad_norm is not 0 and not clip_grad_norm of Lomo; an optimizer of
-            zero.shard() would be saved by process 0 alone; or as
-            ringcomm.integrations.accelerate.prepare().
+        TypeError: the trainer has no such optimizer.
+        ValueError: max_grad_norm is neither 0 nor clip_grad_norm of Lomo; process 0 alone would
+            save an optimizer of zero.shard(); or as ringcomm.integrations.accelerate.prepare().
     """
     args, optimizer = trainer.args, trainer.optimizer
     if isinstance(optimizer, InBackwardOptimizer):
@@ -128,8 +127,8 @@ def prepare(trainer: Any) -> Any:
         if args.max_grad_norm > 0 and args.max_grad_norm != own:
             name = type(optimizer).__name__
             raise ValueError(
-                f"max_grad_norm is {args.max_grad_norm} and clip_grad_norm of {name} is {own}: make"
-                f" {name} with clip_grad_norm=args.max_grad_norm, or set max_grad_norm=0"
+                f"max_grad_norm is {args.max_grad_norm}, but clip_grad_norm of {name} is {own}:"
+                f" make {name} with clip_grad_norm=args.max_grad_norm, or set max_grad_norm=0"
             )
     elif args.save_strategy != "no" and not args.save_only_model:
         raise ValueError(
@@ -137,6 +136,6 @@ def prepare(trainer: Any) -> Any:
             "set save_only_model=True, and save ringcomm.parallel.get_state_dict() yourself"
         )
     adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps)
-    # Trainer would take norms itself where some gradients are DTensors and others used up.
+    # Trainer would compute norms itself, but some gradients are DTensors and others already freed.
     trainer._mixed_mesh_grads = False
     return trainer

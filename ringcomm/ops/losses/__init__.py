@@ -1,1 +1,1 @@
-"""Cross-entropy over whole or vocab-parallel logits, and fused with the output layer."""
+"""Cross-entropy over plain or vocabulary-parallel logits, and fused with the output layer."""

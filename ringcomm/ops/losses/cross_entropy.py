@@ -47,36 +47,37 @@ def cross_entropy(
     inplace: bool = False,
     **options: Unpack[LossArguments],
 ) -> Any:
-    """The cross-entropy of logits and targets, as torch.nn.functional.cross_entropy has it.
+    """Computes the cross-entropy of logits and targets, as torch.nn.functional.cross_entropy does.
 
     With z = softcap * tanh(logit_scale * x / softcap) of the logits x, a token's loss is
     sum over classes c of q[c] * (lse - z[c]) + z_loss * lse ** 2, where lse = log(sum(exp(z))) and
     q[c] = class_weight[c] * ((1 - label_smoothing) * [c == target] + label_smoothing / vocab_size).
 
-    With a `group` each rank has the logits of some classes, and all compute the same loss, with one
-    all_reduce of 24 bytes per token in the forward pass, and none in the backward pass. Over a
-    backend other than ringcomm it is an all_gather; in place, on GPUs whose memory all ranks map,
-    it is in the loss's kernel.
+    With a `group` each rank has the logits of some classes, and all ranks compute the same loss.
+    The forward pass has one all_reduce of 24 bytes per token, the backward pass no collective. With
+    a backend other than ringcomm it is an all_gather. With inplace=True, on GPUs whose memory all
+    ranks map, the exchange is part of the loss's kernel.
 
     Args:
         logits: shape (..., V), V this rank's classes; float32, float16 or bfloat16. A DTensor
-            sharded in its last dimension brings group and vocab_start along.
+            sharded in its last dimension determines group and vocab_start.
         target: shape (...), int64 or int32: classes of the whole vocabulary, the same on all ranks.
             Or, without a group, probabilities of shape (..., V); they get no gradient.
-        group: whose ranks share the vocabulary; None (the default) where this rank has all of it.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group.
+        group: the ranks that shard the vocabulary; None (the default) if this rank has all of it.
+        mesh: a one-dimensional DeviceMesh of them, instead of a group.
         vocab_start: the first class of this rank's logits; shards may have any order, differ in
-            size and be empty. None, on all ranks or on none: in rank order, which costs an exchange
-            of the sizes first.
-        vocab_size: how many classes there are on all ranks together; columns behind are padding:
-            probability 0, gradient 0. None: as many as there are columns.
-        class_weight: shape (vocab_size,), float32: of all classes, on every rank.
-        num_items: what "mean" divides by instead: a number, or a tensor of one.
-        inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
-            it, and one pass over them is saved. For "mean" and "sum". The same on all ranks of a
-            group, whose shards on GPUs are no longer than an even one and an eighth then. Of
-            float16 it is a multiple until the backward pass, by a power of two: its numbers end at
-            6e-8.
+            size and be empty. None, on all ranks or on none, means rank order, which needs an
+            exchange of the sizes first.
+        vocab_size: the number of classes on all ranks together. Columns after it are padding, with
+            probability 0 and gradient 0. None means the number of columns.
+        class_weight: shape (vocab_size,), float32: the weights of all classes, on every rank.
+        num_items: the divisor of "mean", instead of the sum of weights: a number, or a tensor with
+            one element.
+        inplace: the forward pass overwrites the logits with their gradient. This needs no memory
+            for the gradient and saves one pass over the logits. It supports "mean" and "sum" and
+            must be the same on all ranks of a group. On GPUs a shard must then not exceed an even
+            shard by more than an eighth. A float16 gradient is scaled by a power of two until the
+            backward pass, because the smallest float16 is 6e-8.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].
@@ -84,26 +85,28 @@ def cross_entropy(
             softcap (None): positive; None for none.
             logit_scale (1.0): a factor of the logits, before the softcap.
             reduction ("mean"): "mean" over the weights of targets not ignored, "sum" or "none".
-            outputs (()): any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy"
-            (1 where the target is the first of the largest logits): also wanted by token.
+            outputs (()): per-token results to return as well, any of "loss", "lse", "entropy" (of
+            the softmax, in nats) and "accuracy" (1 if the target is the first of the largest
+            logits).
 
     Returns:
-        The loss, float32: without dimensions, or of target's shape for "none". With `outputs` it
-        and a dict of float32 tensors of target's shape, without gradients, 0 where ignored.
-        No tokens, or all ignored: NaN for "mean", 0 for "sum", and gradients of 0.
+        The loss, float32: a scalar, or of target's shape for "none". With `outputs`, a pair of the
+        loss and a dict of float32 tensors of target's shape, without gradients and 0 for ignored
+        tokens. If there are no tokens, or all are ignored, the loss is NaN for "mean" and 0 for
+        "sum", and gradients are 0.
 
     Raises:
-        ValueError: a shape, a device, an option or a combination of them is wrong; or the ranks'
-            shards do not add up to a vocabulary, on all ranks.
-        TypeError: a dtype is another one.
-        IndexError: a target is no class, and not ignore_index.
+        ValueError: a shape, a device, an option or a combination of them is wrong; or, on all
+            ranks, the ranks' shards do not make up a vocabulary.
+        TypeError: a dtype is not supported.
+        IndexError: a target is neither a class nor ignore_index.
         RingcommError: a rank failed or called something else.
 
-    On a GPU nothing waits for the device: a target that is no class, or shards that do not add up,
-    make losses and gradients NaN, and the environment variable RINGCOMM_CHECK_TARGETS=1 makes them
-    the errors above.
+    On a GPU the call does not wait for the device. A target that is not a class, or shards that do
+    not make up a vocabulary, give NaN losses and gradients. The environment variable
+    RINGCOMM_CHECK_TARGETS=1 raises the errors above instead.
 
-    Collective where there is a group; blocks until the result is there.
+    Collective if there is a group; blocks until the result is available.
     """
     checked = checked_options(**options)
     if inplace:
@@ -115,10 +118,10 @@ def cross_entropy(
     divisor = checked_num_items(num_items, checked.reduction)
     check_logits(logits, class_weight)
     if logits.dim() == 0:
-        raise ValueError("logits have a dimension of classes, got a scalar")
+        raise ValueError("logits must have a dimension of classes, got a scalar")
     if target.is_floating_point():
         if group is not None or inplace or checked.outputs:
-            raise ValueError("probabilities as targets know no group, inplace or outputs")
+            raise ValueError("probabilities as targets do not support group, inplace or outputs")
         find_shard(logits.shape[-1], None, vocab_start, vocab_size, None)
         return soft_cross_entropy(logits, target, class_weight, divisor, checked, vocab_size)
 
@@ -135,11 +138,11 @@ def cross_entropy(
 
 
 def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
-    """The logits as a matrix with classes side by side; for `inplace` in the same memory."""
+    """The logits as a matrix with contiguous rows; for `inplace` in the same memory."""
     shape = math.prod(logits.shape[:-1]), logits.shape[-1]
     if not inplace:
         rows = logits.reshape(shape)
-        # clone(), since contiguous() leaves the strides of an empty tensor as they are.
+        # clone(), because contiguous() keeps the strides of an empty tensor.
         return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
     if logits.stride(-1) == 1:
         try:
@@ -150,19 +153,19 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
             if shape[0] <= 1 or rows.stride(0) >= shape[1]:  # else rows overlap
                 return rows
     raise ValueError(
-        f"inplace wants rows of logits side by side, got strides {tuple(logits.stride())}"
+        f"inplace needs contiguous rows of logits, got strides {tuple(logits.stride())}"
     )
 
 
 def _check_inplace(logits: Tensor, reduction: str) -> None:
     if reduction == "none":
-        raise ValueError('inplace is for reduction="mean" and "sum"')
-    # What a compiled function is given counts as no view there.
+        raise ValueError('inplace needs reduction="mean" or "sum"')
+    # In a compiled function, inputs do not count as views.
     base = None if torch.compiler.is_compiling() else logits._base
     if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, base)):
         raise ValueError(
-            "inplace overwrites the logits, and these are a leaf that requires grad, or a view of"
-            " one"
+            "inplace overwrites the logits, which must not be a leaf that requires grad or a"
+            " view of one"
         )
 
 
@@ -177,7 +180,7 @@ def loss_of_all_classes(
     shard: VocabShard,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The stats of all classes from this rank's, and their cross_entropy_loss. Collective."""
+    """Merges the ranks' stats and computes their cross_entropy_loss. Collective."""
     if shard.group_name is not None:
         stats = _ops.merge_softmax_stats(stats, shard.group_name)
     terms = options.for_loss(shard)
@@ -242,7 +245,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _room(rows: Tensor, weight: Tensor | None, denominator: Tensor, options: LossOptions) -> Tensor:
-    """The power of two by which a float16 gradient has room to be multiplied; 1 for none."""
+    """The largest power of two by which a float16 gradient can be scaled; 1 if there is none."""
     largest_fp16 = torch.finfo(torch.float16).max
     scale = abs(options.logit_scale)
     lse = (options.softcap or scale * largest_fp16) + math.log(MAX_VOCAB_SIZE)
@@ -293,7 +296,7 @@ class _InPlace(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         if ctx.is_used:
-            raise RuntimeError("cross_entropy(inplace=True) has one backward pass")
+            raise RuntimeError("cross_entropy(inplace=True) supports only one backward pass")
         ctx.is_used = True
         grad, room = ctx.saved_tensors
         _ops.scale_(grad, grad_loss if room is None else grad_loss / room)

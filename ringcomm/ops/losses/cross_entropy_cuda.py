@@ -1,8 +1,8 @@
 """Cross-entropy's operators on CUDA tensors, launched as the Triton kernels of ringcomm.kernels.
 
-They do what csrc/bindings/ops/cross_entropy_ops.cc does for the CPU. Nothing waits for the device,
-but for RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments, but for the
-number of class weights.
+They match csrc/bindings/ops/cross_entropy_ops.cc, which is for the CPU. They do not wait for the
+device, except with RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments,
+except the number of class weights.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from ringcomm.ops.triton_kernels import (
 from ringcomm.options import checks_targets
 
 _NUM_STATS = 6
-# In place of the number of classes, where shards do not fit together; as kernels/token_losses.py.
+# Replaces the number of classes if shards do not fit together; as kernels/token_losses.py.
 _DISAGREEMENT, _GAP = -1, -2
 
 # ---- arguments
 
 
 def _checked_weight(weight: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Class weights, contiguous; ValueError where they are of another number of classes."""
+    """Class weights, contiguous; raises ValueError if their number is not the number of classes."""
     if weight is None:
         return None
     if weight.shape[0] != vocab_size:
         raise ValueError(
-            f"ringcomm: one weight for each of the {vocab_size} classes, got shape"
-            f" {tuple(weight.shape)}"
+            f"ringcomm: class weights must have one element for each of the {vocab_size} classes,"
+            f" got shape {tuple(weight.shape)}"
         )
     return weight.contiguous()
 
 
 def _check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """IndexError naming the first that is no class. Waits for the device."""
+    """Raises IndexError for the first target that is not a class. Waits for the device."""
     is_wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
     wrong = is_wrong.nonzero()
     if len(wrong):
         first = int(wrong[0])
         raise IndexError(
-            f"ringcomm: target {first} is {int(target[first])}, and there are {vocab_size} classes;"
-            f" ignore_index is {ignore_index}"
+            f"ringcomm: target {first} is {int(target[first])}, but there are {vocab_size}"
+            f" classes; ignore_index is {ignore_index}"
         )
 
 
 def _checked_shards(stats: Tensor, vocab_size: int) -> int:
-    """The number of all shards' classes, or ValueError where it is none. Waits for the device."""
+    """The number of classes of all shards; raises ValueError if invalid. Waits for the device."""
     size = int(stats[-1, 2])
     if size == _DISAGREEMENT:
         raise ValueError(
@@ -72,17 +72,19 @@ def _checked_shards(stats: Tensor, vocab_size: int) -> int:
         )
     if size == _GAP:
         raise ValueError(
-            "ringcomm: the shards of the vocabulary do not add up: they are not one behind another"
-            " from 0 on; is every vocab_start right?"
+            "ringcomm: the ranks' shards of the vocabulary must be adjacent and begin at class"
+            " 0; check vocab_start on every rank"
         )
     if size <= 0 or vocab_size not in (-1, size):
         wanted = vocab_size if vocab_size >= 0 else "1 or more"
-        raise ValueError(f"ringcomm: the shards have {size} classes of the vocabulary's {wanted}")
+        raise ValueError(
+            f"ringcomm: the shards have {size} classes in all, but the vocabulary has {wanted}"
+        )
     return size
 
 
 class _Rows(NamedTuple):
-    """What kernels take of a shard's logits and targets."""
+    """The kernel arguments that describe a shard's logits and targets."""
 
     target: Tensor
     weight: Tensor | None  # of all classes
@@ -147,7 +149,7 @@ def softmax_stats(
 
 
 def merge_gathered(gathered: Tensor, num_ranks: int) -> Tensor:
-    """The stats of all ranks, one behind the other, as those of whole rows."""
+    """Merges the concatenated stats of all ranks into those of full rows."""
     num_entries = gathered.shape[0] // num_ranks
     merged = gathered.new_empty([num_entries, _NUM_STATS])
     grid = (-(-num_entries // TOKEN_BLOCK),)
@@ -175,13 +177,13 @@ def _denominator_of(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """What the losses' sum is divided by: float64, on the target's device."""
+    """The divisor of the sum of losses: float64, on the target's device."""
     if reduction != "mean":
         return target.new_ones([], dtype=torch.float64)
     if num_items is not None:
         if num_items.device == target.device:
             return num_items.detach().reshape([]).to(torch.float64, copy=True)
-        # A number of the host's. To copy it over would wait for the device.
+        # A host number. Copying it would wait for the device.
         return target.new_full([], num_items.item(), dtype=torch.float64)
     denominator = target.new_empty([], dtype=torch.float64)
     num_weights = 0 if weight is None else weight.numel()
@@ -213,7 +215,7 @@ def _losses_of(
     z_loss: float,
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of cross_entropy_loss, from stats that are merged."""
+    """The results of cross_entropy_loss, from merged stats."""
     num_tokens = target.numel()
     by_token = stats.new_empty([4, num_tokens])
     if num_tokens:
@@ -244,7 +246,7 @@ def cross_entropy_loss(
     ignore_index: int,
     *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, what is known of each token, and the denominator."""
+    """Returns the loss, the per-token results, and the denominator."""
     target = target.contiguous()
     if weight is not None and vocab_size < 0:
         vocab_size = weight.numel()
@@ -268,7 +270,7 @@ def _differentiate(
     denominator: Tensor,
     *options: Any,
 ) -> None:
-    """The gradient goes into `to`, which may be the logits."""
+    """Writes the gradient into `to`, which may be the logits."""
     vocab_start, vocab_size, _, _, softcap, label_smoothing, _ = options
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     if not logits.numel():
@@ -302,7 +304,7 @@ def cross_entropy_grad(grad_loss: Tensor, logits: Tensor, *given: Any) -> Tensor
 
 
 def cross_entropy_grad_(grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
-    """The same in the place of the logits."""
+    """Overwrites the logits with their gradient."""
     _differentiate(logits, grad_loss, logits, *given)
     mark_written(logits)
 
@@ -318,9 +320,9 @@ def cross_entropy_and_grad_(
     vocab_size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of all classes' logits, which become their gradient.
+    """The loss of unsharded logits; overwrites them with their gradient.
 
-    By the kernel for clusters of sm_90 where that serves, else by Triton's.
+    Uses the kernel for clusters of sm_90 if it supports the call, else Triton's.
     """
     ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = options
     rows = _rows_of(logits, target, weight, 0, vocab_size)
@@ -364,10 +366,10 @@ def cross_entropy_and_grad_over_shards_(
     vocab_size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of logits of which each rank of a group has a shard, which becomes its gradient.
+    """The loss of sharded logits; overwrites this rank's shard with its gradient.
 
-    By one kernel that exchanges what ranks know of a row, where that serves; else by the stats of
-    all rows, their all_reduce, and the gradient. Collective.
+    Uses one kernel that exchanges the stats of a row between ranks, if it supports the call; else
+    computes the stats of all rows, their all_reduce, and the gradient. Collective.
     """
     *terms, group_name = options
     # Errors for targets and shards need the stats of all ranks on the host.
@@ -381,7 +383,7 @@ def cross_entropy_and_grad_over_shards_(
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiplies rows in place by a number that the device reads; by 1 it touches nothing."""
+    """Multiplies rows in place by a number read on the device; the factor 1 writes nothing."""
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
     if rows.numel():
         plan = grad_plan(rows.shape[1], rows.element_size())

@@ -13,13 +13,13 @@ from ringcomm.ops.products import add_product
 
 _ops: Any = torch.ops.ringcomm
 
-# Bytes of a block's logits on a CPU; 16-bit logits have an fp32 copy beside them at times. Smaller
-# blocks make the products slower, larger ones only take more memory.
+# Bytes of a block's logits on a CPU; 16-bit logits sometimes need an additional fp32 copy. Smaller
+# blocks make the products slower, larger ones only need more memory.
 BLOCK_BYTES = 64 << 20
 MIN_BLOCK_TOKENS = 64
 MIN_BLOCK_CLASSES = 256
-# On CUDA a block of tokens reads the whole weight and reads and writes the sum of its gradient:
-# few large blocks. With cuBLAS's workspace of 32 MiB that is less than 300 MiB.
+# On CUDA, a block of tokens reads the whole weight, and reads and writes the sum of its gradient.
+# Blocks are therefore few and large. With cuBLAS's workspace of 32 MiB they need less than 300 MiB.
 CUDA_BLOCK_BYTES = 256 << 20
 # A product computes whole tiles of 128 rows and columns, also where a block ends within one.
 CUDA_TILE = 128
@@ -37,7 +37,7 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def tokens_per_block(num_classes: int, element_bytes: int, *, is_on_gpu: bool) -> int:
-    """How many tokens have their logits in memory at once; on a GPU whole tiles of them."""
+    """The number of tokens whose logits are in memory at once; on a GPU a multiple of a tile."""
     row_bytes = max(1, num_classes) * element_bytes
     if is_on_gpu:
         return max(1, CUDA_BLOCK_BYTES // row_bytes // CUDA_TILE) * CUDA_TILE
@@ -66,10 +66,11 @@ def class_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
 
 
 class LayerGradients:
-    """Gradients of hidden states, weight and bias, as blocks of tokens add to them.
+    """Accumulates the gradients of hidden states, weight and bias over blocks of tokens.
 
-    The weight's is summed in `sum_dtype`; None: in float32 on a CPU, in its own dtype on CUDA,
-    where a product adds to it in fp32 and rounds once for each block. The bias's is in float32.
+    The weight's gradient is summed in `sum_dtype`. None means float32 on a CPU, and on CUDA the
+    weight's dtype: a product accumulates in fp32 and rounds once per block. The bias's is in
+    float32.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LayerGradients:
         self.bias = weight.new_zeros(len(weight), dtype=torch.float32) if has_bias else None
 
     def add(self, grad_logits: Tensor, rows: Tensor, weight: Tensor, block: slice) -> None:
-        """What the logits of a block of tokens give; the first block starts the sums."""
+        """Adds the gradients of a block of tokens; the first block initializes the sums."""
         if self.rows is not None:
             torch.mm(grad_logits, weight, out=self.rows[block])
         if self.weight is not None:
@@ -100,19 +101,19 @@ class LayerGradients:
             self.bias += grad_logits.sum(0, dtype=torch.float32)
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden states, weight and bias; None where not wanted."""
+        """The gradients of hidden states, weight and bias; None if not required."""
         return self.rows, self.weight, self.bias
 
 
 def _is_kept() -> bool:
-    """Whether what this backward pass saved may be asked for again."""
-    # A compiler decides by itself what it overwrites.
+    """Whether the graph is retained, so that saved tensors may be used again."""
+    # A compiler decides itself which tensors it overwrites.
     is_compiling = torch.compiler.is_compiling()
     return is_compiling or _autograd._get_current_graph_task_keep_graph()
 
 
 def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A saved gradient times a factor, rounded to a dtype; without a second one of its size.
+    """A saved gradient times a factor, rounded to a dtype; needs no second tensor of its size.
 
     Overwrites a gradient that has the dtype, unless the graph is retained.
     """

@@ -1,11 +1,11 @@
 """Cross-entropy of a linear layer's outputs, in blocks: the logits are never all materialized.
 
-Hidden states are taken a block of tokens at a time: their logits, the loss's part of them and the
-gradients that follow are made and dropped before the next block's. Where a block's gradients depend
-on its own logits alone, the forward pass makes them too, for 6 * tokens * hidden * classes
-operations. Else (a group, whose stats are exchanged first; a gradient for each token; float16,
-which has no room for a gradient over the number of tokens; a fused update) the backward pass makes
-the logits again: 8 instead of 6.
+Hidden states are processed in blocks of tokens: the logits of a block, their part of the loss and
+their gradients are computed and freed before the next block. If a block's gradients depend only on
+its own logits, the forward pass computes them too, with 6 * tokens * hidden * classes operations.
+Otherwise the backward pass recomputes the logits, with 8 instead of 6. This is so with a group,
+whose stats are exchanged first; for a gradient per token; for float16, where a gradient divided by
+the number of tokens would underflow; and for a fused update.
 """
 
 import functools
@@ -45,7 +45,7 @@ from ringcomm.ops.products import add_product
 
 _ops: Any = torch.ops.ringcomm
 
-# Called with a slice of the weight's rows and their gradient in fp32.
+# Called with a range of the weight's rows and their gradient in fp32.
 FusedUpdate = Callable[[slice, Tensor], None]
 _Differentiate = Callable[[Tensor, slice, VocabShard], None]
 
@@ -69,16 +69,16 @@ def linear_cross_entropy(
 ) -> Any:
     """cross_entropy(hidden @ weight.T + bias, target), without the logits in memory.
 
-    Gradients of hidden, weight and bias are rounded to their dtype once, those of hidden again
-    where the loss's own gradient is not 1, and where ranks add their parts. On CUDA the weight's
-    is rounded once for each block of tokens (256 MiB of logits) unless `accumulate_dtype` is
-    float32, and again where the loss's own gradient is not 1.
-    Under torch.autocast hidden, weight and bias may be of any of the dtypes and are cast first, as
-    for a linear layer. There is no second derivative.
+    Gradients of hidden, weight and bias are rounded to their dtype once. Those of hidden are
+    rounded again if the loss's own gradient is not 1, and when ranks add their parts. On CUDA the
+    weight's gradient is rounded once per block of tokens (256 MiB of logits) unless
+    `accumulate_dtype` is float32, and again if the loss's own gradient is not 1. Under
+    torch.autocast hidden, weight and bias may have any of the dtypes and are cast first, as for a
+    linear layer. Second derivatives are not supported.
 
     Args:
         hidden: shape (..., H), float32, float16 or bfloat16; with a group the same on all ranks,
-            unless sequence_parallel, and requiring grad on all of them or on none.
+            unless sequence_parallel, and requires_grad must be equal on all ranks.
         weight: shape (V, H), of hidden's dtype: the rows of this rank's V classes.
         target: shape (...), int64 or int32: classes of the whole vocabulary, of all tokens.
         bias: shape (V,), of hidden's dtype; None for none.
@@ -90,17 +90,17 @@ def linear_cross_entropy(
         num_items: as in cross_entropy.
         sequence_parallel: `hidden` is this rank's equal share of the first dimension, which is
             gathered; its gradient is reduce-scattered instead of all-reduced.
-        fused_update: called in the backward pass with a slice of the weight's rows and their
-            gradient, fp32, once for each row, instead of keeping a gradient of the weight: it
-            updates those rows in place. The weight's own gradient then stays None, and whether it
-            requires one makes no difference.
-        accumulate_dtype: in what the weight's gradient is summed over blocks of tokens: float32,
-            or hidden's dtype, which takes no memory beside the gradient itself. None (the default):
-            float32 on a CPU, hidden's dtype on CUDA.
+        fused_update: a function called in the backward pass with a slice of the weight's rows and
+            their gradient in fp32, once for each row. It updates those rows in place. The weight's
+            gradient is then not materialized: weight.grad stays None, even if the weight requires
+            grad.
+        accumulate_dtype: the dtype in which the weight's gradient is summed over blocks of tokens:
+            float32, or hidden's dtype, which needs no memory besides the gradient itself. None (the
+            default): float32 on a CPU, hidden's dtype on CUDA.
         options: as in cross_entropy.
 
-    Returns and raises as cross_entropy. Collective where there is a group, in the forward pass and,
-    for hidden's gradient, in the backward pass; blocks until the result is there.
+    Returns and raises as cross_entropy. Collective if there is a group, in the forward pass and,
+    for hidden's gradient, in the backward pass; blocks until the result is available.
     """
     checked = checked_options(**options)
     divisor = checked_num_items(num_items, checked.reduction)
@@ -111,7 +111,7 @@ def linear_cross_entropy(
     if mesh is not None:
         group = resolve_group(group, mesh)
     if sequence_parallel and (group is None or hidden.dim() == 1):
-        raise ValueError("sequence_parallel is for tokens that a group of ranks shares")
+        raise ValueError("sequence_parallel needs group=, whose ranks share the tokens")
     tokens = hidden.shape[:-1]
     if sequence_parallel:
         tokens = torch.Size([tokens[0] * resolve_group(group).size(), *tokens[1:]])
@@ -132,12 +132,12 @@ def linear_cross_entropy(
 # ---- arguments
 
 
-# torch.amp.is_autocast_available tells, but torch 2.11 does not trace it.
+# torch.amp.is_autocast_available would answer this, but torch 2.11 does not trace it.
 _HAS_AUTOCAST = ("cpu", "cuda")
 
 
 def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
-    """What torch.autocast makes of a linear layer's operands."""
+    """Casts operands as torch.autocast does for a linear layer."""
     device = hidden.device.type
     if device not in _HAS_AUTOCAST or not torch.is_autocast_enabled(device):
         return hidden, *layer
@@ -149,7 +149,7 @@ def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The products of the layer have the dtype that they are given."""
+    """Disables autocast: products keep the dtype of their operands."""
     if device.type not in _HAS_AUTOCAST:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -158,16 +158,24 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"hidden of shape (..., H) wants a weight of shape (V, H), got {tuple(hidden.shape)}"
+            f"hidden of shape (..., H) needs a weight of shape (V, H), got {tuple(hidden.shape)}"
             f" and {tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"the bias has shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+        raise ValueError(
+            f"the bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
+        )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
-            raise TypeError(f"hidden is {hidden.dtype}, and the {name} {tensor.dtype}")
+            raise TypeError(
+                f"hidden and the {name} must have the same dtype, got {hidden.dtype} and"
+                f" {tensor.dtype}"
+            )
         if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"hidden is on {hidden.device}, and the {name} on {tensor.device}")
+            raise ValueError(
+                f"hidden and the {name} must be on the same device, got {hidden.device} and"
+                f" {tensor.device}"
+            )
 
 
 def _check_accumulation(
@@ -175,16 +183,16 @@ def _check_accumulation(
 ) -> None:
     if accumulate_dtype not in (None, torch.float32, dtype):
         raise ValueError(
-            f"accumulate_dtype is float32, or hidden's dtype {dtype}, got {accumulate_dtype}"
+            f"accumulate_dtype must be float32 or hidden's dtype {dtype}, got {accumulate_dtype}"
         )
     if fused_update is not None and accumulate_dtype not in (None, torch.float32):
         raise ValueError(
-            f"fused_update takes gradients of float32, got accumulate_dtype={accumulate_dtype}"
+            f"fused_update needs gradients in float32, got accumulate_dtype={accumulate_dtype}"
         )
 
 
 class _SumGradients(torch.autograd.Function):
-    """Each rank's classes give a part of hidden's gradient."""
+    """Sums hidden's gradient over the ranks, each of which has the part of its classes."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group_name: str) -> Tensor:
@@ -200,7 +208,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and what is known of the tokens, of hidden states and a layer."""
+    """The loss and per-token results from hidden states and a layer."""
 
     @staticmethod
     def forward(
@@ -215,11 +223,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         has_backward: bool,
         *given: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Also makes the gradients where it can; given are target, class_weight and num_items."""
+        """Also computes the gradients if possible; `given`: target, class_weight, num_items."""
         ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
         ctx.sum_dtype = sum_dtype
         ctx.is_done = (
-            has_backward  # which the inputs do not tell under no_grad
+            has_backward  # the inputs do not show this under no_grad
             and any(ctx.needs_input_grad[:3])
             and shard.group_name is None
             and options.reduction != "none"
@@ -238,10 +246,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         none = (None,) * 8
         if ctx.is_done:
             return *(scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none
-        # Once: an update writes into the saved weight.
+        # Only once: an update writes into the saved weight.
         rows, weight, bias, *known = ctx.saved_tensors
         differentiate = functools.partial(_differentiate, ctx.options, grad_loss, *known)
-        # backward() may be called where autocast is on, which would round what is summed in fp32.
+        # backward() may run under autocast, which would round fp32 sums.
         with _without_autocast(rows.device):
             make = _grads_by_token if ctx.fused_update is None else _update_by_class
             grads = make(ctx, differentiate, rows, weight, bias)
@@ -259,8 +267,8 @@ def _with_gradients(
 ) -> tuple[Tensor, Tensor]:
     options, shard = ctx.options, ctx.shard
     sums = LayerGradients(rows, weight, bias, ctx.needs_input_grad, ctx.sum_dtype)
-    # What the losses are divided by, and a check of all targets. Of the stats only the last entry
-    # is looked at, which has the number of classes.
+    # Computes the divisor of the losses and checks all targets. Only the last entry of the stats is
+    # used, which has the number of classes.
     stats = torch.zeros([target.numel() + 1, 6], device=target.device)
     stats[-1, ::2] = float(shard.size)
     terms = options.for_loss(shard)
@@ -292,7 +300,7 @@ def _without_gradients(
 ) -> tuple[Tensor, Tensor]:
     options, shard = ctx.options, ctx.shard
     stats = rows.new_empty([len(rows) + 1, 6], dtype=torch.float32)
-    # Without tokens there still is the entry that tells the shards.
+    # Even without tokens, the stats have the entry that describes the shards.
     for block in token_blocks(rows, weight) or [slice(0, 0)]:
         logits = linear(rows[block], weight, bias)
         part = _ops.softmax_stats(logits, target[block], class_weight, *options.for_stats(shard))
@@ -315,9 +323,9 @@ def _differentiate(
     block: slice,
     shard: VocabShard,
 ) -> None:
-    """The logits of a block of tokens become their gradient."""
+    """Overwrites the logits of a block of tokens with their gradient."""
     upstream = grad_loss[block] if grad_loss.dim() else grad_loss
-    part = torch.cat([stats[:-1][block], stats[-1:]])  # with the entry that tells the shards
+    part = torch.cat([stats[:-1][block], stats[-1:]])  # with the entry that describes the shards
     given = (target[block], class_weight, part, denominator, *options.for_grad(shard))
     _ops.cross_entropy_grad_(upstream, logits, *given)
 

@@ -1,4 +1,4 @@
-"""Cross-entropy as modules, which find out once which classes the ranks have."""
+"""Cross-entropy as modules, which exchange the ranks' vocabulary shards once."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ class CrossEntropyLoss(nn.Module):
 
     Args:
         class_weight: as there.
-        group: whose ranks share the vocabulary; None where this rank has all of it.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group.
-        num_columns: with a group and without vocab_start: how many classes this rank has, padding
-            included. Making the module is a collective then.
+        group: the ranks that shard the vocabulary; None if this rank has all of it.
+        mesh: a one-dimensional DeviceMesh of them, instead of a group.
+        num_columns: needed with a group and without vocab_start: this rank's number of classes,
+            padding included. The constructor is collective then.
         vocab_start: this rank's first class, as there.
         vocab_size: the number of classes without padding, as there.
         inplace: the gradient replaces the logits, as there.
@@ -53,7 +53,7 @@ class CrossEntropyLoss(nn.Module):
         if group is not None and vocab_start is None:
             if num_columns is None:
                 raise ValueError(
-                    "a group wants num_columns, this rank's number of classes, or vocab_start"
+                    "a group needs num_columns, this rank's number of classes, or vocab_start"
                 )
             shard = find_shard(num_columns, group, None, vocab_size, class_weight)
             vocab_start, vocab_size = shard.start, shard.size
@@ -62,7 +62,7 @@ class CrossEntropyLoss(nn.Module):
         self.options: dict[str, Any] = {**shards, **options, "inplace": inplace}
 
     def _given(self, num_items: float | Tensor | None) -> dict[str, Any]:
-        """With class weights in fp32, also where a model around the module was made bfloat16."""
+        """Keeps class weights in fp32, even if the surrounding model was cast to bfloat16."""
         weight = None if self.class_weight is None else self.class_weight.float()
         return {**self.options, "class_weight": weight, "num_items": num_items}
 
@@ -80,8 +80,8 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         class_weight: as there.
         sequence_parallel: hidden states are this rank's share, as there.
         fused_update: takes the weight's gradient, as there.
-        accumulate_dtype: in what the weight's gradient is summed, as there.
-        options: as CrossEntropyLoss takes them, without inplace.
+        accumulate_dtype: the dtype in which the weight's gradient is summed, as there.
+        options: those of CrossEntropyLoss, without inplace.
 
     Raises:
         ValueError: options are out of their range, or do not fit each other.
@@ -98,7 +98,10 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
     ) -> None:
         super().__init__(class_weight, **options)
         if self.options.pop("inplace"):
-            raise ValueError("inplace is for logits; a linear layer's are never all there")
+            raise ValueError(
+                "inplace is for given logits; those of a linear layer are never materialized at"
+                " once"
+            )
         self.options |= {"sequence_parallel": sequence_parallel, "fused_update": fused_update}
         self.options["accumulate_dtype"] = accumulate_dtype
 

@@ -1,4 +1,4 @@
-"""What a cross-entropy is made of: options, their checks, and the operators' arguments in order."""
+"""Options of the cross-entropy, their checks, and the operators' arguments in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VocabShard(NamedTuple):
     """This rank's part of the classes."""
 
     start: int
-    size: int  # of the whole vocabulary, without padding; -1 where only the exchange tells
+    size: int  # of the whole vocabulary, without padding; -1 if known only after the exchange
     group_name: str | None  # None: this rank has them all
 
 
@@ -38,16 +38,20 @@ def find_shard(
 ) -> VocabShard:
     """The shard of a rank with logits of `num_columns` classes, padding included.
 
-    Collective where there is a group and no vocab_start: shards then follow rank order.
+    Collective if there is a group and no vocab_start: shards are then in rank order.
     """
     if vocab_size is None and weight is not None:
         vocab_size = weight.numel()
     if group is None:
         if vocab_start not in (None, 0):
-            raise ValueError(f"vocab_start={vocab_start} without a group of the others' shards")
+            raise ValueError(
+                f"vocab_start={vocab_start} needs group=, whose ranks have the other shards"
+            )
         size = num_columns if vocab_size is None else vocab_size
         if not 0 < size <= num_columns:
-            raise ValueError(f"logits of {num_columns} columns for a vocabulary of {size}")
+            raise ValueError(
+                f"logits have {num_columns} columns, but the vocabulary only {size} classes"
+            )
         return VocabShard(0, _checked_size(size), None)
     name = resolve_group(group).group_name
     if vocab_start is None:
@@ -56,7 +60,7 @@ def find_shard(
         size = _checked_size(sum(counts) if vocab_size is None else vocab_size)
         return VocabShard(sum(counts[: group.rank()]), size, name)
     if vocab_start < 0:
-        raise ValueError(f"vocab_start is a number from 0 on, got {vocab_start}")
+        raise ValueError(f"vocab_start must be 0 or more, got {vocab_start}")
     if vocab_size is None:
         _checked_size(max(1, vocab_start + num_columns))
         return VocabShard(vocab_start, -1, name)
@@ -65,7 +69,7 @@ def find_shard(
 
 def _checked_size(vocab_size: int) -> int:
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size is in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
+        raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
     return vocab_size
 
 
@@ -75,16 +79,16 @@ def shard_of_dtensor(
     group: dist.ProcessGroup | None,
     vocab_start: int | None,
 ) -> tuple[Tensor, Tensor, dist.ProcessGroup | None, int | None]:
-    """Local logits and target, group and first class of logits sharded by class.
+    """Local logits and target, group and first class of a DTensor of logits sharded by class.
 
-    Logits of another class of tensors are returned as they are, with the other arguments.
+    Logits that are not a DTensor are returned unchanged, with the other arguments.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard  # 0.5 s of `import ringcomm`
 
     if not isinstance(logits, DTensor):
         return logits, target, group, vocab_start
     if group is not None or vocab_start is not None:
-        raise ValueError("logits that are a DTensor bring their group and vocab_start along")
+        raise ValueError("a DTensor of logits determines group and vocab_start: leave them out")
     mesh, last = logits.device_mesh, logits.dim() - 1
     sharding = [
         dim for dim, p in enumerate(logits.placements) if isinstance(p, Shard) and p.dim == last
@@ -92,12 +96,12 @@ def shard_of_dtensor(
     others = [p for dim, p in enumerate(logits.placements) if dim not in sharding]
     if len(sharding) > 1 or not all(isinstance(p, Replicate) for p in others):
         raise ValueError(
-            f"logits are sharded in their last dimension, over one dimension of the mesh, and"
+            "logits must be sharded in their last dimension over one dimension of the mesh, and"
             f" replicated over others; got {logits.placements}"
         )
     if isinstance(target, DTensor):
         if not all(isinstance(p, Replicate) for p in target.placements):
-            raise ValueError(f"targets are replicated, got {target.placements}")
+            raise ValueError(f"targets must be replicated, got {target.placements}")
         target = target.to_local()
     if not sharding:
         return logits.to_local(), target, None, None
@@ -109,13 +113,13 @@ def shard_of_dtensor(
 
 # ---- options
 
-# What is known of each token: rows of the operators' results.
+# Per-token results: rows of the operators' results.
 OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 _FP32 = torch.finfo(torch.float32)
 
 
 class LossArguments(TypedDict, total=False):
-    """What a loss is, as users say it; cross_entropy has the meanings."""
+    """The options of a loss as users pass them; see cross_entropy."""
 
     ignore_index: int
     label_smoothing: float
@@ -139,11 +143,11 @@ class LossOptions(NamedTuple):
 
     @property
     def wants_more(self) -> bool:
-        """Whether the pass over the logits must find more than the loss needs."""
+        """Whether the pass over the logits must compute more than the loss needs."""
         return "entropy" in self.outputs or "accuracy" in self.outputs
 
     def _for_logits(self, shard: VocabShard) -> tuple[Any, ...]:
-        """What says which logits there are, and what they mean."""
+        """The options that describe the logits."""
         return shard.start, shard.size, self.ignore_index, self.logit_scale, self.softcap or 0.0
 
     def for_stats(self, shard: VocabShard) -> tuple[Any, ...]:
@@ -161,65 +165,69 @@ class LossOptions(NamedTuple):
 
 
 def checked_options(**given: Unpack[LossArguments]) -> LossOptions:
-    """The options, or ValueError naming the one that is out of its range."""
+    """The options; raises ValueError for one that is out of range."""
     options = LossOptions(**given)
     if not 0 <= options.label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is in [0, 1], got {options.label_smoothing!r}")
+        raise ValueError(f"label_smoothing must be in [0, 1], got {options.label_smoothing!r}")
     if not 0 <= options.z_loss < math.inf:
-        raise ValueError(f"z_loss is a number from 0 on, got {options.z_loss!r}")
+        raise ValueError(f"z_loss must be 0 or more, got {options.z_loss!r}")
     if options.softcap is not None and not _FP32.tiny <= options.softcap <= _FP32.max:
-        raise ValueError(f"softcap is a positive number of fp32 or None, got {options.softcap!r}")
+        raise ValueError(
+            f"softcap must be None or positive and finite in float32, got {options.softcap!r}"
+        )
     if not abs(options.logit_scale) <= _FP32.max:
-        raise ValueError(f"logit_scale is a finite number of fp32, got {options.logit_scale!r}")
+        raise ValueError(f"logit_scale must be finite in float32, got {options.logit_scale!r}")
     if options.reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction is "mean", "sum" or "none", got {options.reduction!r}')
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {options.reduction!r}')
     unknown = [name for name in options.outputs if name not in OUTPUTS]
     if unknown:
-        raise ValueError(f"outputs are some of {OUTPUTS}, got {unknown}")
+        raise ValueError(f"outputs must be some of {OUTPUTS}, got {unknown}")
     return options
 
 
 def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tensor | None:
-    """`num_items` as a tensor, or ValueError where the reduction divides by nothing."""
+    """`num_items` as a tensor; raises ValueError unless the reduction is "mean"."""
     if num_items is None:
         return None
     if reduction != "mean":
-        raise ValueError(f'num_items is for reduction="mean", got {reduction!r}')
+        raise ValueError(f'num_items needs reduction="mean", got {reduction!r}')
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
-            raise ValueError(f"num_items is one number, got shape {tuple(num_items.shape)}")
+            raise ValueError(f"num_items must be one number, got shape {tuple(num_items.shape)}")
         return num_items.detach().reshape([])
     return torch.tensor(float(num_items), dtype=torch.float64)
 
 
 def check_logits(logits: Tensor, weight: Tensor | None, name: str = "logits") -> None:
-    """Of logits and of weights of their classes, but for how many classes there are."""
+    """Checks logits and class weights, except the number of classes."""
     if logits.dtype not in DTYPES:
-        raise TypeError(f"{name} is of float32, float16 or bfloat16, got {logits.dtype}")
+        raise TypeError(f"{name} must be in float32, float16 or bfloat16, got {logits.dtype}")
     if weight is None:
         return
     if weight.dtype != torch.float32:
-        raise TypeError(f"class weights are float32, got {weight.dtype}")
+        raise TypeError(f"class weights must be float32, got {weight.dtype}")
     if weight.dim() != 1:
-        raise ValueError(f"one weight for each class, got shape {tuple(weight.shape)}")
+        raise ValueError(
+            f"class weights must have one element for each class, got shape {tuple(weight.shape)}"
+        )
     if weight.device != logits.device:
-        raise ValueError(f"class weights are wanted on {logits.device}, and are on {weight.device}")
+        raise ValueError(f"class weights must be on {logits.device}, got {weight.device}")
     if weight.requires_grad:
-        raise ValueError("class weights get no gradient, and these require grad")
+        raise ValueError("class weights get no gradient and must not require grad")
 
 
 def check_targets(target: Tensor, shape: torch.Size, device: torch.device) -> None:
-    """ValueError or TypeError where these are no class indices of tokens of a shape."""
+    """Raises ValueError or TypeError unless targets are class indices of the given shape."""
     if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"targets are int64 or int32, or probabilities, got {target.dtype}")
+        raise TypeError(f"targets must be int64 or int32, or probabilities, got {target.dtype}")
     if target.shape != shape:
-        raise ValueError(f"targets have shape {tuple(shape)}, got {tuple(target.shape)}")
+        raise ValueError(f"targets must have shape {tuple(shape)}, got {tuple(target.shape)}")
     if target.device != device:
-        raise ValueError(f"targets are wanted on {device}, and are on {target.device}")
+        raise ValueError(f"targets must be on {device}, got {target.device}")
 
 
 def with_outputs(loss: Tensor, by_token: Tensor, target: Tensor, options: LossOptions) -> Any:
-    """What the user gets: the loss in its shape, and the outputs by name if there are any."""
+    """The result for the user: the loss in its shape, and the outputs by name if there are any."""
     if options.reduction == "none":
         loss = loss.view(target.shape)
     if not options.outputs:

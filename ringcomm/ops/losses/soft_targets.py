@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ringcomm.ops.losses.options import LossOptions
 
-# Rows whose fp32 copies take about this much are worked on at a time.
+# Bytes of the fp32 copies of the rows that are processed at a time.
 BLOCK_BYTES = 16 << 20
 
 
@@ -22,20 +22,21 @@ def soft_cross_entropy(
     options: LossOptions,
     vocab_size: int | None,
 ) -> Tensor:
-    """As cross_entropy with targets of the logits' shape; "mean" divides by the number of rows."""
+    """cross_entropy with targets of the logits' shape; "mean" divides by the number of rows."""
     num_classes = logits.shape[-1]
     if target.shape != logits.shape:
         raise ValueError(
-            f"probabilities have the logits' shape {tuple(logits.shape)}, got {tuple(target.shape)}"
+            f"probabilities must have the logits' shape {tuple(logits.shape)}, got"
+            f" {tuple(target.shape)}"
         )
     if target.device != logits.device:
-        raise ValueError(f"targets are wanted on {logits.device}, and are on {target.device}")
+        raise ValueError(f"targets must be on {logits.device}, got {target.device}")
     if target.requires_grad:
-        raise ValueError("probabilities as targets get no gradient, and these require grad")
+        raise ValueError("probabilities as targets get no gradient and must not require grad")
     sizes = {vocab_size or num_classes, num_classes if weight is None else weight.numel()}
     if options.ignore_index >= 0 or sizes != {num_classes}:
         raise ValueError(
-            "probabilities as targets know no padding and no ignored class: of"
+            "probabilities as targets do not support padding or an ignored class: for"
             f" {num_classes} classes got vocab_size={vocab_size}, class weights of shape"
             f" {None if weight is None else tuple(weight.shape)} and"
             f" ignore_index={options.ignore_index}"
@@ -53,7 +54,7 @@ def soft_cross_entropy(
 def _blocks(
     rows: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Blocks of rows, their z and what is wanted of each class, in fp32."""
+    """Blocks of rows, their z and the target of each class, in fp32."""
     step = max(1, BLOCK_BYTES // (max(1, rows.shape[1]) * 4))
     smooth = options.label_smoothing
     for begin in range(0, len(rows), step):
@@ -74,7 +75,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         losses = rows.new_empty(len(rows), dtype=torch.float32)
         for block, z, wanted in _blocks(rows, target, weight, options):
-            # A class that is not wanted costs nothing, however unlikely.
+            # A class with probability 0 contributes 0, even if its z is -infinity.
             costs = torch.where(wanted == 0, 0.0, wanted * torch.log_softmax(z, -1))
             losses[block] = options.z_loss * torch.logsumexp(z, -1) ** 2 - costs.sum(-1)
         ctx.save_for_backward(rows, target, weight)

@@ -1,1 +1,1 @@
-"""Updates of weights: by gradients that are never whole, and inside a reduction over ranks."""
+"""Weight updates without materialized gradients, and fused with a reduction over ranks."""

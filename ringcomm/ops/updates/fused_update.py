@@ -78,10 +78,10 @@ def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
     Shards are contiguous, in rank order, and differ by one element at most, the longer ones first.
 
     Raises:
-        ValueError: `rank` is not one of `world_size`, or there are less than 0 elements.
+        ValueError: `rank` is not in [0, world_size), or num_elems is negative.
     """
     if not 0 <= rank < world_size or num_elems < 0:
-        raise ValueError(f"no shard of rank {rank} of {world_size} in {num_elems} elements")
+        raise ValueError(f"rank {rank} of {world_size} has no shard of {num_elems} elements")
     base, num_longer = divmod(num_elems, world_size)
     begin = rank * base + min(rank, num_longer)
     return begin, begin + base + (rank < num_longer)
@@ -98,22 +98,23 @@ def new_shard_state(
 
     Args:
         param: the whole parameters; equal on all ranks.
-        optimizer: whose state.
+        optimizer: the update rule.
         group: None for the default group.
-        master: add "master", this rank's shard of `param` in fp32, for parameters of 16 bits: the
-            updates then go there, and `param` is what it rounds to.
+        master: add "master", this rank's shard of `param` in fp32, for 16-bit parameters. Updates
+            are then applied to it, and `param` is its rounded copy.
 
     Returns:
         One-dimensional float32 tensors by torch.optim's names, zeros but for "master".
 
     Raises:
-        ValueError: master is wanted of float32 parameters, or of LomoStep, which keeps no state.
+        ValueError: master is set for float32 parameters, or for LomoStep, which has no state.
 
     Not collective.
     """
     if master and (param.dtype == torch.float32 or isinstance(optimizer, LomoStep)):
         raise ValueError(
-            f"no master weights for {type(optimizer).__name__} on {param.dtype} parameters"
+            f"{type(optimizer).__name__} does not support master weights for {param.dtype}"
+            " parameters"
         )
     resolved = resolve_group(group)
     begin, end = shard_range(param.numel(), resolved.size(), resolved.rank())
@@ -140,36 +141,36 @@ def reduce_scatter_update_all_gather_(
 ) -> Tensor:
     """Reduces the gradient over the ranks and updates the parameters with it, in place.
 
-    Equal to the last bit on all ranks, and to reduce_scatter, update and all_gather one after the
-    other; within 2 ulp of torch.optim in every step. Infinities and NaN in a gradient go into
-    parameters and state, as in torch.optim; look for them before.
+    The result has the same bits on all ranks, and the same bits as reduce_scatter, update and
+    all_gather one after the other. Each step is within 2 ulp of torch.optim. Infinities and NaN in
+    a gradient are written into parameters and state, as in torch.optim; check for them before.
 
     Args:
         param: any shape, contiguous, float32, float16 or bfloat16; the same on all ranks. It may
-            require grad: this counts as a step of an optimizer.
+            require grad, as in the step of an optimizer.
         grad: this rank's gradient, of the same shape; one of the three dtypes, the same on all
             ranks. 16-bit gradients are summed in fp32 and rounded once.
         state: this rank's shard of the optimizer's state, as `new_shard_state` makes it; updated in
-            place. With "master" the weights are kept there in fp32.
+            place. "master" has the fp32 weights.
         optimizer: the update and its hyper-parameters; equal on all ranks.
-        step: the number of this update, from 1 on; equal on all ranks.
+        step: the number of this update, starting at 1; equal on all ranks.
         group: a group of backend "ringcomm"; None for the default group.
         average: divide the sum by the number of ranks.
-        grad_scale: multiplies the reduced gradient: the inverse of a loss scale, a factor that
-            clips the norm. Equal on all ranks.
+        grad_scale: a factor of the reduced gradient, such as the inverse of a loss scale or a
+            factor that clips the norm; equal on all ranks.
 
     Returns:
         `param`.
 
     Raises:
         ValueError: a tensor has the wrong shape, strides or device, shares memory with another, is
-            missing or not wanted; a hyper-parameter is out of range; the group's backend is another
-            one. Nothing has been exchanged.
-        TypeError: a tensor's dtype is another one.
-        MismatchError: ranks differ in what must be equal.
+            missing or unexpected; a hyper-parameter is out of range; the group's backend is not
+            ringcomm. Nothing has been sent.
+        TypeError: a tensor has an unsupported dtype.
+        MismatchError: arguments that must be equal differ between ranks.
         RingcommError: a rank failed or called something else.
 
-    Collective; blocks until the result is there.
+    Collective; blocks until the result is available.
     """
     overload, states, numbers = _overload_arguments(optimizer, state, step)
     name = resolve_group(group).group_name
@@ -183,11 +184,11 @@ def reduce_scatter_update_all_gather_(
 def _overload_arguments(
     optimizer: SGDStep | AdamWStep | LomoStep, state: Mapping[str, Tensor], step: int
 ) -> tuple[str, list[Tensor | None], dict[str, Any]]:
-    """Which overload of an operator takes a step: its name, its states in order, its numbers."""
+    """The operator overload of a step: its name, its states in order, its numbers."""
     if set(state) - {"master"} != set(optimizer.state_names):
         raise ValueError(
-            f"the state of {type(optimizer).__name__} has {list(optimizer.state_names)} and "
-            f"perhaps 'master', got {sorted(state)}"
+            f"the state of {type(optimizer).__name__} must have {list(optimizer.state_names)} and"
+            f" may have 'master', got {sorted(state)}"
         )
     # Not asdict(), which copies: torch 2.11 does not trace that.
     numbers = {
@@ -195,7 +196,7 @@ def _overload_arguments(
     }
     if isinstance(optimizer, LomoStep):
         if "master" in state:
-            raise ValueError("LomoStep keeps no state, and no 'master'")
+            raise ValueError("LomoStep has no state and no 'master'")
         return "lomo", [], numbers
     numbers["step"] = step
     if isinstance(optimizer, AdamWStep):
@@ -214,11 +215,11 @@ def optimizer_update_(
     step: int,
     grad_scale: float = 1.0,
 ) -> Tensor:
-    """Updates parameters of the CPU with their gradient, in place, by all of torch's threads.
+    """Updates CPU parameters with their gradient, in place, with all of torch's threads.
 
-    Arguments, result, errors and arithmetic as `reduce_scatter_update_all_gather_`, with a state
-    for all elements. The same to the last bit for any number of threads, and however the parameters
-    are cut into parts. Nothing is written where an argument is wrong.
+    Arguments, result, errors and arithmetic are those of `reduce_scatter_update_all_gather_`, with
+    a state for all elements. The result has the same bits for any number of threads and any
+    partition of the parameters. A wrong argument raises before anything is written.
     """
     overload, states, numbers = _overload_arguments(optimizer, state, step)
     with torch.no_grad():
@@ -239,12 +240,12 @@ Rule = AdamWStep | SGDStep
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule | None:
-    """The rule of a parameter group of torch's AdamW or SGD; None where there is none."""
+    """The update rule of a parameter group of torch's AdamW or SGD; None if it is not supported."""
     if group["maximize"] or group.get("amsgrad") or isinstance(group["lr"], Tensor):
         return None
     if isinstance(optimizer, torch.optim.AdamW):
         numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
-        # betas are a list where torch.distributed.checkpoint has loaded the group.
+        # betas are a list if torch.distributed.checkpoint has loaded the group.
         return AdamWStep(**numbers, betas=tuple(group["betas"]))
     keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
     return SGDStep(**{key: group[key] for key in keys})

@@ -1,7 +1,7 @@
 """Updates of weights in place: fakes, and the operators on CUDA as kernels of ringcomm.kernels.
 
-They do what csrc/bindings/ops/weight_update_ops.cc does for the CPU. Nothing waits for the device.
-Behind its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
+They match csrc/bindings/ops/weight_update_ops.cc, which is for the CPU. They do not wait for the
+device. After its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from ringcomm.ops.triton_kernels import (
 
 def _check_devices(*tensors: Any) -> None:
     devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, Tensor)}
-    want(len(devices) <= 1, "an update", "tensors on one device", " and ".join(sorted(devices)))
+    want(
+        len(devices) <= 1, "a weight update", "tensors on one device", " and ".join(sorted(devices))
+    )
 
 
 def _fake_update(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> None:
@@ -77,7 +79,7 @@ def sgd_update_(
     op = "sgd_update_"
     step = step_of(op, clip_value, *numbers)
     check_weight(op, weight, low, step, is_matrix=False)
-    want(first_elem >= 0, op, "first_elem from 0 on", first_elem)
+    want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
     ordered = gradient_of(op, weight, grad)
     check_writable(op, weight, low, grad)
     if weight.numel():
@@ -88,7 +90,7 @@ def sgd_update_(
 def _update_elements(
     weight: Tensor, low: Tensor | None, grad: Tensor, step: Step, first_elem: int
 ) -> None:
-    """Launches the step of elements from the first_elem-th of a weight on."""
+    """Launches the step for the elements of a weight that start at first_elem."""
     num_elems, lead = weight.numel(), lead_of(weight)
     is_aligned = all(
         (tensor.data_ptr() - lead * tensor.element_size()) % VECTOR_BYTES == 0
@@ -119,9 +121,9 @@ def linear_sgd_update_(
 ) -> None:
     """One step by grad_out^T x.
 
-    cuBLAS adds a product to a matrix in 1.02 to 1.03 times a product's own time (H200): what has
-    one dtype, is rounded to nearest and has no limit. The rest takes a quarter of the gradient in
-    float32 as workspace, 32 MiB at most.
+    cuBLAS adds a product to a matrix in 1.02 to 1.03 times a product's own time (H200). This path
+    needs one dtype, rounding to nearest and no limit. Other cases need a quarter of the gradient in
+    float32 as workspace, at most 32 MiB.
     """
     op = "linear_sgd_update_"
     step = step_of(op, clip_value, *numbers)
@@ -140,9 +142,9 @@ def linear_sgd_update_(
 def _update_by_product(
     weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: Step
 ) -> None:
-    """Some rows of the gradient at a time, in fp32: a product by cuBLAS, then their update.
+    """Computes groups of rows of the gradient in fp32 with cuBLAS, then updates those rows.
 
-    An element's rounding depends on its place in the weight, not on the rows made at a time.
+    The rounding of an element depends on its index in the weight, not on the size of a group.
     """
     num_rows, num_cols = weight.shape
     num_made = min(num_rows, plans.rows_per_product(num_rows, num_cols))
@@ -172,9 +174,9 @@ def embedding_sgd_update_(
     clip_value: float | None = None,
     padding_idx: int = -1,
 ) -> None:
-    """One step of the rows that the indices name, or of all where weights decay.
+    """One step for the rows in the indices, or for all rows with weight decay.
 
-    An index out of range is left out: the lookup before has asserted that there is none.
+    Indices out of range are ignored: the preceding lookup has asserted that there are none.
     """
     op = "embedding_sgd_update_"
     step = step_of(op, clip_value, lr, weight_decay, *numbers)
@@ -215,7 +217,7 @@ _TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}
 
 
 def _tiles(matrix: Tensor) -> tuple[int, int]:
-    """How many there are along the columns, and along the rows."""
+    """The number of tiles along the columns, and along the rows."""
     return -(-matrix.shape[0] // plans.MATRIX_ROWS), -(-matrix.shape[1] // plans.MATRIX_COLS)
 
 
@@ -239,7 +241,7 @@ def square_sums(
 
 
 def _factored(op: str, weight: Tensor, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-    """The gradient and what its rows and columns are multiplied by, checked."""
+    """The gradient and the factors of its rows and columns, checked."""
     for name, factor, size in zip(("row_factor", "col_factor"), factors, weight.shape, strict=True):
         check_tensor(op, name, factor, weight, torch.float32, (size,))
     return gradient_of(op, weight, grad), *(factor.contiguous() for factor in factors)
@@ -280,11 +282,11 @@ def adalomo_update_(
     clip_value: float | None = None,
     first_elem: int = 0,
 ) -> None:
-    """One step by the gradient times its factors; step and decay are the device's."""
+    """One step by the gradient times its factors; step and decay are read on the device."""
     op = "adalomo_update_"
     step = step_of(op, clip_value, 0.0, 0.0, *scale_and_seed)
     check_weight(op, weight, low, step)
-    want(first_elem >= 0, op, "first_elem from 0 on", first_elem)
+    want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
     factored = _factored(op, weight, grad, row_factor, col_factor)
     check_tensor(op, "step_and_decay", step_and_decay, weight, torch.float32, (2,))
     check_writable(op, weight, low, *factored, step_and_decay)

@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass, in less memory: ZeRO-R (Rajbhandari et al. 2020)."""
+"""Less memory for the tensors that autograd saves: ZeRO-R (Rajbhandari et al. 2020)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Memory set aside for checkpoints and gradients: Md of ZeRO-R (Rajbhandari et al. 2020, 6.3)."""
+"""Preallocated memory for checkpoints and gradients: Md of ZeRO-R (Rajbhandari 2020, 6.3)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ringcomm.parallel.activations.saved_tensors import Kept, SavedTensors, is_p
 
 _log = logging.getLogger("ringcomm")
 
-ALIGNMENT_BYTES = 64  # a cache line, and more than any load wants
+ALIGNMENT_BYTES = 64  # a cache line, and more than any load needs
 
 
 class _Block:
-    """Memory whose parts are taken first fit, each until its owner is garbage."""
+    """Memory with first-fit allocation; each part is taken until its owner is garbage-collected."""
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -42,10 +42,10 @@ class _Block:
 
 
 class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_hooks
-    """Has tensors that autograd saves inside of it copied into memory that was set aside for them.
+    """Copies the tensors that autograd saves inside this context into preallocated memory.
 
-    Around checkpoints: what they keep until the backward pass is then not between activations that
-    are freed at once, so that these leave no holes behind.
+    Use it around checkpoints. Tensors that are kept until the backward pass are then not between
+    activations that are freed at once, which avoids fragmentation.
 
         arena = activations.arena(1 << 30)
         for batch in batches:
@@ -53,31 +53,32 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
                 loss = loss_of(model, batch)  # with torch.utils.checkpoint.checkpoint inside
             loss.backward()
 
-    The backward pass gets a copy each time: the bits that were saved. A place is free again when
-    its graph is, after the backward pass or when it is dropped. Parameters and their views stay as
-    they are, so do tensors of other devices. For the innermost context of saved tensors only:
-    partition() takes an `arena` for its shards. The context may be entered again, also in itself.
+    The backward pass gets a copy with the saved bits. Memory is reused when its graph is freed,
+    after the backward pass or when the graph is dropped. Parameters and their views, and tensors on
+    other devices, are not copied. Only the innermost context of saved tensors has an effect:
+    partition() has an option `arena` for its shards. The context may be entered repeatedly and
+    recursively.
 
     Args:
-        block_bytes: of the block that is allocated now, and of each that is added when it is full.
-            A saved tensor takes whole lines of 64 bytes.
+        block_bytes: the size of the block that is allocated now, and of each block that is added
+            when all are full. A saved tensor occupies a multiple of 64 bytes.
         device: None for torch.get_default_device().
 
     Attributes:
-        device: of the tensors that it takes.
+        device: the device of the tensors that are copied.
 
     Raises:
         ValueError: block_bytes is not positive.
-        RuntimeError: in the backward pass, torch's own, of a tensor that was written meanwhile.
+        RuntimeError: in the backward pass, from torch: a saved tensor was modified in place.
 
-    Not collective. A place is used again in the order of the device's stream: a forward and a
-    backward pass that run on different streams must wait for each other.
+    Not collective. Memory is reused in the order of the device's stream: a forward and a backward
+    pass on different streams must be synchronized.
     """
 
     def __init__(self, block_bytes: int, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         if block_bytes < 1:
-            raise ValueError(f"block_bytes is 1 or more, got {block_bytes}")
+            raise ValueError(f"block_bytes must be 1 or more, got {block_bytes}")
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
         self._blocks = [_Block(block_bytes, device or torch.get_default_device())]
@@ -85,24 +86,24 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
 
     @property
     def num_blocks(self) -> int:
-        """One, and one more for each time that it was full."""
+        """The number of blocks: one, plus one for each time that all were full."""
         return len(self._blocks)
 
     @property
     def reserved_bytes(self) -> int:
-        """Of its blocks."""
+        """Bytes of all blocks."""
         return sum(block.memory.nbytes for block in self._blocks)
 
     @property
     def used_bytes(self) -> int:
-        """Of places that are taken now, each of whole cache lines."""
+        """Bytes in use, each tensor rounded up to cache lines."""
         return sum(block.used_bytes for block in self._blocks)
 
     def _takes(self, tensor: Tensor) -> bool:
         return is_plain(tensor) and tensor.device == self.device
 
     def _keep(self, kept: Kept) -> None:
-        """A full arena grows by a block, and warns the first time."""
+        """A full arena grows by a block and warns the first time."""
         flat = kept.flat
         num_bytes = max(1, -(-flat.nbytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         with self._lock:
@@ -121,8 +122,8 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
         self._blocks.append(_Block(max(self._block_bytes, num_bytes), self.device))
         if len(self._blocks) == 2:
             _log.warning(
-                "an arena of %d bytes has no room for %d more: it grows to %d. Blocks of the bytes"
-                " that a step saves need no second one",
+                "an arena of %d bytes has no room for %d more and grows to %d. Set block_bytes"
+                " to the bytes that a step saves, so that one block suffices",
                 before,
                 num_bytes,
                 self.reserved_bytes,
@@ -131,34 +132,36 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
 
 
 def gradient_arena(params: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Gives the gradients of some parameters places one behind the other, for good.
+    """Places the gradients of parameters permanently in contiguous memory.
 
         activations.gradient_arena(model.parameters())
 
-    A gradient that autograd has made goes to its place at once, and `param.grad` is a view of it;
-    sums over micro-batches are made there. After `zero_grad()` it is None until the next one comes
-    and takes the place again, so that optimizers leave out what has none.
+    A gradient from autograd is moved to its place at once, and `param.grad` is a view of it;
+    micro-batches accumulate there. After `zero_grad()` it is None until the next gradient takes the
+    place again, so optimizers skip parameters without a gradient.
 
     Args:
-        params: those that require no gradient are left out; gradients that are there move.
+        params: parameters; those that do not require grad are skipped, and existing gradients are
+            moved.
 
     Returns:
-        The memory, of one dimension, for each dtype and device in the order of the parameters.
+        One one-dimensional buffer for each dtype and device, in the order of the parameters.
 
     Raises:
-        TypeError: a parameter is a DTensor or another subclass, or no leaf; nothing has changed.
+        TypeError: a parameter is a DTensor or another subclass, or not a leaf; nothing has been
+            changed.
 
-    Not collective. Sparse gradients, those of create_graph=True and those of another dtype stay
-    where they are. Not with what places gradients itself: DistributedDataParallel with
-    gradient_as_bucket_view, zero.shard().
+    Not collective. Sparse gradients, those of create_graph=True and those of another dtype are not
+    moved. It cannot be combined with DistributedDataParallel's gradient_as_bucket_view or
+    zero.shard(), which place gradients themselves.
     """
     trained = [param for param in dict.fromkeys(params) if param.requires_grad]
     kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for param in trained:
         if not (param.is_leaf and type(param.data) is Tensor):
             raise TypeError(
-                f"an arena holds the gradients of plain parameters, got a {type(param.data)} or a "
-                "computed tensor; leave sharded parameters to the system that shards them"
+                f"an arena holds the gradients of plain parameters, got a {type(param.data)} or a"
+                " computed tensor; do not pass sharded parameters"
             )
         kinds.setdefault((param.device, param.dtype), []).append(param)
     buffers = []

@@ -1,4 +1,4 @@
-"""Activation checkpoints in shards: Pa and Pa+cpu of ZeRO-R (Rajbhandari et al. 2020, 6.1)."""
+"""Sharded activation checkpoints: Pa and Pa+cpu of ZeRO-R (Rajbhandari et al. 2020, 6.1)."""
 
 from __future__ import annotations
 
@@ -28,42 +28,46 @@ _DIGEST_ELEMS = 1 << 18
 
 
 class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_hooks
-    """Has tensors that autograd saves inside of it kept in shards over a group, 1/N on each rank.
+    """Shards the tensors that autograd saves inside this context over a group: each rank keeps 1/N.
 
-    For what all ranks of the group have alike: under tensor parallelism the inputs of its blocks,
-    which are all that a checkpoint saves. A tensor that differs between the ranks is an error.
+    The tensors must be equal on all ranks of the group. With tensor parallelism these are the
+    inputs of its blocks, the only tensors that a checkpoint saves. A tensor that differs between
+    the ranks is an error.
 
         with activations.partition(tensor_parallel_group):
             for block in blocks:
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
-    The backward pass gathers each again: (N-1)/N of its bytes, 1/12 of what a block of tensor
-    parallelism moves with recomputation. Parameters and their views stay as they are, so do tensors
-    that are not floating point or small; the bits that come back are those that were saved. The
-    context may be entered again, also in itself.
+    The backward pass gathers each tensor again. This sends (N-1)/N of its bytes, 1/12 of the
+    traffic of a tensor-parallel block with recomputation. The gathered bits are those that were
+    saved. Parameters and their views, small tensors and tensors that are not floating point are not
+    sharded. The context may be entered repeatedly and recursively.
 
     Args:
         group: None for the default group.
-        mesh: of one dimension, in place of a group.
-        offload: "cpu" keeps the shards in host memory, outside of the device's (pinned where that
-            is a GPU); also those of a single rank, which are whole.
-        min_elems: smaller tensors stay whole.
-        check: compare a digest of each tensor over the ranks when it is saved: 8 bytes from each
-            rank, for which the host waits. Without it tensors that differ are mixed up silently.
-        arena: where shards go that are kept on its device; this context alone is entered then.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
+        offload: "cpu" keeps the shards in host memory (pinned if the device is a GPU), also with a
+            single rank, whose shard is the whole tensor.
+        min_elems: smaller tensors are not sharded.
+        check: compare a digest of each tensor between the ranks when it is saved: 8 bytes from each
+            rank, for which the host waits. Without the check, tensors that differ are mixed
+            silently.
+        arena: memory for the shards that are kept on its device; enter only this context then, not
+            the arena.
 
     Attributes:
         num_saved: tensors that were partitioned.
 
     Raises:
-        ValueError: an option is out of its range. When a tensor is saved that differs between the
-            ranks: on all of them.
-        RingcommError: in the backward pass, ranks gather different tensors: they ran other layers.
-        RuntimeError: torch's own, of a tensor that is written before its backward pass.
+        ValueError: an option is out of range; or, on all ranks, a saved tensor differs between the
+            ranks.
+        RingcommError: in the backward pass, ranks gather different tensors because they ran
+            different layers.
+        RuntimeError: from torch: a saved tensor was modified in place before its backward pass.
 
     Collective with `check`, and in the backward pass, in autograd's order, which is the same on all
-    ranks if the forward passes were. A graph that is dropped gathers nothing. A checkpoint with
-    use_reentrant=True saves its inputs here as well, as long as one of them requires grad.
+    ranks if the forward passes were. A dropped graph gathers nothing. The inputs of a checkpoint
+    with use_reentrant=True are sharded too, if one of them requires grad.
     """
 
     def __init__(
@@ -78,9 +82,9 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
     ) -> None:
         super().__init__()
         if offload not in (None, "cpu"):
-            raise ValueError(f'offload is None or "cpu", got {offload!r}')
+            raise ValueError(f'offload must be None or "cpu", got {offload!r}')
         if min_elems < 0:
-            raise ValueError(f"min_elems is 0 or more, got {min_elems}")
+            raise ValueError(f"min_elems must be 0 or more, got {min_elems}")
         self.num_saved = 0
         self._on_device: WeakSet[Kept] = WeakSet()
         self._on_host: WeakSet[Kept] = WeakSet()
@@ -90,12 +94,12 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     @property
     def saved_bytes(self) -> int:
-        """Of shards that this rank keeps on the device now."""
+        """Bytes of the shards that this rank has on the device now."""
         return sum(kept.flat.nbytes for kept in self._on_device)
 
     @property
     def host_bytes(self) -> int:
-        """Of shards that this rank keeps in host memory now."""
+        """Bytes of the shards that this rank has in host memory now."""
         return sum(kept.flat.nbytes for kept in self._on_host)
 
     def _takes(self, tensor: Tensor) -> bool:
@@ -135,16 +139,16 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
         if other is not None:
             raise ValueError(
-                "partition() shards saved tensors that are equal on all ranks, but one of shape "
-                f"{tuple(kept.shape)} differs between rank 0 and rank {other}. Inside of "
-                "tensor-parallel layers, sequence parallelism or data parallelism tensors differ: "
-                "put torch.utils.checkpoint.checkpoint() around each block whose input is the "
-                "same on all ranks, or enter partition() for fewer layers"
+                "partition() shards saved tensors that are equal on all ranks, but one of shape"
+                f" {tuple(kept.shape)} differs between rank 0 and rank {other}. Tensors differ"
+                " inside tensor-parallel layers and under sequence or data parallelism: put"
+                " torch.utils.checkpoint.checkpoint() around each block whose input is the same"
+                " on all ranks, or enter partition() for fewer layers"
             )
 
 
 def _digest(kept: Kept) -> Tensor:
-    """Of the bits, their order, the shape and strides: int64 [1]; does not wait for the device."""
+    """A digest of bits, their order, shape and strides: int64 [1]; does not wait for the device."""
     flat = kept.flat
     word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights = torch.arange(1, min(_DIGEST_ELEMS, flat.numel()) + 1, device=flat.device)
@@ -156,11 +160,10 @@ def _digest(kept: Kept) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, outside of torch's allocator for the tensor's device.
+    """A copy in host memory, outside torch's allocator for the tensor's device.
 
-    Pinned where the device is a GPU, so that copies may run beside its work. For a tensor of the
-    CPU, of one dimension, it is memory mapped for it alone, which is given back to the system with
-    the last reference.
+    It is pinned if the device is a GPU, so that copies may overlap kernels. For a one-dimensional
+    CPU tensor it is a separate memory mapping, which is unmapped with the last reference.
     """
     if tensor.is_cuda:
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -171,7 +174,7 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 class auto(partition):  # noqa: N801
-    """partition(), where checkpoints have no room otherwise, and only there (ZeRO-R, 6.1).
+    """Applies partition() only if checkpoints do not fit otherwise (ZeRO-R, 6.1).
 
         room = activations.auto(tensor_parallel_group, limit_bytes=8 << 30)
         for batch in batches:
@@ -179,29 +182,30 @@ class auto(partition):  # noqa: N801
                 loss = loss_of(model, batch)
             loss.backward()
 
-    The first forward pass is measured, and keeps within the limit: tensors that have no room are in
-    shards in host memory already. If it saves more than the limit, shards are kept on the device
-    from then on; if these exceed it as well, in host memory. Rank 0 says so once, as a warning of
+    The first forward pass is measured. It stays within the limit, because tensors that do not fit
+    are sharded to host memory. If it saves more than the limit, later passes keep shards on the
+    device; if these exceed the limit too, in host memory. Rank 0 logs this once, as a warning of
     the logger "ringcomm".
 
     Args:
-        limit_bytes: that checkpoints may take on a device, the least of all ranks' counts; None on
-            CUDA for what is free now, once model and optimizer are there. What a backward pass
-            takes besides is to be left out of it.
-        device: of the activations; None for torch.get_default_device().
+        limit_bytes: the memory for checkpoints on a device; the smallest value of all ranks is
+            used. None on CUDA means the memory that is free now: make model and optimizer before.
+            Subtract the other memory that a backward pass needs.
+        device: the device of the activations; None for torch.get_default_device().
         group, mesh, min_elems, arena: as partition()'s.
 
     Attributes:
-        limit_bytes: the lowest of the ranks'.
-        whole_bytes: what the first forward pass would save without partition(); the highest of the
-            ranks'.
+        limit_bytes: the smallest value of the ranks.
+        whole_bytes: the bytes that the first forward pass would save without partition(); the
+            largest value of the ranks.
         choice: "whole", "partition" or "partition+cpu"; None before the first forward pass.
 
     Raises:
-        ValueError: an argument is out of its range, also another rank's; a CPU has no limit.
+        ValueError: an argument is out of range, on this or another rank; limit_bytes is None on a
+            CPU.
 
-    Collective: an all_reduce of 8 bytes, another one after the first forward pass; in it as
-    partition() is. The ranks decide alike.
+    Collective: an all_reduce of 8 bytes, another one after the first forward pass, and the
+    collectives of partition(). All ranks make the same choice.
     """
 
     def __init__(
@@ -220,12 +224,12 @@ class auto(partition):  # noqa: N801
             free_bytes, _ = torch.cuda.mem_get_info(self._device)
             reserved_bytes = torch.cuda.memory_reserved(self._device)
             limit_bytes = free_bytes + reserved_bytes - torch.cuda.memory_allocated(self._device)
-        # A rank without a limit tells the others, which do not wait for it.
+        # A rank without a limit reports this to the others, so they do not wait for it.
         mine = 1 if limit_bytes is None or limit_bytes < 0 else -limit_bytes
         self.limit_bytes = -self._highest(mine)
         if self.limit_bytes < 0:
             raise ValueError(
-                f"limit_bytes is 0 or more on every rank, and has no default for"
+                "limit_bytes must be 0 or more on every rank, and has no default for"
                 f" {self._device.type}; got {limit_bytes} here"
             )
         self.whole_bytes = 0
@@ -246,7 +250,7 @@ class auto(partition):  # noqa: N801
 
     def _keep(self, kept: Kept) -> None:
         if self.choice is None:
-            # What has room depends on sizes and their order alone, so that all ranks do the same.
+            # The choice depends only on sizes and their order, so it is the same on all ranks.
             self.whole_bytes += kept.flat.nbytes
             if self.whole_bytes <= self.limit_bytes:
                 return
@@ -265,7 +269,7 @@ class auto(partition):  # noqa: N801
         self.choice = "partition+cpu" if self._goes_to_host else "partition"
         if self._group.rank() == 0:
             _log.warning(
-                "checkpoints of %d bytes have no room in %d: activations.auto() keeps 1/%d of them"
+                "checkpoints of %d bytes do not fit in %d: activations.auto() keeps 1/%d of them"
                 " on each rank, %d bytes%s",
                 plan,
                 self.limit_bytes,
@@ -275,7 +279,7 @@ class auto(partition):  # noqa: N801
             )
 
     def _highest(self, number: int) -> int:
-        """Of the ranks'. Collective."""
+        """The largest value of the ranks. Collective."""
         found = torch.tensor([number], device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         return int(found)

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that keep a tensor in other memory: once, and under torch's own rules."""
+"""Saved-tensor hooks that move a tensor to other memory, once, and keep torch's version checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 
 class Kept:
-    """A dense tensor of any strides, as its elements in the order of memory.
+    """A dense tensor with any strides, as its elements in memory order.
 
     Attributes:
         flat: the elements, of one dimension; a view of the tensor until they are kept elsewhere.
@@ -38,16 +38,16 @@ class Kept:
 
 
 class SavedTensors(ABC):
-    """A context that keeps the tensors that it takes as _keep() says; others stay as they are.
+    """A context that stores the tensors selected by _takes() with _keep(); others are unchanged.
 
-    It may be entered again, also in itself. A tensor that is saved twice is kept once. With hooks
-    torch does not check whether a tensor was written since it was saved; this class does.
+    It may be entered repeatedly and recursively. A tensor that is saved twice is stored once. With
+    hooks, torch does not check whether a saved tensor was modified in place; this class does.
     """
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager[Any]] = []
-        # By what makes it the same tensor. No other storage gets the address of a storage as long
-        # as Kept.source refers to it.
+        # Keyed by the identity of the tensor. A storage's address is not reused as long as
+        # Kept.source refers to it.
         self._known: WeakValueDictionary[Any, Kept] = WeakValueDictionary()
 
     def __enter__(self) -> Self:
@@ -61,20 +61,20 @@ class SavedTensors(ABC):
 
     @abstractmethod
     def _takes(self, tensor: Tensor) -> bool:
-        """Whether _keep() is for this one."""
+        """Whether to store this tensor with _keep()."""
 
     @abstractmethod
     def _keep(self, kept: Kept) -> None:
-        """Moves `kept.flat`, a view of the saved tensor, to where it is kept."""
+        """Moves `kept.flat`, a view of the saved tensor, to its destination."""
 
     @abstractmethod
     def _restore(self, kept: Kept) -> Tensor:
-        """The tensor with the bits that were kept."""
+        """Returns the tensor with the saved bits."""
 
     def _pack(self, tensor: Tensor) -> tuple[Kept | Tensor, Tensor, int]:
-        """What is kept, a tensor that counts writes, and their number so far."""
+        """Returns the stored tensor, a tensor that counts writes, and their number so far."""
         if not self._takes(tensor):
-            # An output that its own node holds would never be freed.
+            # An output referenced by its own node would never be freed.
             whole = tensor if tensor.is_leaf else tensor.detach()
             return whole, whole, whole._version
         place = tensor.untyped_storage()._cdata, tensor.storage_offset()
@@ -84,7 +84,8 @@ class SavedTensors(ABC):
             kept = Kept(tensor.detach())
             self._keep(kept)
             self._known[key] = kept
-        # An empty tensor that counts the same writes: `.data` changes all but the counter.
+        # An empty tensor with the same version counter: `.data` replaces everything but the
+        # counter.
         alias = tensor.detach()
         alias.data = tensor.new_empty(0)
         return kept, alias, alias._version
@@ -102,9 +103,9 @@ class SavedTensors(ABC):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has elements of its own, in memory that is freed with the graph.
+    """Whether a tensor has its own elements, in memory that is freed with the graph.
 
-    Not so parameters and their views, subclasses, sparse and quantized tensors.
+    False for parameters and their views, subclasses, sparse and quantized tensors.
     """
     base = tensor._base if tensor._base is not None else tensor
     return (

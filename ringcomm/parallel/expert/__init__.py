@@ -1,4 +1,4 @@
-"""Expert parallelism: what trains models with ringcomm.nn.MixtureOfExperts."""
+"""Expert parallelism: functions for training models with ringcomm.nn.MixtureOfExperts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts and back (Lepikhin et al. 2021, section 3.2).
+"""Sends tokens to the ranks of their experts and back (Lepikhin et al. 2021, section 3.2).
 
 Splits are uneven: nothing is padded to a capacity, and a row travels only if its expert is on
 another rank.
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class _Exchange(torch.autograd.Function):
-    """all_to_all of rows, by the ranks that they go to; backward it is one the other way."""
+    """all_to_all of rows, ordered by destination rank; the backward pass reverses it."""
 
     @staticmethod
     def forward(
@@ -59,22 +59,22 @@ def _all_to_all(
 
 
 def rows_of_tokens(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
-    """The tokens of some choices, (tokens, width) to (rows, width).
+    """Gathers the tokens of the given choices, (tokens, width) to (rows, width).
 
-    `slots`, int64, says which choices: token * num_choices + choice, each at most once.
+    `slots`, int64, has the choices: token * num_choices + choice, each at most once.
     """
     result: Tensor = _RowsOfTokens.apply(tokens, slots, num_choices)
     return result
 
 
 def sums_of_rows(rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
-    """For every token the sum over its choices' rows, (num_tokens, width); 0 where it has none."""
+    """For every token the sum over its choices' rows, (num_tokens, width); 0 without rows."""
     spread = rows.new_zeros(num_tokens * num_choices, rows.shape[1]).index_copy_(0, slots, rows)
     return spread.view(num_tokens, num_choices, rows.shape[1]).sum(1)
 
 
 class _RowsOfTokens(torch.autograd.Function):
-    """Not index_select's own gradient, which adds up in no fixed order on a GPU."""
+    """Replaces index_select's gradient, which is not deterministic on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
@@ -88,19 +88,19 @@ class _RowsOfTokens(torch.autograd.Function):
         return sums_of_rows(grads[0], slots, ctx.num_tokens, ctx.num_choices), None, None
 
 
-# What a rank says of itself in front of its counts: of its gradients, and its place in DTYPES.
+# The header before a rank's counts: whether it needs gradients, and its index in DTYPES.
 NO_GRAD, NEEDS_NO_GRADIENT, NEEDS_GRADIENT = 0, 1, 2
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NUM_FACTS = 2
 
 
 class DispatchPlan(NamedTuple):
-    """How many rows go where, as the ranks of a group have agreed; for one dispatch and combine."""
+    """The number of rows between all ranks of a group, for one dispatch and combine."""
 
     group: dist.ProcessGroup
     sent: list[int]  # this rank's rows for each rank
     table: list[list[int]]  # rows from each rank for each expert of this rank
-    needs_grad: bool  # some rank's backward pass, and so all ranks'
+    needs_grad: bool  # whether any rank, and therefore all ranks, run the backward pass
 
     @property
     def received(self) -> list[int]:
@@ -111,17 +111,17 @@ class DispatchPlan(NamedTuple):
 def plan_dispatch(
     rows_per_expert: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, *, is_grad_needed: bool
 ) -> DispatchPlan:
-    """Tells the ranks of a group how many rows of a dtype they will get from each other.
+    """Exchanges how many rows of a dtype the ranks of a group will get from each other.
 
-    `is_grad_needed` says whether this rank will call the backward pass for something of its own.
-    Raises TypeError for other rows than DTYPES; ValueError on all ranks where dtypes differ, or
-    some ranks are in no_grad mode while others need gradients.
+    `is_grad_needed`: whether this rank itself will call the backward pass. Raises TypeError for
+    rows not in DTYPES; ValueError on all ranks if dtypes differ, or if some ranks are in no_grad
+    mode while others need gradients.
 
     Collective: 8 bytes for each expert of another rank, and 16 for each other rank. It waits
     for the device, once.
     """
     if dtype not in DTYPES:
-        raise TypeError(f"tokens are of {', '.join(map(str, DTYPES))}; got {dtype}")
+        raise TypeError(f"tokens must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
     num_experts, world_size = rows_per_expert.numel(), group.size()
     sizes = shard_sizes(num_experts, world_size)
     need = NEEDS_GRADIENT if is_grad_needed else NEEDS_NO_GRADIENT
@@ -145,26 +145,27 @@ def plan_dispatch(
 
 
 def _agree(facts: Sequence[Sequence[int]]) -> bool:
-    """Whether some rank needs a gradient, and so all take part in the backward pass."""
+    """Whether some rank needs a gradient, so that all ranks take part in the backward pass."""
     needs, dtypes = zip(*facts, strict=True)
     if len(set(dtypes)) > 1:
         words = [str(DTYPES[dtype]) for dtype in dtypes]
-        raise ValueError(f"ranks disagree on the dtype of tokens: by rank {words}")
+        raise ValueError(f"all ranks must have tokens of one dtype, got by rank {words}")
     if NEEDS_GRADIENT in needs and NO_GRAD in needs:
         raise ValueError(
-            f"rank {needs.index(NO_GRAD)} is in no_grad mode, and rank"
-            f" {needs.index(NEEDS_GRADIENT)} waits for it in the backward pass: train or evaluate"
-            " on all ranks of experts alike"
+            f"rank {needs.index(NO_GRAD)} is in no_grad mode, but rank"
+            f" {needs.index(NEEDS_GRADIENT)} needs it in the backward pass: train on all ranks of"
+            " the experts, or evaluate on all"
         )
     return NEEDS_GRADIENT in needs
 
 
 def dispatch(rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Brings this rank's rows, (rows, width) by expert, to the ranks of their experts.
+    """Sends this rank's rows, (rows, width) ordered by expert, to the ranks of their experts.
 
     Returns the rows for this rank's experts, those of rank 0 first. Collective, forward and
-    backward: the bytes of the rows whose experts are on other ranks, and backward those that have
-    come from there. A rank whose own rows need no gradient answers the others' backward pass.
+    backward. The forward pass sends the rows whose experts are on other ranks, the backward pass
+    those received from other ranks. A rank whose own rows need no gradient takes part in the
+    others' backward pass.
     """
     if plan.needs_grad and not rows.requires_grad:
         rows = rows.detach().requires_grad_()
@@ -180,13 +181,13 @@ def by_expert(received: Tensor, plan: DispatchPlan) -> list[Tensor]:
 
 
 def combine(results: Sequence[Tensor], received: Tensor, plan: DispatchPlan) -> Tensor:
-    """Brings the results of experts back, in the order of the rows of dispatch(). Collective."""
+    """Sends the results of experts back, in the order of the rows of dispatch(). Collective."""
     by_rank = [
         result.split([of_rank[local] for of_rank in plan.table])
         for local, result in enumerate(results)
     ]
     pieces = [of_expert[rank] for rank in range(plan.group.size()) for of_expert in by_rank]
-    # No rows of what was received, so that a rank without experts takes part backward.
+    # Zero rows of the received tensor, so that a rank without experts takes part in backward.
     joined = torch.cat([received[:0], *pieces])
     rows: Tensor = _Exchange.apply(joined, plan.received, plan.sent, plan.group)
     return rows

@@ -1,4 +1,4 @@
-"""A layer of experts, of which each rank has some, and the router in front of them.
+"""An expert-parallel layer and its router.
 
 Shazeer et al. 2017; Lepikhin et al. 2021; Fedus et al. 2022.
 """
@@ -29,15 +29,15 @@ __all__ = ["MixtureOfExperts", "Routing", "TopKRouter"]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where this rank's tokens go; numbers are float32, or float64 of such tokens."""
+    """The routing of this rank's tokens; values are float32, or float64 for float64 tokens."""
 
     logits: Tensor  # (tokens, experts)
     probabilities: Tensor  # their softmax
-    experts: Tensor  # (tokens, top_k), int64: the most probable first, of equals the smaller number
+    experts: Tensor  # (tokens, top_k), int64: the most probable first; ties: smaller number first
     weights: Tensor  # (tokens, top_k): of the experts' results
     is_kept: Tensor  # (tokens, top_k), bool: False where the expert is full
     tokens_per_expert: Tensor  # (experts,), int64
-    num_dropped_tokens: Tensor  # of no dimension, int64: the choices that are not kept
+    num_dropped_tokens: Tensor  # scalar, int64: the number of dropped choices
 
     def slots_by_expert(self) -> Tensor:
         """The choices, token * top_k + choice, by expert and then by token; dropped ones last."""
@@ -65,7 +65,7 @@ class Routing:
 
 
 class TopKRouter(nn.Linear):
-    """A linear gate, whose softmax is in float32 whatever the tokens are, autocast or not.
+    """A linear gate with a softmax in float32 for any dtype of tokens, also under autocast.
 
     Its arguments are those of MixtureOfExperts.
     """
@@ -86,12 +86,12 @@ class TopKRouter(nn.Linear):
             raise ValueError(f"num_experts must be 1 or more, got {num_experts}")
         if not 1 <= top_k <= num_experts:
             raise ValueError(
-                f"top_k={top_k} of {num_experts} experts: choose 1 to {num_experts} of them"
+                f"top_k must be 1 to {num_experts}, the number of experts, got {top_k}"
             )
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(
-                f"capacity_factor={capacity_factor} leaves no room for tokens: use about 1.25, or "
-                "None, which drops no token"
+                "capacity_factor must be positive and finite, such as 1.25, or None, which drops"
+                f" no token; got {capacity_factor}"
             )
         if normalize_weights and top_k == 1 < num_experts:
             raise ValueError(
@@ -109,7 +109,7 @@ class TopKRouter(nn.Linear):
             bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
             probabilities = logits.softmax(-1)
-        # Not topk(): which of several equal ones that takes is not said.
+        # Not topk(), whose choice among equal values is not specified.
         weights, experts = probabilities.sort(dim=-1, descending=True, stable=True)
         weights, experts = weights[:, : self.top_k], experts[:, : self.top_k]
         if self.normalize_weights:
@@ -123,7 +123,7 @@ class TopKRouter(nn.Linear):
         )
 
     def _within_capacity(self, experts: Tensor) -> Tensor:
-        """Which choices find a place."""
+        """Which choices are within the capacity."""
         if self.capacity_factor is None:
             return torch.ones_like(experts, dtype=torch.bool)
         capacity = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
@@ -136,7 +136,7 @@ class TopKRouter(nn.Linear):
         return (places < capacity).view(self.top_k, -1).t()
 
     def extra_repr(self) -> str:
-        """As nn.Linear has it, and what is not the default."""
+        """As in nn.Linear, plus options that are not the default."""
         words = [super().extra_repr(), f"top_k={self.top_k}"]
         if self.capacity_factor is not None:
             words.append(f"capacity_factor={self.capacity_factor}")
@@ -146,7 +146,7 @@ class TopKRouter(nn.Linear):
 
 
 def _counts(numbers: Tensor, num_kinds: int) -> Tensor:
-    """How often each number below num_kinds is there; unlike bincount() without waiting for it."""
+    """Counts each number below num_kinds; unlike bincount(), without waiting for the device."""
     flat = numbers.reshape(-1)
     return flat.new_zeros(num_kinds).scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -154,9 +154,9 @@ def _counts(numbers: Tensor, num_kinds: int) -> Tensor:
 class MixtureOfExperts(nn.Module):
     """Each token goes through the top_k experts that a router chooses; expert parallelism.
 
-    Every rank has tokens of its own, as in data parallelism, the whole router, and some of the
-    experts; tokens travel to the ranks of their experts and back. The result is that of all experts
-    in one place.
+    Every rank has different tokens, as in data parallelism, the whole router, and some of the
+    experts. Tokens are sent to the ranks of their experts and back. The result equals that of all
+    experts on one rank.
 
         layer = MixtureOfExperts(512, lambda: MLP(512), num_experts=8, top_k=2)
         y = x + layer(x)
@@ -164,40 +164,41 @@ class MixtureOfExperts(nn.Module):
         loss.backward()
         ringcomm.parallel.expert.average_gradients(model)
 
-    A step sends, for each choice whose expert is on another rank, in_features elements there and
-    back, and as much backward; and forward 8 bytes for each expert elsewhere, and 16 for each
-    other rank.
+    For each choice whose expert is on another rank, a step sends in_features elements there and
+    back, and the same again in the backward pass. The forward pass also sends 8 bytes for each
+    expert on another rank, and 16 for each other rank.
 
     Args:
-        in_features: of a token.
-        make_expert: makes one expert, a module from (rows, in_features) to the same shape. Every
-            rank makes all of them, one after the other, and keeps its own: seed all ranks alike,
-            and the values are those of a single process.
-        num_experts: of the whole layer. Ranks have contiguous ones, as many or one more, or none.
-        top_k: experts of a token (Shazeer et al. 2017).
-        group, mesh: the ranks that share the experts, ParallelDims()["ep"]; default: all.
-        replica_group: where there are fewer experts' ranks than ranks of data parallelism: those
-            that have the same experts as this one, ParallelDims().group("edp").
-        capacity_factor: an expert takes ceil(capacity_factor * top_k * tokens / num_experts) of
-            this rank's tokens: first choices before second ones, and in the order of positions
-            (Lepikhin et al. 2021, algorithm 1). Ranks need not talk about that, and what is dropped
-            does not depend on other ranks' tokens. None: no token is dropped.
+        in_features: the size of a token.
+        make_expert: a function that returns one expert, a module from (rows, in_features) to the
+            same shape. Every rank makes all experts one after the other and keeps its own. With the
+            same seed on all ranks, values are those of a single process.
+        num_experts: the number of experts of the layer. Each rank has a contiguous range; sizes
+            differ by at most one and may be 0.
+        top_k: experts per token (Shazeer et al. 2017).
+        group, mesh: the expert-parallel ranks, ParallelDims()["ep"]; default: all.
+        replica_group: needed if there are fewer expert-parallel than data-parallel ranks: the ranks
+            with the same experts as this one, ParallelDims().group("edp").
+        capacity_factor: an expert accepts ceil(capacity_factor * top_k * tokens / num_experts) of
+            this rank's tokens: first choices before second ones, in the order of positions
+            (Lepikhin et al. 2021, algorithm 1). This needs no communication, and dropped tokens do
+            not depend on other ranks' tokens. None: no token is dropped.
         normalize_weights: whether the weights of a token's experts sum to 1, as in Mixtral;
-            otherwise they are their probabilities, as in Switch.
-        device, dtype: of the router.
+            otherwise they are the probabilities, as in Switch.
+        device, dtype: those of the router.
 
     Attributes:
-        router: a linear layer, in float32 whatever the tokens are.
-        experts: this rank's, by their numbers in the layer.
-        routing: of the last forward: tokens_per_expert, num_dropped_tokens, load_balancing_loss,
-            router_z_loss and more; None before. Under a reentrant torch.utils.checkpoint its losses
-            have no gradient: take use_reentrant=False.
+        router: a linear layer that computes in float32 for any dtype of tokens.
+        experts: this rank's experts, by their numbers in the layer.
+        routing: the Routing of the last forward: tokens_per_expert, num_dropped_tokens,
+            load_balancing_loss, router_z_loss and more; None before. Under a reentrant
+            torch.utils.checkpoint its losses have no gradient: use use_reentrant=False.
 
     Raises:
-        ValueError: an argument is out of range; two experts share a parameter; on all ranks, they
-            disagree on an argument, or have routers of other values.
+        ValueError: an argument is out of range; two experts share a parameter; or, on all ranks,
+            the ranks have different arguments or different router values.
 
-    Collective: one object of arguments.
+    Collective: exchanges the arguments as one object.
     """
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
@@ -253,11 +254,11 @@ class MixtureOfExperts(nn.Module):
     def from_experts(
         cls, router: nn.Linear, experts: Sequence[nn.Module], top_k: int = 2, **options: Any
     ) -> Self:
-        """This rank's part of a layer whose experts are there, the same on all ranks.
+        """Makes this rank's part of a layer from existing experts, the same on all ranks.
 
         Args:
-            router: makes a logit for each expert; copied.
-            experts: all of them; this rank's are taken as they are.
+            router: a linear layer with one logit per expert; copied.
+            experts: all experts; this rank's are used without a copy.
             top_k: see the class.
             options: group, mesh, replica_group, capacity_factor and normalize_weights of the class.
 
@@ -265,8 +266,8 @@ class MixtureOfExperts(nn.Module):
         """
         if router.out_features != len(experts):
             raise ValueError(
-                f"the router has {router.out_features} outputs, and there are {len(experts)}"
-                " experts: one for each"
+                f"the router must have one output for each of the {len(experts)} experts, got"
+                f" {router.out_features} outputs"
             )
         weight, next_expert = router.weight, iter(experts).__next__
         return cls(
@@ -277,14 +278,14 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to the same shape and dtype.
 
-        Any number of tokens on each rank, none too. Under autocast tokens travel in its dtype, as
-        they enter linear layers; results are weighted and summed in float32. Raises ValueError on
-        all ranks where tokens differ between them in dtype, or in whether gradients are needed.
-        Collective, and so is its backward pass, on all ranks if some need it.
+        Each rank may have any number of tokens, including none. Under autocast tokens are sent in
+        its dtype, as for linear layers; results are weighted and summed in float32. Raises
+        ValueError on all ranks if the dtype of tokens, or the need for gradients, differs between
+        ranks. Collective, and so is its backward pass, on all ranks if some rank needs it.
         """
         if x.dim() == 0 or x.shape[-1] != self.router.in_features:
             raise ValueError(
-                f"a token has {self.router.in_features} features, got tokens {tuple(x.shape)}"
+                f"tokens must have {self.router.in_features} features, got tokens {tuple(x.shape)}"
             )
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(tokens)
@@ -305,13 +306,13 @@ class MixtureOfExperts(nn.Module):
 
 
 def _sum_of(module: nn.Module) -> str:
-    """Of all values, as a text, since NaN is not equal to itself."""
+    """The sum of all values, as text, because NaN is not equal to itself."""
     params = [param.detach() for param in module.parameters() if not param.is_meta]
     return repr(float(sum(param.double().sum() for param in params)))
 
 
 def _wire_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's, as for the inputs of linear layers, which leaves float64 alone."""
+    """Autocast's dtype, as for the inputs of linear layers; float64 is unchanged."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

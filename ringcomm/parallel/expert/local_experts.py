@@ -1,4 +1,4 @@
-"""The experts of a layer that one rank has, and their gradients under data parallelism."""
+"""The experts of one rank, and their gradients under data parallelism."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _AVERAGED = "_ringcomm_averaged"
 
 
 class LocalExperts(nn.ModuleDict):
-    """This rank's experts, by their numbers in the whole layer, so that names differ between ranks.
+    """This rank's experts, named by their numbers in the whole layer; names differ between ranks.
 
     Args:
-        experts: of the whole layer, in order, the same on all ranks; an iterator may make them.
-        num_experts: how many there are.
-        group: the ranks that share the experts, contiguous ones by shard_range().
-        replica_group: the ranks that have the same experts as this one, None where it is alone.
+        experts: all experts of the layer, in order, the same on all ranks; may be an iterator.
+        num_experts: their number.
+        group: the expert-parallel ranks; each has a contiguous range by shard_range().
+        replica_group: the ranks with the same experts as this one; None if there are no others.
 
     Attributes:
         range: the experts [begin, end) of this rank.
@@ -61,16 +61,18 @@ class LocalExperts(nn.ModuleDict):
         for idx, expert in enumerate(experts):
             params = set(expert.parameters())
             if seen & params:
-                raise ValueError(f"expert {idx} shares a parameter with another: copy it for each")
+                raise ValueError(
+                    f"expert {idx} shares a parameter with another expert: give each its own copy"
+                )
             seen |= params
             if self.range[0] <= idx < self.range[1]:
                 self[str(idx)] = expert
 
     def forward(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Each row through its expert, wherever that is, in the order and dtype of the rows.
+        """Sends each row through its expert on any rank; returns rows in the same order and dtype.
 
-        Every expert runs, on no rows too, so that its parameters have gradients on every rank in
-        every step. Collective, forward and backward.
+        Every expert runs, even on no rows, so that its parameters have gradients in every step.
+        Collective, forward and backward.
         """
         self._check_ddp()
         received = dispatch(rows, plan)
@@ -79,8 +81,8 @@ class LocalExperts(nn.ModuleDict):
             result = expert(part)
             if result.shape != part.shape:
                 raise ValueError(
-                    f"expert {idx} makes {tuple(result.shape)} of {tuple(part.shape)}: the results"
-                    " of experts have the shape of their tokens"
+                    f"expert {idx} must return the shape of its tokens, {tuple(part.shape)}, got"
+                    f" {tuple(result.shape)}"
                 )
             results.append(result.to(rows.dtype))
         return combine(results, received, plan)
@@ -91,8 +93,9 @@ class LocalExperts(nn.ModuleDict):
             return
         if not all(getattr(param, "_ddp_ignored", False) for param in self.parameters()):
             raise RuntimeError(
-                "DistributedDataParallel has replaced this rank's experts by those of rank 0, and"
-                " would average them: call ringcomm.parallel.expert.ignore_in_ddp(model) before"
+                "DistributedDataParallel has replaced this rank's experts with those of rank 0"
+                " and would average their gradients: call"
+                " ringcomm.parallel.expert.ignore_in_ddp(model) before"
             )
 
     def extra_repr(self) -> str:
@@ -101,7 +104,7 @@ class LocalExperts(nn.ModuleDict):
 
 
 def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
-    """By name the modules of a model whose experts are shared among ranks."""
+    """The expert-parallel modules of a model, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -110,9 +113,10 @@ def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name the parameters of a model that this rank, or it and its replicas, have alone.
+    """The parameters of a model's experts on this rank, by name.
 
-    For what averages or shards the others, such as fully_shard(ignored_params=...).
+    Systems that average or shard the other parameters must ignore these, as with
+    fully_shard(ignored_params=...).
     """
     return {
         f"{name}.{of_expert}" if name else of_expert: param
@@ -122,9 +126,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def ignore_in_ddp(model: nn.Module) -> None:
-    """Has DistributedDataParallel leave a model's experts alone; call it before, on the same model.
+    """Makes DistributedDataParallel ignore a model's experts; call it before, on the same model.
 
-    Their gradients are for average_gradients(), or an optimizer of their own.
+    Their gradients need average_gradients(), or a separate optimizer.
     """
     names = list(expert_parameters(model))
     for name, experts in split_experts(model).items():
@@ -134,11 +138,11 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
 
 def refuse_experts(model: nn.Module, system: str) -> None:
-    """Raises ValueError where ranks have experts of their own, for a system that wants replicas."""
+    """Raises ValueError if ranks have different experts, for a system that needs replicas."""
     for name in split_experts(model):
         raise ValueError(
-            f"each rank has experts of its own in {name or 'the model'}, and {system} would take"
-            " them for replicas of one: train such a model with an optimizer of torch and"
+            f"each rank has different experts in {name or 'the model'}, but {system} would treat"
+            " them as replicas: train this model with an optimizer of torch and"
             " ringcomm.parallel.expert.average_gradients()"
         )
 
@@ -152,28 +156,28 @@ def average_gradients(
     *,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Makes gradients those of the mean of the ranks' losses; between backward() and step().
+    """Averages gradients over the ranks; call it between backward() and step().
 
-    A replicated parameter's gradient becomes the mean over the ranks. An expert's is the sum over
-    the tokens of all ranks that share the experts already, since these have sent them: it is
-    divided by the number of ranks, and summed over the ranks that have the same expert.
+    The gradient of a replicated parameter becomes the mean over the ranks. The gradient of an
+    expert already is the sum over the tokens of all expert-parallel ranks: it is divided by the
+    number of ranks, and summed over the ranks with the same expert.
 
     Args:
-        model: with experts or without. Of DistributedDataParallel and of fully_shard, which have
-            averaged the other parameters themselves, only the experts are left to do.
-        group: all ranks that have rows of their own; default: DistributedDataParallel's, or the
-            default group.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group.
+        model: a model with or without experts. With DistributedDataParallel and fully_shard, which
+            average the other parameters themselves, only experts are averaged here.
+        group: all ranks with different tokens; default: DistributedDataParallel's, or the default
+            group.
+        mesh: a one-dimensional DeviceMesh of them, instead of a group.
 
     Raises:
         ValueError: a layer's group and replica_group do not make up the group; nothing was written.
-        RuntimeError: gradients of experts have been averaged already, or a backward pass has added
-            to such ones: they would be divided twice. Nothing was written.
+        RuntimeError: gradients of experts were already averaged, or a backward pass added to
+            averaged ones: they would be divided twice. Nothing was written.
 
     Collective: over the group 2(N-1)/N of the replicated gradients' bytes and of a byte for each
     parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
-    A gradient that some ranks have is 0 on the others. Accumulate first, and call it once behind
-    the last backward().
+    A gradient that only some ranks have counts as 0 on the others. Accumulate first, and call it
+    once after the last backward().
     """
     ddp: Any = model if isinstance(model, DistributedDataParallel) else None
     if ddp is not None and group is None and mesh is None:
@@ -186,7 +190,7 @@ def average_gradients(
     handled = [*(of_experts if ddp is not None else model.parameters())] if layers else []
     if any(_has_average(param.grad) for param in handled):
         raise RuntimeError(
-            "average_gradients() has averaged these gradients before: call it once in a step,"
+            "average_gradients() has already averaged these gradients: call it once per step,"
             " after the last backward() and before step() and zero_grad()"
         )
     if ddp is None:
@@ -209,7 +213,7 @@ def _has_average(grad: Tensor | None) -> bool:
 
 
 def _note_average(param: nn.Parameter) -> None:
-    """A gradient with an average in it has its version as an attribute: zero_grad() changes it."""
+    """Marks an averaged gradient with its version, which zero_grad() changes."""
     if param.grad is None or not param.requires_grad:
         return
     setattr(param.grad, _AVERAGED, param.grad._version)
@@ -228,14 +232,14 @@ def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) ->
     num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
     if experts.group.size() * num_replicas != group.size():
         raise ValueError(
-            f"{group.size()} ranks average, and {name or 'the model'} has experts over"
+            f"{group.size()} ranks average gradients, but {name or 'the model'} has experts over"
             f" {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
-            " replica_group, and all ranks that have rows of their own as the group here"
+            " replica_group, and pass as group here all ranks that have different tokens"
         )
 
 
 def _gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
-    """The gradients that some rank of the group has, of zeros where this one has none."""
+    """The gradients that any rank of the group has; zeros for those missing on this rank."""
     trained = [param for param in params if param.requires_grad]
     if not trained:
         return []

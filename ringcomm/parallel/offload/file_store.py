@@ -1,6 +1,6 @@
-"""FileStore: tensors by name in files, read and written beside the program, with commits.
+"""FileStore: named tensors in files, with asynchronous reads and writes, and commits.
 
-What ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) keeps on NVMe.
+ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) uses it for NVMe.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ _log = logging.getLogger("ringcomm")
 
 
 class FileStore:
-    """Tensors of the CPU by name, in one folder, for one process.
+    """Named CPU tensors in one folder, for one process.
 
         store = FileStore("/mnt/nvme/run1")
         store.put("exp_avg", exp_avg).wait()
         store.commit({"step": 1})
         store.get("exp_avg", out=exp_avg).wait()
 
-    put() and get() return before the bytes have moved; those of one name happen in order. Each
-    tensor has two places in the data file, in turn: what was there at the last commit() stays until
-    the next, so that a process that ends in between, or a machine, leaves the last commit whole.
+    put() and get() return before the transfer ends; transfers of one name are ordered. Each tensor
+    has two places in the data file, used alternately. The values of the last commit() stay until
+    the next one, so the last commit survives a crash of the process or the machine.
 
     Args:
-        path: a folder on the disk to use; made if it is not there. What an earlier store has
-            committed there can be read at once.
-        keep: whether tensors outlive the store. Otherwise each has one place, in a file without a
-            name that goes with the process, and there is nothing to commit.
-        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where the build and
-            the kernel have it.
-        direct: past the page cache (O_DIRECT). None: where the file system has it.
-        queue_depth: blocks that are under way at once. Threads are 4 at most.
-        block_bytes: a multiple of 4096.
+        path: a folder on the disk to use; created if it does not exist. The last commit of an
+            earlier store in this folder can be read at once.
+        keep: whether tensors outlive the store. Otherwise each tensor has one place, in an unnamed
+            file that is deleted with the process, and commit() is not supported.
+        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring if the build and the
+            kernel support it.
+        direct: bypass the page cache (O_DIRECT). None: if the file system supports it.
+        queue_depth: blocks in flight at once. "threads" uses at most 4 threads.
+        block_bytes: bytes of one read or write, a multiple of 4096.
 
     Attributes:
         engine: "io_uring" or "threads".
-        is_direct: whether reads and writes go past the page cache.
-        read_bytes, written_bytes: of tensors that were moved so far, in whole blocks.
+        is_direct: whether reads and writes bypass the page cache.
+        read_bytes, written_bytes: bytes transferred so far, in whole blocks.
 
     Raises:
         ValueError: an option is out of range; the folder's files are damaged or truncated.
-        OSError: no folder can be made there; another store has it open, for 5 seconds
-            too (EWOULDBLOCK); O_DIRECT is wanted and not to be had (EINVAL).
-        RuntimeError: io_uring is wanted and not to be had.
+        OSError: the folder cannot be created; another store has it open, also after 5 seconds
+            (EWOULDBLOCK); direct=True is not supported (EINVAL).
+        RuntimeError: engine="io_uring" is not supported.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FileStore:
     ) -> None:
         if queue_depth < 1 or block_bytes < 1 or block_bytes % 4096:
             raise ValueError(
-                "queue_depth is positive, block_bytes a positive multiple of 4096, got"
+                "queue_depth must be positive and block_bytes a positive multiple of 4096, got"
                 f" {queue_depth} and {block_bytes}"
             )
         self.path = Path(path)
@@ -98,8 +98,8 @@ class FileStore:
         self._close = weakref.finalize(self, _finish, self._fd, self._pending)
         _stores.add(self)
         self.read_bytes = self.written_bytes = 0
-        self._failed: dict[str, OSError] = {}  # writes, until the next of the same name
-        self._dirty: dict[str, int] = {}  # the place of what was put since the last commit
+        self._failed: dict[str, OSError] = {}  # failed writes, until the next of the same name
+        self._dirty: dict[str, int] = {}  # the places of tensors put since the last commit
         self._files = IndexFiles(self.path)
         try:
             lock_file(self._fd, self.path)
@@ -120,8 +120,8 @@ class FileStore:
         found = os.fstat(self._fd).st_size
         if found < self._end:
             raise ValueError(
-                f"{self.path / 'data'} has {found} bytes and its index {self._end}: it was"
-                " truncated. Begin in an empty folder"
+                f"{self.path / 'data'} has {found} bytes, but its index expects {self._end}: it"
+                " was truncated. Use an empty folder"
             )
         if found > self._end > 0:  # tensors that were never committed
             os.ftruncate(self._fd, self._end)
@@ -130,44 +130,44 @@ class FileStore:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the last commit() was given; empty before any."""
+        """The `info` of the last commit(); empty before the first."""
         return dict(self._index.info)
 
     @property
     def generation(self) -> int:
-        """How many commits there have been."""
+        """The number of commits so far."""
         return self._index.generation
 
     def keys(self) -> list[str]:
-        """The names there are."""
+        """The names of all tensors."""
         return list(self._index.entries)
 
     def __contains__(self, key: str) -> bool:
         return key in self._index.entries
 
     def spec(self, key: str) -> tuple[torch.dtype, torch.Size]:
-        """The dtype and shape of a tensor. Raises KeyError: the name is not known."""
+        """The dtype and shape of a tensor. Raises KeyError for an unknown name."""
         entry = self._index.entries[key]
         return entry.dtype, torch.Size(entry.shape)
 
     def put(self, key: str, tensor: Tensor) -> Transfer:
-        """Starts writing a tensor of the CPU, which is not to change until the transfer ends.
+        """Starts writing a CPU tensor, which must not change until the transfer ends.
 
         Raises:
-            ValueError: the name is known with another dtype or shape, or it is on another device.
-            OSError: there is no room (ENOSPC).
+            ValueError: the name has another dtype or shape, or the tensor is on another device.
+            OSError: the disk is full (ENOSPC).
         """
         self._check_open()
         if tensor.device.type != "cpu":
-            raise ValueError(f"a FileStore takes tensors of the CPU, got one of {tensor.device}")
+            raise ValueError(f"a FileStore needs CPU tensors, got one on {tensor.device}")
         self._settle(key)
         self._failed.pop(key, None)
         entry = self._index.entries.get(key) or self._add(key, tensor)
         _check_same(key, entry, tensor)
         if self._keeps and key not in self._dirty:
             if not self._dirty:
-                # Before anything is written over the commit before the last. Also where that is
-                # gone already: an earlier sync may have failed.
+                # Removes the commit before the last, before its tensors are overwritten. Repeated
+                # after a failed sync.
                 with self._naming("writing"):
                     self._files.forget(self.generation - 1)
             self._dirty[key] = 1 - entry.current if entry.current is not None else 0
@@ -180,11 +180,11 @@ class FileStore:
         return self._start(key, True, tensor, memory, offset)
 
     def get(self, key: str, out: Tensor) -> Transfer:
-        """Starts reading a tensor, which has its values when the transfer has ended.
+        """Starts reading a tensor; `out` has its values when the transfer has ended.
 
         Raises:
-            KeyError: the name is not known.
-            ValueError: `out` is not contiguous on the CPU, or of another dtype or shape.
+            KeyError: the name is unknown.
+            ValueError: `out` is not contiguous on the CPU, or has another dtype or shape.
             OSError: the last write of this name failed.
         """
         self._check_open()
@@ -193,7 +193,7 @@ class FileStore:
         entry = self._index.entries[key]
         _check_same(key, entry, out)
         if out.device.type != "cpu" or not out.is_contiguous():
-            raise ValueError(f"{key} is read into a contiguous tensor of the CPU")
+            raise ValueError(f"{key} must be read into a contiguous CPU tensor")
         self._settle(key)
         if key in self._failed:
             raise self._failed[key]
@@ -219,7 +219,7 @@ class FileStore:
         return transfer
 
     def _settle(self, key: str) -> None:
-        """Waits for what is under way of a name; a read that failed is its caller's to hear of."""
+        """Waits for transfers of a name; the error of a failed read is raised to its caller."""
         if (pending := self._pending.pop(key, None)) is None:
             return
         try:
@@ -236,7 +236,7 @@ class FileStore:
         size = aligned_size(tensor.nbytes)
         num_places = 2 if self._keeps else 1
         if size:
-            with self._naming(f"no room for {key}, {size * num_places} bytes,"):
+            with self._naming(f"no disk space for {key}, {size * num_places} bytes,"):
                 os.posix_fallocate(self._fd, self._end, size * num_places)
         offsets = [self._end + place * size for place in range(num_places)]
         self._end += size * num_places
@@ -247,16 +247,16 @@ class FileStore:
     # ---- commits
 
     def commit(self, info: dict[str, Any] | None = None) -> None:
-        """Makes what was put until now, and `info`, the state that is found after a crash.
+        """Commits all put() tensors and `info`: after a crash the store has this state.
 
         Raises:
             ValueError: the store was made with keep=False, or is closed.
-            OSError: a write failed, and has not been made good by another put(); the index could
-                not be written (ENOSPC: free space and commit again). The last commit stays.
+            OSError: a write failed and was not repeated by another put(); or the index could not be
+                written (ENOSPC: free space and commit again). The last commit is kept.
         """
         self._check_open()
         if not self._keeps:
-            raise ValueError("a FileStore with keep=False has nothing to commit")
+            raise ValueError("a FileStore with keep=False does not support commit()")
         self._settle_all()
         if self._failed:
             raise next(iter(self._failed.values()))
@@ -264,7 +264,8 @@ class FileStore:
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
-                # The kernel may drop what it could not write: the next fdatasync would succeed.
+                # The kernel may drop pages that it could not write; the next fdatasync would
+                # succeed.
                 text = f"{self.path} could not be synced: {os.strerror(error.errno or 0)}"
                 self._failed = dict.fromkeys(self._dirty, OSError(error.errno, text))
                 raise
@@ -279,16 +280,16 @@ class FileStore:
             self._files.sync()
 
     def roll_back(self) -> None:
-        """Goes back to the commit before the last: for ranks of which one has crashed before its.
+        """Returns to the commit before the last, if another rank crashed before its last commit.
 
         Raises:
-            ValueError: it is no more: tensors have been put since the last.
+            ValueError: that commit was overwritten: tensors have been put since the last commit.
             OSError: the file system failed.
         """
         self._check_open()
         previous = self._files.read(self.generation - 1)
         if previous is None:
-            raise ValueError(f"{self.path} has no commit before {self.generation} any more")
+            raise ValueError(f"{self.path} no longer has the commit before {self.generation}")
         self._settle_all()
         with self._naming("going back"):
             self._files.forget(self.generation)
@@ -305,7 +306,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Gives errors of the file system the path."""
+        """Adds the path to errors of the file system."""
         try:
             yield
         except OSError as error:
@@ -315,12 +316,12 @@ class FileStore:
     def _check_open(self) -> None:
         if self._fd < 0:
             raise ValueError(
-                f"the FileStore at {self.path} is closed, or was opened before a fork: each process"
-                " opens its own"
+                f"the FileStore at {self.path} is closed, or was opened before a fork: open one"
+                " in each process"
             )
 
     def close(self) -> None:
-        """Waits for what is under way, and lets the folder go; a second call does nothing."""
+        """Waits for all transfers and releases the folder; a second call does nothing."""
         if self._fd < 0:
             return
         self._settle_all()
@@ -328,17 +329,17 @@ class FileStore:
             _log.warning("ringcomm: %s", error)
         self._failed = {}
         self._close()
-        self._fd = -1  # the number may be another file's from now on
+        self._fd = -1  # the file descriptor may be reused from now on
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: the folder is locked until the last copy of the file is closed."""
+        """In a forked child: closes its copies of files; the lock lasts until all are closed."""
         if self._close.detach() is not None:
             os.close(self._fd)
         self._fd = -1
 
 
 def _finish(fd: int, pending: dict[str, Transfer]) -> None:
-    """Closes a file behind its last transfer: its number may be another file's then."""
+    """Closes a file after its last transfer: its descriptor may then be reused."""
     for transfer in pending.values():
         transfer.end()
     pending.clear()
@@ -354,6 +355,6 @@ os.register_at_fork(after_in_child=lambda: [*map(FileStore._leave_to_parent, _st
 def _check_same(key: str, entry: Entry, tensor: Tensor) -> None:
     if (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
         raise ValueError(
-            f"{key} is {entry.dtype} of shape {entry.shape}, got {tensor.dtype} of"
-            f" {tuple(tensor.shape)}"
+            f"{key} is {entry.dtype} of shape {entry.shape} in the file, got {tensor.dtype} of"
+            f" shape {tuple(tensor.shape)}"
         )

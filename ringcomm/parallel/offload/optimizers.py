@@ -1,4 +1,4 @@
-"""AdamW and SGD whose state is in host memory or in files: ZeRO-Offload's optimizer.
+"""AdamW and SGD with state in host memory or in files: ZeRO-Offload's optimizer.
 
 Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al. 2021 (arXiv
 2104.07857, section 5.2) for files.
@@ -22,23 +22,23 @@ from ringcomm.parallel.offload.transfers import BufferPool
 
 
 class Operands:
-    """Where an optimizer finds a parameter and its gradient; subclasses have them elsewhere."""
+    """Access to a parameter and its gradient; subclasses store them elsewhere."""
 
     def shape(self, param: Tensor) -> torch.Size:
-        """Of this rank's part of a parameter."""
+        """The shape of this rank's part of a parameter."""
         return local_of(param).shape
 
     def has_grad(self, param: Tensor) -> bool:
-        """Whether a parameter is to be updated. Raises ValueError for a sparse gradient."""
+        """Whether a parameter has a gradient. Raises ValueError for a sparse gradient."""
         if param.grad is not None and param.grad.is_sparse:
-            raise ValueError("gradients must be dense: give the embedding sparse=False")
+            raise ValueError("gradients must be dense: make the embedding with sparse=False")
         return param.grad is not None
 
     def start(self, param: Tensor) -> None:
         """Called ahead of get()."""
 
     def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """Its weights, which are written in place, and their gradient; one dimension each."""
+        """The weights, to be written in place, and their gradient; one-dimensional."""
         grad = param if param.grad is None else param.grad
         return local_of(param.detach()).view(-1), local_of(grad.detach()).reshape(-1)
 
@@ -52,7 +52,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 class _Chunk(NamedTuple):
-    """A part of a parameter, whose states, `names`, are one row."""
+    """A part of a parameter; its states, `names`, are one row."""
 
     param: Tensor
     rule: Rule
@@ -64,7 +64,7 @@ class _Chunk(NamedTuple):
 
 
 class _Offloaded(torch.optim.Optimizer):
-    """What the optimizers here have in common; `state` stays empty."""
+    """The base of the optimizers in this file; `state` stays empty."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class _Offloaded(torch.optim.Optimizer):
         chunk_elems: int = 1 << 20,
         **options: Any,
     ) -> None:
-        if options.get("fused"):  # GradScaler would leave it to such an optimizer to unscale
+        if options.get("fused"):  # GradScaler would expect such an optimizer to unscale gradients
             raise ValueError("fused is not supported with offloaded state")
         super().__init__(params, *args, **options)
         if chunk_elems < 1:
-            raise ValueError(f"chunk_elems is positive, got {chunk_elems}")
+            raise ValueError(f"chunk_elems must be positive, got {chunk_elems}")
         for group in self.param_groups:
             self._check_group(group)
         self.to: Literal["cpu", "nvme"] = to
@@ -96,10 +96,11 @@ class _Offloaded(torch.optim.Optimizer):
         for param in group["params"]:
             local = local_of(param.detach())
             if local.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-                raise ValueError(f"weights are float32, float16 or bfloat16, got {local.dtype}")
+                raise ValueError(f"weights must be float32, float16 or bfloat16, got {local.dtype}")
             if not local.is_contiguous():
                 raise ValueError(
-                    f"a weight of shape {tuple(param.shape)} is not contiguous: make it so first"
+                    f"a weight of shape {tuple(param.shape)} is not contiguous: call contiguous()"
+                    " on it first"
                 )
 
     def over(
@@ -108,9 +109,9 @@ class _Offloaded(torch.optim.Optimizer):
         tier: Tier | None = None,
         operands: Operands | None = None,
     ) -> _Offloaded:
-        """The same optimizer over other parameters, such as shards; by default in the same place.
+        """The same optimizer over other parameters, such as shards; by default in the same tier.
 
-        This one lets its place go, and is not to be used any more.
+        This optimizer releases its tier and must not be used afterwards.
         """
         self.tier.close()
         to, path = (self.to, self.path) if tier is None else ("cpu", None)
@@ -131,11 +132,11 @@ class _Offloaded(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient, chunk by chunk.
 
-        While a chunk is at work the next is read and the one before is written.
+        While a chunk is updated, the next is read and the previous one is written.
 
         Raises:
-            OSError: the file system failed: no room, no data. Parameters are updated up to some
-                chunk, and the optimizer is of no use any more: go on from a checkpoint.
+            OSError: the file system failed. Some chunks of parameters have been updated and the
+                optimizer can no longer be used: continue from a checkpoint.
         """
         loss = None
         if closure is not None:
@@ -146,7 +147,7 @@ class _Offloaded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, grad_scale: float) -> None:
-        """step() with gradients times a factor."""
+        """step() with gradients multiplied by a factor."""
         steps: dict[Tensor, int] = {}
         chunks: list[_Chunk] = []
         for param, (idx, group) in self._places().items():
@@ -198,7 +199,8 @@ class _Offloaded(torch.optim.Optimizer):
         grad = grads[chunk.begin : chunk.end].to("cpu")
         master = state.get("master")
         if master is not None:
-            # All are new at the first step. Later those that were written, as by load_state_dict().
+            # All rows are new at the first step, later only those that load_state_dict() has
+            # replaced.
             is_written = master.to(on_host.dtype) != on_host
             if is_written.any():
                 master[is_written] = on_host[is_written].float()
@@ -213,7 +215,7 @@ class _Offloaded(torch.optim.Optimizer):
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.
 
-        Weights of 16 bits have "master" besides.
+        16-bit weights also have "master".
         """
         step = self.steps.get(param)
         if step is None:
@@ -230,7 +232,7 @@ class _Offloaded(torch.optim.Optimizer):
         return state
 
     def new_state_of(self, param: Tensor, weight: Tensor | None = None) -> dict[str, Any]:
-        """What state_of() is before the first step of a parameter that has values `weight`."""
+        """The value of state_of() before the first step, for a parameter with values `weight`."""
         shape = self._operands.shape(param)
         names = _state_names(_rule_of(self, self._places()[param][1]), param)
         state: dict[str, Any] = {name: torch.zeros(shape) for name in names}
@@ -245,7 +247,7 @@ class _Offloaded(torch.optim.Optimizer):
         if not state:
             self.steps.pop(param, None)
             return
-        # SGD counts no steps: it matters only whether there has been one.
+        # SGD has no step count: it only matters whether there was a step.
         step = int(state.get("step", 0 if state.keys() == {"master"} else 1))
         for chunk in self._chunks_of(param, *self._places()[param], step):
             loan = self._fetch(chunk)
@@ -262,13 +264,13 @@ class _Offloaded(torch.optim.Optimizer):
         return {**found, "state": {idx: state for idx, state in states.items() if state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes one of torch's optimizer, or of this one."""
+        """Loads a state_dict() of torch's optimizer, or of this one."""
         super().load_state_dict({**state_dict, "state": {}})
         for param, (idx, _) in self._places().items():
             self.set_state_of(param, state_dict["state"].get(idx, {}))
 
     def close(self) -> None:
-        """Lets memory and files go; the optimizer is not to be used any more."""
+        """Releases memory and files; the optimizer must not be used afterwards."""
         self.tier.close()
 
 
@@ -277,21 +279,21 @@ class AdamW(_Offloaded, torch.optim.AdamW):
 
         optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
 
-    For zero.shard() as well, at any stage: the states of this rank's shards then go there. A step
-    reads and writes each state once, by chunks: 8 bytes each way per float32 weight, 12 per weight
-    of 16 bits, whose fp32 master is kept with them. State in files needs three chunks of memory.
-    The files have no names, and go with the process: state_dict() is what a checkpoint takes.
+    It also works with zero.shard(), at any stage: it then has the states of this rank's shards. A
+    step reads and writes each state once, by chunks: 8 bytes each way per float32 weight, 12 per
+    16-bit weight, which includes its fp32 master. State in files needs three chunks of memory. The
+    files are unnamed and deleted with the process: use state_dict() for checkpoints.
 
     Args:
-        params, *args, **options: as in torch, but for amsgrad and the like; weights are contiguous,
-            and float32, float16 or bfloat16.
+        params, *args, **options: as in torch, except amsgrad and similar options; weights must be
+            contiguous, and float32, float16 or bfloat16.
         to: "cpu" or "nvme".
-        path: with "nvme" a folder on the disk to use.
-        chunk_elems: weights that are updated at a time.
+        path: for "nvme", a folder on the disk to use.
+        chunk_elems: the number of weights that are updated at a time.
 
     Raises:
-        ValueError: an option is out of its range, or a weight is another one.
-        OSError: no file can be made at the path.
+        ValueError: an option is out of range, or a weight is not supported.
+        OSError: no file can be created at the path.
     """
 
 

@@ -1,4 +1,4 @@
-"""Where a FileStore has its tensors: the index of the last commit, and the one before it."""
+"""The index of a FileStore's tensors: of the last commit, and of the one before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCK_WAIT_S = 5.0
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents, if they are not there, so that they outlast a power cut."""
+    """Creates a folder and its parents if needed, durably (also after a power failure)."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -26,7 +26,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder outlast a power cut."""
+    """Makes the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -35,7 +35,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
-    """A file to keep, or one without a name in a folder; whether it goes past the page cache."""
+    """Opens a file, or an unnamed one in a folder; returns whether it bypasses the page cache."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if keep else os.O_TMPFILE)
     if direct is not False:
         try:
@@ -45,14 +45,15 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
                 raise
             if direct:
                 raise OSError(
-                    errno.EINVAL, f"the file system of {path} has no O_DIRECT: direct=False"
+                    errno.EINVAL,
+                    f"the file system of {path} does not support O_DIRECT: use direct=False",
                 ) from error
     return os.open(path, flags, 0o600), False
 
 
 def lock_file(fd: int, path: Path) -> None:
-    """Takes a file for one store until it is closed. Raises BlockingIOError: another has it."""
-    # The kernel holds the file of a killed process until the writes it had under way have ended,
+    """Locks a file for one store until it is closed. Raises BlockingIOError if another has it."""
+    # The kernel holds the file of a killed process until its pending writes have ended,
     # which may be after its parent has waited for it; before that the file is not to be read.
     ends = time.monotonic() + _LOCK_WAIT_S
     while True:
@@ -74,10 +75,10 @@ class Entry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # Its places there, in bytes: two, so that the last complete one stays while the next is
-    # written; one in a store that keeps nothing.
+    # Its byte offsets: two, so that the last complete value stays while the next is
+    # written; one in a store with keep=False.
     offsets: list[int]
-    current: int | None = None  # the place that was complete at the last commit, if there was one
+    current: int | None = None  # the place that was complete at the last commit, if any
 
     @property
     def num_bytes(self) -> int:
@@ -87,14 +88,14 @@ class Entry:
 
 @dataclasses.dataclass
 class Index:
-    """All entries of one commit, and what the caller said with it."""
+    """All entries of one commit, and its `info`."""
 
     generation: int = 0
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Without what was never complete."""
+        """As JSON, without entries that were never complete."""
         entries = {
             key: {**vars(entry), "dtype": str(entry.dtype).removeprefix("torch.")}
             for key, entry in self.entries.items()
@@ -104,32 +105,32 @@ class Index:
 
     @classmethod
     def from_json(cls, text: str) -> Index:
-        """The inverse. Raises ValueError for another text."""
+        """The inverse of to_json(). Raises ValueError for other text."""
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
-                raise ValueError(f"of format {found['format']}, this is {FORMAT}")
+                raise ValueError(f"the format must be {FORMAT}, got {found['format']}")
             entries = {}
             for key, entry in found["entries"].items():
                 dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
                 entries[key] = Entry(**{**entry, "dtype": dtype, "shape": shape})
             return cls(found["generation"], found["info"], entries)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no index of a FileStore: {error!r}") from error
+            raise ValueError(f"not an index of a FileStore: {error!r}") from error
 
 
 class IndexFiles:
     """The indices of the last commit and of the one before it, in a folder.
 
-    Two files take turns, by the generation's parity. A commit is one rename over the older file, so
-    the newer one never disappears, and each file is complete or absent.
+    Two files alternate, by the generation's parity. A commit is one rename over the older file: the
+    newer one never disappears, and each file is complete or absent.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def recover(self) -> Index:
-        """The last commit's index, empty if there is none; removes what a killed commit has left.
+        """The last commit's index, empty if there is none; removes files of an interrupted commit.
 
         Raises ValueError: a file is damaged.
         """
@@ -139,7 +140,7 @@ class IndexFiles:
         return max((index or Index() for index in found), key=lambda index: index.generation)
 
     def write(self, index: Index) -> None:
-        """Makes an index the last one: after a kill, not after a power cut before sync()."""
+        """Makes an index the last one: survives a kill, and after sync() a power failure."""
         text = memoryview(index.to_json().encode())
         fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
@@ -151,14 +152,14 @@ class IndexFiles:
         os.replace(self._draft, self._path(index.generation))
 
     def forget(self, *generations: int) -> None:
-        """Removes indices, where they are there; their tensors may be written over then."""
+        """Removes existing indices; their tensors may then be overwritten."""
         for generation in generations:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(generation))
         self.sync()
 
     def sync(self) -> None:
-        """Makes what write() did outlast a power cut."""
+        """Makes write() durable after a power failure."""
         sync_folder(self._folder)
 
     @property
@@ -169,11 +170,11 @@ class IndexFiles:
         return self._folder / f"index.{generation % 2}.json"
 
     def read(self, generation: int) -> Index | None:
-        """The index of the last commit or of the one before, as long as its tensors are there."""
+        """The index of the last commit or of the one before, if its tensors still exist."""
         path = self._path(generation)
         try:
             return Index.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): begin in an empty folder") from error
+            raise ValueError(f"{path} is damaged ({error}): use an empty folder") from error

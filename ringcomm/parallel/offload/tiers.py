@@ -1,4 +1,4 @@
-"""Where training state lives when it is not at work: memory of the host, or files."""
+"""Storage for training state that is not in use: host memory or files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ringcomm.parallel.offload.transfers import BufferPool, Transfer, aligned_si
 
 @dataclasses.dataclass(eq=False)
 class Loan:
-    """A row that is in memory for a while, or on its way there."""
+    """A row that is temporarily in memory, or being read."""
 
     key: str
     _row: Tensor
     _transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """The row; blocks until it is there. Raises OSError: the file system failed."""
+        """The row; blocks until it is read. Raises OSError if the file system failed."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -31,14 +31,14 @@ class Loan:
 
 
 class Tier:
-    """Rows by name, tensors of one dimension, here in memory outside of torch's allocator.
+    """Named rows: one-dimensional tensors, in this class in memory outside torch's allocator.
 
     loan = tier.fetch("layer1")  # ahead of time
     row = loan.wait()
     ...                          # read it, write it
     tier.give_back(loan, is_written=True)
 
-    row() and put() do so at once.
+    row() and put() combine these calls.
     """
 
     def __init__(self) -> None:
@@ -48,43 +48,43 @@ class Tier:
         return key in self._rows
 
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
-        """A row that is to be written whole, and replaces an old one: its values are anything."""
+        """A row to be fully written, which replaces an old one: its values are undefined."""
         if key not in self._rows:
             self._rows[key] = empty_row(num_elems, dtype)
         return self.fetch(key)
 
     def fetch(self, key: str) -> Loan:
-        """Starts bringing a row. Raises KeyError: none is there; OSError: writing it failed."""
+        """Starts reading a row. Raises KeyError for an unknown name, OSError if a write failed."""
         return Loan(key, self._rows[key])
 
     def give_back(self, loan: Loan, *, is_written: bool) -> None:
-        """Ends a loan, whose row is not to be touched any more. Raises OSError: see FileStore."""
+        """Ends a loan; its row must not be used afterwards. Raises OSError: see FileStore."""
 
     @contextmanager
     def row(self, key: str, *, is_written: bool = False) -> Iterator[Tensor]:
-        """A row to be read or written inside. Raises as fetch() and give_back() do."""
+        """A context with a row to read or write. Raises as fetch() and give_back() do."""
         loan = self.fetch(key)
         yield loan.wait()
         self.give_back(loan, is_written=is_written)
 
     def put(self, key: str, value: Tensor) -> None:
-        """Makes or replaces a row. Raises as give_back() does."""
+        """Adds or replaces a row. Raises as give_back() does."""
         loan = self.new(key, value.numel(), value.dtype)
         loan.wait().copy_(value)
         self.give_back(loan, is_written=True)
 
     def close(self) -> None:
-        """Lets everything go."""
+        """Releases everything."""
         self._rows = {}
 
     @property
     def memory_bytes(self) -> int:
-        """Of the host's memory that it takes now, with the buffers that are not lent."""
+        """Bytes of host memory in use, including free buffers."""
         return sum(aligned_size(row.nbytes) for row in self._rows.values())
 
 
 class FileTier(Tier):
-    """Rows in a FileStore, which come and go through a few buffers; one pool may serve several."""
+    """Rows in a FileStore, transferred through a few buffers; tiers may share a pool."""
 
     def __init__(self, store: FileStore, pool: BufferPool) -> None:
         self.store, self._pool = store, pool
@@ -118,16 +118,16 @@ class FileTier(Tier):
 
 
 def make_tier(to: Literal["cpu", "nvme"], path: Any, *, keep: bool, pool: BufferPool) -> Tier:
-    """The tier of a name, "cpu" or "nvme", which takes a folder's path. Raises as FileStore."""
+    """Makes the tier "cpu", or "nvme" with a folder's path. Raises as FileStore."""
     if to not in ("cpu", "nvme"):
-        raise ValueError(f'state goes to "cpu" or "nvme", got {to!r}')
+        raise ValueError(f'the state must be offloaded to "cpu" or "nvme", got {to!r}')
     if (to == "nvme") != (path is not None):
-        raise ValueError('"nvme" takes the path of a folder on the disk to use, "cpu" none')
+        raise ValueError('"nvme" needs path=, a folder on the disk; "cpu" must have no path')
     return Tier() if to == "cpu" else FileTier(FileStore(path, keep=keep), pool)
 
 
 def split_row(row: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """A row of equal parts, by name."""
+    """Splits a row into equal parts, by name."""
     if not names:
         return {}
     return dict(zip(names, row.view(len(names), -1), strict=True))

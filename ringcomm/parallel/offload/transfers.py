@@ -1,4 +1,4 @@
-"""Reads and writes of files that are under way, what does them, and memory for them."""
+"""Asynchronous reads and writes of files, their engines, and memory for them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ringcomm import _C
 
 _log = logging.getLogger("ringcomm")
 
-# What O_DIRECT asks of sizes, offsets and addresses on the file systems there are.
+# The alignment of sizes, offsets and addresses that O_DIRECT needs on common file systems.
 _ALIGNMENT = 4096
-# From here on huge pages: a block is one piece of memory for the disk, in place of 256.
+# From this size on, huge pages: a block is one memory segment for the disk, instead of 256.
 _HUGE_BYTES = 2 << 20
 _MAX_IDLE = 2  # buffers of one size
 
@@ -31,9 +31,9 @@ def aligned_size(num_bytes: int) -> int:
 
 
 def empty_aligned(num_bytes: int) -> Tensor:
-    """Memory of whole pages, outside of torch's allocator: uint8, at least so many bytes of zeros.
+    """Page-aligned memory outside torch's allocator: uint8 zeros, at least this many bytes.
 
-    It goes back to the system with the last tensor that refers to it.
+    It is unmapped with the last tensor that refers to it.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = mmap.mmap(-1, max(_ALIGNMENT, aligned_size(num_bytes)), flags=flags)
@@ -44,19 +44,19 @@ def empty_aligned(num_bytes: int) -> Tensor:
 
 
 def empty_row(num_elems: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of one dimension in such memory."""
+    """A one-dimensional tensor in such memory."""
     num_bytes = num_elems * dtype.itemsize
     return empty_aligned(num_bytes)[:num_bytes].view(dtype)
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor begins on a page, and has room to the end of its last block."""
+    """Whether a contiguous tensor begins on a page and its memory extends to a whole last block."""
     room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr() % _ALIGNMENT == 0 and room >= aligned_size(tensor.nbytes)
 
 
 class Transfer:
-    """A read or write that may still be under way."""
+    """A read or write that may still be in progress."""
 
     def __init__(
         self, what: str, tensor: Tensor, memory: Tensor, handle: _C.FileTransfer, *, is_read: bool
@@ -66,7 +66,7 @@ class Transfer:
         self._is_copied = not is_read or memory.data_ptr() == tensor.data_ptr()
 
     def end(self) -> int:
-        """Blocks until it ends; 0, or what went wrong: an errno, -1 at the end of the file."""
+        """Blocks until it ends; returns 0, or an errno, or -1 at the end of the file."""
         return self._handle.wait()
 
     def is_done(self) -> bool:
@@ -76,13 +76,13 @@ class Transfer:
     def wait(self) -> Tensor:
         """Blocks until it ends; returns the tensor that was read or written.
 
-        Raises OSError: the file system failed, with its errno; the file ends too early (EIO).
+        Raises OSError with the errno of the file system; EIO if the file is too short.
         """
         code = self.end()
         if code == -1:
-            raise OSError(errno.EIO, f"{self._what}: the file ends before it; it was truncated")
+            raise OSError(errno.EIO, f"{self._what}: the file is too short; it was truncated")
         if code == errno.ENOSPC:
-            raise OSError(code, f"{self._what}: the disk is full; free space or take another path")
+            raise OSError(code, f"{self._what}: the disk is full; free space or use another path")
         if code != 0:
             raise OSError(code, f"{self._what}: {os.strerror(code)}")
         if not self._is_copied:
@@ -92,14 +92,14 @@ class Transfer:
         return self._tensor
 
 
-# The stores of a process share their engines, whose threads have stacks. Weakly: the last ends it.
+# Stores of a process share engines, to save threads. Weak references: the last store ends it.
 _engines: weakref.WeakValueDictionary[Any, _C.FileEngine] = weakref.WeakValueDictionary()
 
 
 def shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngine:
     """The engine of this process with these options.
 
-    Raises RuntimeError: the build or the kernel lacks it.
+    Raises RuntimeError if the build or the kernel does not support it.
     """
     key = os.getpid(), kind, queue_depth, block_bytes
     if (found := _engines.get(key)) is None:
@@ -110,9 +110,9 @@ def shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngin
 def find_engine(
     name: str, queue_depth: int, block_bytes: int
 ) -> tuple[Literal["io_uring", "threads"], _C.FileEngine]:
-    """What FileStore's option of that name stands for; raises as it does."""
+    """The engine for FileStore's option `engine`; raises as FileStore."""
     if name not in ("auto", "io_uring", "threads"):
-        raise ValueError(f'engine is "auto", "io_uring" or "threads", got {name!r}')
+        raise ValueError(f'engine must be "auto", "io_uring" or "threads", got {name!r}')
     if name != "threads":
         try:
             return "io_uring", shared_engine("io_uring", queue_depth, block_bytes)
@@ -124,9 +124,9 @@ def find_engine(
 
 
 class BufferPool:
-    """Buffers by size; those that are being written come back when that is done.
+    """Buffers by size; a buffer that is being written is free again after the write.
 
-    Two of a size are kept, or may wait to be written: the next one waits for the oldest.
+    At most two buffers of a size are kept or being written: the next one waits for the oldest.
     """
 
     def __init__(self) -> None:
@@ -134,9 +134,9 @@ class BufferPool:
         self._idle: dict[int, deque[tuple[Transfer | None, Tensor]]] = {}
 
     def take(self, num_elems: int, dtype: torch.dtype) -> Tensor:
-        """A buffer of one dimension; its values are anything.
+        """A one-dimensional buffer with undefined values.
 
-        Raises OSError: writing what was in it has failed.
+        Raises OSError if the write of its former contents failed.
         """
         num_bytes = num_elems * dtype.itemsize
         idle = self._idle.get(aligned_size(num_bytes))
@@ -148,7 +148,7 @@ class BufferPool:
         return _oldest(idle)[:num_bytes].view(dtype)
 
     def give(self, buffer: Tensor, transfer: Transfer | None) -> None:
-        """Takes a buffer back, which is free when the transfer ends. Raises OSError: see take()."""
+        """Returns a buffer, which is free when the transfer ends. Raises OSError: see take()."""
         whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
         idle = self._idle.setdefault(aligned_size(buffer.nbytes), deque())
         idle.append((transfer, whole))
@@ -157,7 +157,7 @@ class BufferPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers that are here now."""
+        """Bytes of the free buffers."""
         return sum(whole.nbytes for idle in self._idle.values() for _, whole in idle)
 
 

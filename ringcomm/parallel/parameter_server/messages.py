@@ -1,6 +1,6 @@
 """Keys of a parameter server, one for each trainable parameter, and the messages about them.
 
-A message is a header of 32 bytes, and perhaps packed tensors behind it.
+A message is a header of 32 bytes, optionally followed by packed tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Key(NamedTuple):
-    """One trainable parameter; its gradients and values are cast to wire_dtype when they travel."""
+    """One trainable parameter; its gradients and values are sent in wire_dtype."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -38,12 +38,12 @@ class Key(NamedTuple):
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name the parameters that require grad, in the model's order."""
+    """The parameters that require grad, by name, in the model's order."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:
-    """One for each parameter by name, or ValueError.
+    """One key per parameter, by name; raises ValueError for unsupported parameters.
 
     A parameter no wider than wire_dtype is sent in its own dtype.
     """
@@ -51,23 +51,26 @@ def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) 
     for name, param in params.items():
         if isinstance(param, nn.UninitializedParameter) or type(param.data) is not Tensor:
             raise ValueError(
-                f"parameters are plain tensors, but {name} is a {type(param).__name__}"
+                f"parameters must be plain tensors, but {name} is a {type(param).__name__}"
             )
         if param.layout != torch.strided or param.is_meta:
-            raise ValueError(f"parameters are dense and have values, but {name} does not")
+            raise ValueError(
+                f"parameters must be dense and have values, but {name} is sparse or on the meta"
+                " device"
+            )
         sent_as = param.dtype
         if wire_dtype is not None and param.is_floating_point():
             sent_as = min(sent_as, wire_dtype, key=lambda dtype: dtype.itemsize)
         keys[name] = Key(param.shape, param.dtype, sent_as)
     if not keys:
-        raise ValueError("no parameter requires grad: there is nothing to serve")
+        raise ValueError("no parameter requires grad: at least one is needed")
     return keys
 
 
 def owned_keys(keys: Mapping[str, Key], servers: Sequence[int]) -> dict[int, list[str]]:
-    """By server with keys, their names: the largest first, each to the server with least so far.
+    """The keys of each server by name; assigns the largest first, to the server with least bytes.
 
-    Every rank finds the same. The fullest has at most 4/3 of the best possible (Graham 1969).
+    The result is the same on every rank. The maximum is at most 4/3 of the optimum (Graham 1969).
     """
     sizes = {name: math.prod(key.shape) * key.wire_dtype.itemsize for name, key in keys.items()}
     loads = dict.fromkeys(servers, 0)
@@ -80,7 +83,7 @@ def owned_keys(keys: Mapping[str, Key], servers: Sequence[int]) -> dict[int, lis
 
 
 class Packing:
-    """Tensors in a buffer of bytes without padding; wide dtypes first, so that all are aligned."""
+    """Tensors in a byte buffer without padding; wide dtypes first, so that all are aligned."""
 
     def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
         self._kinds = list(kinds)
@@ -119,7 +122,7 @@ class Packing:
 def groups_of_keys(
     param_groups: Iterable[Any] | None, params: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The groups, with names in place of parameters, or ValueError."""
+    """The parameter groups with names instead of parameters; raises ValueError if invalid."""
     if param_groups is None:
         return [{"params": list(params)}]
     given = [dict(group) if isinstance(group, dict) else group for group in param_groups]
@@ -130,13 +133,13 @@ def groups_of_keys(
     missing = [name for name in params if name not in every]
     if missing:
         raise ValueError(
-            f"{missing[0]} requires grad and is in no parameter group: add it, or"
+            f"{missing[0]} requires grad but is in no parameter group: add it, or call"
             " requires_grad_(False)"
         )
     if len(every) > len(params):
         raise ValueError(
-            "param_groups have each parameter of the model that requires grad once; one is"
-            " another's, frozen, or there twice"
+            "param_groups must have each parameter of the model that requires grad exactly once;"
+            " one is not in the model, frozen, or repeated"
         )
     rest = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups
@@ -158,7 +161,7 @@ class Kind(IntEnum):
 
 
 class Tag(IntEnum):
-    """Of sends and receives: a rank that works and serves keeps its two roles apart by them."""
+    """Tags of sends and receives, which separate the two roles of a rank that works and serves."""
 
     REQUEST = 1
     GRADIENT = 2
@@ -171,9 +174,9 @@ class Header(NamedTuple):
 
     Attributes:
         version: of a pull, the lowest acceptable one; of an answer, the one that is sent.
-            Of a push, the factor for its gradient; 0 if that is not finite.
+            For a push, the factor of its gradient; 0 if that is not finite.
         has_version: the worker's last pulled version.
-        num_bytes: of the message behind an answer; 0 if there is none.
+        num_bytes: the size of the message after an answer; 0 if there is none.
     """
 
     kind: Kind
@@ -196,7 +199,7 @@ class Header(NamedTuple):
 
 
 def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header) -> Any:
-    """Returns a Work at once; the message is sent, and its tensor kept, without a wait too."""
+    """Returns a Work at once; sends the message, and keeps its tensor, even without wait()."""
     tensor = message.encode() if isinstance(message, Header) else message
     return dist.isend(tensor, group=group, group_dst=peer, tag=tag)
 

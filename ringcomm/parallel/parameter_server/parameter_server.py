@@ -1,4 +1,4 @@
-"""ParameterServer: the calls of a rank that works, or serves, or both."""
+"""ParameterServer: the interface of a rank that is a worker, a server, or both."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ class ParameterServer:
     in each direction per pull.
 
     With `staleness` s, update t is the mean of the t-th gradients of all workers, and step t of a
-    worker waits for update t-1-s. So 0 is synchronous training, and a fast worker is at most s
-    steps ahead. With None no worker waits, and every gradient is an update of its own. After a
-    worker has closed, the means are those of the other workers.
+    worker waits for update t-1-s. Thus 0 is synchronous training, and a fast worker is at most s
+    steps ahead. With None no worker waits, and every gradient is a separate update. After a worker
+    has closed, means are over the other workers.
 
     Args:
-        model: with the same parameter names, shapes and dtypes on all ranks. Parameters and buffers
-            start from rank 0's.
+        model: a module with the same parameter names, shapes and dtypes on all ranks. Parameters
+            and buffers start from rank 0's.
         make_optimizer: called on servers with parameter groups (a list of dicts, as torch's
             optimizers take); returns a torch optimizer. Servers keep their weights on the CPU.
-        group: None for the default group; of any backend, messages go over ringcomm. Ranks here are
-            the group's.
-        mesh: of one dimension, in place of a group.
+        group: None for the default group; any backend, because messages use ringcomm. Ranks here
+            are in the group's numbering.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
         servers: "all", or the ranks that serve.
         dedicated: servers only serve: they call serve(), and the other ranks are the workers.
         staleness: the bound s, or None.
@@ -81,14 +81,14 @@ class ParameterServer:
             a gradient of an update is not finite, all servers skip the update. See scale().
 
     Attributes:
-        group: a group of its own.
+        group: a separate group for its messages.
         servers: ranks that have keys.
         keys: by server the names of its parameters.
 
     Raises:
-        TypeError: the model is no module, or make_optimizer makes no optimizer.
+        TypeError: the model is not a module, or make_optimizer does not return an optimizer.
         ValueError: an argument is out of range, or ranks disagree. Nothing has been changed.
-        PeerDiedError: a worker or a server has died; `rank` names it. So from every method.
+        PeerDiedError: a worker or a server has died; `rank` is its rank. Raised by every method.
         CollectiveTimeoutError: a worker sent nothing for the group's timeout; likewise.
 
     Collective: makes a group, and one broadcast.
@@ -109,21 +109,23 @@ class ParameterServer:
         loss_scale: float | Literal["dynamic"] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"wants a model, got a {type(model).__name__}")
+            raise TypeError(f"expected a model, got a {type(model).__name__}")
         if not callable(make_optimizer):
             raise TypeError(
-                "make_optimizer makes an optimizer of parameters, such as lambda params:"
-                f" torch.optim.SGD(params, lr=0.1); got a {type(make_optimizer).__name__}"
+                "make_optimizer must return an optimizer for given parameters, such as lambda"
+                f" params: torch.optim.SGD(params, lr=0.1); got a {type(make_optimizer).__name__}"
             )
         resolved = resolve_group(group, mesh)
         ranks = _checked_servers(servers, resolved.size())
         if dedicated and len(ranks) == resolved.size():
-            raise ValueError("dedicated=True leaves no worker: give fewer servers, or more ranks")
+            raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
         if staleness is not None and (type(staleness) is not int or staleness < 0):
-            raise ValueError(f"staleness is None or a number of steps >= 0, got {staleness!r}")
+            raise ValueError(f"staleness must be None or a number of steps >= 0, got {staleness!r}")
         is_dtype = isinstance(wire_dtype, torch.dtype)
         if wire_dtype is not None and not (is_dtype and wire_dtype.is_floating_point):
-            raise ValueError(f"wire_dtype is a floating dtype such as bfloat16, got {wire_dtype}")
+            raise ValueError(
+                f"wire_dtype must be a floating-point dtype such as bfloat16, got {wire_dtype}"
+            )
         self._scale = None if loss_scale is None else LossScale(loss_scale)
         self._model, self._params, self._staleness = model, trainable(model), staleness
         self._keys = keys_of(self._params, wire_dtype)
@@ -138,7 +140,7 @@ class ParameterServer:
         self.servers = list(self.keys)
         workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
         self._server = self._make_server(make_optimizer, workers)
-        self._ports: list[Port] = []  # none on a rank that is no worker
+        self._ports: list[Port] = []  # empty on a rank that is not a worker
         if self.group.rank() in workers:
             self._ports = [
                 Port(self.group, server, names, self._packing_of(names), self._server)
@@ -162,25 +164,25 @@ class ParameterServer:
     def _packing_of(self, names: Sequence[str]) -> Packing:
         return Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
 
-    # ---- what a rank does
+    # ---- serve, pull and push
 
     def serve(self) -> None:
         """Serves until all workers have closed. On a dedicated server, once.
 
         Raises:
-            RuntimeError: this rank is a worker, which serves beside its work.
+            RuntimeError: this rank is a worker, which serves in a thread.
         """
         if self._ports:
-            raise RuntimeError("serve() is for dedicated servers; a worker that serves does so")
+            raise RuntimeError("serve() is for dedicated servers; a worker serves without it")
         if self._server is not None:
             self._server.run()
 
     def pull(self, *, fresh: bool = False) -> None:
-        """Brings the model up to date; waits for the version that the staleness bound requires.
+        """Pulls the model's weights; waits for the version that the staleness bound requires.
 
         Args:
-            fresh: wait for all updates before this step, whatever the bound is: for an evaluation,
-                or after the last step.
+            fresh: wait for all updates before this step, regardless of the bound: for an
+                evaluation, or after the last step.
 
         Raises:
             RuntimeError: this rank is no worker, or has closed.
@@ -216,7 +218,7 @@ class ParameterServer:
 
         Raises:
             RuntimeError: as from pull().
-            ValueError: a gradient is sparse, or the model has other parameters than it had.
+            ValueError: a gradient is sparse, or the model's parameters have changed.
         """
         with self._working("push()"):
             self._check_unchanged()
@@ -248,13 +250,13 @@ class ParameterServer:
             if found.get(name) is not self._params.get(name):
                 raise ValueError(
                     f"{name} was added, replaced, frozen or thawed after the ParameterServer was"
-                    " made: close() it, and make another one of the changed model"
+                    " made: close() it, and make a new one for the changed model"
                 )
         for name, param in self._params.items():
             if param.grad is not None and param.grad.is_sparse:
                 raise ValueError(
-                    f"the gradient of {name} is sparse, and a parameter server sends dense"
-                    " ones: give the embedding sparse=False"
+                    f"the gradient of {name} is sparse, but a parameter server needs dense"
+                    " gradients: make the embedding with sparse=False"
                 )
 
     def _gradient_factor(self) -> float:
@@ -267,23 +269,23 @@ class ParameterServer:
         self._scale.update(has_overflow)
         return 0.0 if has_overflow else factor
 
-    # ---- what there is to see
+    # ---- statistics
 
     @property
     def version(self) -> int:
-        """How many updates a worker's weights have had, or a dedicated server has made."""
+        """The number of updates in a worker's weights, or made by a dedicated server."""
         if self._ports:
             return min(port.version for port in self._ports)
         return 0 if self._server is None else self._server.version
 
     @property
     def staleness_histogram(self) -> Counter[int]:
-        """Gradients that this rank's server has applied, by how many updates old they were."""
+        """The number of gradients applied by this rank's server, by their age in updates."""
         return Counter() if self._server is None else Counter(self._server.staleness)
 
     @property
     def num_skipped_updates(self) -> int:
-        """Updates that this rank's server has skipped, since a gradient was not finite."""
+        """Updates that this rank's server has skipped because a gradient was not finite."""
         return 0 if self._server is None else self._server.num_skipped
 
     # ---- states, for get_state_dict() and set_state_dict()
@@ -312,7 +314,7 @@ class ParameterServer:
         return misfit(state, self._groups, self._keys)
 
     def load_named(self, state: Mapping[str, Any]) -> None:
-        """Takes the model's weights, and a whole state that fits, or none; before step 0.
+        """Loads the model's weights, and optionally a matching whole state; before step 0.
 
         Collective: a barrier, also of dedicated servers, before they serve().
         """
@@ -323,7 +325,7 @@ class ParameterServer:
     # ---- the end
 
     def close(self) -> None:
-        """Ends this rank's part; a second call does nothing.
+        """Ends this rank's participation; a second call does nothing.
 
         The other workers continue without it. On a rank that serves, it returns when all workers
         have closed. The model keeps the weights that it has pulled.
@@ -358,17 +360,17 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
         return tuple(range(world_size))
     is_list = not isinstance(servers, str) and all(isinstance(rank, int) for rank in servers)
     if not is_list or not servers or len(set(servers)) < len(servers):
-        raise ValueError(f'servers is "all" or a list of different ranks, got {servers!r}')
+        raise ValueError(f'servers must be "all" or a list of different ranks, got {servers!r}')
     ranks = tuple(sorted(int(rank) for rank in servers))
     if ranks[0] < 0 or ranks[-1] >= world_size:
-        raise ValueError(f"servers are ranks of a group of {world_size}, got {list(ranks)}")
+        raise ValueError(f"servers must be ranks of a group of {world_size}, got {list(ranks)}")
     return ranks
 
 
 def _meet(group: dist.ProcessGroup, model: nn.Module, mine: Mapping[str, Any]) -> dist.ProcessGroup:
-    """A new group of ringcomm for the messages, whose ranks have rank 0's weights. Collective.
+    """Makes a ringcomm group for the messages and broadcasts rank 0's weights. Collective.
 
-    ValueError if the ranks disagree; nothing has been changed.
+    Raises ValueError if the ranks have different arguments; nothing has been changed.
     """
     backend: Any = group._get_backend(torch.device("cpu"))
     own = dist.new_group(

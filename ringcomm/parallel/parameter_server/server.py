@@ -1,4 +1,4 @@
-"""A server: gradients of workers become updates of its keys; and a worker's way to it."""
+"""A server, which updates its keys with the workers' gradients, and a worker's connection to it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Server:
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
         self._queues: dict[int, deque[_Gradient]] = {worker: deque() for worker in sorted(workers)}
-        self._held: list[tuple[Header, Answer]] = []  # pulls of versions that are not there yet
+        self._held: list[tuple[Header, Answer]] = []  # pulls of versions that are not available yet
         self._packed: Tensor | None = None  # this version's weights, once a worker pulls them
         self._lock = threading.Lock()  # held while a request is served
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -114,7 +114,7 @@ class Server:
     # ---- requests
 
     def submit(self, header: Header, gradient: Tensor | None = None) -> None:
-        """A request of the worker in this process; raises the error that has ended the loop."""
+        """Submits a request of the worker in this process; raises the error that ended the loop."""
         if self._error is not None:
             raise self._error
 
@@ -125,7 +125,7 @@ class Server:
         self._inbox.put(lambda: self._serve(worker, header, gradient, answer))
 
     def next_answer(self) -> tuple[Header, Tensor | None]:
-        """Waits for one to this process; raises the error that has ended the loop."""
+        """Waits for an answer to this process; raises the error that ended the loop."""
         answer = self._answers.get()
         if isinstance(answer, BaseException):
             self._answers.put(answer)  # for the next call
@@ -159,7 +159,7 @@ class Server:
         self._serve(worker, header, gradient, answer)
 
     def _serve(self, worker: int, header: Header, gradient: Tensor | None, answer: Answer) -> None:
-        """Serves a request, or keeps a pull until its version is there."""
+        """Serves a request, or keeps a pull until its version is available."""
         if header.kind == Kind.STATE:
             state = packed(self._optimizer.state_dict())
             answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
@@ -178,7 +178,7 @@ class Server:
     # ---- updates
 
     def _next_update(self) -> list[_Gradient]:
-        """Its gradients in the order of workers; empty while one is missing."""
+        """The gradients of the next update in the order of workers; empty while one is missing."""
         if self._is_in_rounds and not all(self._queues[worker] for worker in self._present):
             return []
         return [queue.popleft() for queue in self._queues.values() if queue]
@@ -209,7 +209,7 @@ class Server:
 
 
 def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
-    """By key, summed in the order given, 16-bit ones in float32, and divided by their number."""
+    """The mean gradient by key: summed in the given order, 16-bit ones in float32."""
     if len(gradients) == 1 and gradients[0].factor == 1:
         return gradients[0].tensors
     means = []

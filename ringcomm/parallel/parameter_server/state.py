@@ -22,8 +22,9 @@ Groups = Sequence[Mapping[str, Any]]  # of all keys; "params" are names
 class ServerOptimizer:
     """torch's optimizer over a server's copies of its keys, on the CPU.
 
-    `groups` are those of all keys, `values` the initial ones of this server's. A group stays, also
-    when none of its parameters is here. States contain "master" if workers have rounded values.
+    `groups` are those of all keys, `values` the initial values of this server's keys. A group is
+    kept even if none of its parameters is here. States contain "master" if workers have rounded
+    values.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ServerOptimizer:
             name: nn.Parameter(value.detach().to("cpu", copy=True))
             for name, value in values.items()
         }
-        # As the optimizer has them in its groups.
+        # In the order of the optimizer's groups.
         self._names = [[name for name in group["params"] if name in values] for group in groups]
         here = [
             {**group, "params": [self._params[name] for name in names]}
@@ -48,13 +49,14 @@ class ServerOptimizer:
         self._optimizer = make(here)
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"make_optimizer returns a torch optimizer, got a {type(self._optimizer).__name__}"
+                "make_optimizer must return a torch optimizer, got a"
+                f" {type(self._optimizer).__name__}"
             )
         taken = [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
         if taken != [[id(p) for p in group["params"]] for group in here]:
             raise ValueError(
-                "make_optimizer made an optimizer of other parameters than it was given, perhaps of"
-                " the model's: use its argument"
+                "make_optimizer returned an optimizer of other parameters, perhaps the model's:"
+                " use the parameters that it gets as its argument"
             )
 
     @property
@@ -86,7 +88,7 @@ class ServerOptimizer:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Takes its keys of weights, and of a whole state that misfit() has accepted, or none.
+        """Loads its keys from weights and, optionally, a whole state that misfit() has accepted.
 
         A state's "master" comes before a weight.
         """
@@ -142,7 +144,7 @@ def misfit(state: Mapping[str, Any], groups: Groups, keys: Mapping[str, Key]) ->
     ours = [len(group["params"]) for group in groups]
     if sizes != ours:
         return (
-            f"the state has parameter groups of {sizes} parameters, and the parameter server of"
+            f"the state has parameter groups of {sizes} parameters, but the parameter server has"
             f" {ours}"
         )
     of_names = state.get("state", {})
@@ -153,5 +155,8 @@ def misfit(state: Mapping[str, Any], groups: Groups, keys: Mapping[str, Key]) ->
         for key, value in values.items():
             shape = keys[name].shape
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
-                return f"{key} of {name} is {tuple(value.shape)}, and {name} {tuple(shape)}"
+                return (
+                    f"{key} of {name} must have the shape of {name}, {tuple(shape)}, got"
+                    f" {tuple(value.shape)}"
+                )
     return None

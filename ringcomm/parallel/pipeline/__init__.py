@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages of a model on several ranks, micro-batches through all of them."""
+"""Pipeline parallelism: stages of a model on several ranks, which process micro-batches."""
 
 from typing import TYPE_CHECKING
 

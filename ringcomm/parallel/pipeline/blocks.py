@@ -1,4 +1,4 @@
-"""A model as a row of named blocks: a rank's own, and the weights that it shares with others."""
+"""A model as a sequence of named blocks: a rank's own blocks, and weights tied between ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.Modu
 
 
 def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
-    """The blocks by the names that they have in state dicts, or TypeError or ValueError."""
+    """The blocks by their names in state dicts; raises TypeError or ValueError if invalid."""
     if isinstance(blocks, nn.Sequential | nn.ModuleList):
         found: dict[str, Any] = dict(blocks._modules)
     elif isinstance(blocks, Mapping):
@@ -42,18 +42,19 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
         found = {str(idx): block for idx, block in enumerate(blocks)}
     else:
         raise TypeError(
-            "blocks are an nn.Sequential, a list of modules, or a dict of them by name; got"
-            f" {type(blocks).__name__}"
+            "blocks must be an nn.Sequential, a list of modules or a dict of modules by name;"
+            f" got {type(blocks).__name__}"
         )
     if not found:
-        raise ValueError("there are no blocks")
+        raise ValueError("a pipeline needs at least one block")
     for name, block in found.items():
         if not isinstance(block, nn.Module):
-            raise TypeError(f"block {name} is a {type(block).__name__}, not an nn.Module")
+            raise TypeError(f"block {name} must be an nn.Module, got a {type(block).__name__}")
         for other in found:
             if other.startswith(f"{name}."):
                 raise ValueError(
-                    f"block {other} would be a part of block {name}: give it another name"
+                    f"the name of block {other} begins with that of block {name}, which would"
+                    " contain it: rename one"
                 )
     return found
 
@@ -87,10 +88,10 @@ def part_of(
 
 
 def problem_of(module: nn.Module) -> str:
-    """What keeps a rank from beginning, or "ready"."""
+    """The reason why a rank cannot start, or "ready"."""
     devices = {str(p.device) for p in module.parameters() if not p.is_meta}
     if len(devices) > 1:
-        return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them"
+        return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them to one"
     try:
         check_can_materialize(module)
     except ValueError as error:
@@ -99,9 +100,9 @@ def problem_of(module: nn.Module) -> str:
 
 
 class StageModule(nn.Module):
-    """Blocks in turn; a tuple that one returns is the arguments of the next.
+    """Calls blocks in turn; a returned tuple is the arguments of the next block.
 
-    What it returns becomes a message.
+    Its result is sent as a message.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], recompute: bool) -> None:
@@ -122,7 +123,7 @@ class StageModule(nn.Module):
 
 
 def _as_message(value: Any) -> Any:
-    """The same memory where that is contiguous, and not a view: torch detaches it in place."""
+    """A contiguous tensor that is not a view, copied only if needed: torch detaches it in place."""
     if not isinstance(value, Tensor):
         return value
     value = value.contiguous()
@@ -130,33 +131,33 @@ def _as_message(value: Any) -> Any:
 
 
 def cut(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cuts a row of blocks into stages so that the largest stage is as small as it can be.
+    """Cuts a sequence of blocks into stages such that the largest stage is as small as possible.
 
-    Exact, by dynamic programming; of the cuts that have the same largest stage it takes one whose
-    second largest is smallest, and so on.
+    Exact, by dynamic programming. Among cuts with the same largest stage it selects the one with
+    the smallest second largest stage, and so on.
 
     Args:
-        costs: of each block, in any unit, not negative; times are best.
-        num_stages: each gets one block at least.
+        costs: one per block, in any unit, not negative; preferably times.
+        num_stages: the number of stages; each gets at least one block.
 
     Returns:
-        The blocks of each stage: one range after the other.
+        The range of blocks of each stage, in order.
 
     Raises:
         ValueError: there are fewer blocks than stages, or a cost is negative or not finite.
     """
     if num_stages < 1:
-        raise ValueError(f"num_stages is 1 or more, got {num_stages}")
+        raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
     if len(costs) < num_stages:
         raise ValueError(
-            f"{len(costs)} blocks are too few for {num_stages} stages of one block at least: cut"
-            " the model into more blocks, or take fewer ranks or stages per rank"
+            f"{len(costs)} blocks are too few for {num_stages} stages of at least one block: cut"
+            " the model into more blocks, or use fewer ranks or stages per rank"
         )
     for block_idx, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
-            raise ValueError(f"the cost of block {block_idx} is {cost}: costs are not negative")
+            raise ValueError(f"costs must not be negative, got {cost} for block {block_idx}")
     sums = [0.0, *accumulate(costs)]
-    # By how many blocks there are in the stages so far: their sizes, descending, and their begins.
+    # Keyed by the number of blocks in the stages so far: stage sizes, descending, and their begins.
     best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
     for _ in range(num_stages):
         best = {
@@ -172,9 +173,9 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
-    """A guess: 1 and the elements of a block's parameters, but for tables of embeddings.
+    """An estimate: 1 plus the elements of a block's parameters, without embedding tables.
 
-    A weight costs six operations a token, a table none; a head that shares a table does count.
+    A weight costs six operations per token, a table none; a head that is tied to a table counts.
     """
     costs = []
     for block in blocks:
@@ -187,11 +188,11 @@ def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
     return costs
 
 
-# ---- weights that stages on several ranks share
+# ---- weights tied between stages on several ranks
 
 
 def copy_tied_from_first(part: StagePart) -> None:
-    """Makes all ranks' values those of the first that has them."""
+    """Copies values from the first rank that has them to the others."""
     for param, ranks in part.tied.items():
         values = _exchange(param.detach(), ranks, part.group)
         with torch.no_grad():
@@ -200,7 +201,7 @@ def copy_tied_from_first(part: StagePart) -> None:
 
 @contextmanager
 def tied_gradients_summed(part: StagePart) -> Iterator[None]:
-    """Gradients that are made inside become sums over all ranks; those before are sums."""
+    """Sums gradients that are computed inside over all ranks; earlier ones are already sums."""
     before = {param: param.grad for param in part.tied}
     for param in before:
         param.grad = None
@@ -224,7 +225,7 @@ def tied_gradients_summed(part: StagePart) -> Iterator[None]:
 
 
 def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """All ranks' tensors, in their order."""
+    """Gathers all ranks' tensors, in rank order."""
     mine = mine.contiguous()
     found = [mine if r == group.rank() else torch.empty_like(mine) for r in ranks]
     ops = []

@@ -1,4 +1,4 @@
-"""A model in stages on several ranks, trained as if it were whole."""
+"""Trains a model whose stages are on several ranks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ __all__ = ["Pipeline"]
 Loss = Callable[[Any, Tensor], Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
 
-# So many shapes of inputs have stages ready; the one not used for longest goes first.
+# The number of input shapes with cached stages; the least recently used is evicted first.
 MAX_SHAPES = 64
 
 
 class _Made(NamedTuple):
-    """What is kept for inputs of one shape."""
+    """The cached state for one shape of inputs."""
 
     boundaries: list[Metas]
     stages: list[Stage]
@@ -67,50 +67,51 @@ class Pipeline:
             optimizer.step()
             optimizer.zero_grad()
 
-    Each stage's gradients are those of one process that runs the same micro-batches one after the
-    other. A boundary between stages on different ranks carries its activations forward and their
-    gradients back: 2 m b s h elements a step for m micro-batches of b s h each.
+    Each stage's gradients equal those of one process that runs the same micro-batches one after the
+    other. A boundary between stages on different ranks sends its activations forward and their
+    gradients back: 2 m b s h elements per step for m micro-batches of b s h each.
 
     Args:
-        blocks: modules that make the model when they are called in turn: an nn.Sequential, a list,
-            or a dict by name ({"embed": ..., "layers.0": ...}: the names in checkpoints). The same
-            on all ranks. A tuple that one returns is the arguments of the next. Blocks may be on
-            the meta device; this rank's then get memory, and values by reset_parameters(). A
-            parameter that several blocks share stays one: where they are on several ranks, its
-            gradients are summed over these, and values start from the first.
-        loss_fn: of the last block's output and a micro-batch of the target; a tensor without
-            dimensions.
+        blocks: the modules of the model in call order, the same on all ranks: an nn.Sequential, a
+            list, or a dict by name ({"embed": ..., "layers.0": ...}: the names in checkpoints). A
+            returned tuple is the arguments of the next block. Blocks may be on the meta device;
+            this rank's blocks then get memory, and values by reset_parameters(). A parameter that
+            several blocks share stays tied: if they are on several ranks, its gradients are summed
+            over these ranks, and values start from the first.
+        loss_fn: a function of the last block's output and a micro-batch of the target that returns
+            a scalar tensor.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zero-bubble"
             (ZB-H1 and its interleaved form), or "zbv" (ZB-V). The last two split the backward pass:
             first the gradients of inputs, for which the previous stage waits, and later those of
             weights.
-        num_microbatches: what a batch is cut into, along its first dimension.
-        group: of the pipeline's ranks; None for the default group.
-        mesh: of one dimension, in place of a group.
+        num_microbatches: the number of micro-batches, along a batch's first dimension.
+        group: the pipeline's ranks; None for the default group.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
         num_stages_per_rank: default 2 for "interleaved" and "zbv", otherwise 1.
-        costs: of each block, for the cut: times of a forward, say. Default: numbers of parameters,
-            without tables of embeddings. See `pipeline.cut`.
-        recompute: keep only the inputs of blocks, and compute the rest again in the backward pass.
-            The backward pass is then not split.
+        costs: one per block, for the cut, such as forward times. Default: numbers of parameters,
+            without embedding tables. See `pipeline.cut`.
+        recompute: keep only the inputs of blocks, and recompute the rest in the backward pass,
+            which is then not split.
         loss_reduction: "mean" if loss_fn is a mean over rows, "sum" if it is a sum.
-        device: of the stages; default: that of the blocks, the CPU for those on the meta device.
-        wrap: wraps each stage for data parallelism, such as
-            `lambda stage: DistributedDataParallel(stage, process_group=dp_group)`. That one does
-            not work with "zero-bubble" and "zbv".
+        device: the device of the stages; default: that of the blocks, or the CPU for the meta
+            device.
+        wrap: a function that wraps each stage for data parallelism, such as `lambda stage:
+            DistributedDataParallel(stage, process_group=dp_group)`. It does not work with
+            "zero-bubble" and "zbv".
 
     Attributes:
         module: this rank's blocks under their names in the whole model.
-        plan: the schedule, and what each rank computes, in order.
-        stages: for each stage of the model its blocks' names.
+        plan: the schedule, with the computations of each rank in order.
+        stages: the names of the blocks of each stage of the model.
         group, device: as resolved.
 
     Raises:
-        TypeError: blocks are no modules.
-        ValueError: there are fewer blocks than stages, the schedule does not come with these
-            numbers, a block on the meta device cannot make values, ranks disagree, or `wrap` made
-            what the schedule does not work with.
+        TypeError: blocks are not modules.
+        ValueError: there are fewer blocks than stages, the schedule does not support these numbers,
+            a block on the meta device has no reset_parameters(), ranks have different arguments, or
+            the schedule does not support the result of `wrap`.
 
-    Collective: one object; values of shared parameters.
+    Collective: exchanges one object, and the values of shared parameters.
     """
 
     def __init__(
@@ -130,13 +131,15 @@ class Pipeline:
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
+            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         named = named_blocks(blocks)
         self.group = resolve_group(group, mesh)
         rank, num_ranks = self.group.rank(), self.group.size()
         self.plan = make_plan(schedule, num_ranks, num_microbatches, num_stages_per_rank)
         if costs is not None and len(costs) != len(named):
-            raise ValueError(f"costs are of each block: {len(costs)} for {len(named)} blocks")
+            raise ValueError(
+                f"costs must have one element per block, got {len(costs)} for {len(named)} blocks"
+            )
         found = default_costs(list(named.values())) if costs is None else costs
         names = list(named)
         self.stages = [
@@ -180,7 +183,7 @@ class Pipeline:
         self._log: Log = []
 
     def _wrap(self, wrap: Callable[[nn.Module], nn.Module] | None) -> dict[int, nn.Module]:
-        """This rank's stages as data parallelism wants them, perhaps with other parameters."""
+        """Wraps this rank's stages for data parallelism; may replace their parameters."""
         part = self.module
         tied = {name: part.tied[p] for name, p in part.named_parameters() if p in part.tied}
         wrapped = {s: wrap(m) if wrap else m for s, m in self._modules.items()}
@@ -189,9 +192,9 @@ class Pipeline:
         has_halves = any(work.kind == "W" for order in self.plan.orders for work in order)
         if has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
             raise ValueError(
-                f"DistributedDataParallel does not see the gradients of {self.plan.schedule}, whose"
-                " backwards are in halves: average them after step(), or call zero.shard() on"
-                " Pipeline.module"
+                f"DistributedDataParallel does not see the gradients of {self.plan.schedule},"
+                " whose backward passes are split: average them after step(), or call"
+                " zero.shard() on Pipeline.module"
             )
         return wrapped
 
@@ -201,11 +204,11 @@ class Pipeline:
     # ---- this rank's part
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's, each once."""
+        """This rank's parameters, each once."""
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, by their names in the whole model."""
+        """This rank's parameters, by their names in the whole model."""
         return self.module.named_parameters()
 
     # ---- steps
@@ -213,29 +216,32 @@ class Pipeline:
     def step(
         self, inputs: Inputs, target: Tensor, *, loss_scale: float = 1.0, record: bool = False
     ) -> Tensor:
-        """Forward and backward of a batch; gradients are added to those that are there.
+        """Forward and backward pass of a batch; gradients are accumulated.
 
         Args:
-            inputs: of the first block, rows first. Ranks without the first stage look at shapes and
-                dtypes only; a tensor on the meta device will do there.
-            target: for loss_fn, with as many rows; only the rank with the last stage looks at it.
-            loss_scale: gradients are those of the loss times this.
-            record: write down what is computed when, for `timeline()`.
+            inputs: the arguments of the first block, rows in the first dimension. Ranks without the
+                first stage use only shapes and dtypes, so a tensor on the meta device suffices
+                there.
+            target: for loss_fn, with as many rows; used only on the rank with the last stage.
+            loss_scale: a factor of the loss for the gradients.
+            record: record the times of all computations for `timeline()`.
 
         Returns:
             The loss of the batch, on all ranks: one broadcast of 4 bytes.
 
         Raises:
-            ValueError: rows do not divide into micro-batches, ranks have inputs of different
-                shapes, or the first step with inputs of a shape finds that a block does not take
-                them: on all ranks. Or weights were frozen or thawed.
+            ValueError: on all ranks: rows do not divide into micro-batches, ranks have inputs of
+                different shapes, or a block raises for a new shape of inputs. Or weights were
+                frozen or unfrozen.
             RingcommError: a rank failed, or called something else.
 
-        What a rank's blocks raise ends the group, so that other ranks do not wait for it. Under
-        torch.autocast forwards run in it, and backwards without. Collective.
+        An exception of a rank's blocks aborts the group, so that other ranks do not wait. Under
+        torch.autocast only forward passes are autocast. Collective.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("step() under torch.no_grad() has no gradients: call evaluate()")
+            raise RuntimeError(
+                "step() needs gradients, but torch.no_grad() is active: call evaluate()"
+            )
         self._log = []
         with tied_gradients_summed(self.module):
             batch, made = self._prepared(inputs, target)
@@ -252,7 +258,7 @@ class Pipeline:
     def evaluate(self, inputs: Inputs, target: Tensor) -> Tensor:
         """The loss of a batch without gradients, on all ranks; arguments as of step().
 
-        Modules stay in the mode that they are in: call `pipe.module.eval()` before. Collective.
+        The mode of modules is not changed: call `pipe.module.eval()` before. Collective.
         """
         batch, made = self._prepared(inputs, target)
         num = self.plan.num_microbatches
@@ -269,12 +275,12 @@ class Pipeline:
         return self._shared_loss()
 
     def timeline(self) -> Timeline:
-        """What all ranks computed in the last step, which was recorded. Times are of one host.
+        """The timeline of all ranks in the last recorded step. All ranks must be on one host.
 
         Raises:
-            RuntimeError: it was not recorded, on any rank.
+            RuntimeError: the last step was not recorded.
 
-        Collective: one object.
+        Collective: exchanges one object.
         """
         everyone: list[Any] = [None] * self.group.size()
         dist.all_gather_object(everyone, self._log, group=self.group)
@@ -287,7 +293,7 @@ class Pipeline:
         return stage % self.plan.num_stages in self._modules
 
     def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Other ranks shall not wait for what a failed one does not send."""
+        """Aborts the group after a failure, so that other ranks do not wait for messages."""
         try:
             return call(*args, **kwargs)
         except RingcommError:
@@ -318,7 +324,7 @@ class Pipeline:
     # ---- preparation
 
     def _prepared(self, inputs: Inputs, target: Tensor) -> tuple[tuple[Tensor, ...], _Made]:
-        """The inputs, and the stages for them; TypeError or ValueError on all ranks."""
+        """The inputs, and the stages for them; raises TypeError or ValueError on all ranks."""
         num, kind = self.plan.num_microbatches, self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         batch = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -342,7 +348,7 @@ class Pipeline:
         if problem is not None:
             raise problem
         made = self._made.pop(key, None) or self._make(metas)
-        self._made[key] = made  # the one used last is the last
+        self._made[key] = made  # most recently used last
         if len(self._made) > MAX_SHAPES:
             del self._made[next(iter(self._made))]
         return batch, made
@@ -368,22 +374,23 @@ class Pipeline:
     def _check_trained(self, made: _Made) -> None:
         if self._trained() != made.trained:
             raise ValueError(
-                "weights were frozen, thawed or added after the first step, when stages agreed on"
-                " what gets gradients: make a new Pipeline of the same blocks"
+                "weights were frozen, unfrozen or added after the first step, in which stages"
+                " agreed on the weights that get gradients: make a new Pipeline of the same"
+                " blocks"
             )
 
 
 def _check_rows(batch: tuple[Tensor, ...], target: Tensor, num: int) -> None:
     for name, value in (*(("inputs", x) for x in batch), ("target", target)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} are tensors, got a {type(value).__name__}")
+            raise TypeError(f"{name} must be tensors, got a {type(value).__name__}")
         num_rows = value.shape[0] if value.dim() else 0
         if num_rows == 0 or num_rows % num:
             below = num_rows - num_rows % num
             fit = f"{below} or {below + num}" if below else f"{num}"
             raise ValueError(
-                f"{num_rows} rows of {name} do not divide into {num} micro-batches: take {fit}"
+                f"{num_rows} rows of {name} do not divide into {num} micro-batches: use {fit}"
                 " rows, or another num_microbatches"
             )
         if num_rows != batch[0].shape[0]:
-            raise ValueError(f"the {name} have {num_rows} rows, and the inputs {batch[0].shape[0]}")
+            raise ValueError(f"the {name} have {num_rows} rows, but the inputs {batch[0].shape[0]}")

@@ -1,4 +1,4 @@
-"""Schedules: in which order each rank computes what, and how long that takes in theory."""
+"""Schedules: the order of each rank's computations, and simulated times."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Times = Time | Sequence[Time]
 
 
 class Work(NamedTuple):
-    """What a rank computes without a break: one micro-batch in one stage.
+    """One unit of computation: one micro-batch in one stage.
 
-    F is the forward, B the backward, I and W its halves: gradients of the inputs, which the stage
-    before waits for, and of the weights.
+    F is the forward, B the backward, I and W its halves: the gradients of the inputs, which the
+    previous stage needs, and of the weights.
     """
 
     kind: Kind
@@ -52,7 +52,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for a number of ranks and micro-batches; what each rank computes, in order."""
+    """A schedule for a number of ranks and micro-batches: each rank's computations in order."""
 
     schedule: str
     num_ranks: int
@@ -66,17 +66,17 @@ class Plan:
         return self.num_ranks * self.stages_per_rank
 
     def stages_of(self, rank: int) -> list[int]:
-        """In turn (0, p, 2p, ... on rank 0), or in a V: down the ranks, and up again."""
+        """The stages of a rank: round-robin (0, p, 2p, ... on rank 0), or in V form."""
         p, is_v = self.num_ranks, SCHEDULES[self.schedule].is_v
         rows = range(self.stages_per_rank)
         return [row * p + (p - 1 - rank if is_v and row % 2 else rank) for row in rows]
 
     def rank_of(self, stage: int) -> int:
-        """Which rank has a stage."""
+        """The rank of a stage."""
         return next(r for r in range(self.num_ranks) if stage in self.stages_of(r))
 
     def start(self, stages: Sequence[Any], loss_fn: Any = None) -> Any:
-        """torch's schedule over a rank's stages. It scales no gradients."""
+        """torch's schedule over a rank's stages. It does not scale gradients."""
         own = SCHEDULES[self.schedule]
         make = getattr(torch_schedules, own.torch_name)
         first = list(stages) if own.has_several else stages[0]
@@ -86,9 +86,9 @@ class Plan:
 def make_plan(
     schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> Plan:
-    """A plan; ValueError if there is no such schedule, or none with these numbers."""
+    """Makes a plan; raises ValueError for an unknown schedule or unsupported numbers."""
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}")
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
     own = SCHEDULES[schedule]
     per_rank = own.default_stages if stages_per_rank is None else stages_per_rank
     plan = Plan(schedule, num_ranks, per_rank, num_microbatches)
@@ -108,12 +108,12 @@ def _check_numbers(plan: Plan) -> None:
         ("num_stages_per_rank", plan.stages_per_rank),
     ):
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is a whole number, 1 or more; got {value!r}")
+            raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
     wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, plan.stages_per_rank)
     if plan.stages_per_rank != wanted:
         raise ValueError(
-            f"{schedule} has num_stages_per_rank={wanted}, got {plan.stages_per_rank}: leave it"
-            ' out, or take schedule="interleaved"'
+            f"{schedule} needs num_stages_per_rank={wanted}, got {plan.stages_per_rank}: leave it"
+            ' out, or use schedule="interleaved"'
         )
     if schedule == "1f1b" and num < num_ranks:
         raise ValueError(
@@ -128,7 +128,7 @@ def _check_numbers(plan: Plan) -> None:
 
 
 def _one_stage(plan: Plan, rank: int) -> list[Work]:
-    """Some forwards first; then, as long as there are any, a forward behind each backward."""
+    """Warm-up forwards first; then a forward after each backward while forwards remain."""
     num = plan.num_microbatches
     num_first = num if plan.schedule == "gpipe" else min(num, plan.num_ranks - rank)
     order = [Work("F", rank, i) for i in range(num_first)]
@@ -140,7 +140,7 @@ def _one_stage(plan: Plan, rank: int) -> list[Work]:
 
 
 def _orders_of_torch(plan: Plan) -> list[list[Work]]:
-    """What torch's schedule has planned for all ranks, made for stages that compute nothing."""
+    """The order of torch's schedule for all ranks, taken from stages that compute nothing."""
     stages = [
         SimpleNamespace(
             stage_index=idx,
@@ -168,7 +168,7 @@ def _orders_of_torch(plan: Plan) -> list[list[Work]]:
 
 
 class Action(NamedTuple):
-    """Work on a rank; microseconds, those of a simulation in the unit it was given, exact."""
+    """Work on a rank, in microseconds; in a simulation exact and in the given unit."""
 
     rank: int
     kind: Kind
@@ -180,11 +180,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What was computed when in a step, on all ranks.
+    """The computations of a step on all ranks, with their times.
 
     Attributes:
         num_ranks: of the pipeline.
-        actions: of all ranks, by their begin: rank, kind ("F" forward, "B" backward, "I" and "W"
+        actions: of all ranks, sorted by begin: rank, kind ("F" forward, "B" backward, "I" and "W"
             its halves, for inputs and for weights), stage, micro_batch, begin_us, end_us.
     """
 
@@ -201,11 +201,11 @@ class Timeline:
         return [a for a in self.actions if a.rank == rank]
 
     def busy_us(self, rank: int) -> Time:
-        """How long a rank computed."""
+        """The computing time of a rank."""
         return sum((a.end_us - a.begin_us for a in self.of_rank(rank)), Fraction(0))
 
     def bubble(self) -> Time:
-        """The share of all ranks' time in which they did not compute.
+        """The fraction of all ranks' time in which they were idle.
 
         (p-1) / (m+p-1) for GPipe and 1F1B over p ranks with m micro-batches whose stages are alike,
         and (p-1) / (v m+p-1) for interleaved 1F1B with v stages per rank (Narayanan et al. 2021).
@@ -214,9 +214,9 @@ class Timeline:
         return 1 - busy / (self.num_ranks * self.span_us)
 
     def max_live(self) -> dict[int, int]:
-        """By stage, how many micro-batches were forwarded and not through the backward, at most.
+        """The maximum number of micro-batches between forward and backward, by stage.
 
-        min(m, p-i) in stage i of 1F1B, m in GPipe: it is their activations that memory is for.
+        min(m, p-i) in stage i of 1F1B, m in GPipe: memory holds the activations of these.
         """
         live: Counter[int] = Counter()
         most: Counter[int] = Counter()
@@ -226,7 +226,7 @@ class Timeline:
         return dict(sorted(most.items()))
 
     def export_chrome_trace(self, path: str | Path) -> None:
-        """Writes Chrome's trace format, which Perfetto and chrome://tracing show: a row a rank."""
+        """Writes Chrome's trace format, for Perfetto and chrome://tracing; one row per rank."""
         begin = min(action.begin_us for action in self.actions)
         events = [
             {
@@ -253,27 +253,27 @@ def simulate(
     backward_us: Times = 2,
     weight_us: Times | None = None,
 ) -> Timeline:
-    """Runs a schedule's order in no time but that of its stages; messages cost nothing.
+    """Simulates a schedule with given stage times and free messages.
 
         pipeline.simulate("1f1b", num_ranks=4, num_microbatches=8).bubble()  # Fraction(3, 11)
 
     Args:
-        schedule: as of a Pipeline.
-        num_ranks: of its group.
-        num_microbatches: as of a Pipeline.
-        num_stages_per_rank: as of a Pipeline.
-        forward_us: of one micro-batch in one stage, or a list by stage; in any unit.
-        backward_us: the same of its backward, both halves.
-        weight_us: of the half for weights, where the schedule has halves; default: half of it. The
-            first stage has nobody to give gradients of inputs to, and does all of its backward
-            then.
+        schedule: as for a Pipeline.
+        num_ranks: the number of pipeline ranks.
+        num_microbatches: as for a Pipeline.
+        num_stages_per_rank: as for a Pipeline.
+        forward_us: the forward time of one micro-batch in one stage, or a list by stage; any unit.
+        backward_us: the same for the whole backward.
+        weight_us: the time of the weight half, if the schedule splits the backward; default: half
+            of backward_us. The first stage needs no gradients of inputs and does its whole backward
+            in this half.
 
     Returns:
         The timeline, in exact fractions.
 
     Raises:
-        ValueError: the schedule does not come with these numbers, or a list of times has not one
-            for each stage.
+        ValueError: the schedule does not support these numbers, or a list does not have one time
+            per stage.
     """
     plan = make_plan(schedule, num_ranks, num_microbatches, num_stages_per_rank)
     forward = _by_stage("forward_us", forward_us, plan.num_stages)
@@ -283,7 +283,7 @@ def simulate(
     weight[0] = backward[0]
     inputs = [both - own for both, own in zip(backward, weight, strict=True)]
     times = {"F": forward, "B": backward, "I": inputs, "W": weight}
-    # Every action begins when its rank is free and what it needs is there.
+    # Every action begins when its rank is free and its inputs are available.
     ends: dict[tuple[str, int, int], Fraction] = {}
     actions: list[Action] = []
     free = [Fraction(0)] * plan.num_ranks
@@ -296,12 +296,12 @@ def simulate(
                 needs = _needs(work, plan.num_stages)
                 begin = max([free[rank], *(ends[need] for need in needs)])
                 end = begin + times[work.kind][work.stage]
-                # What waits for either kind of backward looks in one place.
+                # Both kinds of backward have one key, under which later actions find them.
                 kind = "B" if work.kind == "I" else work.kind
                 ends[kind, work.stage, work.micro_batch] = free[rank] = end
                 actions.append(Action(rank, *work, begin, end))
         if len(actions) == num_before:
-            raise RuntimeError(f"{plan.schedule} waits for itself: a bug of the schedule")
+            raise RuntimeError(f"{plan.schedule} deadlocks: this is a bug in the schedule")
     return Timeline(plan.num_ranks, tuple(sorted(actions, key=lambda a: (a.begin_us, a.end_us))))
 
 
@@ -309,7 +309,9 @@ def _by_stage(name: str, times: Times, num_stages: int) -> list[Fraction]:
     if not isinstance(times, Sequence):
         return [Fraction(times)] * num_stages
     if len(times) != num_stages:
-        raise ValueError(f"{name} has {len(times)} times for {num_stages} stages")
+        raise ValueError(
+            f"{name} must have one time per stage, got {len(times)} for {num_stages} stages"
+        )
     return [Fraction(time) for time in times]
 
 

@@ -1,4 +1,4 @@
-"""What goes from stage to stage; torch's PipelineStage, which keeps it no longer than needed."""
+"""Messages between stages, and torch's PipelineStage with early release of messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def zeros(metas: Metas, device: torch.device) -> tuple[Tensor, ...]:
-    """Of the same shapes and dtypes; those require grad that do."""
+    """Zeros with the same shapes, dtypes and requires_grad."""
     return tuple(
         torch.zeros(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad)
         for m in metas
@@ -38,7 +38,7 @@ def zeros(metas: Metas, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def shown(tensors: tuple[Tensor, ...]) -> str:
-    """Their dtypes and shapes in words."""
+    """Dtypes and shapes as text."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
@@ -51,11 +51,12 @@ def find_boundaries(
     *,
     computes: bool,
 ) -> list[Metas]:
-    """What each stage takes, and at the end what the last one returns.
+    """The inputs of each stage, and at the end the outputs of the last stage.
 
-    With `computes` by a forward of zeros: in the first one modules may make what they keep, such as
-    a table of positions. Without it fake tensors are tried first, which cost no computing.
-    `inputs` are those of the first stage. ValueError on all ranks if a stage fails. Collective.
+    With `computes`, runs a forward pass with zeros, in which modules may create persistent state
+    such as a table of positions. Otherwise tries fake tensors first, which need no computation.
+    `inputs` are those of the first stage. Raises ValueError on all ranks if a stage fails.
+    Collective.
     """
     found = [inputs]
     for stage in range(plan.num_stages):
@@ -81,14 +82,13 @@ def _metas_of(value: Any) -> Metas:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                "a block must return a tensor or a tuple of tensors, and this one returned a "
-                f"{type(tensor).__name__}"
+                f"a block must return a tensor or a tuple of tensors, got a {type(tensor).__name__}"
             )
     return tuple(meta_like(t, t.requires_grad) for t in tensors)
 
 
 def _computed(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
-    """Computes them, and puts buffers and generators back."""
+    """Computes them, and restores buffers and generators."""
     places = [(part, dict(part._buffers)) for part in module.modules()]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = [device] if device.type == "cuda" else []
@@ -104,14 +104,14 @@ def _computed(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
 
 
 def _inferred(module: nn.Module, inputs: Metas, device: torch.device) -> Metas | None:
-    """By fake tensors; None where the module does what those cannot, such as looking at values."""
-    # A module's attributes, and what is in those that are containers.
+    """Uses fake tensors; None if the module does not support these, as when it reads values."""
+    # A module's attributes, and the contents of containers among them.
     kept = [
         (vars(part), {k: (v, _inside(v)) for k, v in vars(part).items()})
         for part in module.modules()
     ]
     caches = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # or it would keep fake copies of weights
+    torch.set_autocast_cache_enabled(False)  # otherwise it would keep fake copies of weights
     try:
         with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
             value = module(*zeros(inputs, device))
@@ -138,8 +138,8 @@ def _inside(value: Any) -> Any:
 class Stage(TorchStage):
     """One stage of a pipeline on its rank.
 
-    torch receives into memory that is set aside for all micro-batches of a step, for good. Here a
-    message gets memory when it is waited for, and the last user's reference frees it.
+    torch preallocates memory for the messages of all micro-batches of a step. This class allocates
+    memory when it waits for a message, and the last reference frees it.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class Stage(TorchStage):
         outputs: Metas,
         recompute: bool,
     ) -> None:
-        # The half of a backward for inputs then does the other one as well. torch would recompute a
-        # checkpoint once for each group of weights, and find no weights behind frozen blocks.
+        # The input half of a backward then also computes the weight half. torch would recompute a
+        # checkpoint once for each group of weights, and find no weights after frozen blocks.
         has_no_halves = recompute or not HAS_HALVES or not any(m.requires_grad for m in inputs)
         super().__init__(
             module,
@@ -173,7 +173,7 @@ class Stage(TorchStage):
     # ---- computing
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Raises ValueError if the module returns another shape than when stages were made."""
+        """Raises ValueError if the output's shape differs from that when stages were made."""
         try:
             result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
         except RuntimeError as error:
@@ -182,14 +182,14 @@ class Stage(TorchStage):
         kinds = [[(t.shape, t.dtype) for t in some] for some in (tensors, self._expected)]
         if kinds[0] != kinds[1]:
             raise ValueError(
-                f"stage {self.stage_index} returned {shown(tensors)}, and the next one expects"
-                f" {shown(self._expected)}: was the model changed after it was cut? Make a new"
-                " Pipeline of it"
+                f"stage {self.stage_index} returned {shown(tensors)}, but the next stage expects"
+                f" {shown(self._expected)}: was the model changed after the Pipeline was made?"
+                " Make a new Pipeline of it"
             )
         return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """The backward of a micro-batch, or the half of it for the inputs."""
+        """The backward pass of a micro-batch, or its half for the inputs."""
         is_full = kwargs.get("full_backward", True)
         with self._without_autocast():
             run = super().backward_one_chunk
@@ -203,19 +203,19 @@ class Stage(TorchStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """The half of the backward for the weights."""
+        """The half of the backward pass for the weights."""
         with self._without_autocast():
             run = super().backward_weight_one_chunk
             self._timed("W", bwd_chunk_id, run, *args, **kwargs)
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
-        """As after a `with autocast()` that ends before loss.backward()."""
+        """Disables autocast, as if `with autocast()` ended before loss.backward()."""
         kind = self.device.type
         is_on = torch.is_autocast_enabled(kind)
         return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
     def extend_forward(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls what belongs to the forward that came last: the loss."""
+        """Extends the last forward pass by the loss."""
         result = call(*args)
         if self.log is not None:
             self.log[-1] = (*self.log[-1][:4], self._now_us())
@@ -262,7 +262,7 @@ class Stage(TorchStage):
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and buffer.is_meta:
-                # empty_like() of what is on the meta device takes ten times as long.
+                # empty_like() of a tensor on the meta device takes ten times as long.
                 info.buffer = torch.empty(
                     buffer.shape,
                     dtype=buffer.dtype,
@@ -271,7 +271,7 @@ class Stage(TorchStage):
                 )
 
     def _drop(self, infos: Iterable[Any]) -> None:
-        """Lets go of messages; what stays in their place has their shape and no memory."""
+        """Frees messages; leaves placeholders with their shape and no memory."""
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and not buffer.is_meta:
@@ -281,7 +281,7 @@ class Stage(TorchStage):
                 info.buffer = self._without_memory[kind]
 
     def clear_runtime_states(self) -> None:
-        """Forgets the last step, and what a step that failed has left."""
+        """Clears the state of the last step, also of a failed one."""
         super().clear_runtime_states()
         self._drop(chain(*self.args_recv_info.values(), *self.grad_recv_info.values()))
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
@@ -296,9 +296,9 @@ def forward_only(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Any]:
-    """All micro-batches through a stage, then through the next; what this rank's last one returns.
+    """Runs all micro-batches through each stage in turn; returns this rank's last output.
 
-    torch's own way without gradients does not run a V. `inputs` are the first stage's, by
+    torch's own evaluation does not support the V form. `inputs` are those of the first stage, by
     micro-batch. Collective: sends and receives.
     """
     sent: list[dist.Work | None] = []

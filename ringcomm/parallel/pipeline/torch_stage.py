@@ -1,8 +1,8 @@
-"""torch's PipelineStage; where that is older than 2.13, with what it lacks.
+"""torch's PipelineStage, with fixes for versions before 2.13.
 
-Until then torch takes every input of a stage for a tensor that requires grad, and compares strides;
-a V sends to its own rank before the first step. Its backwards in halves count gradients of a weight
-twice that one stage uses twice, so that Stage does both halves at once there.
+Older versions assume that every input of a stage requires grad, compare strides, and send to the
+own rank before the first step of a V. Their split backward counts the gradient twice for a weight
+that one stage uses twice, so Stage does both halves at once there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HAS_HALVES = hasattr(PipelineStage, "_warmup_forward_vote")
 
 
 class _OldStage(PipelineStage):
-    """What boundaries are comes from the metas that the stage was made of."""
+    """Boundaries are taken from the meta tensors that the stage was made with."""
 
     inputs_meta: Any
     get_outputs_meta: Any

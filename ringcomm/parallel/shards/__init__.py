@@ -1,4 +1,4 @@
-"""Weights in shards, whole only while they are at work: for Lomo, and for ZeRO-Infinity."""
+"""Sharded weights, gathered only while they are in use: for Lomo and ZeRO-Infinity."""
 
 from ringcomm.parallel.shards.weight_shards import WeightShards, find_shards
 

@@ -1,7 +1,8 @@
-"""The weights of one unit: this rank's pieces, and room for the whole ones while they are needed.
+"""The weights of one unit: this rank's pieces, and memory for gathered weights while needed.
 
-A parameter's memory is given back and taken again behind the tensor's back: whoever holds the
-tensor, such as a graph that saved it for backward, finds the weights again, unchanged for autograd.
+A parameter's storage is freed and reallocated without changing the tensor object. A graph that
+saved the tensor for backward therefore sees the gathered weights again, and autograd sees no
+modification.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
 from ringcomm.torch_names import all_gather_single
 
-# Whole parameters below this travel together: one copy more, and many calls less.
+# Parameters smaller than this are packed: one more copy, and far fewer calls.
 PACKED_BYTES = 64 << 10
 
 
 class ShardedUnit:
     """The parameters that are gathered and freed together.
 
-    Their values become those of rank 0; they are full at first. Collective: one broadcast.
+    Values become those of rank 0; parameters start gathered. Collective: one broadcast.
 
     Attributes:
-        module: whose forward needs them.
+        module: the module whose forward needs them.
         params: dense, on one device; equal in shapes and dtypes on all ranks of the group.
         shards: this rank's piece of each parameter, of one dimension.
-        large: the parameters that travel alone.
-        packed_row: this rank's pieces of the others, one behind the other, as bytes.
-        is_full: whether the parameters have their values.
-        is_held: whether free() leaves them.
+        large: the parameters that are sent separately.
+        packed_row: this rank's pieces of the others, concatenated as bytes.
+        is_full: whether the parameters are gathered.
+        is_held: whether free() has no effect.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ShardedUnit:
         packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
         # Larger elements first, so that all pieces are aligned.
         packed.sort(key=lambda param: -param.element_size())
-        # By rank, where the pieces of its row are in the whole weights.
+        # For each rank, the places of its row's pieces in the gathered weights.
         self._targets = [
             [self._piece(param, rank).view(torch.uint8) for param in packed]
             for rank in range(group.size())
@@ -70,7 +71,7 @@ class ShardedUnit:
             self.shards.setdefault(param, torch.empty_like(piece)).copy_(piece)
 
     def _piece(self, param: Tensor, rank: int) -> Tensor:
-        """A rank's elements of the whole weight."""
+        """A rank's elements of the gathered weight."""
         begin, end = shard_range(param.numel(), self._group.size(), rank)
         return self._flats[param][begin:end]  # type: ignore[index]
 
@@ -88,21 +89,21 @@ class ShardedUnit:
     # ---- pieces
 
     def is_away(self, param: nn.Parameter) -> bool:
-        """Whether this rank's piece is elsewhere, so that read_shard() makes a copy."""
+        """Whether this rank's piece is offloaded, so that read_shard() makes a copy."""
         return False
 
     def read_shard(self, param: nn.Parameter) -> Tensor:
-        """This rank's piece, wherever it is."""
+        """This rank's piece, from any storage."""
         return self.shards[param]
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
-        """Replaces this rank's piece; inside of WeightShards.writing()."""
+        """Replaces this rank's piece; inside WeightShards.writing()."""
         self.shards[param].copy_(value)
 
     # ---- whole weights
 
     def gather(self) -> None:
-        """Takes memory and fills it with the ranks' pieces; nothing where that is done already.
+        """Allocates memory and gathers the ranks' pieces; does nothing if already gathered.
 
         Collective: one call of the group.
         """
@@ -118,7 +119,7 @@ class ShardedUnit:
             raise
 
     def free(self) -> None:
-        """Gives the memory of the whole weights back, unless they are held."""
+        """Frees the memory of gathered weights, unless they are held."""
         if self.is_held:
             return
         for flat in self._flats.values():
@@ -136,7 +137,7 @@ class ShardedUnit:
                 torch._foreach_copy_(targets, _split(row, targets))
 
     def _gather_uneven(self, rows: Tensor) -> None:
-        """One call for the packed pieces and the large ones, which come straight to their place."""
+        """One call for the packed pieces and the large ones, which are received in place."""
         world_size = self._group.size()
         inputs = [self.shards[param] for param in self.large]
         outputs = [
@@ -153,15 +154,15 @@ class ShardedUnit:
 
 
 def _split(row: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The beginning of a row in parts of these sizes."""
+    """Splits the beginning of a row into parts of these sizes."""
     sizes = [part.numel() for part in parts]
     return list(row[: sum(sizes)].split(sizes)) if sizes else []
 
 
 def _own_memory(param: nn.Parameter) -> Tensor:
-    """The parameter as one dimension, in memory of its own that can be given back.
+    """The flat parameter, in its own memory that can be freed.
 
-    A view of `data`: writes there leave the parameter's version as it is.
+    A view of `data`: writes do not change the parameter's version.
     """
     storage = param.untyped_storage()
     if storage.nbytes() != param.nbytes or not storage.resizable():

@@ -1,9 +1,10 @@
-"""When the weights of a unit are there: while its forward runs, and while its backward does.
+"""Gathers the weights of a unit for its forward and backward pass.
 
-A forward gathers them, and frees them behind itself; but not within a backward, where checkpointing
-runs it again right before the gradients. A backward comes in through the unit's outputs. It has
-left when the gradients of the inputs are complete, and those of the parameters have arrived: either
-alone would not do, for weights that are frozen and for those that make other weights.
+A forward gathers the weights and frees them afterwards, but not within a backward, where
+checkpointing runs the forward again right before the gradients. A backward enters through the
+unit's outputs. It has left when the gradients of the inputs are complete and those of the
+parameters have arrived. Both are needed: frozen weights have no gradient, and some weights compute
+other weights.
 """
 
 import dataclasses
@@ -23,17 +24,17 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 def _graph_task() -> int:
-    """The number of the backward that runs in this thread, -1 without one."""
+    """The id of the backward pass that runs in this thread, -1 without one."""
     return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Whether a backward runs in this thread."""
+    """Whether a backward pass runs in this thread."""
     return _graph_task() != -1
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Instead of copying and pickling what is sharded. Raises RuntimeError: always."""
+    """Replaces copying and pickling of sharded weights; always raises RuntimeError."""
     raise RuntimeError(
         "sharded weights cannot be copied: copy the model before WeightShards, or after close()"
     )
@@ -46,14 +47,15 @@ untraced = partial(torch._disable_dynamo, recursive=False)
 
 @untraced
 def refuse_compile() -> None:
-    """Compiled code would keep freed weights for its backward pass, and read memory that is gone.
+    """Compiled code would keep freed weights for its backward pass, and read freed memory.
 
-    Raises RuntimeError: the caller runs under torch.compile.
+    Raises RuntimeError if the caller runs under torch.compile.
     """
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
         raise RuntimeError(
-            "torch.compile does not work with WeightShards or offload_weights=True, which free"
-            " weights between uses: train without it, or use zero.shard(stage=3) or fully_shard"
+            "torch.compile is not supported with WeightShards or offload_weights=True, which"
+            " free weights between uses: train without torch.compile, or use zero.shard(stage=3)"
+            " or fully_shard"
         )
 
 
@@ -69,10 +71,10 @@ class UnitHooks:
     """Gathers and frees a unit's weights as forward and backward go through its module.
 
     Args:
-        unit: whose weights.
-        is_root: whether other units run within it: its weights then stay until the backward ends,
-            since a gradient may arrive before the last use of its weight (a nested backward brings
-            its own share of it).
+        unit: the unit whose weights are gathered.
+        is_root: whether other units run within it. Its weights then stay until the backward pass
+            ends, because a gradient may arrive before the last use of its weight (a nested backward
+            pass adds its own part).
     """
 
     def __init__(self, unit: ShardedUnit, *, is_root: bool) -> None:
@@ -97,7 +99,7 @@ class UnitHooks:
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def remove(self) -> None:
-        """Takes all hooks away."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -114,7 +116,7 @@ class UnitHooks:
         if in_backward():
             self._gather_in_backward()
         else:
-            if is_first:  # what a backward that failed has left is not up to date
+            if is_first:  # the state of a failed backward pass is stale
                 self.forget_backward()
                 self.unit.free()
             self.unit.gather()
@@ -124,7 +126,7 @@ class UnitHooks:
         return tree_map_only(Tensor, partial(self._watched_input, use), (args, kwargs))
 
     def _watched_input(self, use: _Use, tensor: Tensor) -> Tensor:
-        """The input under another name: its gradient is complete when this unit has given its."""
+        """An alias of the input: its gradient is complete when this unit's part is."""
         if not tensor.requires_grad or tensor.layout != torch.strided:
             return tensor
         view = tensor.view_as(tensor)
@@ -133,7 +135,7 @@ class UnitHooks:
 
     @untraced
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called after a forward that failed, too: without an output then."""
+        """Also called after a failed forward, without an output."""
         use = self._running.pop() if self._running else _Use()
         if torch.is_grad_enabled():
             self._watch_params()
@@ -157,8 +159,8 @@ class UnitHooks:
             return
         if not in_backward():
             raise RuntimeError(
-                f"the weights of this {type(module).__name__} are freed: call the whole model, or "
-                "WeightShards.gather() around"
+                f"the weights of this {type(module).__name__} are freed: call the whole model, or"
+                " enter WeightShards.gather() first"
             )
         self._gather_in_backward()
 
@@ -184,7 +186,7 @@ class UnitHooks:
         self._gather_in_backward()
         self._num_inputs += use.num_inputs
         if self._missing is None:
-            # Without inputs the parameters alone tell that the backward has left: all of them.
+            # Without inputs, the backward has left when all parameters have gradients.
             self._missing = {
                 param
                 for param in self._params
@@ -197,7 +199,7 @@ class UnitHooks:
             self._free_if_done()
 
     def grad_arrived(self, param: Tensor) -> None:
-        """The parameter's gradient is there: nothing before it in the graph needs the weight."""
+        """The parameter's gradient has arrived: nothing earlier in the graph needs the weight."""
         if self._missing is not None:
             self._missing.discard(param)
             self._free_if_done()
@@ -208,7 +210,7 @@ class UnitHooks:
             self.unit.free()
 
     def _backward_ends(self, graph_task: int) -> None:
-        """What never got a gradient ends here; a nested backward leaves it to the outer one."""
+        """Frees weights without a gradient; a nested backward pass leaves this to the outer one."""
         if graph_task in self._graph_tasks:
             self._graph_tasks.remove(graph_task)
         if not self._graph_tasks:
@@ -217,13 +219,13 @@ class UnitHooks:
 
 
 def _call_weakly(method: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
-    """Garbage collection does not look into a parameter's hooks: they must not hold the model."""
+    """Garbage collection does not traverse a parameter's hooks: they must not hold the model."""
     if (alive := method()) is not None:
         alive(param)
 
 
 def _may_get_grad(param: nn.Parameter) -> bool:
-    """Whether the backward that runs brings the parameter's gradient; True where torch is mute."""
+    """Whether the current backward computes the parameter's gradient; True if unknown."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered together, and values for those on the meta device."""
+"""Units of a model, which are gathered together, and their materialization from the meta device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _entries(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """The module, or what it contains where nobody can call it."""
+    """The module, or its children if it cannot be called."""
     if _has_forward(module):
         return [module]
     return [part for child in module.children() for part in _callable_parts(child)]
@@ -38,22 +38,22 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 def params_of_units(
     model: nn.Module, units: Iterable[nn.Module]
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """The parameters of each unit, the model first; a unit without any is left out.
+    """The parameters of each unit, the model first; units without parameters are left out.
 
     A parameter belongs to the innermost unit around it. One that several units share belongs to
     the model: it is needed wherever one of them runs.
 
     Raises:
-        TypeError: a unit is no module.
-        ValueError: a unit is no part of the model, or has parameters and cannot be called.
+        TypeError: a unit is not a module.
+        ValueError: a unit is not part of the model, or has parameters and cannot be called.
     """
     params: dict[nn.Module, list[nn.Parameter]] = {model: []}
     known = set(model.modules())
     for unit in units:
         if not isinstance(unit, nn.Module):
-            raise TypeError(f"units are modules, got {type(unit).__name__}")
+            raise TypeError(f"units must be modules, got {type(unit).__name__}")
         if unit not in known:
-            raise ValueError(f"units are parts of the model, got another {type(unit).__name__}")
+            raise ValueError(f"units must be parts of the model, got another {type(unit).__name__}")
         params[unit] = []
     owners: dict[nn.Parameter, set[nn.Module]] = {}
 
@@ -77,7 +77,7 @@ def params_of_units(
 
 
 def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """The units that share no weight with the rest: fully_shard can have them beside the root."""
+    """The units without weights shared with others: fully_shard can shard them separately."""
 
     def is_apart(unit: nn.Module) -> bool:
         inside = set(unit.modules())
@@ -89,32 +89,33 @@ def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]
 
 
 def check_params(model: nn.Module, *, allow_meta: bool) -> None:
-    """Raises TypeError or ValueError for a parameter that cannot be cut into pieces."""
+    """Raises TypeError or ValueError for a parameter that cannot be sharded."""
     devices: set[torch.device] = set()
     names: dict[int, str] = {}
     for name, param in model.named_parameters():
         is_lazy = isinstance(param, nn.UninitializedParameter)
         if is_lazy or type(param.data) is not torch.Tensor:
             kind = type(param if is_lazy else param.data).__name__
-            raise TypeError(f"weights to shard are plain tensors, but {name} is a {kind}")
+            raise TypeError(f"weights to shard must be plain tensors, but {name} is a {kind}")
         if param.layout != torch.strided or not param.is_contiguous():
-            raise ValueError(f"weights to shard are dense and contiguous, but {name} is not")
+            raise ValueError(f"weights to shard must be dense and contiguous, but {name} is not")
         if param.is_meta and allow_meta:
             continue
         if param.is_meta:
-            raise ValueError(f"weights to shard have values, but {name} is on the meta device")
+            raise ValueError(f"weights to shard must have values, but {name} is on the meta device")
         devices.add(param.device)
         other = names.setdefault(param.data_ptr(), name) if param.numel() else name
         if other != name:
             raise ValueError(
-                f"{name} and {other} are two parameters in the same memory; tied weights are one"
+                f"{name} and {other} are two parameters in the same memory: tie weights by using"
+                " one parameter"
             )
     if len(devices) > 1:
-        raise ValueError(f"weights to shard are on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"weights to shard must be on one device, got {sorted(map(str, devices))}")
 
 
 def check_can_materialize(model: nn.Module) -> None:
-    """Raises ValueError for a module on the meta device that cannot give its tensors values."""
+    """Raises ValueError for a module on the meta device that cannot initialize its tensors."""
     for name, module in model.named_modules():
         tensors = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
         if not any(tensor.is_meta for tensor in tensors):
@@ -122,21 +123,24 @@ def check_can_materialize(model: nn.Module) -> None:
         kind = f"{name or 'the model'}, a {type(module).__name__},"
         if not hasattr(module, "reset_parameters"):
             raise ValueError(
-                f"{kind} is on the meta device and has no reset_parameters() to give it values"
+                f"{kind} is on the meta device and has no reset_parameters() to initialize it"
             )
         if not all(tensor.is_meta for tensor in tensors):
-            raise ValueError(f"{kind} is partly on the meta device")
+            raise ValueError(
+                f"{kind} is partly on the meta device: put all its weights there, or none"
+            )
 
 
 def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.device) -> None:
-    """Gives those of these parameters that are on the meta device memory and values.
+    """Allocates and initializes those of the parameters that are on the meta device.
 
-    The parameters stay the objects that they are. Modules come in the order of model.modules();
-    each reset_parameters() sees all parameters of its module. Modules of buffers alone get values
-    as well.
+    Parameters keep their identity. Modules are processed in the order of model.modules(); each
+    reset_parameters() sees all parameters of its module. Modules with only buffers are initialized
+    too.
     """
     wanted = {param for param in params if param.is_meta}
-    # The others of a shared weight come with it: a later reset_parameters() would write it again.
+    # All modules of a shared weight are processed together: a later reset_parameters() would
+    # overwrite it.
     shares = {m for m in model.modules() if not wanted.isdisjoint(m.parameters(recurse=False))}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
@@ -157,11 +161,11 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
 def watch_whole_weights(
     unit: nn.Module, seen: Callable[[nn.Module, str, nn.Parameter], None]
 ) -> Callable[[], Any]:
-    """Calls seen(module, name, weight) once for each of a unit's whole weights that are trained.
+    """Calls seen(module, name, weight) once for each gathered, trainable weight of a unit.
 
-    Autograd brings gradients to them, which fully_shard reduces into the sharded parameters'. They
-    are there when the unit runs for the first time; under DTensor's tensor parallelism they are
-    DTensors too, of another mesh. Returns what ends it.
+    Autograd accumulates gradients into them, which fully_shard reduces into those of the sharded
+    parameters. They exist from the first forward of the unit on; with DTensor's tensor parallelism
+    they are DTensors of another mesh. Returns a function that removes the hooks.
     """
     meshes = {getattr(param, "device_mesh", None) for param in unit.parameters()}
     found: set[nn.Parameter] = set()

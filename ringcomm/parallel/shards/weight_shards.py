@@ -1,7 +1,7 @@
-"""Weights in shards, whole only where they are needed: ZeRO stage 3 (Rajbhandari et al. 2020).
+"""Sharded weights, gathered only when needed: ZeRO stage 3 (Rajbhandari et al. 2020).
 
-Each rank keeps 1/N of every parameter. The parameters stay the objects that they were, and their
-memory comes and goes: unit_hooks.py says when, sharded_unit.py how.
+Each rank keeps 1/N of every parameter. Parameters keep their identity, and their memory is
+allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 """
 
 import weakref
@@ -32,12 +32,12 @@ from ringcomm.parallel.shards.units import (
 )
 
 _ddp: Any = DistributedDataParallel
-# By parameter, weakly: the shards hold the parameters.
+# Keyed weakly by parameter: the shards hold the parameters.
 _shards_of_params: Any = WeakIdKeyDictionary()
 
 
 def find_shards(param: Tensor) -> "WeightShards | None":
-    """The WeightShards that the parameter is sharded by, None of an ordinary one."""
+    """The WeightShards of a parameter; None for an ordinary parameter."""
     reference = _shards_of_params.get(param)
     return None if reference is None else reference()
 
@@ -45,10 +45,10 @@ def find_shards(param: Tensor) -> "WeightShards | None":
 class WeightShards:
     """Shards the weights of a model over the ranks of a group.
 
-    A unit's weights are gathered before its forward and freed behind it, and again for its
-    backward: a rank holds its shards, the weights outside of all units, and those of one unit or
-    two. A step gathers every weight twice and reduces its gradient once: 3(N-1)/N of their bytes.
-    Gradients are whole, and this rank's own: `reduce_scatter` makes of them what updates
+    A unit's weights are gathered before its forward and freed afterwards, and again for its
+    backward. A rank has in memory its shards, the weights outside all units, and those of one or
+    two units. A step gathers every weight twice and reduces its gradient once: 3(N-1)/N of their
+    bytes. Gradients are unsharded and local to this rank: `reduce_scatter` returns the gradient for
     `shard_of`.
 
         shards = WeightShards(model)
@@ -58,17 +58,16 @@ class WeightShards:
             shards.shard_of(param).add_(grad, alpha=-lr)
             param.grad = None
 
-    While weights are freed, reading a parameter is reading memory that is not there: what
-    looks at values goes through `shard_of`, or inside of `gather()`. The model is to be on its
-    device and in its dtype before.
+    Reading a parameter while its weights are freed is an invalid memory access. Read values through
+    `shard_of`, or inside `gather()`. Move the model to its device and dtype before.
 
     Args:
-        model: its parameters are dense, contiguous, in memory of their own and on one device, and
-            equal in shapes and dtypes on all ranks; they take the values of rank 0. Frozen ones are
-            sharded as well; buffers are not, and stay each rank's own.
-        group: None for the default group. On ringcomm pieces are of any size; on other backends
-            they are padded to equal sizes on the wire.
-        mesh: in place of group, of one dimension.
+        model: a module whose parameters are dense, contiguous, in separate memory, on one device,
+            and equal in shape and dtype on all ranks. They get the values of rank 0. Frozen
+            parameters are sharded too. Buffers are not sharded and stay local.
+        group: None for the default group. ringcomm supports pieces of any size; for other backends
+            they are padded to equal sizes when they are sent.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
         units: the modules whose weights are gathered together, the layers of a model. Default: the
             entries of every outermost nn.ModuleList, or of every outermost nn.Sequential if there
             is no such list. The model itself is the unit of all other parameters, and of those that
@@ -76,15 +75,16 @@ class WeightShards:
 
     Attributes:
         group: as resolved.
-        units: what is gathered together; the model itself first, if it has parameters of its own.
+        units: the units; the model itself first, if it has parameters outside other units.
 
     Raises:
-        TypeError: a parameter is no plain tensor, a unit no module.
-        ValueError: a parameter is not as said above or sharded already, a unit is no part of the
-            model or cannot be called. Nothing has been written.
-        RingcommError: a rank failed or called something else; so from every forward and backward.
+        TypeError: a parameter is not a plain tensor, or a unit is not a module.
+        ValueError: a parameter does not meet the conditions above or is already sharded, or a unit
+            is not part of the model or cannot be called. Nothing has been written.
+        RingcommError: a rank failed or called something else; also raised by every forward and
+            backward.
 
-    Collective: one broadcast for each unit.
+    Collective: one broadcast per unit.
     """
 
     _takes_meta = False
@@ -100,7 +100,7 @@ class WeightShards:
         self.group = resolve_group(group, mesh)
         for name, param in model.named_parameters():
             if find_shards(param) is not None:
-                raise ValueError(f"{name} is sharded already: close() its WeightShards first")
+                raise ValueError(f"{name} is already sharded: close() its WeightShards first")
         refuse_experts(model, "WeightShards")
         check_params(model, allow_meta=self._takes_meta)
         check_can_materialize(model)
@@ -116,7 +116,7 @@ class WeightShards:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
             unit.free()
-        # It would read freed weights. Without any it says that it is not needed.
+        # It would read freed weights; an empty list of parameters means that it is not needed.
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._ignored_before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         _ddp._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -125,7 +125,7 @@ class WeightShards:
             _shards_of_params[param] = weakref.ref(self)
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
-        for module in model.modules():  # to(), half() and the like are made of it
+        for module in model.modules():  # to(), half() and similar methods call it
             module._apply = _refuse_move  # type: ignore[method-assign]
 
     def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
@@ -134,14 +134,14 @@ class WeightShards:
     # ---- shards
 
     def unit_of(self, param: Tensor) -> ShardedUnit:
-        """The unit of a parameter. Raises ValueError: it is not sharded here."""
+        """The unit of a parameter. Raises ValueError if it is not sharded here."""
         return self._hooks_of(param).unit
 
     def shard_of(self, param: Tensor) -> Tensor:
-        """This rank's piece of a parameter: what an optimizer updates in place.
+        """This rank's piece of a parameter, which an optimizer updates in place.
 
-        Elements range_of(param) of the flat parameter, the same tensor every time. Whole weights
-        take its values when they are gathered next. Raises ValueError: it is not sharded here.
+        Elements range_of(param) of the flat parameter, the same tensor every time. The next gather
+        uses its values. Raises ValueError if the parameter is not sharded here.
         """
         return self.unit_of(param).shards[param]  # type: ignore[index]
 
@@ -150,10 +150,10 @@ class WeightShards:
         return self.unit_of(param).range_of(param)
 
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Elements range_of(param) of the mean of the ranks' whole gradients, in their dtype.
+        """Elements range_of(param) of the mean of the ranks' gradients, in their dtype.
 
         Raises:
-            ValueError: the parameter is not sharded here; the gradient is sparse, or of another
+            ValueError: the parameter is not sharded here; or the gradient is sparse, or has another
                 shape or device.
 
         Collective; sends (N-1)/N of the gradient.
@@ -162,8 +162,8 @@ class WeightShards:
         if grad.shape != param.shape or grad.device != param.device or grad.is_sparse:
             kind = "sparse" if grad.is_sparse else "dense"
             raise ValueError(
-                f"the gradient is dense, {tuple(param.shape)} on {param.device}, got {kind}, "
-                f"{tuple(grad.shape)} on {grad.device}"
+                f"the gradient must be dense, {tuple(param.shape)} on {param.device}, got {kind},"
+                f" {tuple(grad.shape)} on {grad.device}"
             )
         return reduce_scatter_mean(grad.detach().reshape(-1), self.group)
 
@@ -175,22 +175,22 @@ class WeightShards:
             )
         return hooks
 
-    # ---- whole weights
+    # ---- gathered weights
 
     def release(self, param: Tensor) -> None:
-        """Says that the parameter's gradient is made, and so its weight no longer needed.
+        """Marks the parameter's gradient as computed, so that its weight is no longer needed.
 
-        For a gradient that autograd does not bring to the parameter itself. When a backward has all
-        gradients of a unit, and has left it, its weights are freed; those of the model itself when
-        the backward ends.
+        Call it for a gradient that autograd does not accumulate into the parameter itself. A unit's
+        weights are freed when a backward pass has all its gradients and has left it; those of the
+        model itself when the backward pass ends.
         """
         self._hooks_of(param).grad_arrived(param)
 
     def release_all(self) -> None:
-        """Frees all weights, but those that gather() holds: what a failed backward has left.
+        """Frees all weights except those held by gather(), as after a failed backward pass.
 
         Raises:
-            RuntimeError: called within a backward.
+            RuntimeError: called within a backward pass.
         """
         if in_backward():
             raise RuntimeError(
@@ -202,9 +202,9 @@ class WeightShards:
 
     @contextmanager
     def gather(self) -> Iterator[None]:
-        """Whole weights of the whole model inside of the context, to be read.
+        """A context in which all weights of the model are gathered, for reading.
 
-        What is written to them there is lost, and updates of shards are not seen.
+        Writes to them are lost, and updates of shards are not visible inside.
 
         Collective: one call for each unit.
         """
@@ -246,7 +246,7 @@ class WeightShards:
 
     @contextmanager
     def reading_freed(self) -> Iterator[None]:
-        """state_dict() of the model returns parameters inside, although they are freed."""
+        """A context in which state_dict() returns parameters although they are freed."""
         self._reads_freed = True
         try:
             yield
@@ -255,29 +255,29 @@ class WeightShards:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Pieces may be replaced inside.
+        """A context in which pieces may be replaced.
 
         Raises:
-            RuntimeError: inside of gather(), which holds whole weights.
+            RuntimeError: inside gather(), which holds gathered weights.
         """
         if any(unit.is_held for unit in self.units):
             raise RuntimeError(
-                "set_state_dict() was called inside of gather(), which holds the weights: call it "
-                "outside"
+                "set_state_dict() was called inside gather(), which holds the weights: call it"
+                " outside"
             )
         self.release_all()
         yield
 
     def _guard_state_dicts(self) -> list[RemovableHandle]:
-        """state_dict() of freed weights would hand out memory that is not there."""
+        """Makes state_dict() raise while weights are freed: it would return freed memory."""
 
         def check_read(module: nn.Module, *_: Any) -> None:
             params = module.parameters(recurse=False)
             is_full = all(self._hooks[p].unit.is_full for p in params if p in self._hooks)
             if not is_full and not self._reads_freed:
                 raise RuntimeError(
-                    "the weights are sharded and freed: call "
-                    "ringcomm.parallel.get_state_dict(), or state_dict() inside of gather()"
+                    "the weights are sharded and freed: call ringcomm.parallel.get_state_dict(),"
+                    " or state_dict() inside gather()"
                 )
 
         def check_write(module: nn.Module, *_: Any) -> None:
@@ -295,9 +295,9 @@ class WeightShards:
 
 
 def _refuse_move(*_: Any) -> NoReturn:
-    """A freed weight has no memory to copy: torch would read what is not there."""
+    """Raises instead of moving a freed weight: torch would read freed memory."""
     raise RuntimeError(
-        "the weights are sharded, and to(), half() and the like cannot move or cast them: do that"
-        " before WeightShards or offload_weights. transformers' Trainer moves its model when it is"
-        " made: make it first"
+        "the weights are sharded, so to(), half() and similar calls cannot move or cast them:"
+        " call these before WeightShards or offload_weights. transformers' Trainer moves its"
+        " model when it is made: make it first"
     )

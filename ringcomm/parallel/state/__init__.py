@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers on any mesh: in parts, or whole."""
+"""State dicts of models and optimizers on any mesh: sharded or full."""
 
 from ringcomm.parallel.state.state_dict import get_state_dict, set_state_dict
 

@@ -1,4 +1,4 @@
-"""Which elements of whole tensors a rank's weights and optimizer states are."""
+"""Maps a rank's weights and optimizer states to elements of full tensors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from ringcomm.parallel.zero.states import SCALE_KEYS
 
 State = dict[str, Any]
 
-# Values of 16-bit weights in float32, which optimizers without them do without.
+# float32 values of 16-bit weights; optional for optimizers without masters.
 MASTER = "master"
 
 
 class ModelParts:
-    """A module's parameters and buffers, by name in `values`, as parts of the whole model's.
+    """A module's parameters and buffers, by name in `values`, as parts of the full model's.
 
-    Tied ones are under each of their names; `name_of` has the first. `shards` are WeightShards.
+    Tied ones are under each of their names; `name_of` has the first name. `shards` are the
+    WeightShards.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -79,7 +80,7 @@ class ModelParts:
         *,
         is_flat: bool = False,
     ) -> Tensor:
-        """A value of an optimizer's state for a parameter as a part.
+        """An optimizer state of a parameter, as a part.
 
         `span` has the elements [begin, end) of the flat parameter that the optimizer updates. With
         is_flat values have one dimension, as AdaLomo's moments of what is no matrix.
@@ -99,7 +100,7 @@ class ModelParts:
         return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
 
     def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
-        """A value of a weight, or of its shape; `span` says which elements of the flat one."""
+        """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
         split = self._splits.get(param)
         if span is not None:
             part = TensorPart(value, range_boxes(param.shape, *span), param.shape)
@@ -121,9 +122,9 @@ class ModelParts:
 
 
 class OptimizerParts:
-    """An optimizer's state in parts, under the names of parameters. Collective.
+    """An optimizer's state as parts, by parameter name. Collective.
 
-    With is_stored, states in another tier are read when a part is used, one weight's at a time.
+    With is_stored, states in another tier are read when a part is used, one weight at a time.
 
     Attributes:
         named: values by the name of a parameter and key. They share memory with the optimizer's.
@@ -145,7 +146,7 @@ class OptimizerParts:
         strangers = [tuple(p.shape) for p in self._params if p not in model.name_of]
         if strangers:
             raise ValueError(
-                f"the optimizer has a weight of shape {strangers[0]} that is not the model's"
+                f"the optimizer has a weight of shape {strangers[0]} that is not in the model"
             )
         if isinstance(optimizer, ZeroOptimizer):
             self._is_new = not any(map(optimizer.has_stepped, self._params))
@@ -189,7 +190,7 @@ class OptimizerParts:
         return found
 
     def _read(self, param: Any, key: str) -> Tensor:
-        """A value that is stored elsewhere; its neighbours are kept until the next parameter's."""
+        """Reads an offloaded value; keeps the parameter's other states until the next parameter."""
         if param not in self._cache:
             self._cache.clear()
             self._cache[param] = self._state_of(param)
@@ -208,7 +209,7 @@ class OptimizerParts:
         return found
 
     def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
-        """Goes on from values that fit, by ("optimizer", name, key), and options of the groups."""
+        """Loads matching values, by ("optimizer", name, key), and options of the groups."""
         own_groups = self._native["param_groups"]
         for own, other in zip(own_groups, groups or (), strict=groups is not None):
             own.update({key: value for key, value in other.items() if key != "params"})
@@ -234,7 +235,7 @@ class OptimizerParts:
         optimizer.load_state_dict(native)
 
     def _taken(self, param: Any, key: str, part: Any, value: Any) -> Any:
-        """What the optimizer's load takes for a part: its own tensor, written, or new values."""
+        """A part's value for the optimizer's load: its own tensor, overwritten, or a new one."""
         if not isinstance(part, Tensor):
             return value
         if isinstance(self._optimizer, (ZeroOptimizer, *OFFLOADED)):
@@ -244,12 +245,12 @@ class OptimizerParts:
 
 
 def _is_elsewhere(optimizer: Any) -> bool:
-    """Whether states are in another tier than memory of the device."""
+    """Whether states are in another tier than device memory."""
     return is_offloaded(getattr(optimizer, "_inner", optimizer))
 
 
 def _init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes state that torch's optimizers have only after their first step, of zeros."""
+    """Creates zero state, which torch's optimizers have only after their first step."""
     if _is_elsewhere(optimizer):
         return
     if isinstance(optimizer, ZeroOptimizer):  # whose `state` is empty before the first step
@@ -258,7 +259,7 @@ def _init_state(optimizer: torch.optim.Optimizer) -> None:
             _init_optim_state(optimizer)
             optimizer.forget_steps()
     elif not optimizer.state:
-        _init_optim_state(optimizer)  # by a step with a rate of 0, which is not to count
+        _init_optim_state(optimizer)  # by a step with a learning rate of 0, which must not count
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()

@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers on any mesh: in parts, or whole."""
+"""State dicts of models and optimizers on any mesh: sharded or full."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ def get_state_dict(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[State, State]:
-    """The state of a model and of its optimizer, under the names of the whole model.
+    """Returns the state of a model and of its optimizer, with the names of the unsharded model.
 
         values, state = get_state_dict(train.model, train.optimizer)
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)   # or dcp.async_save
 
-    Layers in tensor parallelism, stages of a pipeline, experts, DTensors, and shards of ZeRO and
-    WeightShards are parts of whole tensors: torch.distributed.checkpoint saves each element once,
-    and loads it on any other mesh, by torch.distributed.checkpoint.state_dict into plain torch too.
+    Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO and WeightShards
+    are parts of full tensors. torch.distributed.checkpoint saves each element once and loads it on
+    any other mesh, and with torch.distributed.checkpoint.state_dict into plain torch.
 
     Args:
-        model: an nn.Module, a pipeline.Pipeline, or what parallelize() returned.
-        optimizer: over its parameters: of torch, zero.shard(), ringcomm.optim or offload, or a
-            ParameterServer. State that it does not have yet is made, of zeros. 16-bit weights with
-            float32 values have these under "master".
-        full: whether tensors are whole, as in a model of one process, in memory of the CPU.
-            Otherwise each rank has its part: TensorPart, DTensor, or a tensor that all ranks have.
-        rank0_only: with `full`: ranks other than 0 get two empty dicts, and hold one tensor at a
-            time.
-        cpu: whether tensors are copied to memory of the CPU; those of `full` are anyway.
-        group: the ranks that have the model, all of which call this. Default: all ranks.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group.
+        model: an nn.Module, a pipeline.Pipeline, or the result of parallelize().
+        optimizer: an optimizer over its parameters: of torch, zero.shard(), ringcomm.optim or
+            offload, or a ParameterServer. Missing state is created with zeros. The float32 values
+            of 16-bit weights have the key "master".
+        full: return full tensors, as in a model of one process, in CPU memory. Otherwise each rank
+            has its part: a TensorPart, a DTensor, or a replicated tensor.
+        rank0_only: with `full`: ranks other than 0 get two empty dicts, and need memory for one
+            tensor at a time.
+        cpu: copy tensors to CPU memory; with `full` they always are.
+        group: the ranks of the model, which all call this. Default: all ranks.
+        mesh: a one-dimensional DeviceMesh of them, instead of a group.
 
     Returns:
         The model's {name: tensor} and the optimizer's {"state": {name: {key: value}},
         "param_groups": [{"params": [names], ...}]}, as torch.distributed.checkpoint.state_dict has
-        them. Tensors in parts share memory with the model, unless `cpu` is set or they are kept in
-        files or by an optimizer of offload.
+        them. Sharded tensors share memory with the model, unless `cpu` is set or they are in files
+        or in an optimizer of offload.
 
     Raises:
         ValueError: rank0_only without full; the optimizer has other parameters than the model.
-        RuntimeError: the optimizer is a ParameterServer, and this rank is no worker.
+        RuntimeError: the optimizer is a ParameterServer, and this rank is not a worker.
 
     Collective with `full`, and for the parameter groups; not with a ParameterServer, whose workers
-    have whole states.
+    have full states.
     """
     if rank0_only and not full:
         raise ValueError("rank0_only needs full=True: without it, every rank has its own shards")
@@ -123,39 +123,39 @@ def set_state_dict(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Goes on from get_state_dict(), or from whole states of plain torch.
+    """Loads the result of get_state_dict(), or full states of plain torch.
 
         values, state = get_state_dict(train.model, train.optimizer)
         dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
         set_state_dict(train.model, train.optimizer, values, state)
 
     Args:
-        model: as get_state_dict()'s. Parameters on the meta device get memory.
-        optimizer: likewise; None for the model's state alone. A ParameterServer before its first
-            step; its servers take the weights as well.
-        values: of the model. Each tensor is whole, or this rank's part as get_state_dict() has it;
-            keys of other ranks' stages and experts are left out. A file that was loaded with
-            torch.load(mmap=True) is read where this rank's parts are. None for the optimizer's
-            state alone.
-        state: of the optimizer, likewise. A weight without any has not been updated; "master" may
-            be missing.
-        rank0_only: whether only rank 0 has the states, whole; the others give empty dicts.
+        model: as for get_state_dict(). Parameters on the meta device get memory.
+        optimizer: likewise; None for the model's state only. A ParameterServer must not have made
+            a step; its servers load the weights too.
+        values: the model's state. Each tensor is full, or this rank's part as from
+            get_state_dict(); keys of other ranks' stages and experts are ignored. From a file that
+            was loaded with torch.load(mmap=True), only this rank's parts are read. None for the
+            optimizer's state only.
+        state: the optimizer's state, likewise. A weight without state has not been updated;
+            "master" may be missing.
+        rank0_only: only rank 0 has the states, which are full; the others pass empty dicts.
         strict: whether names must be those of the model.
-        device: where parameters that are on the meta device get memory. Default: where their values
-            are.
-        group: as get_state_dict()'s.
+        device: the device for parameters that are on the meta device. Default: that of their
+            values.
+        group: as for get_state_dict().
         mesh: likewise.
 
     Raises:
-        ValueError: a name or a shape is another model's, or parts are those of another mesh, on any
-            rank. Nothing has been written.
-        RuntimeError: inside of WeightShards.gather().
+        ValueError: on all ranks: a name or a shape does not match the model, or parts are from
+            another mesh. Nothing has been written.
+        RuntimeError: inside WeightShards.gather().
 
     Collective.
     """
     group = _group_of(optimizer, group, mesh)
     if len(set(all_gathered((values is None, state is None), group))) > 1:
-        raise ValueError("values and state are None on all ranks or on none: give empty dicts")
+        raise ValueError("values and state must be None on all ranks or on none: pass empty dicts")
     parts = ModelParts(_module_of(model))
     server = optimizer if isinstance(optimizer, ParameterServer) else None
     mine = {} if values is None else parts.values
@@ -164,7 +164,7 @@ def set_state_dict(
     if optimizer is not None and server is None and (state or (state is not None and rank0_only)):
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
     wanted = _flat(mine, {} if found is None else {"state": found.named})
-    # Servers take whole states: theirs travel as one object.
+    # Servers need full states, which are sent as one object.
     given = _flat(values or {}, {} if server else state or {})
     more: Any = state if server else (state or {}).get("param_groups")
     if rank0_only and group is not None:
@@ -189,7 +189,7 @@ def set_state_dict(
 
 
 def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str | None) -> None:
-    """Writes what was given into a parameter or buffer, of which `part` is this rank's part."""
+    """Writes a given value into a parameter or buffer; `part` is this rank's part of it."""
     shards = find_shards(value)
     if value.is_meta:
         _give_memory(value, own_elements(part, given), device)
@@ -200,7 +200,7 @@ def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str |
 
 
 def _give_memory(param: Tensor, value: Tensor, device: torch.device | str | None) -> None:
-    """The parameter stays the object that it is; its hook does not stay by itself."""
+    """Keeps the parameter object; its hook has to be registered again."""
     summed = summed_over(param)
     made = torch.empty_like(param, device=device or value.device).copy_(value)
     is_param = isinstance(param, nn.Parameter)
@@ -220,7 +220,7 @@ def _problem_of(
     *,
     strict: bool,
 ) -> str | None:
-    """What is wrong with a state for this rank, in words. Collective."""
+    """The error message for a state that does not match on this rank, or None. Collective."""
     known = {path for paths in all_gathered([*wanted], group) for path in paths}
     if strict:
         updated = {path[:2] for path in given}
@@ -235,11 +235,14 @@ def _problem_of(
             if path[-1] != MASTER or ("model", path[1]) not in known
         )
         if missing or strangers:
-            return f"the state lacks {missing[:3]} and has {strangers[:3]} besides"
+            return f"the state lacks {missing[:3]} and has unknown names {strangers[:3]}"
     if groups is not None:
         ours, theirs = ([len(of["params"]) for of in own] for own in groups)
         if ours != theirs:
-            return f"the state has parameter groups of {theirs}, and the optimizer of {ours}"
+            return (
+                f"the state has parameter groups of {theirs} parameters, but the optimizer has"
+                f" {ours}"
+            )
     problems = (
         _misfit(".".join(path[1:]), part, given[path])
         for path, part in wanted.items()
@@ -253,14 +256,14 @@ def _misfit(name: str, part: Any, value: Any) -> str | None:
         return None
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        return f"{name} is a tensor, got a {kind}" if part.dim() else None
+        return f"{name} must be a tensor, got a {kind}" if part.dim() else None
     if value.shape != part.shape:
-        return f"{name} is {tuple(value.shape)} in the state, and {tuple(part.shape)} here"
+        return f"{name} must have shape {tuple(part.shape)}, got {tuple(value.shape)} in the state"
     # Shapes are equal here.
     if isinstance(value, TensorPart | DTensor) and part_of(part).boxes != part_of(value).boxes:
         return (
-            f"{name} is another part than this rank's: load a state of another mesh by"
-            " torch.distributed.checkpoint into get_state_dict(), or take full=True"
+            f"{name} is the part of another rank: load the state of another mesh with"
+            " torch.distributed.checkpoint into get_state_dict(), or use full=True"
         )
     return None
 
@@ -269,7 +272,9 @@ def _module_of(model: Any) -> nn.Module:
     for found in (model, getattr(model, "module", None), getattr(model, "model", None)):
         if isinstance(found, nn.Module):
             return found
-    raise TypeError(f"expected a model, a Pipeline, or what parallelize() made; got {type(model)}")
+    raise TypeError(
+        f"expected a model, a Pipeline or the result of parallelize(); got {type(model)}"
+    )
 
 
 def _group_of(
@@ -283,7 +288,7 @@ def _group_of(
 
 
 def _flat(values: Mapping[str, Any], state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Both states in one dict, without the parameter groups, and keys that have no value."""
+    """Both states in one dict, without the parameter groups and keys without a value."""
     flat: dict[Path, Any] = {("model", name): value for name, value in values.items()}
     for name, of_param in state.get("state", {}).items():
         found = {("optimizer", name, key): value for key, value in of_param.items()}

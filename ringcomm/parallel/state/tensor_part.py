@@ -1,4 +1,4 @@
-"""Parts of whole tensors: as torch.distributed.checkpoint saves them, gathered, and scattered."""
+"""Parts of full tensors, for torch.distributed.checkpoint, and their gather and scatter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Path = tuple[str, ...]
 Read = Callable[[], Tensor]
 
 _aten = torch.ops.aten
-# What copies a state dict to the host, or makes room for one: asynchronous saves do.
+# Operators that copy a state dict to the host or allocate one, as asynchronous saves do.
 _BY_PART = {
     _aten.detach.default,
     _aten.clone.default,
@@ -35,7 +35,7 @@ _BY_PART = {
 
 
 class Box(NamedTuple):
-    """Where a rectangle of a tensor begins in each dimension, and its size."""
+    """A rectangle of a tensor: its begin and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -48,17 +48,17 @@ class Box(NamedTuple):
 
 
 class TensorPart(torch.Tensor):
-    """Boxes of a whole tensor, of which other ranks have the rest.
+    """Boxes of a full tensor whose other elements are on other ranks.
 
-    DTensor cannot say this of layers that are cut between heads, or unevenly, nor of a piece of a
-    flat weight. Its shape, dtype and device are those of the whole; it is for state dicts, and no
-    operators take it.
+    DTensor cannot represent layers that are split between heads or unevenly, nor a piece of a flat
+    weight. Its shape, dtype and device are those of the full tensor. It is for state dicts and does
+    not support operators.
 
     Args:
-        local: this rank's elements, box after box; of one box also in its shape.
-        boxes: which they are, in row-major order of the whole.
-        shape: of the whole.
-        read: returns a tensor like `local`, which is not kept then.
+        local: this rank's elements, box after box; a single box may have its own shape.
+        boxes: the boxes, in row-major order of the full tensor.
+        shape: the shape of the full tensor.
+        read: returns a tensor like `local`, which is then not kept.
     """
 
     _local: Tensor
@@ -82,15 +82,15 @@ class TensorPart(torch.Tensor):
         """See the class."""
 
     def to_local(self) -> Tensor:
-        """This rank's elements; writing into them changes this, unless they are stored."""
+        """This rank's elements; writes into them change this part, unless it is stored."""
         return self._local if self._read is None else self._read()
 
     def like(self, local: Tensor) -> TensorPart:
-        """The same part of another tensor of the whole shape."""
+        """The same part of another tensor with the full shape."""
         return TensorPart(local, self.boxes, self.shape)
 
     def stored(self, read: Read) -> TensorPart:
-        """The same part, whose elements are not kept but read."""
+        """The same part with elements that are read on use."""
         return TensorPart(self.to_local(), self.boxes, self.shape, read)
 
     def pieces(self) -> list[Tensor]:
@@ -102,7 +102,7 @@ class TensorPart(torch.Tensor):
         return [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """These elements of another tensor of the whole shape; a view of one box."""
+        """These elements of another tensor with the full shape; a view if there is one box."""
         size = self._local.shape
         if not self.boxes:
             return whole.new_empty(size)
@@ -121,7 +121,7 @@ class TensorPart(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Copies, and nothing else."""
+        """Supports copies only."""
         first = args[0]
         if func in _BY_PART:
             return first.like(func(first.to_local(), *args[1:], **(kwargs or {})))
@@ -190,7 +190,7 @@ def local_of(part: Tensor) -> Tensor:
 
 
 def part_of(value: Tensor) -> TensorPart:
-    """A tensor of any kind as a part of its whole one; they share memory."""
+    """A tensor of any kind as a part of its full tensor; they share memory."""
     if isinstance(value, TensorPart):
         return value
     if isinstance(value, DTensor):
@@ -202,30 +202,30 @@ def part_of(value: Tensor) -> TensorPart:
 
 
 def own_elements(part: Tensor, value: Any) -> Tensor:
-    """This rank's elements of a value, whole or a part already; a view of it where that can be."""
+    """This rank's elements of a value, full or already a part; a view if possible."""
     if isinstance(value, TensorPart | DTensor):
         return local_of(value)
     return part_of(part).cut(torch.as_tensor(value))
 
 
 def fill(part: Tensor, value: Any) -> None:
-    """Writes a value, whole or this rank's part, into a part."""
+    """Writes a value, full or this rank's part, into a part."""
     local, mine = local_of(part), own_elements(part, value)
     if local.data_ptr() != mine.data_ptr():
         local.copy_(mine)
 
 
-# ---- whole tensors
+# ---- full tensors
 
 
 class SameAs(NamedTuple):
-    """In place of a tensor that is another path's as well: a tied weight."""
+    """Replaces a tensor that is also under another path: a tied weight."""
 
     path: Path
 
 
 class _Entry(NamedTuple):
-    """A rank's boxes of a tensor; of what is no tensor, the value."""
+    """A rank's boxes of a tensor; for other values, the value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -236,10 +236,10 @@ class _Entry(NamedTuple):
 def gather_whole(
     parts: Mapping[Path, Any], *, rank0_only: bool, group: dist.ProcessGroup | None
 ) -> dict[Path, Any]:
-    """Whole values of all paths that any rank of a group has, in memory of the CPU.
+    """Full values of all paths that any rank of a group has, in CPU memory.
 
-    With rank0_only other ranks get an empty dict, and hold one part at a time. Collective: one
-    object, and each part once, from the first rank that has it.
+    With rank0_only other ranks get an empty dict, and need memory for one part at a time.
+    Collective: sends one object, and each part once, from the first rank that has it.
     """
     mine = {path: _entry_of(value) for path, value in parts.items()}
     of_ranks = all_gathered(mine, group)
@@ -257,7 +257,7 @@ def gather_whole(
         first = next(iter(owners))
         if len({(entry.shape, entry.dtype) for entry in owners}) > 1:
             raise ValueError(
-                f"{'.'.join(path)} has other shapes or dtypes on other ranks: {owners}"
+                f"{'.'.join(path)} must have the same shape and dtype on all ranks, got {owners}"
             )
         whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype)
         for entry, owner in owners.items():
@@ -277,7 +277,7 @@ def gather_whole(
 
 
 def _sent(part: Any, entry: _Entry, owner: int, group: dist.ProcessGroup) -> Tensor:
-    """The elements of a rank's part in one dimension, on all ranks."""
+    """The flat elements of a rank's part, on all ranks."""
     device = device_of(group)
     if group.rank() == owner:
         flat = local_of(part).detach().to(device).reshape(-1).contiguous()
@@ -292,10 +292,10 @@ def _sent(part: Any, entry: _Entry, owner: int, group: dist.ProcessGroup) -> Ten
 def scatter_whole(
     given: Mapping[Path, Any], more: Any, wanted: Mapping[Path, Any], group: dist.ProcessGroup
 ) -> tuple[dict[Path, Any], Any]:
-    """This rank's parts, in new memory, of whole values that rank 0 has; and its object `more`.
+    """Scatters rank 0's full values: returns this rank's parts in new memory, and rank 0's `more`.
 
-    `wanted` has the parts of this rank, which say which elements it keeps; a path that is not in it
-    has None. Collective: one object, and each whole tensor once.
+    `wanted` has the parts of this rank, which determine its elements; other paths get None.
+    Collective: sends one object, and each full tensor once.
     """
     is_first = group.rank() == 0
     mine = {path: _entry_of(value) for path, value in given.items()} if is_first else None

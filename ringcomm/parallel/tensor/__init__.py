@@ -1,4 +1,4 @@
-"""Tensor parallelism: what a model's own code communicates with. Its layers are in ringcomm.nn."""
+"""Tensor parallelism: communication for a model's own code. The layers are in ringcomm.nn."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Layers whose features, rows or heads are split over ranks (Shoeybi et al. 2019, section 3)."""
+"""Layers whose features, rows or heads are sharded over ranks (Shoeybi et al. 2019, section 3)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _rows: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = Weak
 
 
 class HeadShares(NamedTuple):
-    """How ranks share heads."""
+    """The distribution of heads over ranks."""
 
-    num_together: int  # query heads that stay together, those of one key and value head, or 1
-    num_replicas: int  # ranks in a row that have the same key and value head
+    num_together: int  # query heads that stay on one rank: those of one key and value head, or 1
+    num_replicas: int  # consecutive ranks with the same key and value head
 
 
 def share_heads(num_heads: int, num_kv_heads: int, world_size: int) -> HeadShares:
-    """Shares query heads, and key and value heads, of which each serves several (GQA) or all (MQA).
+    """Distributes query heads and key and value heads over ranks; supports GQA and MQA.
 
         shares = share_heads(32, 8, group.size())
         q = ColumnParallelLinear(dim, 32 * width, shard_multiple=shares.num_together * width)
@@ -56,16 +56,19 @@ def share_heads(num_heads: int, num_kv_heads: int, world_size: int) -> HeadShare
         o = RowParallelLinear(32 * width, dim, shard_multiple=shares.num_together * width)
 
     Raises:
-        ValueError: the heads are no multiple, or the ranks cannot share them.
+        ValueError: num_heads is not a multiple of num_kv_heads, or the ranks cannot split them.
     """
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} for keys")
+        raise ValueError(
+            f"the number of query heads must be a multiple of the {num_kv_heads} key heads, got"
+            f" {num_heads}"
+        )
     if num_kv_heads >= world_size:
         return HeadShares(num_heads // num_kv_heads, 1)
     if world_size % num_kv_heads or num_heads % world_size:
         raise ValueError(
-            f"{world_size} ranks cannot share {num_heads} query heads over {num_kv_heads} key and"
-            f" value heads: take at most {num_kv_heads} ranks, or a multiple of {num_kv_heads}"
+            f"{world_size} ranks cannot split {num_heads} query heads with {num_kv_heads} key and"
+            f" value heads: use at most {num_kv_heads} ranks, or a multiple of {num_kv_heads}"
             f" that divides {num_heads}"
         )
     return HeadShares(1, world_size // num_kv_heads)
@@ -89,7 +92,7 @@ def _ranks_in_a_row(group: dist.ProcessGroup, num: int) -> dist.ProcessGroup:
 
 
 class _ParallelLinear(SplitModule):
-    """A part of nn.Linear: `weight` and `bias` are this rank's."""
+    """A shard of nn.Linear: `weight` and `bias` are this rank's parts."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -99,10 +102,10 @@ class _ParallelLinear(SplitModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """This rank's part of a whole layer, whose values are the same on all ranks.
+        """Makes this rank's part of an unsharded layer, which must be identical on all ranks.
 
         Args:
-            linear: of which this rank's part is copied.
+            linear: the layer; this rank's part of it is copied.
             options: those of the class.
         """
         kind: Any = cls
@@ -113,11 +116,11 @@ class _ParallelLinear(SplitModule):
         return made
 
     def _split(self, dim: int, shard_multiple: int, num_replicas: int = 1) -> None:
-        """Shares the features of a dimension among the ranks, in whole units such as heads."""
+        """Splits the features of a dimension over the ranks, in whole units such as heads."""
         num = (self.out_features, self.in_features)[dim]
         if shard_multiple < 1 or num % shard_multiple:
             what = ("out_features", "in_features")[dim]
-            raise ValueError(f"{what}={num} is no whole number of units of {shard_multiple}")
+            raise ValueError(f"{what} must be a multiple of {shard_multiple}, got {num}")
         num_parts = self.group.size() // num_replicas
         parts = (shard_range(num // shard_multiple, num_parts, part) for part in range(num_parts))
         scaled = [(begin * shard_multiple, end * shard_multiple) for begin, end in parts]
@@ -132,7 +135,7 @@ class _ParallelLinear(SplitModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """The weights of a whole layer, cut, in memory of their own; drawn if there is none."""
+        """Copies this rank's part of a layer's weights; without a layer draws random values."""
         drawn_on = _device(device) if whole is None else None
         sizes = self.in_features, self.out_features
         whole = whole or nn.Linear(*sizes, has_bias, device="meta", dtype=dtype)
@@ -155,27 +158,29 @@ class _ParallelLinear(SplitModule):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """nn.Linear of which each rank has some output features.
+    """nn.Linear whose output features are sharded over ranks.
 
     Args:
-        in_features, out_features, bias, device, dtype: of the whole layer, as in nn.Linear. Seed
-            all ranks alike: on the CPU they take the values of nn.Linear, on other devices those
-            of another draw, the same for any number of ranks. The whole is never in memory.
+        in_features, out_features, bias, device, dtype: of the unsharded layer, as in nn.Linear. Use
+            the same seed on all ranks. On the CPU values are those of nn.Linear; on other devices
+            they are a different draw, the same for any number of ranks. The unsharded layer is
+            never in memory.
         group, mesh: the ranks, a group or a one-dimensional DeviceMesh; by default all.
-        shard_multiple: output features that stay together, such as those of a head.
-        num_replicas: so many ranks in a row have the same features, such as a key and value head
-            where there are fewer than ranks; its gradient is summed over them.
-        copy_input: whether the input passes copy_to_tp(). Layers that share an input do that once.
-        gather_output: whether the result is whole on all ranks, by gather_from_tp().
+        shard_multiple: output features that stay on one rank, such as those of a head.
+        num_replicas: the number of consecutive ranks with the same features, for key and value
+            heads that are fewer than ranks; their gradients are summed over these ranks.
+        copy_input: apply copy_to_tp() to the input. Layers that share an input do this once.
+        gather_output: gather the result on all ranks, with gather_from_tp().
         sequence_dim: see copy_to_tp().
 
     Attributes:
         features: the output features [begin, end) of this rank.
 
     Raises:
-        ValueError: out_features is no whole number of units, the group of copies.
+        ValueError: out_features is not a multiple of shard_multiple, or num_replicas does not
+            divide the ranks.
 
-    Collective where there are copies.
+    Collective if num_replicas is above 1.
     """
 
     def __init__(
@@ -201,7 +206,10 @@ class ColumnParallelLinear(_ParallelLinear):
         self.in_features, self.out_features = in_features, out_features
         world_size = self.group.size()
         if num_replicas < 1 or world_size % num_replicas or (gather_output and num_replicas > 1):
-            raise ValueError(f"{world_size} ranks cannot have {num_replicas} copies of each part")
+            raise ValueError(
+                f"num_replicas must divide the {world_size} ranks, and be 1 with gather_output;"
+                f" got {num_replicas}"
+            )
         self._split(0, shard_multiple, num_replicas)
         self._take(_whole, bias, device, dtype)
         if num_replicas > 1:
@@ -226,20 +234,20 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """nn.Linear of which each rank has some input features, the result of a layer split by columns.
+    """nn.Linear whose input features are sharded over ranks, as after a column-parallel layer.
 
     Args:
-        in_features, out_features, bias, device, dtype: as ColumnParallelLinear's. All ranks have
+        in_features, out_features, bias, device, dtype: as for ColumnParallelLinear. All ranks have
             the bias.
-        group, mesh: as ColumnParallelLinear's.
-        shard_multiple: input features that stay together.
+        group, mesh: as for ColumnParallelLinear.
+        shard_multiple: input features that stay on one rank.
         sequence_dim: see reduce_from_tp().
 
     Attributes:
         features: the input features [begin, end) of this rank.
 
     Raises:
-        ValueError: in_features is no whole number of units.
+        ValueError: in_features is not a multiple of shard_multiple.
     """
 
     def __init__(
@@ -280,21 +288,22 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class VocabParallelEmbedding(SplitModule):
-    """nn.Embedding of which each rank has some rows.
+    """nn.Embedding whose rows are sharded over ranks.
 
-    A rank's result is 0 for ids that it has not, so that the sum over the ranks has the bits of the
-    whole layer; gradients of rows are at their owners alone.
+    A rank's result is 0 for ids of other ranks, so the sum over the ranks equals the unsharded
+    layer bitwise. Only the owner of a row has its gradient.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole layer, as in
-            nn.Embedding. Seed all ranks alike, as for ColumnParallelLinear.
-        group, mesh: as ColumnParallelLinear's.
-        sequence_dim: of the result, see reduce_from_tp(); 1 for tokens (batch, length).
-        reduce_output: whether the result passes reduce_from_tp(). Without it a rank's result is its
-            part of the sum.
+        num_embeddings, embedding_dim, padding_idx, device, dtype: of the unsharded layer, as in
+            nn.Embedding. Use the same seed on all ranks, as for ColumnParallelLinear.
+        group, mesh: as for ColumnParallelLinear.
+        sequence_dim: a dimension of the result, see reduce_from_tp(); 1 for tokens (batch, length).
+        reduce_output: apply reduce_from_tp() to the result. Without it a rank's result is its part
+            of the sum.
 
     Attributes:
-        rows: the ids [begin, end) of this rank; none where there are fewer than ranks.
+        rows: the ids [begin, end) of this rank; empty on some ranks if there are fewer ids than
+            ranks.
     """
 
     def __init__(
@@ -331,10 +340,10 @@ class VocabParallelEmbedding(SplitModule):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, **options: Any) -> Self:
-        """This rank's part of a whole layer, whose values are the same on all ranks.
+        """Makes this rank's part of an unsharded layer, which must be identical on all ranks.
 
         Args:
-            embedding: of which this rank's part is copied.
+            embedding: the layer; this rank's part of it is copied.
             options: group, mesh, sequence_dim and reduce_output of the class.
 
         Raises ValueError for max_norm, scale_grad_by_freq and sparse gradients.
@@ -350,17 +359,17 @@ class VocabParallelEmbedding(SplitModule):
         """Ids of any shape, the same on all ranks, to (..., embedding_dim), or this rank's tokens.
 
         Raises:
-            IndexError: an id is not in the whole embedding; on all ranks. On a GPU and in compiled
-                code, where to look would wait for the device, such a result is NaN instead; on a
-                GPU RINGCOMM_CHECK_TARGETS=1 has it looked at.
+            IndexError: on all ranks: an id is out of range. On a GPU and in compiled code, where
+                the check would wait for the device, the result is NaN instead; on a GPU
+                RINGCOMM_CHECK_TARGETS=1 enables the check.
         """
         is_id = (ids >= 0) & (ids < self.num_embeddings)
         is_free = ids.device.type == "cpu" and not torch.compiler.is_compiling()
         if (is_free or (ids.is_cuda and checks_targets())) and not is_id.all():
-            raise IndexError(f"ids are in [0, {self.num_embeddings}), got others")
+            raise IndexError(f"ids must be in [0, {self.num_embeddings}), got others")
         begin, end = self.rows
         is_mine = (ids >= begin) & (ids < end)
-        # An id of another rank is 0 in the sum, an id of no rank is NaN.
+        # An id of another rank gives 0 in the sum, an id out of range gives NaN.
         other = torch.where(is_id, 0.0, float("nan")).to(self.weight.dtype)[..., None]
         if begin == end:
             out = other.expand(*ids.shape, self.embedding_dim) + self.weight.sum()

@@ -1,4 +1,4 @@
-"""Where tensor parallelism communicates: around layers whose features are split over ranks.
+"""The communication of tensor parallelism, before and after layers with sharded features.
 
 Megatron-LM's f and g (Shoeybi et al. 2019, section 3), and with sequence parallelism g-bar and its
 conjugate (Korthikanti et al. 2022, section 4.2.2), which move the same bytes. These two are the
@@ -21,7 +21,7 @@ from ringcomm.backend import resolve_group
 __all__ = ["all_reduce_grad_", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "summed_over"]
 
 _ops: Any = torch.ops.ringcomm
-# Without a choice of overloads, which takes some microseconds each time.
+# A fixed overload, because the selection of an overload takes several microseconds per call.
 _all_reduce, _all_reduce_ = _ops.all_reduce.default, _ops.all_reduce_.default
 _all_gather, _reduce_scatter = _ops.all_gather.default, _ops.reduce_scatter.default
 _SUMMED_OVER = "_ringcomm_summed_over"
@@ -35,23 +35,22 @@ def copy_to_tp(
     sequence_dim: int | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """In front of layers that split their output features.
+    """Applied before layers that shard their output features.
 
     Args:
-        x: what all ranks have alike, any shape; with `sequence_dim` this rank's equal part of it.
+        x: a tensor of any shape, equal on all ranks; with `sequence_dim` this rank's equal part.
         group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, in place of a group.
-        sequence_dim: the dimension that ranks share the tokens of, outside of such layers.
-        inplace: without sequence_dim the sum takes the place of the gradient, for results that go
-            into linear layers only: these make it anew, where a sum would hand on one that others
-            have, too.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
+        sequence_dim: the dimension of tokens, which are sharded outside such layers.
+        inplace: without sequence_dim, the sum overwrites the gradient. Use it only for results that
+            are inputs of linear layers, whose gradient is always a new tensor.
 
     Returns:
-        `x`, whose gradient is the sum of the ranks'; with `sequence_dim` the ranks' parts joined,
-        whose gradient is summed and scattered.
+        `x`, with a gradient summed over the ranks; with `sequence_dim` the ranks' parts
+        concatenated, with a gradient that is reduce-scattered.
 
-    Collective: 2(N-1)/N of the whole's bytes are sent backward; with `sequence_dim` half of that,
-    and the other half forward.
+    Collective: the backward pass sends 2(N-1)/N of the full tensor's bytes; with `sequence_dim` the
+    backward and the forward pass send half of that each.
     """
     resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
@@ -72,15 +71,15 @@ def reduce_from_tp(
     sequence_dim: int | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """Behind layers that split their input features, and so have a part of every sum.
+    """Applied after layers that shard their input features, whose results are partial sums.
 
     Args:
-        x: this rank's part of the sums, of the same shape on all ranks.
+        x: this rank's partial sums, of the same shape on all ranks.
         group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, in place of a group.
-        sequence_dim: of the result each rank takes an equal part along it.
-        inplace: without sequence_dim the sum takes the place of `x`, which is the result of an
-            operation that does not need it, such as a linear layer.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
+        sequence_dim: each rank gets an equal part of the result along this dimension.
+        inplace: without sequence_dim, the sum overwrites `x`, which must be the result of an
+            operation that does not need it later, such as a linear layer.
 
     Returns:
         The sum over the ranks; with `sequence_dim` this rank's part of it.
@@ -88,7 +87,7 @@ def reduce_from_tp(
     Raises:
         ValueError: the ranks do not divide the tokens.
 
-    Collective, as copy_to_tp() in the other direction.
+    Collective; sends what copy_to_tp() sends, with forward and backward exchanged.
     """
     resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
@@ -99,7 +98,7 @@ def reduce_from_tp(
         return result
     if x.shape[sequence_dim] % resolved.size():
         raise ValueError(
-            f"{resolved.size()} ranks cannot share {x.shape[sequence_dim]} tokens evenly: pad the"
+            f"{resolved.size()} ranks cannot split {x.shape[sequence_dim]} tokens evenly: pad the"
             " sequences, or leave sequence parallelism out"
         )
     part: Tensor = _reduce_scatter(x.movedim(sequence_dim, 0).contiguous(), "sum", name)
@@ -114,19 +113,20 @@ def gather_from_tp(
     mesh: DeviceMesh | None = None,
     dim: int = -1,
 ) -> Tensor:
-    """The ranks' parts side by side, whole on all ranks, which go on alike from there.
+    """Concatenates the ranks' parts on all ranks, which then compute the same values.
 
     Args:
         x: this rank's part.
-        sizes: of all parts along `dim`, in rank order.
+        sizes: the sizes of all parts along `dim`, in rank order.
         group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, in place of a group.
-        dim: where parts differ.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
+        dim: the sharded dimension.
 
     Returns:
-        A new tensor; the gradient of `x` is this rank's part of the gradient of that.
+        A new tensor; the gradient of `x` is this rank's part of its gradient.
 
-    Collective: (N-1)/N of the whole's bytes, parts padded to the longest; nothing backward.
+    Collective: sends (N-1)/N of the full tensor's bytes, with parts padded to the longest; the
+    backward pass sends nothing.
     """
     resolved = resolve_group(group, mesh)
     result: Tensor = _GatherFromTp.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
@@ -136,15 +136,15 @@ def gather_from_tp(
 def all_reduce_grad_(
     param: Tensor, group: dist.ProcessGroup | None = None, *, mesh: DeviceMesh | None = None
 ) -> None:
-    """Sums the gradient of a parameter over a group, or a one-dimensional mesh, as it comes.
+    """Sums the gradient of a parameter over a group, or a one-dimensional mesh, when it arrives.
 
-    For parameters that all ranks have and that each uses on its own tokens, such as norms under
-    sequence parallelism, and for copies of one head. A parameter that is frozen now may be thawed
-    later. Collective in the backward pass, if the parameter has a gradient.
+    Use it for replicated parameters that each rank applies to its own tokens, such as norms under
+    sequence parallelism, and for replicated heads. A frozen parameter may be unfrozen later.
+    Collective in the backward pass, if the parameter has a gradient.
     """
     resolved = resolve_group(group, mesh)
     name, is_trained = resolved.group_name, param.requires_grad
-    param.requires_grad_()  # torch wants that of a tensor that gets a hook
+    param.requires_grad_()  # torch requires this for a tensor with a hook
     param.register_hook(lambda grad: _all_reduce(grad, "sum", name))
     param.requires_grad_(is_trained)
     setattr(param, _SUMMED_OVER, resolved)

@@ -1,4 +1,4 @@
-"""Which part of a whole parameter a rank has, and random values of it."""
+"""A rank's part of a sharded parameter, and its random initialization."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from ringcomm.parallel.parts_of_models import register_part
 
 __all__ = ["Split", "SplitModule", "refuse_copy", "split_params", "take_part"]
 
-# 16 MiB of fp32. torch's generator of the CPU fills vectors of 16 numbers, and an end that is
-# shorter in another way: blocks are of 16 rows and more.
+# 16 MiB of fp32. torch's CPU generator fills vectors of 16 numbers, and a shorter end differently:
+# blocks have at least 16 rows.
 BLOCK_ELEMS = 1 << 22
 MIN_ROWS = 16
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Raises RuntimeError instead of a copy, which would lack the hooks of gradients."""
-    raise RuntimeError("layers that are split over ranks have no copy: copy the whole ones before")
+    """Raises RuntimeError for a copy, which would lack the gradient hooks."""
+    raise RuntimeError(
+        "layers that are sharded over ranks cannot be copied: copy the layers before you shard them"
+    )
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Split:
     dim: int  # the dimension that is split
     ranges: tuple[tuple[int, int], ...]  # of it, [begin, end) of every rank of the group
     rank: int  # this one
-    num_replicas: int = 1  # so many ranks in a row have the same part
+    num_replicas: int = 1  # the number of consecutive ranks with the same part
 
     begin = property(lambda self: self.ranges[self.rank][0])
     end = property(lambda self: self.ranges[self.rank][1])
@@ -46,11 +48,11 @@ class Split:
 
 
 class SplitModule(nn.Module):
-    """A module some of whose parameters are this rank's parts of whole ones."""
+    """A module with parameters that are this rank's parts of sharded ones."""
 
     group: dist.ProcessGroup  # whose ranks have the parts
     splits: dict[str, Split]  # by the parameter's name in the module
-    sequence_dim: int | None = None  # along which ranks share tokens outside of such modules
+    sequence_dim: int | None = None  # along which tokens are sharded outside such modules
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
@@ -60,10 +62,10 @@ class SplitModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, DTensor) and self.sequence_dim is not None and self.group.size() > 1:
-            # Hooks of parameters, which all_reduce_grad_() makes, are not those of its DTensors.
+            # The hooks of all_reduce_grad_() are on parameters, not on the DTensors of fully_shard.
             raise ValueError(
-                f"this {type(self).__name__} has a sequence_dim, and fully_shard drops the sums of"
-                " gradients that sequence parallelism needs: take DistributedDataParallel, or"
+                f"this {type(self).__name__} has a sequence_dim, but fully_shard drops the sums"
+                " of gradients that sequence parallelism needs: use DistributedDataParallel, or"
                 " zero.shard at stage 1 or 2"
             )
         super().__setattr__(name, value)
@@ -88,11 +90,11 @@ def take_part(
     drawn_on: torch.device | None,
     draw_: Callable[[Tensor], object],
 ) -> nn.Parameter:
-    """This rank's part of a parameter, or all of it without a split, in memory of its own.
+    """This rank's part of a parameter, or all of it without a split, in new memory.
 
-    A copy of `whole`; with `drawn_on`, a device, values that all ranks draw alike by `draw_`, which
-    fills a tensor in place. On the CPU they are those that it gives the whole, on other devices of
-    the same distribution; only the part and a block are in memory.
+    A copy of `whole`; or, with the device `drawn_on`, random values from `draw_`, which fills a
+    tensor in place, the same on all ranks. On the CPU they equal those of the unsharded parameter,
+    on other devices they have the same distribution. Only the part and a block are in memory.
     """
     if drawn_on is None:
         part = whole.detach() if split is None else split.cut(whole.detach())

@@ -1,4 +1,4 @@
-"""ZeRO (Rajbhandari et al. 2020): optimizer state, gradients and weights in shards over ranks."""
+"""ZeRO (Rajbhandari et al. 2020): optimizer state, gradients and weights sharded over ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)
 
 _KINDS = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
-# By parameter, weakly, a weak reference to the optimizer that has sharded it.
+# Keyed weakly by parameter: a weak reference to the optimizer that has sharded it.
 _sharded: Any = WeakIdKeyDictionary()
 
 
@@ -60,70 +60,72 @@ def shard(
     resume: bool = False,
     clip_grad_norm: float | None = None,
 ) -> ZeroOptimizer:
-    """Shards a model's training over the ranks of a group; every rank has rows of its own.
+    """Shards the training of a model over the ranks of a group; every rank has different rows.
 
         optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
         for batch in batches:
-            optimizer.scale(loss_of(model, batch)).backward()  # scale() where there is loss_scale
+            optimizer.scale(loss_of(model, batch)).backward()  # scale() is for loss_scale
             optimizer.step()
             optimizer.zero_grad()
 
-    The optimizer's state is in shards at stage 1, gradients too at stage 2, weights too at stage 3;
-    predict_memory() and predict_traffic() say what that takes. Gradients are averaged over the
-    ranks; weights start from rank 0's, and are equal on all ranks, to the last bit, ever after.
+    Stage 1 shards the optimizer's state, stage 2 also gradients, stage 3 also weights;
+    predict_memory() and predict_traffic() predict the cost. Gradients are averaged over the ranks.
+    Weights start from rank 0's and stay bitwise equal on all ranks.
 
     At stages 1 and 2 gradients are in the optimizer, and operators on `param.grad` raise: clip by
-    optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. Ranks may leave out
+    optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. Ranks may use
     different weights there, and make different numbers of backward passes before step().
 
     Args:
         model: changed in place. At stages 1 and 2 its weights become views of flat buckets; at
-            stage 3 they become DTensors, and the model one of fully_shard. It may be on the meta
-            device: modules then get values by reset_parameters(), at stage 3 unit by unit, and rank
-            0's count.
+            stage 3 they become DTensors, and fully_shard is applied to the model. It may be on the
+            meta device: modules are then initialized by reset_parameters(), at stage 3 unit by
+            unit, and rank 0's values are used.
         optimizer: AdamW or SGD of torch.optim or of ringcomm.parallel.offload, over the model's
-            weights, with any parameter groups and hyper-parameters. Its state is sharded as well;
-            it is not to be used any more: schedulers are made for what is returned.
-        stage: 1, 2 or 3. At stages 2 and 3 each micro-batch is reduced, but for those in the
-            optimizer's no_sync(), and stage 3 gathers weights for each.
-        mesh: in place of group, of one dimension. At stage 3 also of two, ("replicate", "shard"):
-            weights are sharded over the second and replicated over the first (HSDP). Weights that
-            are DTensors of torch's tensor parallelism (parallelize_module) are for stage 3 with
-            dimensions of the same DeviceMesh.
-        group: None for the default group; of any backend. On ringcomm shards differ by one element;
-            on others they are padded on the wire.
+            weights, with any parameter groups and hyper-parameters. Its state is sharded too. Do
+            not use it afterwards: make schedulers for the returned optimizer.
+        stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
+            no_sync(), and stage 3 gathers weights for each.
+        mesh: a one-dimensional DeviceMesh, instead of group. At stage 3 also two-dimensional,
+            ("replicate", "shard"): weights are sharded over the second and replicated over the
+            first (HSDP). Weights that are DTensors of torch's tensor parallelism
+            (parallelize_module) need stage 3 and dimensions of the same DeviceMesh.
+        group: None for the default group; of any backend. With ringcomm shards differ by one
+            element; with other backends they are padded when they are sent.
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
             every outermost ModuleList, or Sequential without one. Weights that several units share
-            are the root's. All ranks run the same units in the same order.
-        bucket_bytes: at stages 1 and 2 weights travel in buckets of at most so many bytes (one
-            weight more where that is larger). Stage 2 keeps whole gradients of one at a time.
+            belong to the root. All ranks must run the same units in the same order.
+        bucket_bytes: at stages 1 and 2, the maximum size of a bucket of weights; a larger weight
+            has its own bucket. Stage 2 keeps unsharded gradients of one bucket at a time.
         param_dtype: torch.bfloat16 or float16: keep float32 weights and their gradients in 16 bits,
-            and the float32 ones in shards. Frozen weights, and floating inputs of the model's
-            forward, are cast as well; buffers stay.
-        reduce_dtype: what gradients are accumulated and reduced in. Default: float32. The dtype of
-            16-bit weights halves the gradients' memory at stages 1 and 2, and their traffic.
-        loss_scale: a factor for float16, or "dynamic": from 2**16, halved where a gradient is not
-            finite on any rank, and then no rank changes a weight; doubled after 2000 good steps.
-        offload_weights: at stage 3 keep weights and gradients where an optimizer of
-            ringcomm.parallel.offload keeps its state (ZeRO-Infinity). The model is on the CPU or
-            the meta device; it may be of 16 bits, and has float32 masters. With a path, every step
-            ends in a commit. All ranks use the same weights in each backward pass, or all get an
-            error.
-        resume: with offload_weights go on after the last step whose files are complete; from the
-            first weights if that is none.
-        clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
-            ranks and dimensions of a mesh; without loss_scale, what is not finite is an error. Or
-            call the optimizer's clip_grad_norm_().
+            and shards of the float32 weights. Frozen weights and floating-point inputs of the
+            model's forward are cast too; buffers are not.
+        reduce_dtype: the dtype in which gradients are accumulated and reduced. Default: float32.
+            The dtype of 16-bit weights halves the gradients' memory at stages 1 and 2, and their
+            traffic.
+        loss_scale: a factor for float16, or "dynamic": starts at 2**16, halves after an overflow,
+            doubles after 2000 good steps. An overflow on any rank skips the step on all ranks.
+        offload_weights: at stage 3 keep weights and gradients in the same tier as the state of an
+            optimizer of ringcomm.parallel.offload (ZeRO-Infinity). The model must be on the CPU or
+            the meta device; it may have 16-bit weights, for which there are float32 masters. With a
+            path, every step ends with a commit. All ranks must use the same weights in each
+            backward pass; otherwise all ranks raise.
+        resume: with offload_weights, continue after the last step with complete files; from the
+            initial weights if there is none.
+        clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
+            all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
+            raises. Alternatively call the optimizer's clip_grad_norm_().
 
     Returns:
         A torch.optim.Optimizer over the same groups.
 
     Raises:
-        TypeError: the optimizer is another one.
-        ValueError: the model and the optimizer do not fit, are wrapped in DistributedDataParallel
-            or sharded already; an option is out of range; ranks disagree. Nothing is changed.
+        TypeError: the optimizer is not supported.
+        ValueError: the model and the optimizer do not match, or the model is wrapped in
+            DistributedDataParallel or already sharded; an option is out of range; ranks have
+            different arguments. Nothing has been changed.
 
-    Collective: one object of options and shapes, and a broadcast for each bucket or weight.
+    Collective: exchanges one object of options and shapes, with one broadcast per bucket or weight.
     """
     options = ShardOptions(
         bucket_bytes=bucket_bytes,
@@ -135,15 +137,17 @@ def shard(
         resume=resume,
     )
     if stage not in (1, 2, 3):
-        raise ValueError(f"stage is 1, 2 or 3, got {stage!r}")
+        raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")
     if units is not None and stage != 3:
         raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
-        raise ValueError("offload_weights is for stage 3")
+        raise ValueError("offload_weights is for stage 3 only")
     _check_model(model, optimizer, options, stage, mesh)
     if mesh is not None and mesh.ndim == 2:
         if stage != 3 or offload_weights or group is not None:
-            raise ValueError("a mesh of two dimensions is for stage 3, alone and without a group")
+            raise ValueError(
+                "a mesh of two dimensions needs stage 3, without group and offload_weights"
+            )
         resolved = mesh._flatten().get_group()
     else:
         resolved = resolve_group(group, mesh)
@@ -171,7 +175,7 @@ def shard(
     return made
 
 
-# ---- checks: before anything is exchanged or changed
+# ---- checks, before anything is sent or changed
 
 
 def _check_model(
@@ -181,9 +185,9 @@ def _check_model(
     stage: int,
     mesh: DeviceMesh | None,
 ) -> None:
-    """Raises TypeError or ValueError where they cannot be sharded."""
+    """Raises TypeError or ValueError if they cannot be sharded."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a model and its optimizer, got a {type(model).__name__} first")
+        raise TypeError(f"expected a model as the first argument, got a {type(model).__name__}")
     if type(optimizer) not in _KINDS:
         raise TypeError(
             "expected an AdamW or SGD of torch.optim or ringcomm.parallel.offload, got "
@@ -192,12 +196,12 @@ def _check_model(
     if options.offload_weights and not is_offloaded(optimizer):
         raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
     if isinstance(model, DistributedDataParallel):
-        raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
+        raise ValueError("DistributedDataParallel reduces gradients itself: pass model.module")
     refuse_experts(model, "zero.shard")
     if isinstance(model, StagePart) and stage == 3:
         raise ValueError(
             "stage 3 gathers weights around the model's forward, which a pipeline does not call:"
-            " take stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
+            " use stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
         )
     if options.looks_first:
         refuse_piece(model)
@@ -219,8 +223,8 @@ def _check_params(
     strangers = [param for param in params if param not in names]
     if strangers:
         raise ValueError(
-            f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that is not the"
-            " model's"
+            f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that is not in"
+            " the model"
         )
     missing = sorted(n for p, n in names.items() if p.requires_grad and p not in set(params))
     if missing:
@@ -232,18 +236,18 @@ def _check_params(
     for param, name in names.items():
         owner = _sharded.get(param)
         if (owner is not None and owner() is not None) or find_shards(param) is not None:
-            raise ValueError(f"{name} is sharded already")
+            raise ValueError(f"{name} is already sharded")
         if uses_fsdp and param.dim() == 0:
             raise ValueError(
-                f"{name} has no dimensions, which fully_shard of stage 3 cannot cut: give it one,"
-                " or use stage 1 or 2"
+                f"{name} has no dimensions, so fully_shard of stage 3 cannot shard it: give it"
+                " one, or use stage 1 or 2"
             )
         if isinstance(param, DTensor):
             _check_dtensor(model, param, name, mesh if uses_fsdp else None)
             if optimizer.state:
                 raise ValueError(
-                    f"{name} is a DTensor, and the optimizer has made a step: give zero.shard() a "
-                    "new optimizer"
+                    f"{name} is a DTensor, and the optimizer has already made a step: pass a new"
+                    " optimizer to zero.shard()"
                 )
     if uses_fsdp and options.loss_scale is not None and options.grad_dtype == torch.float16:
         raise ValueError(
@@ -253,13 +257,13 @@ def _check_params(
     for param in params:
         _check_param(param, names[param], options, stage)
     if len({param.device for param in params}) > 1:
-        raise ValueError("the parameters of a rank must be on one device, and these are on several")
+        raise ValueError("the parameters of a rank must be on one device, got several")
 
 
 def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh | None) -> None:
-    """Weights of torch's tensor parallelism, which fully_shard cuts along another dimension."""
+    """Checks weights of torch's tensor parallelism; fully_shard shards another mesh dimension."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError(f"{name} is sharded already, by fully_shard")
+        raise ValueError(f"{name} is already sharded by fully_shard")
     if mesh is None:
         raise ValueError(
             f"{name} is a DTensor: only stage 3 without offload_weights shards such weights, with"
@@ -270,8 +274,8 @@ def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh
     roots = [found._get_root_mesh().mesh.flatten().tolist() for found in (own, mesh)]
     if len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names:
         raise ValueError(
-            f"{name} is a DTensor on {own}: mesh= is other dimensions of the same DeviceMesh, got"
-            f" {mesh}"
+            f"{name} is a DTensor on {own}: mesh= must be other dimensions of the same"
+            f" DeviceMesh, got {mesh}"
         )
 
 
@@ -287,12 +291,12 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, stage: i
     allowed = (torch.float32, torch.float16, torch.bfloat16) if takes_half else (torch.float32,)
     if param.dtype not in allowed:
         kinds = "float32, float16 or bfloat16" if takes_half else "float32"
-        raise ValueError(f"{name} is {param.dtype}; weights to shard are {kinds}")
+        raise ValueError(f"{name} must be {kinds} to be sharded, got {param.dtype}")
     dtype = options.param_dtype or param.dtype
     if options.reduce_dtype not in (None, torch.float32, dtype):
         raise ValueError(
-            f"reduce_dtype is torch.float32 or {dtype}, the dtype of {name}, got"
+            f"reduce_dtype must be torch.float32 or {dtype}, the dtype of {name}, got"
             f" {options.reduce_dtype}"
         )
     if options.param_dtype is not None and param.dtype != torch.float32:
-        raise ValueError(f"{name} is {param.dtype} already: param_dtype is for float32 weights")
+        raise ValueError(f"param_dtype is for float32 weights, but {name} is {param.dtype}")

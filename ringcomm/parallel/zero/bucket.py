@@ -1,6 +1,7 @@
 """Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank.
 
-Gradients go into buckets when autograd makes them; stage 2 reduces them in the backward pass.
+Gradients are copied into buckets when autograd computes them; stage 2 reduces them in the backward
+pass.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks
 
 
 class Bucket:
-    """Some weights, which become views of one buffer.
+    """Weights that become views of one buffer.
 
-    A gradient is first in a buffer of whole gradients, and after reduce() in this rank's shard of
-    the mean over the ranks. Both are sums of all that has come since the last step.
+    A gradient is first in a buffer of unsharded gradients, and after reduce() in this rank's shard
+    of the mean over the ranks. Both accumulate all gradients since the last step.
 
     Attributes:
         params: the weights, in the order of the buffer.
         weights: all ranks' shards of them, in rank order; one dimension.
-        shard: what the optimizer updates: this rank's part of `weights`; of 16-bit ones in float32,
-            where it has a master.
+        shard: this rank's part of `weights`, which the optimizer updates; with a master, the
+            float32 values of 16-bit weights.
         shard_grad: the gradient of the shard; None before the first reduction.
     """
 
@@ -44,7 +45,7 @@ class Bucket:
         dtype: torch.dtype | None,
         grad_dtype: torch.dtype,
     ) -> None:
-        """Takes the values of rank 0, as `dtype`, which is by default their own. Collective."""
+        """Uses rank 0's values in `dtype`, by default the weights' dtype. Collective."""
         self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
         values = torch.cat([param.detach().reshape(-1) for param in params])
         dist.broadcast(values, group=group, group_src=0)
@@ -76,7 +77,7 @@ class Bucket:
         return self.weights.dtype != torch.float32
 
     def give_master(self) -> Tensor:
-        """Hands over the float32 shard to who keeps it; `shard` is of 16 bits from now on."""
+        """Returns the float32 shard to its new owner; `shard` has 16 bits from now on."""
         master, self.shard = self.shard, self.weights[slice(*self.shard_range)]
         self.has_master = False
         return master
@@ -86,7 +87,7 @@ class Bucket:
         return flat[slice(*self._places[param])].view(param.shape)
 
     def has_weight(self, param: nn.Parameter) -> bool:
-        """Whether a weight is still where it was put."""
+        """Whether a weight is still a view of the buffer."""
         begin, _ = self._places[param]
         address = self.weights.data_ptr() + begin * self.weights.element_size()
         is_there = param.data_ptr() == address or param.numel() == 0
@@ -103,7 +104,7 @@ class Bucket:
         return clamped[0], clamped[1]
 
     def place_in_shard(self, param: nn.Parameter, last: nn.Parameter | None = None) -> slice:
-        """Where this rank's part of a weight, or of all from it to `last`, is in `shard`."""
+        """The range in `shard` of this rank's part of a weight, or of weights up to `last`."""
         first, end = self._places[param][0], self._places[param if last is None else last][1]
         begin, num_elems = self.shard_range[0], self.shard.numel()
         edges = [min(max(edge - begin, 0), num_elems) for edge in (first, end)]
@@ -113,16 +114,16 @@ class Bucket:
 
     @property
     def gradient_tensors(self) -> list[Tensor]:
-        """Those that it keeps in memory here."""
+        """The gradient tensors in memory on this rank."""
         return [tensor for tensor in (self._grads, self.shard_grad) if tensor is not None]
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a gradient has come since the last reduction."""
+        """Whether a gradient has arrived since the last reduction."""
         return bool(self._arrived)
 
     def has_gradient(self, param: nn.Parameter) -> bool:
-        """Whether a gradient has come on this rank since the last step."""
+        """Whether a gradient has arrived on this rank since the last step."""
         return param in self._arrived or param in self._reduced
 
     def take(self, param: nn.Parameter, grad: Tensor) -> None:
@@ -135,14 +136,14 @@ class Bucket:
         self._arrived.add(param)
 
     def drop(self, param: nn.Parameter) -> None:
-        """Forgets a weight's gradient."""
+        """Drops a weight's gradient."""
         if param in self._reduced and self.shard_grad is not None:
             self.shard_grad[self.place_in_shard(param)] = 0
         self._arrived.discard(param)
         self._reduced.discard(param)
 
     def whole_gradients(self) -> Tensor:
-        """The buffer, with zeros for what has not come."""
+        """The buffer, with zeros for missing gradients."""
         grads = self._buffer()
         for param in self.params:
             if param not in self._arrived:
@@ -155,19 +156,19 @@ class Bucket:
         return self._grads
 
     def reduce(self) -> None:
-        """Adds this rank's shard of the ranks' mean gradient to what it has. Collective."""
+        """Accumulates this rank's shard of the ranks' mean gradient. Collective."""
         mean = reduce_scatter_mean(self.whole_gradients(), self._group)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
         self._reduced |= self._arrived
         self._arrived.clear()
 
     def free_buffer(self) -> None:
-        """Frees whole gradients, which have been reduced."""
+        """Frees unsharded gradients after their reduction."""
         self._grads = None
         self._arrived.clear()
 
     def forget_gradients(self) -> None:
-        """Waits for new ones; the buffer of whole gradients stays for them."""
+        """Resets gradients; keeps the buffer of unsharded gradients for the next ones."""
         self._arrived.clear()
         self._reduced.clear()
         self.shard_grad = None
@@ -175,7 +176,7 @@ class Bucket:
     # ---- around the update
 
     def see_written_weights(self) -> None:
-        """Takes what somebody has written into 16-bit weights, such as a loaded state_dict."""
+        """Updates masters after 16-bit weights were modified, as by a loaded state_dict."""
         if self.has_master:
             mine = self.weights[slice(*self.shard_range)]
             is_written = mine != self.shard.to(mine.dtype)
@@ -183,7 +184,7 @@ class Bucket:
                 self.shard[is_written] = mine[is_written].float()
 
     def gather(self) -> None:
-        """Gives all ranks the new weights. Collective."""
+        """Gathers the new weights on all ranks. Collective."""
         if self.has_master:
             self.weights[slice(*self.shard_range)] = self.shard
         all_gather_shards(self.weights, self._group)
@@ -196,10 +197,10 @@ def plan_buckets(
     bucket_bytes: int,
     dtype: torch.dtype | None,
 ) -> list[list[nn.Parameter]]:
-    """Weights of one dtype and device, of at most so many bytes; more only for one weight.
+    """Groups weights of one dtype and device, up to the maximum size; a larger weight is alone.
 
-    In the order in which gradients are expected: the reverse of model.parameters(). At stage 2 they
-    may hold several parameter groups, so that each is complete before the next begins to fill.
+    The order is that of expected gradients: the reverse of model.parameters(). At stage 2 a bucket
+    may have several parameter groups, so that each is complete before the next begins to fill.
     """
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     position = {param: i for i, param in enumerate(model.parameters())}
@@ -218,19 +219,19 @@ def plan_buckets(
 
 
 class BackwardPasses:
-    """Takes the gradients of buckets' weights.
+    """Collects the gradients of buckets' weights.
 
-    With `reduces` each backward pass reduces every bucket once, in one order on all ranks, whatever
-    has a gradient; docs/design/zero.md says when. A gradient that comes later waits for the next
+    With `reduces` each backward pass reduces every bucket once, in the same order on all ranks,
+    even without gradients; docs/design/zero.md explains when. A later gradient waits for the next
     pass or the step, and so do those of `late` weights (see GradientHooks). Ranks may make
-    different numbers of passes: a rank announces each, and a rank in agree() takes part in it.
+    different numbers of passes: a rank announces each pass, and ranks in agree() take part in it.
     """
 
     _has_begun: bool
-    _next: int  # the bucket that is to be reduced next
-    _left: list[set[nn.Parameter]]  # by bucket, the weights that the pass has not brought yet
+    _next: int  # the bucket to reduce next
+    _left: list[set[nn.Parameter]]  # by bucket, weights whose gradient is missing in this pass
     _tasks: set[int]  # graph tasks that call _task_ended()
-    _expected: tuple[int, nn.Parameter] | None  # which the next bucket waits for, in a graph task
+    _expected: tuple[int, nn.Parameter] | None  # what the next bucket waits for, in a graph task
 
     def __init__(
         self,
@@ -269,7 +270,7 @@ class BackwardPasses:
         """See GradientHooks."""
         self._buckets[self._index[param]].drop(param)
 
-    # ---- what all ranks know
+    # ---- agreement of all ranks
 
     def agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
         """The weights with a gradient on any rank, and the buckets with one that is not reduced.
@@ -287,7 +288,7 @@ class BackwardPasses:
         return present, [b for b, is_due in zip(self._buckets, by_bucket, strict=True) if is_due]
 
     def _largest_facts(self, *, is_pass: bool) -> list[int]:
-        """Of all ranks: whether a pass begins, weights with a gradient, and fresh buckets."""
+        """Maxima over all ranks: whether a pass begins, weights with a gradient, fresh buckets."""
         mine = [int(is_pass)]
         mine += [self._buckets[i].has_gradient(param) for param, i in self._index.items()]
         mine += [bucket.is_fresh for bucket in self._buckets]
@@ -323,7 +324,7 @@ class BackwardPasses:
             self._reduce_next()
 
     def _watch(self) -> None:
-        """Has the engine call _task_ended() at the end of the graph task that is under way."""
+        """Makes the engine call _task_ended() at the end of the current graph task."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
@@ -337,14 +338,14 @@ class BackwardPasses:
         Variable._execution_engine.queue_callback(task_ended)
 
     def _task_ended(self) -> None:
-        """The end of a backward pass, or of one inside of another: a reentrant checkpoint's."""
+        """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
         outer: Any = torch._C._current_autograd_node()
         if outer is None:
             with torch.no_grad():
                 self._reduce_rest()
             self.forget()
             return
-        # A node of the outer task has run this one. Nodes behind it run in that task.
+        # A node of the outer task has run this one. Later nodes run in the outer task.
         told = weakref.ref(self)
 
         def outer_runs(_: Any) -> None:
@@ -356,7 +357,7 @@ class BackwardPasses:
                 self._outer_hooks.append(node.register_prehook(outer_runs))
 
     def forget(self) -> None:
-        """Waits for a new pass; of one that an error has ended nothing is left."""
+        """Resets the state for a new pass, also after a failed one."""
         remove_hooks(self._outer_hooks)
         self._outer_hooks = []
         self._has_begun, self._next, self._tasks, self._expected = False, 0, set(), None

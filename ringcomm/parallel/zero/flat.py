@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2: weights whole on every rank, optimizer state in shards of flat buckets."""
+"""ZeRO stages 1 and 2: replicated weights, optimizer state in shards of flat buckets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Params = Sequence[nn.Parameter]
 
 
 class _Gradients(Operands):
-    """Gradients for an offloaded optimizer; their dtype need not be that of the weights."""
+    """Gradients for an offloaded optimizer; their dtype may differ from that of the weights."""
 
     def __init__(self) -> None:
         self.of: dict[Tensor, Tensor] = {}
@@ -35,7 +35,7 @@ class _Gradients(Operands):
 
 
 class FlatZero(ZeroOptimizer):
-    """Stage 1 keeps gradients whole until the step, stage 2 their shards alone.
+    """ZeRO stages 1, which keeps unsharded gradients until the step, and 2, which keeps shards.
 
     The parameters of `_inner`, an optimizer of the class that was given, are `_parts`: views of
     buckets' shards, one for each weight, perhaps empty. States are views of `_buffers` like the
@@ -64,7 +64,7 @@ class FlatZero(ZeroOptimizer):
         self._passes = BackwardPasses(
             self._buckets, group, self.all_params(), self._late, reduces=stage == 2
         )
-        # What all ranks know of this step, from _agree().
+        # Facts of this step that all ranks share, from _agree().
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
         self._steps = dict.fromkeys(self._bucket_of, 0)
@@ -72,7 +72,7 @@ class FlatZero(ZeroOptimizer):
         self._make_inner(optimizer)
 
     def _make_inner(self, optimizer: Any) -> None:
-        """An offloaded optimizer keeps masters with the other states."""
+        """Makes the inner optimizer; an offloaded one keeps masters with its states."""
         half = [b for b in self._buckets if b.has_master and self._is_offloaded]
         masters = {bucket: bucket.give_master() for bucket in half}
         self._parts = {p: b.shard[b.place_in_shard(p)] for p, b in self._bucket_of.items()}
@@ -215,7 +215,7 @@ class FlatZero(ZeroOptimizer):
         return True
 
     def _update_by_inner(self, buckets: list[Bucket], factor: float) -> None:
-        """Where ringcomm.ops has no such rule, or states are elsewhere."""
+        """Updates by the inner optimizer, for rules not in ringcomm.ops and offloaded states."""
         params = [p for bucket in buckets for p in bucket.params if p in self._present]
         grads = {}
         for param in params:
@@ -253,7 +253,7 @@ class FlatZero(ZeroOptimizer):
         return found[name]
 
     def _begun_states(self, bucket: Bucket, params: Params, rule: Rule) -> dict[str, Tensor]:
-        """The buffers of a rule's states; where a weight has none yet, it gets zeros."""
+        """The buffers of a rule's states; missing states of a weight become zeros."""
         for param in params:
             state = self._inner.state[self._parts[param]]
             for name in rule.state_names:
@@ -264,7 +264,7 @@ class FlatZero(ZeroOptimizer):
         return {name: self._buffer(bucket, name) for name in rule.state_names}
 
     def _adopt_state(self, param: nn.Parameter) -> None:
-        """Moves what torch's optimizer has made for a weight into the bucket's buffers."""
+        """Moves the state that torch's optimizer made for a weight into the bucket's buffers."""
         bucket, part = self._bucket_of[param], self._parts[param]
         state = self._inner.state.get(part, {})
         for name, value in state.items():
@@ -274,7 +274,7 @@ class FlatZero(ZeroOptimizer):
                     state[name] = place.copy_(value)
 
     def _state_of(self, param: Any) -> dict[str, Any]:
-        """In one dimension; "step" is the weight's own, of 16-bit weights there is "master"."""
+        """A weight's flat states, with a separate "step", and "master" for 16-bit weights."""
         bucket, part, inner = self._bucket_of[param], self._parts[param], self._inner
         found = inner.state_of(part) if self._is_offloaded else inner.state.get(part, {})
         state = {key: value for key, value in found.items() if value is not None}
@@ -292,7 +292,7 @@ class FlatZero(ZeroOptimizer):
             given.pop("master", None)
         if bucket.has_master and (master := given.pop("master", None)) is not None:
             bucket.shard[place] = master
-        # SGD counts no steps: it matters only whether there has been one.
+        # SGD has no step count: it only matters whether there was a step.
         self._steps[param] = int(given.get("step", bool(given.keys() - {"master"})))
         if self._is_offloaded:
             self._inner.set_state_of(part, given)
@@ -332,7 +332,7 @@ class FlatZero(ZeroOptimizer):
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]) -> None:
-    """Frozen weights and the inputs of the model get a dtype, too, as with fully_shard."""
+    """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
         if param not in trained and param.is_floating_point():
             param.data = param.data.to(dtype)

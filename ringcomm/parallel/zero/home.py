@@ -1,4 +1,4 @@
-"""Where ZeRO-Infinity has weights and gradients that nobody needs: rows of tiers, read ahead."""
+"""ZeRO-Infinity's storage of weights and gradients not in use: rows of tiers, prefetched."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Loans = dict[Tensor, Loan]
 
 
 class Home(Operands):
-    """Large shards are rows of the tier `weights`, their gradients of `grads`; small ones stay.
+    """Large shards are rows of the tier `weights`, gradients of `grads`; small ones stay in memory.
 
-    `is_filled` says that the tier has the shards. Which unit is next is what it was in the step
-    before, as long as the model does the same.
+    `is_filled`: whether the tier has the shards. Units are prefetched in the order of the previous
+    step, as long as the model repeats it.
 
     Attributes:
         small_grads: by shard, the gradients in memory.
@@ -50,7 +50,7 @@ class Home(Operands):
 
     @contextmanager
     def in_memory(self, unit: HomedUnit) -> Iterator[None]:
-        """A unit's shards have their values inside; the next unit's are read meanwhile."""
+        """A context in which a unit's shards are in memory; prefetches those of the next unit."""
         if self._ahead is not None and self._ahead[0] is unit:
             loans, self._ahead = self._ahead[1], None
         else:
@@ -71,17 +71,17 @@ class Home(Operands):
                 _empty(shard)
 
     def row(self, shard: Tensor, *, is_written: bool) -> AbstractContextManager[Tensor]:
-        """The values of a large shard, to be read or written inside."""
+        """A context with the values of a large shard, to read or write."""
         self.forget_ahead()
         return self._weights.row(self._keys[shard], is_written=is_written)
 
     def step_begins(self) -> None:
-        """Weights are going to be written, and then the model does again what it did."""
+        """Called before weights are written, after which the model repeats its order of units."""
         self.forget_ahead()
         self._order, self._came = self._came, []
 
     def forget_ahead(self) -> None:
-        """Gives back what was read ahead, and is not needed now."""
+        """Releases prefetched rows that are not needed now."""
         if self._ahead is not None:
             for loan in self._ahead[1].values():
                 self._weights.give_back(loan, is_written=False)
@@ -96,13 +96,13 @@ class Home(Operands):
     def gradient(
         self, shard: Tensor, *, is_written: bool = False
     ) -> AbstractContextManager[Tensor]:
-        """The gradient that has come, to be read or written inside."""
+        """A context with an accumulated gradient, to read or write."""
         if shard not in self._keys:
             return nullcontext(self.small_grads[shard])
         return self._grads.row(self._keys[shard], is_written=is_written)
 
     def add_grad(self, shard: Tensor, grad: Tensor) -> None:
-        """Takes a gradient, or adds it to the one that is there."""
+        """Stores a gradient, or adds it to the stored one."""
         if shard in self._fresh:
             with self.gradient(shard, is_written=True) as before:
                 before.add_(grad)
@@ -113,18 +113,18 @@ class Home(Operands):
         self._fresh.add(shard)
 
     def drop_grad(self, shard: Tensor) -> None:
-        """Forgets one."""
+        """Drops a gradient."""
         self._fresh.discard(shard)
         self.small_grads.pop(shard, None)
 
     # ---- the update: see Operands
 
     def shape(self, param: Tensor) -> torch.Size:
-        """Of a shard, in memory or not."""
+        """The shape of a shard, in memory or not."""
         return self._shapes.get(param, param.shape)
 
     def has_grad(self, param: Tensor) -> bool:
-        """Whether a gradient has come."""
+        """Whether a gradient has arrived."""
         return param in self._fresh
 
     def start(self, param: Tensor) -> None:
@@ -140,7 +140,7 @@ class Home(Operands):
         return param.view(-1), self.small_grads[param].view(-1)
 
     def done(self, param: Tensor) -> None:
-        """Weights go back as they are now."""
+        """Writes the current weights back."""
         if param in self._of_update:
             weights, grads = self._of_update.pop(param)
             self._weights.give_back(weights, is_written=True)

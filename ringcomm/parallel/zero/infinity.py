@@ -1,7 +1,7 @@
-"""ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857): stage 3, all of it elsewhere.
+"""ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857): stage 3 with offloading.
 
-Weights, gradients and states in shards over the ranks, each rank's in host memory or in files; a
-unit's weights come when it runs, and the next unit's are read meanwhile.
+Weights, gradients and states are sharded over the ranks, in host memory or in files. A unit's
+weights are gathered when it runs, and the next unit's are prefetched.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.parallel.zero.home import Home, HomedUnit
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
-_NO_BACKWARD = -1  # torch's id of no graph task
+_NO_BACKWARD = -1  # torch's id outside a graph task
 
 
 class ZeroInfinity(ZeroOptimizer):
     """Stage 3 with weights, gradients and states in a tier; made by zero.shard().
 
-    The constructor, every step and every load of weights or states end in a commit. Files hold the
-    last commit, whatever happens. Weights below 64 KiB stay in memory.
+    The constructor, every step and every load of weights or states end with a commit. Files have
+    the last commit even after a crash. Weights below 64 KiB stay in memory.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ZeroInfinity(ZeroOptimizer):
             raise ValueError("offload_weights needs a group of backend ringcomm")
         device = self._device()
         if device.type not in ("cpu", "meta"):
-            raise ValueError(f"offload_weights is for models of the CPU, got one on {device}")
+            raise ValueError(f"offload_weights needs a model on the CPU, got one on {device}")
         pool = BufferPool()
         path = optimizer.path
         if path is not None:
@@ -77,33 +77,33 @@ class ZeroInfinity(ZeroOptimizer):
         self._hooks = GradientHooks(self.all_params(), self)
         names = {param: name for name, param in model.named_parameters()}
         self._names = [names[param] for param in self._shard_of]
-        # Since the last step: how many gradients have come, and the passes that were compared.
+        # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads: dict[nn.Parameter, int] = {}
         self._compared: set[int] = set()
 
-    # ---- files from before
+    # ---- files of an earlier run
 
     def _find_steps(self, tier: Tier) -> int:
-        """The step to go on after, whose commit is the last one on all ranks now. Collective."""
+        """The step to resume after; makes its commit the last one on all ranks. Collective."""
         store = tier.store if isinstance(tier, FileTier) else None
-        # All ranks make the same commits: a generation is the same state everywhere.
+        # All ranks make the same commits: a generation is the same state on every rank.
         mine = (store.generation, store.info.get("num_steps", 0)) if store is not None else (0, 0)
         everyone = all_gathered(mine, self.group)
         (least, num_steps), (most, most_steps) = min(everyone), max(everyone)
         if not self.options.resume:
             if most_steps > 0:
                 raise ValueError(
-                    f"the files are of a run that came to step {most_steps}: resume=True goes on"
-                    " with it, or give another folder"
+                    f"the files are from a run that reached step {most_steps}: continue it with"
+                    " resume=True, or use another folder"
                 )
             if store is not None:
-                store.clear()  # of a run that ended before its first step did
+                store.clear()  # from a run that ended before its first step
             return 0
         if least == 0:
             raise ValueError(f"there is nothing to resume on rank {everyone.index(min(everyone))}")
         if most - least > 1:
             steps = [found[1] for found in everyone]
-            raise ValueError(f"the ranks' files are of different runs: their steps are {steps}")
+            raise ValueError(f"the ranks' files must be from one run, but their steps are {steps}")
         if store is not None and store.generation > least:
             store.roll_back()
         return int(num_steps)
@@ -113,7 +113,7 @@ class ZeroInfinity(ZeroOptimizer):
         info = self._tier.store.info
         shapes = [list(self._home.shape(shard)) for shard in self._shard_of.values()]
         if info["shapes"] != shapes:
-            raise ValueError("the files are of another model, or of other units")
+            raise ValueError("the files are from another model, or from other units")
         for i, unit in enumerate(self._weights.units):
             if unit.packed_row.numel():
                 with self._tier.row(f"packed.{i}") as row:
@@ -141,7 +141,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
-        """Around what replaces weights outside of a step. Collective."""
+        """A context for replacing weights outside a step. Collective."""
         self._home.forget_ahead()
         self._states_come()
         yield
@@ -150,7 +150,7 @@ class ZeroInfinity(ZeroOptimizer):
     # ---- gradients
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """See GradientHooks; the gradient leaves memory here. Collective."""
+        """See GradientHooks; the gradient is offloaded here. Collective."""
         task = torch._C._current_graph_task_id()
         if task != _NO_BACKWARD and task not in self._compared:
             self._compare(task)
@@ -164,7 +164,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._home.drop_grad(self._shard_of[param])
 
     def _compare(self, task: int = _NO_BACKWARD) -> None:
-        """Raises RuntimeError on all ranks where gradients of other weights come. Collective."""
+        """Raises RuntimeError on all ranks if gradients are of different weights. Collective."""
         self._compared.add(task)
         mine = []
         for param in self._shard_of:
@@ -216,7 +216,7 @@ class ZeroInfinity(ZeroOptimizer):
             param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, whatever `set_to_none`, and what a failed backward pass has left."""
+        """Drops all gradients, for any `set_to_none`, and the state of a failed backward pass."""
         self._forget_gradients()
         self._weights.release_all()
 
@@ -234,20 +234,20 @@ class ZeroInfinity(ZeroOptimizer):
         self._commit()
 
     def close(self) -> None:
-        """Ends with ordinary weights, whole in memory, and lets the files go. Collective."""
+        """Restores ordinary, unsharded weights in memory and releases the files. Collective."""
         self._home.forget_ahead()
         self._weights.close()
         self._tier.close()
         self._grads.close()
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
-        """The elements [begin, end) of a flat parameter that a rank keeps; by default this one."""
+        """The elements [begin, end) of a flat parameter on a rank; by default this rank."""
         rank = self.group.rank() if rank is None else rank
         return shard_range(param.numel(), self.group.size(), rank)
 
     @property
     def io_bytes(self) -> tuple[int, int]:
-        """What this rank has read from files and written to them so far, in whole blocks."""
+        """Bytes that this rank has read from and written to files so far, in whole blocks."""
         stores = [t.store for t in (self._tier, self._grads) if isinstance(t, FileTier)]
         return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
 
@@ -255,11 +255,11 @@ class ZeroInfinity(ZeroOptimizer):
 
     @property
     def state(self) -> Any:
-        """Raises RuntimeError: torch.distributed.checkpoint would find nothing."""
+        """Raises RuntimeError, because torch.distributed.checkpoint would find no state."""
         raise RuntimeError(
-            "with offload_weights the states are outside of the optimizer, where torch's own "
-            "get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict(), or "
-            "resume=True"
+            "with offload_weights the states are outside the optimizer, where torch's own"
+            " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict(), or"
+            " resume=True"
         )
 
     @state.setter
@@ -283,7 +283,8 @@ class ZeroInfinity(ZeroOptimizer):
         self._inner.set_state_of(self._shard_of[param], state)
 
     def _states_come(self) -> None:
-        # Writing ends the commit before the last, which may be a rank's last one: all wait for all.
+        # A write removes the commit before the last, which may be another rank's last one: all
+        # ranks wait.
         if isinstance(self._tier, FileTier):
             dist.barrier(self.group)
 
@@ -292,9 +293,9 @@ class ZeroInfinity(ZeroOptimizer):
 
 
 class _HomedShards(WeightShards):
-    """WeightShards in a Home; models may be on the meta device: units become whole by turns.
+    """WeightShards in a Home; models may be on the meta device: units are materialized one by one.
 
-    `replacing` is around what replaces pieces outside of a step.
+    `replacing` is a context for replacing pieces outside a step.
     """
 
     _takes_meta = True

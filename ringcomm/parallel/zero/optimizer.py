@@ -1,4 +1,4 @@
-"""What zero.shard() returns at every stage: the step, whoever holds the shards, and its options."""
+"""The optimizer that zero.shard() returns: the step of every stage, and the options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFLOADED = (offload.AdamW, offload.SGD)
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is neither in `state` nor on the device."""
+    """Whether its state is offloaded."""
     return isinstance(optimizer, OFFLOADED)
 
 
@@ -38,7 +38,7 @@ class ShardOptions:
     """The options of zero.shard(), checked.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
     """
 
     bucket_bytes: int = 25 << 20
@@ -51,14 +51,14 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is positive, got {self.bucket_bytes}")
+            raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
         if self.param_dtype not in (None, torch.float16, torch.bfloat16):
             raise ValueError(
-                f"param_dtype is None, torch.float16 or torch.bfloat16, got {self.param_dtype}"
+                f"param_dtype must be None, torch.float16 or torch.bfloat16, got {self.param_dtype}"
             )
         norm = self.clip_grad_norm
         if norm is not None and not (norm > 0 and math.isfinite(norm)):
-            raise ValueError(f"clip_grad_norm is a positive number or None, got {norm!r}")
+            raise ValueError(f"clip_grad_norm must be a positive number or None, got {norm!r}")
         if self.resume and not self.offload_weights:
             raise ValueError("resume is for offload_weights; load a state_dict() elsewhere")
         if self.offload_weights and self.param_dtype is not None:
@@ -68,7 +68,7 @@ class ShardOptions:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """What gradients are accumulated and reduced in."""
+        """The dtype in which gradients are accumulated and reduced."""
         return self.reduce_dtype or torch.float32
 
     @property
@@ -78,16 +78,15 @@ class ShardOptions:
 
 
 class ZeroOptimizer(States):
-    """A torch optimizer over weights of which each rank updates 1/N.
+    """A torch optimizer in which each rank updates 1/N of the weights.
 
-    Its parameter groups are those of the optimizer that was given. A weight without a gradient on
-    any rank is left alone, as by torch's optimizers. At stages 1 and 2 one that only some ranks
-    have a gradient of gets the mean with zeros for the others, as under
-    DistributedDataParallel(find_unused_parameters=True).
+    Its parameter groups are those of the given optimizer. A weight without a gradient on any rank
+    is not updated, as in torch's optimizers. At stages 1 and 2, a missing gradient on some ranks
+    counts as zeros in the mean, as with DistributedDataParallel(find_unused_parameters=True).
 
     Attributes:
-        grad_norm: of the last step that had to look, with clip_grad_norm or a loss scale: the
-            2-norm of all gradients before clipping, without the loss scale. None before.
+        grad_norm: the 2-norm of all gradients before clipping, without the loss scale, in the last
+            step that computed it: with clip_grad_norm or a loss scale. None before.
     """
 
     _inner: Any
@@ -118,18 +117,17 @@ class ZeroOptimizer(States):
 
     @property
     def loss_scale(self) -> float:
-        """What scale() multiplies a loss by now."""
+        """The current factor of scale()."""
         return 1.0 if self._scale is None else self._scale.value
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for backward(); the loss itself where there is none."""
+        """The loss times the loss scale, for backward(); the loss itself without a loss scale."""
         return loss if self._scale is None else loss * self._scale.value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the weights by the gradients that have come, averaged over the ranks.
+        """Updates the weights with the accumulated gradients, averaged over the ranks.
 
-        With a loss scale a step whose gradients are not all finite, on any rank, changes nothing
-        on any rank, and the scale is halved.
+        With a loss scale, an overflow on any rank skips the step on all ranks and halves the scale.
 
         Raises:
             ValueError: the model was changed: a weight was added or moved.
@@ -151,7 +149,7 @@ class ZeroOptimizer(States):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up gradients on this rank, and send none.
+        """A context in which backward passes accumulate gradients locally and send none.
 
             for part in parts[:-1]:
                 with optimizer.no_sync():
@@ -159,11 +157,11 @@ class ZeroOptimizer(States):
             loss_of(model, parts[-1]).backward()
             optimizer.step()
 
-        The next backward pass outside reduces the sum; so does step() at stages 1 and 2. Gradients
-        take the memory of whole ones meanwhile. Stage 1 reduces in step() in any case.
+        The next backward pass outside reduces the sum; so does step() at stages 1 and 2. Until then
+        gradients need the memory of unsharded ones. Stage 1 always reduces in step().
 
         Raises:
-            RuntimeError: with offload_weights, whose gradients leave memory in each pass.
+            RuntimeError: with offload_weights, which offloads gradients in each pass.
         """
         self._set_sync(False)
         try:
@@ -174,23 +172,23 @@ class ZeroOptimizer(States):
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Multiplies the gradients that wait for step() by min(1, max_norm / norm).
 
-        In place of torch.nn.utils.clip_grad_norm_. The norm is the 2-norm over all weights and
+        It replaces torch.nn.utils.clip_grad_norm_. The norm is the 2-norm over all weights and
         ranks, without the loss scale. With max_norm=math.inf nothing is clipped.
 
         Returns:
-            The norm before clipping: float32, no dimensions, the same bits on all ranks; 0 without
+            The norm before clipping: a float32 scalar tensor, bitwise equal on all ranks; 0 without
             gradients.
 
         Raises:
             ValueError: max_norm is not positive.
-            RuntimeError: the norm is not finite, and error_if_nonfinite says that this is an error.
-                The gradients are dropped. Otherwise they stay as they are: a loss scale, or
-                torch.amp.GradScaler, skips the step.
+            RuntimeError: with error_if_nonfinite, the norm is not finite. The gradients are
+                dropped. Without it they are unchanged: a loss scale, or torch.amp.GradScaler, skips
+                the step.
 
-        Collective: reduces the gradients where that is still to come.
+        Collective: reduces gradients that are not reduced yet.
         """
         if not max_norm > 0:
-            raise ValueError(f"max_norm is positive, got {max_norm!r}")
+            raise ValueError(f"max_norm must be positive, got {max_norm!r}")
         with torch.no_grad():
             self._agree()
             norm = self._look()
@@ -201,17 +199,17 @@ class ZeroOptimizer(States):
         return torch.tensor(norm, dtype=torch.float32, device=self._device())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: zero.shard() has cut the weights into shards."""
+        """Raises ValueError, because zero.shard() has already sharded the weights."""
         if self._is_made:
             raise ValueError("add parameter groups to the optimizer before zero.shard()")
         super().add_param_group(param_group)
 
     def gradient_tensors(self) -> list[Tensor]:
-        """What this rank keeps of gradients now, for measuring: buffers and shards."""
+        """The gradient tensors of this rank now, buffers and shards, for measurements."""
         return [grad for _, grad in self._shards()]
 
     def state_tensors(self) -> list[Tensor]:
-        """What it keeps of the optimizer's state, with float32 weights beside 16-bit ones."""
+        """The state tensors of this rank, with the float32 masters of 16-bit weights."""
         states = [] if self._is_offloaded else map(self._state_of, self.all_params())
         values = (local_of(v) for state in states for v in state.values() if isinstance(v, Tensor))
         return [value for value in values if value.dim()]
@@ -224,17 +222,17 @@ class ZeroOptimizer(States):
 
     @property
     def _late(self) -> frozenset[nn.Parameter]:
-        """Weights whose gradients are complete behind the backward passes."""
+        """Weights whose gradients are complete only after the backward passes."""
         model = self._model()
         return tied_over_stages(model) if model is not None else frozenset()
 
     @cached_property
     def _axes(self) -> Axes:
-        """Who has the other elements of what _shards() yields."""
+        """The ranks with the other elements of the tensors from _shards()."""
         model = self._model()
         assert model is not None
         axes = axes_of(model)
-        # DTensors, as at stage 3, say themselves how they are sharded.
+        # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
         return axes.sharded_over(self.group) if is_flat else axes
 
@@ -245,33 +243,33 @@ class ZeroOptimizer(States):
         own: dict[Held, Tensor] = {}
         for param, grad in self._shards():
             held = self._axes.held.get(param)
-            if held is not None and grad.numel():  # else a tied weight that an earlier stage counts
+            if held is not None and grad.numel():  # else tied, and counted by an earlier stage
                 norm = torch.linalg.vector_norm(grad, dtype=torch.float32).double()
                 own[held] = own.get(held, zero) + norm.square()
         return float(over_all_ranks(self._axes, own, zero, num_sums=1)) ** 0.5 / self._grad_scale
 
     def _refuse_not_finite(self, norm: float) -> None:
         self._forget_gradients()
-        raise RuntimeError(f"the gradients' norm is {norm}; no weight has been written")
+        raise RuntimeError(f"the norm of the gradients is {norm}; no weight has been written")
 
     def _check_unchanged(self) -> None:
-        """Raises ValueError where the model has got weights that are not sharded."""
+        """Raises ValueError if the model has new weights that are not sharded."""
         model, known = self._model(), set(self.all_params())
         for name, param in model.named_parameters() if model is not None else ():
             if param.requires_grad and param not in known:
                 raise ValueError(
-                    f"{name} was added or replaced after zero.shard(), and is not updated: change"
-                    " the model first"
+                    f"{name} was added or replaced after zero.shard() and would not be updated:"
+                    " change the model before"
                 )
 
     def _take_options(self) -> None:
-        """Has the inner optimizer go on with the hyper-parameters of these groups."""
+        """Copies the hyper-parameters of these groups to the inner optimizer."""
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
 
     @property
     def _grad_scale(self) -> float:
-        """What reduced gradients are still multiplied by."""
+        """The remaining factor of reduced gradients."""
         return self.loss_scale
 
     def _step(self) -> None:
@@ -300,7 +298,7 @@ class ZeroOptimizer(States):
         """Whether any rank has a gradient since the last step. Collective."""
 
     def _reduce(self) -> None:
-        """Reduces what has not been, after _agree(). Collective."""
+        """Reduces gradients that are not reduced yet, after _agree(). Collective."""
 
     def _scale_gradients(self, factor: float) -> None:
         """Multiplies reduced gradients."""
@@ -321,15 +319,15 @@ class ZeroOptimizer(States):
 
 
 def _refuse_ddp(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    """Has the model raise when it is run by DistributedDataParallel."""
+    """Makes the model raise when DistributedDataParallel runs it."""
     told = weakref.ref(optimizer)
 
     def check(*_: Any) -> None:
         if DistributedDataParallel._get_active_ddp_module() is not None and told() is not None:
             raise RuntimeError(
-                "the model is sharded by zero.shard() and runs in DistributedDataParallel, which"
-                " would reduce gradients again: call the model itself. With Accelerate or Trainer,"
-                " call prepare() of ringcomm.integrations"
+                "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
+                " which would reduce gradients again: call the model itself. With Accelerate or"
+                " Trainer, call prepare() of ringcomm.integrations"
             )
 
     model.register_forward_pre_hook(check)

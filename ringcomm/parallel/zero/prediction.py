@@ -1,4 +1,4 @@
-"""What sharding leaves to a rank, in bytes kept and bytes sent, before anything is sharded."""
+"""Predicts the memory and traffic of a rank before anything is sharded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Memory(NamedTuple):
         parameters: the weights that the model computes with.
         gradients: of these.
         states: of the optimizer, with float32 weights where the model's have 16 bits.
-        buffers: at stage 2 the whole gradients of the largest bucket, until it is reduced; at stage
-            3 the largest unit's whole weights and gradients, those in `reduce_dtype` as well; with
-            offload_weights the model's own and the largest unit's whole weights, this one's shards
-            twice, and the largest gradient. What an update streams through comes after it.
+        buffers: at stage 2 the unsharded gradients of the largest bucket, until it is reduced. At
+            stage 3 the largest unit's gathered weights and gradients, including those in
+            `reduce_dtype`. With offload_weights the gathered weights of the model itself and of the
+            largest unit, this unit's shards twice, and the largest gradient. The buffers of the
+            update come later and are not included.
     """
 
     parameters: int
@@ -37,7 +38,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of all parts, which need not be there at one moment."""
+        """The sum of all parts, which need not exist at the same time."""
         return sum(self)
 
 
@@ -51,10 +52,10 @@ def predict_memory(
     units: Iterable[nn.Module] | None = None,
     **options: Any,
 ) -> Memory:
-    """What a rank will hold; the arguments are those of shard(), before it.
+    """Predicts the memory of a rank; call it before shard(), with the same arguments.
 
-    The model may be on any device, "meta" too. Stage 0 is no sharding. Shards of the ranks, of
-    which there will be `world_size`, differ by an element, at stage 3 by a row.
+    The model may be on any device, including "meta". Stage 0 means no sharding. Shards of the
+    `world_size` ranks differ by an element, at stage 3 by a row.
 
     Raises:
         ValueError: there is no such stage or rank.
@@ -86,11 +87,11 @@ def predict_traffic(
     num_backwards: int = 1,
     **options: Any,
 ) -> int:
-    """The bytes that a rank sends in a step over ringcomm, of weights and gradients.
+    """Predicts the bytes of weights and gradients that a rank sends in a step with ringcomm.
 
-    Exact, with uneven shards, stage 3's padding, and what ranks tell each other of gradients.
-    Arguments as predict_memory()'s; `num_backwards` is the number of backward passes before step():
-    stages 2 and 3 reduce in each, and stage 3 gathers.
+    The result is exact: it includes uneven shards, stage 3's padding, and the agreement on
+    gradients. Arguments are those of predict_memory(); `num_backwards` is the number of backward
+    passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
@@ -99,7 +100,7 @@ def predict_traffic(
     ranks, others = _Ranks(stage, world_size, rank, chosen), world_size - 1
     if stage == 0:
         raise ValueError(
-            "stage 0 shards nothing, and its traffic is that of all_reduce: stage must be 1, 2 or 3"
+            "stage must be 1, 2 or 3, got 0, which shards nothing and sends what all_reduce sends"
         )
     total = bytes_over_all_ranks(axes_of(model), 8, world_size) if chosen.looks_first else 0
     if stage < 3:
@@ -110,7 +111,7 @@ def predict_traffic(
         for params in buckets:
             num_elems = sum(param.numel() for param in params)
             mine = ranks.shard(num_elems)
-            # All but the own shard of gradients; the own shard of weights, to all others.
+            # Gradients: all but the own shard; weights: the own shard to all others.
             num_reductions = 1 if stage == 1 else num_backwards
             total += num_reductions * ranks.grad_itemsize * (num_elems - mine)
             total += ranks.itemsize(params[0]) * others * mine
@@ -122,25 +123,25 @@ def predict_traffic(
         if chosen.offload_weights:
             mine = ranks.shard(param.numel())
             sent = 2 * param.element_size() * others * mine + grad_bytes * (param.numel() - mine)
-        else:  # two gathers, and a gradient's way back, of shards as long as the longest
+        else:  # two gathers and one reduction of a gradient, with shards padded to the longest
             sent = (2 * ranks.itemsize(param) + grad_bytes) * others * ranks.rows(param)
         total += num_backwards * sent
     return total
 
 
 class _Ranks:
-    """What a rank has of weights; ValueError: there is no such stage or rank."""
+    """A rank's shares of weights; raises ValueError for an invalid stage or rank."""
 
     def __init__(self, stage: int, world_size: int, rank: int, options: ShardOptions) -> None:
         if stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage is 0, 1, 2 or 3, got {stage!r}")
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage!r}")
         if not 0 <= rank < world_size:
-            raise ValueError(f"there is no rank {rank} of {world_size}")
+            raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
         self.stage, self.world_size, self.rank, self.options = stage, world_size, rank, options
         self.grad_itemsize = options.grad_dtype.itemsize
 
     def itemsize(self, param: nn.Parameter) -> int:
-        """Of an element that the model computes with."""
+        """Bytes of an element that the model computes with."""
         return (self.options.param_dtype or param.dtype).itemsize
 
     def shard(self, num_elems: int) -> int:
@@ -164,7 +165,7 @@ def _buckets(
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int | None]:
-    """The numbers of an element's state; None if they are elsewhere, masters too."""
+    """The number of state values per element; None if they and masters are offloaded."""
     found: dict[nn.Parameter, int | None] = {}
     for group in optimizer.param_groups:
         num: int | None = 3 if group.get("amsgrad") else 2
@@ -196,7 +197,7 @@ def _of_bucket(
 def _of_unit(
     ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int | None]
 ) -> Memory:
-    """Of fully_shard; gradients are copied where they are reduced in another dtype."""
+    """The buffers of a fully_shard unit; gradients reduced in another dtype are copied."""
     parameters = gradients = of_states = buffers = 0
     for param in params:
         rows, itemsize = ranks.rows(param), ranks.itemsize(param)

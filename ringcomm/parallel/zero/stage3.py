@@ -1,4 +1,4 @@
-"""ZeRO stage 3: weights, gradients and state in shards, by torch's fully_shard."""
+"""ZeRO stage 3: sharded weights, gradients and state, with torch's fully_shard."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ringcomm.torch_names import reduce_unused
 class Zero3(ZeroOptimizer):
     """torch's optimizer on the shards of fully_shard; made by zero.shard().
 
-    The root reshards after its forward like every unit, so that a step moves three parts: weights
-    twice, gradients once. Weights stay as they were given (float32) and are gathered in
-    `param_dtype`; gradients are reduced in `reduce_dtype`.
+    The root reshards after its forward like every unit, so a step communicates weights twice and
+    gradients once. Weights keep their dtype (float32) and are gathered in `param_dtype`; gradients
+    are reduced in `reduce_dtype`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Zero3(ZeroOptimizer):
         units: Iterable[nn.Module] | None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Over the ranks of the group, which are those of the mesh. Collective."""
+        """The ranks of the group are those of the mesh. Collective."""
         names = {param: name for name, param in model.named_parameters()}
         found = default_units(model) if units is None else units
         _shard_units(model, units_apart(model, found), group, mesh, options)
@@ -55,8 +55,8 @@ class Zero3(ZeroOptimizer):
         super().__init__(model, optimizer, groups, group, options)
         self._inner = optimizer.over(groups) if self._is_offloaded else type(optimizer)(groups)
         self._is_synced = True
-        # The weights that autograd has made a gradient of on this rank since the last step, those
-        # whose gradient no_sync() keeps, and what fully_shard has left of any, be it zeros.
+        # Weights with a gradient from autograd on this rank since the last step; weights whose
+        # gradient no_sync() keeps; and gradients left by fully_shard, which may be zeros.
         self._marked: set[nn.Parameter] = set()
         self._kept: set[nn.Parameter] = set()
         self._reduced: dict[nn.Parameter, Tensor | None] = {}
@@ -96,15 +96,15 @@ class Zero3(ZeroOptimizer):
         return 1.0  # see _tell_scale()
 
     def _tell_scale(self) -> None:
-        """Has fully_shard divide gradients by the loss scale, with the number of ranks.
+        """Makes fully_shard divide gradients by the loss scale, together with the number of ranks.
 
-        So they are what torch.nn.utils.clip_grad_norm_ takes them for.
+        torch.nn.utils.clip_grad_norm_ then sees unscaled gradients.
         """
         model = self._model()
         if self._scale is None or model is None:
             return
         for module in _fsdp_modules(model):
-            # Gloo has no other reduction than SUM; alone, torch 2.13 would divide twice by it.
+            # Gloo supports only SUM; with one rank, torch 2.13 would divide twice by the scale.
             module.set_force_sum_reduction_for_comms(self.group.size() > 1)
             module.set_gradient_divide_factor(self.group.size() * self.loss_scale)
 
@@ -119,8 +119,8 @@ class Zero3(ZeroOptimizer):
         model: Any = self._model()
         model.set_requires_gradient_sync(is_on)
         for params in _fsdp_params(model) if is_on else ():
-            # torch reduces all gradients of a unit in one dtype: with reduce_dtype of those it has
-            # kept, and also where a weight has none.
+            # torch reduces all gradients of a unit in one dtype, including accumulated ones with
+            # reduce_dtype, and if a weight has none.
             if any(param.unsharded_accumulated_grad is not None for param in params):
                 for param in params:
                     if (
@@ -132,7 +132,7 @@ class Zero3(ZeroOptimizer):
                         )
 
     def _agree(self) -> bool:
-        """Drops the zeros that fully_shard has reduced where no rank has a gradient."""
+        """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         params = self.all_params()
         mine = [2 if param in self._kept else int(self._has_gradient(param)) for param in params]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
@@ -140,8 +140,8 @@ class Zero3(ZeroOptimizer):
         found = facts.tolist()
         if 2 in found:
             raise RuntimeError(
-                "gradients of no_sync() are not reduced at stage 3: let the last backward pass"
-                " before step() be outside of it, through the same weights"
+                "gradients from no_sync() were not reduced at stage 3: run the last backward"
+                " pass before step() outside no_sync(), through the same weights"
             )
         for param, has in zip(params, found, strict=True):
             if not has:
@@ -149,7 +149,7 @@ class Zero3(ZeroOptimizer):
         return any(found)
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
-        """Whether one has come on this rank: by autograd, or by the user."""
+        """Whether a gradient has arrived on this rank, from autograd or the user."""
         is_by_user = param.grad is not self._reduced.get(param)
         return param.grad is not None and (is_by_user or param in self._marked)
 
@@ -167,11 +167,11 @@ class Zero3(ZeroOptimizer):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, whatever `set_to_none`, and those of no_sync()."""
+        """Drops all gradients, for any `set_to_none`, and those of no_sync()."""
         model = self._model()
         for params in _fsdp_params(model) if self._kept and model is not None else ():
             for param in params:
-                if hasattr(param, "_unsharded_param"):  # else the unit has never run
+                if hasattr(param, "_unsharded_param"):  # otherwise the unit has never run
                     param.unsharded_accumulated_grad = param._unsharded_param.grad = None
         self._kept.clear()
         self._marked.clear()
@@ -194,7 +194,7 @@ class Zero3(ZeroOptimizer):
         return is_placed and value.to_local().shape == local_of(param.detach()).shape
 
     def _row_state(self, param: Any) -> dict[str, Any]:
-        return self._state_of(param)  # fully_shard cuts between rows as well
+        return self._state_of(param)  # fully_shard splits between rows too
 
     def range_of(self, param: Any, rank: int | None = None) -> None:
         """See ZeroOptimizer."""
@@ -213,9 +213,9 @@ class Zero3(ZeroOptimizer):
                 state["step"].zero_()
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
-        """This rank's rows of a whole state, or the rows that it has already."""
+        """This rank's rows of an unsharded state, or of rows that it already has."""
         if not isinstance(value, DTensor):
-            # None: every rank has the whole value, and nothing is sent.
+            # None: every rank has the full value, and nothing is sent.
             mesh, whole = param.device_mesh, value.to(param.device)
             value = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
         return value.to_local()
@@ -236,7 +236,7 @@ class Zero3(ZeroOptimizer):
             self._inner.state[param] = mine
 
     def _states_taken(self) -> None:
-        self._tell_scale()  # which has been loaded as well
+        self._tell_scale()  # which has been loaded too
 
 
 def _shard_units(
@@ -246,7 +246,7 @@ def _shard_units(
     mesh: DeviceMesh | None,
     options: ShardOptions,
 ) -> None:
-    """Unit after unit: those on the meta device get their values, all get rank 0's."""
+    """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values."""
     device = next(model.parameters()).device
     device = device_of(group) if device.type == "meta" else device
     mesh = mesh or DeviceMesh.from_group(group, device.type)
@@ -260,7 +260,7 @@ def _shard_units(
                 dist.broadcast(local_of(param.data), group=group, group_src=0)
         made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         done.update(module.parameters())
-        # Ranks may leave out different weights of a unit that all of them run.
+        # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
 
 
@@ -269,7 +269,7 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
-    """What fully_shard knows of the weights of each unit."""
+    """fully_shard's objects for the weights of each unit."""
     for module in _fsdp_modules(model):
         state = module._get_fsdp_state()
         # One group before torch 2.13.
@@ -278,7 +278,7 @@ def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def _spread(value: Any, param: Any) -> Any:
-    """A state that is this rank's shard alone, as one of all ranks."""
+    """Makes a DTensor over all ranks from this rank's shard of a state."""
     if isinstance(value, DTensor) or not isinstance(value, Tensor) or value.dim() == 0:
         return value
     return DTensor.from_local(

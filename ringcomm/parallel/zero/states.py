@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer, in torch's format, and its way back."""
+"""Saving and loading the state of a sharded optimizer in torch's format."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import gather_parts
 
-# Of a parameter group in a state_dict(): the loss scale, which torch's format has no place for.
+# A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
 SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
 _ROWS = (Shard(0),)
 
 
 class States(torch.optim.Optimizer):
-    """What ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint ask an optimizer."""
+    """The states for ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint."""
 
     group: dist.ProcessGroup
     _scale: LossScale | None
 
     @property
     def state(self) -> Any:
-        """This rank's part of each weight's state, by weight; to be read."""
+        """This rank's part of each weight's state, by weight; read-only."""
         return _StatesView(self)
 
     @state.setter
@@ -54,11 +54,12 @@ class States(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; states are DTensors, of which this rank has rows.
 
-        For torch.distributed.checkpoint and its get_state_dict(model, optimizer); for torch.save()
-        it is a rank's own. "master" is a weight in float32, beside 16-bit ones.
+        Use it with torch.distributed.checkpoint and its get_state_dict(model, optimizer);
+        torch.save() saves only this rank's part. "master" has the float32 values of a 16-bit
+        weight.
 
-        Collective at stages 1 and 2 and with offload_weights: whole states are gathered, one at a
-        time, and cut into rows.
+        Collective at stages 1 and 2 and with offload_weights: states are gathered one at a time and
+        split into rows.
         """
         with torch.no_grad():
             states = [self._row_state(param) for param in self.all_params()]
@@ -70,20 +71,19 @@ class States(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a state_dict() of this rank, or from torch's optimizer's, whole.
+        """Loads a state_dict() of this rank, or a full one of torch's optimizer.
 
         Raises:
-            ValueError: it is of another rank or world size, or of another optimizer. Nothing has
-                been written.
+            ValueError: it is from another rank, world size or optimizer. Nothing has been written.
 
-        Collective where states are DTensors, or weights have float32 masters.
+        Collective if states are DTensors, or weights have float32 masters.
         """
         self._load(state_dict["param_groups"], self._checked_states(state_dict), self._cut)
 
     def load_parts(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
-        """Goes on from this rank's parts of states, by weight, as part_state_of() yields them.
+        """Loads this rank's parts of states, by weight, as from part_state_of().
 
-        Collective where weights have float32 masters.
+        Collective if weights have float32 masters.
         """
         self._load(groups, states, lambda _, value: value)
 
@@ -113,20 +113,20 @@ class States(torch.optim.Optimizer):
             self._states_taken()
 
     def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-        """The states by weight, which may be written here."""
+        """The states by weight, checked; may be modified."""
         here = self.group.rank(), self.group.size()
         came_from = state_dict.get("rank", here[0]), state_dict.get("world_size", here[1])
         if came_from != here:
             raise ValueError(
-                f"the state is of rank {came_from[0]} of {came_from[1]}, and this is rank"
-                f" {here[0]} of {here[1]}: ringcomm.parallel.get_state_dict() goes between world"
+                f"the state is from rank {came_from[0]} of {came_from[1]}, but this is rank"
+                f" {here[0]} of {here[1]}: use ringcomm.parallel.get_state_dict() between world"
                 " sizes"
             )
         given, mine = state_dict["param_groups"], self.param_groups
         sizes = [len(group["params"]) for group in given], [len(g["params"]) for g in mine]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"the state has parameter groups of {sizes[0]} parameters, and the optimizer of"
+                f"the state has parameter groups of {sizes[0]} parameters, but the optimizer has"
                 f" {sizes[1]}"
             )
         numbers = [number for group in given for number in group["params"]]
@@ -138,25 +138,25 @@ class States(torch.optim.Optimizer):
                     continue
                 if value.shape != param.shape:
                     raise ValueError(
-                        f"{key} of parameter {number} is {tuple(value.shape)}, and the parameter"
-                        f" {tuple(param.shape)}"
+                        f"{key} of parameter {number} must have the parameter's shape"
+                        f" {tuple(param.shape)}, got {tuple(value.shape)}"
                     )
                 if isinstance(value, DTensor) and not self._is_own(param, value):
                     raise ValueError(
-                        f"{key} of parameter {number} was saved by other ranks or at another stage:"
-                        " ringcomm.parallel.get_state_dict() goes between them"
+                        f"{key} of parameter {number} was saved by other ranks or at another"
+                        " stage: use ringcomm.parallel.get_state_dict() between them"
                     )
             states[param] = state
         return states
 
     def _is_own(self, param: Any, value: DTensor) -> bool:
-        """Whether a state in parts is this rank's."""
+        """Whether a partial state is this rank's."""
         mesh = DeviceMesh.from_group(self.group, value.device.type)
         rows, _ = compute_local_shape_and_global_offset(value.shape, mesh, _ROWS)
         return value.placements == _ROWS and tuple(value.to_local().shape) == tuple(rows)
 
     def _row_state(self, param: Any) -> dict[str, Any]:
-        """A weight's state, of which this rank has rows, as torch cuts them. Collective."""
+        """A weight's state as this rank's rows, split as torch does. Collective."""
         ranges = [self.range_of(param, rank) for rank in range(self.group.size())]
         sizes = [end - begin for begin, end in ranges]
         state = self._state_of(param)
@@ -174,34 +174,34 @@ class States(torch.optim.Optimizer):
 
     @abstractmethod
     def range_of(self, param: Any, rank: int | None = None) -> Any:
-        """The elements [begin, end) of a flat weight that a rank updates, by default this one.
+        """The elements [begin, end) of a flat weight that a rank updates; by default this rank.
 
-        None of DTensors.
+        None for DTensors.
         """
 
     def part_state_of(self, param: Any, *, is_new: bool) -> dict[str, Any]:
-        """This rank's part of a weight's state; with `is_new` what it is before the first step."""
+        """This rank's part of a weight's state; with `is_new`, its value before the first step."""
         state = self._state_of(param)
         return {**self.new_state_of(param), **state} if is_new else state
 
     @abstractmethod
     def new_state_of(self, param: Any) -> dict[str, Any]:
-        """What is known of a weight's state before its first step."""
+        """A weight's state before its first step."""
 
     def forget_steps(self) -> None:
-        """Steps count from 0 again; states stay."""
+        """Resets step counts to 0; keeps states."""
 
     @abstractmethod
     def has_stepped(self, param: Any) -> bool:
         """Whether a weight has been updated."""
 
     def _states_come(self) -> None:
-        """Before the first _set_state()."""
+        """Called before the first _set_state()."""
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
-        """This rank's part of a state that is whole, or of rows. Collective for rows."""
+        """This rank's part of a full state, or of rows. Collective for rows."""
         if isinstance(value, DTensor):
-            # The mesh of one that was loaded may have no process groups.
+            # The mesh of a loaded state may have no process groups.
             mesh = DeviceMesh.from_group(self.group, value.device.type)
             value = DTensor.from_local(
                 value.to_local(),
@@ -215,20 +215,20 @@ class States(torch.optim.Optimizer):
 
     @abstractmethod
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        """Replaces a weight's state by this rank's part of one."""
+        """Replaces this rank's part of a weight's state."""
 
     def _states_taken(self) -> None:
-        """After the last one. Collective."""
+        """Called after the last _set_state(). Collective."""
 
 
 class _StatesView(Mapping[Any, dict[str, Any]]):
-    """The states of the parameters that have been updated; made when they are looked up."""
+    """The states of updated parameters, created on lookup."""
 
     def __init__(self, optimizer: States) -> None:
         self._optimizer = optimizer
 
     def __getitem__(self, param: Any) -> dict[str, Any]:
-        """Of any parameter; {} before its first update."""
+        """The state of a parameter; {} before its first update."""
         return self._optimizer._state_of(param)
 
     def __iter__(self) -> Iterator[Any]:
@@ -239,7 +239,7 @@ class _StatesView(Mapping[Any, dict[str, Any]]):
 
 
 def _with_own_step(state: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """The number of steps in a tensor of its own, where torch's optimizers want it."""
+    """Copies the step count to a separate tensor, where torch's optimizers need it."""
     if "step" not in state:
         return state
     is_on_device = group.get("fused") or group.get("capturable")

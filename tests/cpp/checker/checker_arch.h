@@ -25,7 +25,7 @@ class CheckerArch {
   std::uint32_t load_seq_cst(const std::uint32_t& count) {
     return static_cast<std::uint32_t>(load(Op::kLoadSeqCst, count));
   }
-  /// Not part of the concept: for mutants.
+  /// Not part of the concept; for mutants.
   void store_relaxed(std::uint64_t& word, std::uint64_t value) {
     store(Op::kStoreRelaxed, Order::kRelaxed, word, value);
   }
@@ -35,7 +35,7 @@ class CheckerArch {
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) {
     store(Op::kStoreSeqCst, Order::kSeqCst, word, value);
   }
-  /// To readers one after the other; the rest of the group may go on between any two.
+  /// Stores to the readers one after the other; other ranks may run between any two stores.
   template <class WordOf>
   void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) {
     for (int i = 0; i < num; ++i) store_seq_cst(word_of(i), value);
@@ -67,8 +67,8 @@ class CheckerArch {
     }
   }
 
-  /// A packet's words are the values of two cursors, one after the other. Each becomes visible by
-  /// itself; which comes first is the scenario's to say, and waiting for one is parking on it.
+  /// A packet's words are the values of two consecutive cursors. Each becomes visible
+  /// independently; the scenario chooses the order, and waiting for one is parking on it.
   void store_packet(Packet& packet, std::uint64_t low, std::uint64_t high) {
     store_half(packet, stores_high_first, stores_high_first ? high : low);
     store_half(packet, !stores_high_first, stores_high_first ? low : high);
@@ -98,7 +98,7 @@ class CheckerArch {
   void pause() { machine_.point(rank_); }
   Yielded yield() {
     machine_.point(rank_);
-    return Yielded::kBriefly;
+    return Yielded::kShort;
   }
   void park(const std::uint64_t& word, std::uint64_t expected) {
     machine_.point(rank_);
@@ -111,14 +111,14 @@ class CheckerArch {
   void note_core(std::uint32_t&) {}
   void leave_core(const std::uint32_t&) {}
   Stop stopped(int peer) {
-    // Where nobody can die the answer never changes, so nothing can come between.
+    // Without a victim the answer never changes, so no interleaving point is needed.
     if (machine_.has_victim()) machine_.point(rank_);
     return machine_.stopped(rank_, peer);
   }
 
-  /// Declares that from here on this rank's program depends on `step` and on the checked memory
-  /// only, so that states reached through different waits are one. True between two primitives:
-  /// their cursors count steps, and the buffers are checked memory.
+  /// Declares that this rank's program now depends on `step` and the checked memory only, so that
+  /// states reached through different waits are merged. True between two primitives: their cursors
+  /// count steps, and the buffers are checked memory.
   void checkpoint(std::uint64_t step) { machine_.checkpoint(rank_, step); }
   /// Demands something of the program that no access shows.
   void require(bool condition, ViolationKind kind, const char* what) {

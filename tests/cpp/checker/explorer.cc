@@ -6,7 +6,7 @@
 namespace ringcomm::checker {
 namespace {
 
-/// Limits that no scenario comes near; reaching one is a failure, not a result.
+/// Limits far above every scenario; reaching one is a failure, not a result.
 constexpr std::uint64_t kMaxStates = 40'000'000;
 constexpr std::size_t kMaxDepth = 20'000;
 
@@ -57,7 +57,7 @@ void fill_trace(const Machine& machine, Result& result) {
   for (const Event& event : machine.trace()) result.trace.push_back(machine.describe(event));
 }
 
-/// Depth first, over states that differ. The first child runs on from where the machine stands, the
+/// Depth first, over states that differ. The first child continues from the machine's state, the
 /// others after a restore.
 class DepthFirst {
  public:

@@ -21,8 +21,8 @@ struct Result {
   void add(const Result& other);
 };
 
-/// Runs the interleavings of `scenario` that its extent asks for, with every victim where ranks may
-/// die. Stops at the first violation.
+/// Runs the interleavings of `scenario` within its extent, with every victim if ranks may die.
+/// Stops at the first violation.
 Result explore(Machine& machine, const Scenario& scenario);
 
 }  // namespace ringcomm::checker

@@ -7,12 +7,12 @@
 namespace ringcomm::checker {
 namespace {
 
-// Clocks differ between interleavings long after the difference has ceased to matter, and would
-// keep apart states from which exactly the same can happen. What a clock is for is its comparison
-// with the epochs in the payload's cells. So, per rank, only those of its epochs are relevant that
-// stand in a cell and are not yet known to all who may touch the cell (knowledge only grows); and
-// of a clock's entry only how many of them it covers. Epochs that come later are larger than all
-// these, and known to nobody yet, in either of two merged states.
+// Clocks differ between interleavings long after the difference matters, and would separate
+// equivalent states. A clock is only compared with the epochs in the payload's cells. So a rank's
+// epoch is relevant only if it is in a cell and not yet known to all ranks that may access the cell
+// (knowledge only grows). Of a clock's entry only the number of relevant epochs that it covers
+// counts. Later epochs are larger than all these, and known to no rank yet, in both of two merged
+// states.
 
 using Epochs = std::array<std::uint64_t, kMaxRanks>;  // per rank a set of epochs below 64
 
@@ -80,7 +80,7 @@ std::uint64_t Memory::hash_cell(std::uint64_t hash, int cell_idx, const Epochs& 
 std::uint64_t Memory::hash(std::uint64_t hash) const {
   const Epochs relevant = relevant_epochs();
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    // Of its own epochs a rank knows all; what counts is whether the present one is already in use.
+    // A rank knows all its own epochs; only whether the current one is already used matters.
     const bool is_used = (relevant[rank] & bit_of(state.clocks[rank][rank])) != 0;
     hash = mix(hash, pack(state.clocks[rank], relevant) << 1 | (is_used ? 1 : 0));
     const auto& buffer = state.buffers[rank];

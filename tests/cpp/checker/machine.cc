@@ -229,9 +229,9 @@ void Machine::checkpoint(int rank, std::uint64_t step) {
 }
 
 void Machine::park(int rank, int word_idx, std::uint64_t expected) {
-  // The kernel compares what is globally visible, and the low half only: a futex word has 32 bits.
-  // Entering it drains the store buffer, here and in wake(): a lost wake-up must not come from a
-  // delay that no machine has.
+  // The kernel compares the globally visible value, and its low half only, because a futex word has
+  // 32 bits. Entering the kernel drains the store buffer, here and in wake(), so that a lost
+  // wake-up is not caused by a delay that no machine has.
   memory.flush_all(rank);
   const auto visible = static_cast<std::uint32_t>(memory.peek(word_idx));
   observe(Op::kPark, rank, word_idx, expected);
@@ -263,7 +263,7 @@ Stop Machine::stopped(int rank, int peer) {
   if (state_.ranks[peer].is_dead != 0) {
     stop = Stop::kPeerDied;
   } else if (state_.has_abort != 0) {
-    stop = Stop::kAborted;  // another rank gave up, and says so to the whole group
+    stop = Stop::kAborted;  // another rank failed and reported it to the whole group
   }
   observe(Op::kStopped, rank, peer, static_cast<std::uint64_t>(stop));
   return stop;

@@ -14,7 +14,7 @@ namespace ringcomm::checker {
 
 class CheckerArch;
 
-/// How much of a scenario's interleavings is run; anything but kAll is said in the output.
+/// The part of a scenario's interleavings that is run; the output states it unless it is kAll.
 struct Extent {
   enum class Kind { kAll, kBounded, kWalks };
   Kind kind = Kind::kAll;
@@ -40,8 +40,8 @@ struct Scenario {
   /// One rank's program. May not allocate, throw, or write outside its stack and the checker's
   /// memory.
   std::function<Stop(CheckerArch&, int rank)> body;
-  /// Whether a rank that finished without a Stop has the right result; otherwise says what is
-  /// wrong.
+  /// Checks the result of a rank that finished without a Stop; returns what is wrong, or an empty
+  /// text.
   std::function<std::string(const Memory&, int rank)> check;
 };
 
@@ -86,13 +86,13 @@ class Machine {
  public:
   Machine();
 
-  /// Puts `scenario` in its first state. `victim` may die, nobody if it is negative; preemptions
-  /// are counted, and so belong to the state, only if they are bounded.
+  /// Puts `scenario` in its first state. `victim` may die; no rank if it is negative. Preemptions
+  /// are counted, and are part of the state, only if they are bounded.
   void reset(const Scenario& scenario, int victim, bool counts_preemptions);
   void list_enabled(std::vector<Transition>& out, int max_preemptions) const;
   void apply(Transition transition);
-  /// In a state without transitions: a deadlock, a wrong result, a rank that gave up without a
-  /// reason?
+  /// Checks a state without transitions for a deadlock, a wrong result, or a rank that stopped
+  /// without a reason.
   void check_end();
   std::uint64_t hash() const;
   void save(std::vector<std::byte>& out) const;
@@ -106,11 +106,11 @@ class Machine {
   void point(int rank);
   /// Adds an operation and what it returned to the trace and to the rank's history.
   ///
-  /// The history stands for the rank's local variables. What a wait has seen is forgotten when it
-  /// is over, which is when the rank touches payload, stores, or turns to another cursor; and when
-  /// it takes back its announcement of sleep, after which it starts over. So the checker relies on
-  /// the protocols keeping nothing of a cursor they read but the fact that they may go on. A link
-  /// that cached its peer's cursor would need the full history.
+  /// The history represents the rank's local variables. The values that a wait has seen are
+  /// forgotten when it ends, which is when the rank accesses payload, stores, or reads another
+  /// cursor, and when it withdraws its announcement of sleep and starts again. So the checker
+  /// relies on protocols that keep nothing of a cursor except that they may continue. A link that
+  /// cached its peer's cursor would need the full history.
   void observe(Op op, int rank, int idx, std::uint64_t value);
   /// The state of the rank's program is fixed by `step` alone; see CheckerArch::checkpoint().
   void checkpoint(int rank, std::uint64_t step);

@@ -1,10 +1,10 @@
 // Explores the interleavings of the protocols in csrc/core: `checker [--list] [--scenario
 // NAME]...`.
 //
-// memory.h says what the machine is and what it checks, machine.h what one state is, explorer.h how
-// states are walked, scenarios_*.cc what is run. Limits: no store is delayed but release and
-// relaxed ones; a load never returns a value older than the newest visible one; park() has no
-// spurious end except after a death.
+// memory.h defines the machine and its checks, machine.h a state, explorer.h the search,
+// scenarios_*.cc the programs. Limits: only release and relaxed stores are delayed; a load never
+// returns a value older than the newest visible one; park() has no spurious end except after a
+// death.
 
 #include <chrono>
 #include <cstdio>

@@ -134,7 +134,7 @@ void Memory::store(int rank, int word_idx, std::uint64_t value, Order order) {
   Clock carried{};
   if (order != Order::kRelaxed) {
     carried = state.clocks[rank];
-    ++state.clocks[rank][rank];  // what comes after is not part of this publication
+    ++state.clocks[rank][rank];  // later writes are not part of this publication
   }
   auto& buffer = state.buffers[rank];
   // A real buffer is finite too; this depth only has to exceed what the protocols delay at once.

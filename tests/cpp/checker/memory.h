@@ -24,7 +24,8 @@ inline constexpr std::size_t kBlockBytes = 8;
 /// "never".
 using Clock = std::array<std::uint16_t, kMaxRanks>;
 
-/// What the search saves, restores and hashes. No padding: states are compared as bytes.
+/// The state that the search saves, restores and hashes. No padding, because states are compared as
+/// bytes.
 struct MemoryState {
   struct Word {
     std::uint64_t value;
@@ -37,7 +38,7 @@ struct MemoryState {
   };
   struct StoreBuffer {
     std::uint64_t num_stores;
-    std::array<DelayedStore, kMaxDelayedStores> stores;  ///< oldest first; zero behind num_stores
+    std::array<DelayedStore, kMaxDelayedStores> stores;  ///< oldest first; zero after num_stores
   };
   struct Cell {
     std::uint64_t value;
@@ -58,13 +59,13 @@ enum class Order { kRelaxed, kRelease, kSeqCst };
 ///
 /// Words (cursors): total store order. Release and relaxed stores wait in their rank's FIFO buffer
 /// and become visible by a transition of their own, so that later loads of the same rank overtake
-/// them; sequentially consistent ones drain the buffer. Every store but a relaxed one carries the
-/// clock of its rank to whoever reads it. `sleepers` words carry none: the payload must be ordered
-/// by the cursors alone.
+/// them; sequentially consistent ones drain the buffer. Every store except a relaxed one passes its
+/// rank's clock to its readers. `sleepers` words pass none, because the cursors alone must order
+/// the payload.
 ///
-/// Cells (payload): at once visible, but checked for happens-before: a read must be ordered after
-/// the last write, a write after the last write and all reads. That finds a race in whatever order
-/// its two sides are run.
+/// Cells (payload): visible immediately, but checked for happens-before: a read must be ordered
+/// after the last write, a write after the last write and all reads. This detects a race in either
+/// order of its two sides.
 class Memory {
  public:
   // ---- configuration, before the search
@@ -73,11 +74,12 @@ class Memory {
   /// Cells that only `rank` may touch: its user's buffer. No clock, no scheduling point.
   std::byte* add_private(int rank, int num_blocks, const std::string& name);
   std::byte* add_shared(int num_blocks, const std::string& name);
-  /// `num_slots` slots from `slots` on belong to sender and receiver in turn, as tail and head say.
+  /// The `num_slots` slots at `slots` alternate between sender and receiver, according to tail and
+  /// head.
   void own_as_link(std::byte* slots, int num_slots, int slot_blocks, const Cursor& tail,
                    const Cursor& head, int sender, int receiver);
-  /// Two regions of `writer` from `regions` on are read by all, as the cursors (one per rank) say;
-  /// with copies each reader, in the order of ranks, has as many of its own.
+  /// All ranks read the two regions of `writer` at `regions`, according to the cursors (one per
+  /// rank). With copies, each reader has its own cursors, in rank order.
   void own_as_board(std::byte* regions, int region_blocks, const Cursor* published, int writer,
                     bool has_copies);
   void poke(const std::byte* block, std::uint64_t value) {
@@ -127,7 +129,7 @@ class Memory {
     bool has_copies = false;
   };
 
-  /// The two ends of a link's slots; anybody else is an error whatever the clocks say.
+  /// The two ends of a link's slots; access by another rank is an error regardless of the clocks.
   bool may_touch(const CellInfo& info, int rank) const;
   bool is_known(const CellInfo& info, int rank, std::uint64_t epoch) const;
   std::array<std::uint64_t, kMaxRanks> relevant_epochs() const;
@@ -146,7 +148,7 @@ class Memory {
   std::array<std::string, kMaxWords> word_names_;
   std::array<CellInfo, kMaxCells> cell_infos_;
   std::vector<Owner> owners_;
-  // Addresses for the protocols to name words and cells by; the values stand in `state`.
+  // Addresses by which protocols name words and cells; the values are in `state`.
   std::array<Cursor, kMaxWords / 2> cursors_;
   alignas(64) std::array<std::byte, kMaxCells * kBlockBytes> payload_;
 };

@@ -13,7 +13,7 @@ struct CopiesGeometry : BoardGeometry {
   Cursor& cursor(int reader, int writer) const { return published[reader * world_size + writer]; }
 };
 
-/// Phases of boards: who writes in which, read by everybody else.
+/// Phases of boards: the ranks that write in each; all others read.
 struct Phases {
   enum class Writers { kAll, kFirst, kInTurn };
 

@@ -7,9 +7,8 @@
 namespace ringcomm::checker {
 namespace {
 
-/// Buffers that ranks lend each other: each rank sums its own block of all buffers into all of
-/// them, with no word but the boards' cursors between a call and the next, which fills the buffers
-/// anew.
+/// Lent buffers: each rank sums its own block of all buffers into all of them. Only the boards'
+/// cursors order a call and the next one, which fills the buffers again.
 struct Lending {
   int num_ranks;
   int num_calls;

@@ -76,7 +76,7 @@ Stop one_way_sender(CheckerArch& arch, const OneWay& shape) {
     // The receiver is dead, so its head is final: a credit that it gave must have been used.
     const auto in_flight = static_cast<std::uint64_t>(i) - arch.peek(shape.geometry.head->value);
     arch.require(in_flight >= shape.geometry.num_slots, ViolationKind::kBadStop,
-                 "gave up with a slot free");
+                 "stopped with a slot free");
     return stop;
   }
   arch.checkpoint(shape.num_messages);
@@ -91,7 +91,7 @@ Stop one_way_receiver(CheckerArch& arch, const OneWay& shape) {
     if (stop == Stop::kNone) continue;
     const std::uint64_t tail = arch.peek(shape.geometry.tail->value);
     arch.require(tail <= static_cast<std::uint64_t>(i), ViolationKind::kBadStop,
-                 "gave up although the message had been published");
+                 "stopped although the message had been published");
     return stop;
   }
   return Stop::kNone;

@@ -64,8 +64,8 @@ Stop exchange(CheckerArch& arch, const Exchange& shape, int rank) {
 
 // ---- calls of rows
 
-/// Of each rank's memory two places of two packets: an exchange as above uses both packets of one,
-/// a row one of them.
+/// Each rank's memory has two places of two packets: an exchange as above uses both packets of a
+/// place, a row one of them.
 struct Rows {
   int num_rows = 0;
   Cursor* cursors = nullptr;
@@ -95,7 +95,7 @@ void take(CheckerArch& arch, const Rows& shape, int rank, std::uint64_t number, 
                "took a packet of another row");
 }
 
-/// An exchange, a call of rows with a number in front and one behind, an exchange.
+/// An exchange, a call of rows with one number before and one after them, and an exchange.
 Stop exchange_rows(CheckerArch& arch, const Rows& shape, int rank) {
   std::uint64_t number = 1;
   const auto exchange_both = [&] {

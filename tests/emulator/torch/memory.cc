@@ -1,5 +1,6 @@
 #include "emulator/torch/memory.h"
 
+#include <c10/core/Event.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -11,9 +12,6 @@
 #include <optional>
 #include <string_view>
 #include <vector>
-
-#include "emulator/torch/extra_driver.h"
-#include "emulator/torch/recorded_event.h"
 
 namespace ringcomm::emulator {
 namespace {
@@ -29,9 +27,9 @@ struct Block {
   std::size_t capacity = 0;
   std::size_t num_bytes = 0;  // as asked for
   c10::Stream owner;
-  std::vector<c10::Stream> users = {};            // recorded
-  bool is_captured = false;                       // a graph may use it at any time
-  std::optional<RecordedEvent> released_by = {};  // of a block that is given back and still in use
+  std::vector<c10::Stream> users = {};         // recorded
+  bool is_captured = false;                    // a graph may use it at any time
+  std::optional<c10::Event> released_by = {};  // for a freed block that is still in use
 };
 
 void* pointer_to(cuda::DevicePtr address) { return reinterpret_cast<void*>(address); }
@@ -44,7 +42,7 @@ bool poisons() {
   return does;
 }
 
-/// Blocks are never given back to the driver: a device needs as much as it once had at a time.
+/// Blocks are never returned to the driver, so a device keeps its maximum usage.
 class Heap {
  public:
   /// Never destroyed: tensors may go after it.
@@ -56,7 +54,7 @@ class Heap {
   }
 
   Block* take(std::size_t num_bytes, c10::Stream owner) {
-    const RelaxedCapture relaxed;
+    const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
     collect();
     const std::size_t capacity = std::bit_ceil(std::max(num_bytes, kMinBlockBytes));
@@ -76,7 +74,7 @@ class Heap {
   }
 
   void give_back(Block* block) {
-    const RelaxedCapture relaxed;
+    const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
     allocated_bytes_ -= block->num_bytes;
     block->users.push_back(block->owner);
@@ -110,24 +108,18 @@ class Heap {
     return block;
   }
 
-  /// By a stream of the heap's own, so that nobody else waits.
+  /// On its own stream, so that no other stream waits.
   void release_in_order(Block* block) {
-    const c10::DeviceIndex device = block->owner.device_index();
-    const ContextGuard context(device);
-    if (reclaim_ == nullptr)
-      check(driver().stream_create(&reclaim_, cuda::kStreamNonBlocking), "make a stream");
-    for (const c10::Stream stream : block->users)
-      RecordedEvent(stream.device_index(), handle_of(stream)).block(device, reclaim_);
-    if (poisons())
-      check(driver().memset_d8_async(block->address, kPoison, block->capacity, reclaim_),
-            "poison memory");
-    block->released_by.emplace(device, reclaim_);
+    const c10::Stream reclaim = reclaim_stream(block->owner.device_index());
+    for (const c10::Stream stream : block->users) wait_for_stream(reclaim, stream);
+    if (poisons()) fill_bytes(pointer_to(block->address), kPoison, block->capacity, reclaim);
+    block->released_by.emplace(kEmulatedGpu).record(reclaim);
     pending_.push_back(block);
   }
 
   void collect() {
     std::erase_if(pending_, [this](Block* block) {
-      if (!block->released_by->has_happened()) return false;
+      if (!block->released_by->query()) return false;
       block->released_by.reset();
       free_[block->capacity].push_back(block);
       return true;
@@ -138,7 +130,6 @@ class Heap {
   std::map<std::size_t, std::vector<Block*>> free_;  // by capacity
   std::vector<Block*> pending_;
   std::size_t allocated_bytes_ = 0;
-  cuda::StreamHandle reclaim_ = nullptr;
 };
 
 void delete_block(void* context) {
@@ -172,7 +163,7 @@ c10::Allocator& allocator() {
 }
 
 void record_stream(const c10::DataPtr& memory, c10::Stream stream) {
-  // Other memory, such as another process's that a tensor stands for, is not the allocator's.
+  // Other memory, such as a tensor of another process's memory, does not belong to the allocator.
   if (memory.get_deleter() != &delete_block) return;
   auto* block = static_cast<Block*>(memory.get_context());
   if (block->owner != stream) Heap::of(block->owner.device_index()).add_user(block, stream);

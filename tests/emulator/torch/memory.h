@@ -9,8 +9,8 @@
 // stream has done what it was given before the tensor's end; streams on which it was recorded
 // (Tensor.record_stream) are waited for as well. No other stream is.
 //
-// Then the bytes become kPoison at once, unless RINGCOMM_EMULATOR_POISON=0: whoever still uses them
-// on a stream that was not recorded reads NaN, or -1. New memory holds the same.
+// Then the bytes become kPoison at once, unless RINGCOMM_EMULATOR_POISON=0: work that still uses
+// them on a stream that was not recorded reads NaN, or -1. New memory has the same content.
 
 namespace ringcomm::emulator {
 
@@ -28,7 +28,7 @@ void copy_bytes(void* to, const void* from, std::size_t num_bytes, c10::Stream s
 /// Fills bytes in the order of the stream.
 void fill_bytes(void* to, unsigned char value, std::size_t num_bytes, c10::Stream stream);
 
-/// Bytes of tensors that live, as they were asked for.
+/// The requested bytes of live tensors.
 std::size_t allocated_bytes(c10::DeviceIndex device);
 
 }  // namespace ringcomm::emulator

@@ -1,5 +1,5 @@
-// What tests/python/device/emulated_gpu.py takes from the extension; the rest torch knows when it
-// is loaded.
+// The extension's functions for tests/python/device/emulated_gpu.py; the rest is registered with
+// torch at import.
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
@@ -8,7 +8,7 @@
 #include <future>
 #include <utility>
 
-#include "emulator/torch/extra_driver.h"
+#include "emulator/extra_api.h"
 #include "emulator/torch/memory.h"
 #include "emulator/torch/p2p.h"
 #include "emulator/torch/streams.h"
@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::chrono::seconds kMaxHold(30);
 
-/// Stops a stream behind what it was given so far.
+/// Stops a stream after its submitted work.
 class Hold {
  public:
   explicit Hold(c10::Stream stream) {
@@ -41,31 +41,31 @@ class CapturedGraph {
  public:
   CapturedGraph() = default;
   ~CapturedGraph() {
-    if (exec_ != nullptr) extra_driver().graph_exec_destroy(exec_);
+    if (exec_ != nullptr) extra::graph_exec_destroy(exec_);
   }
   CapturedGraph(const CapturedGraph&) = delete;
   CapturedGraph& operator=(const CapturedGraph&) = delete;
 
-  /// From now on the current stream only notes what it is given. Not the null stream.
+  /// Starts a capture on the current stream, which must not be the null stream.
   void begin() {
     on_current_stream("begin to capture a stream", [](cuda::StreamHandle stream) {
-      return extra_driver().stream_begin_capture(stream, kCaptureGlobal);
+      return extra::stream_begin_capture(stream, kCaptureGlobal);
     });
   }
   /// Called with the same current stream. Throws where the capture was spoilt.
   void end() {
     Graph graph = nullptr;
     on_current_stream("capture a stream", [&](cuda::StreamHandle stream) {
-      return extra_driver().stream_end_capture(stream, &graph);
+      return extra::stream_end_capture(stream, &graph);
     });
-    const cuda::Result made = extra_driver().graph_instantiate(&exec_, graph, 0);
-    extra_driver().graph_destroy(graph);
+    const cuda::Result made = extra::graph_instantiate(&exec_, graph, 0);
+    extra::graph_destroy(graph);
     cuda::check(made, "make a graph of what was captured");
   }
   /// Gives the work to the current stream.
   void replay() {
     on_current_stream("launch a graph", [this](cuda::StreamHandle stream) {
-      return extra_driver().graph_launch(exec_, stream);
+      return extra::graph_launch(exec_, stream);
     });
   }
 
@@ -86,14 +86,8 @@ class CapturedGraph {
 PYBIND11_MODULE(ringcomm_emulated_gpu, m) {
   using namespace ringcomm::emulator;
   namespace py = pybind11;
-  m.def(
-      "create_p2p",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-         std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<EmulatedP2p>(store, rank, size, timeout);
-      },
-      "This rank's end of a group of the backend emup2p.", py::arg("store"), py::arg("rank"),
-      py::arg("size"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
+  m.def("create_p2p", &create_p2p, py::arg("store"), py::arg("rank"), py::arg("size"),
+        py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
   py::class_<Hold>(m, "Hold")
       .def(py::init<c10::Stream>(), py::arg("stream"))
       .def("release", &Hold::release);

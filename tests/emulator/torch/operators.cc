@@ -1,7 +1,7 @@
-// Operators of the emulated GPUs. All work is in the order of the device's current stream, and the
-// host goes on: copies and fills are the driver's, what enqueue_operator() can predict is
-// calculated by the stream. Everything else waits for the stream, is calculated at once, and its
-// results are copied by the stream.
+// Operators of the emulated GPUs. All work is ordered by the device's current stream, without a
+// host wait: the driver runs copies and fills, and the stream runs operators that
+// enqueue_operator() can predict. All other operators wait for the stream, run at once, and the
+// stream copies their results.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -17,8 +17,9 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <utility>
+#include <vector>
 
-#include "emulator/torch/enqueued_operator.h"
 #include "emulator/torch/memory.h"
 #include "emulator/torch/streams.h"
 
@@ -26,6 +27,178 @@ namespace ringcomm::emulator {
 namespace {
 
 using at::Tensor;
+
+/// The same memory as a CPU tensor. The caller must respect the stream's order.
+Tensor seen_by_host(const Tensor& tensor) {
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(at::kCPU));
+}
+
+using torch::jit::Stack;
+
+bool is_predictable(const c10::OperatorHandle& op) {
+  for (const c10::Argument& result : op.schema().returns()) {
+    const bool is_view = result.alias_info() != nullptr && !result.alias_info()->isWrite();
+    if (is_view || result.type()->kind() != c10::TypeKind::TensorType) return false;
+  }
+  return !op.hasTag(at::Tag::nondeterministic_seeded) &&
+         !op.hasTag(at::Tag::dynamic_output_shape) && !op.hasTag(at::Tag::data_dependent_output);
+}
+
+/// Numbers are CPU tensors of no dimensions, which operators take as they are.
+bool is_number(const Tensor& tensor) { return tensor.is_cpu() && tensor.dim() == 0; }
+
+/// The device of all tensors among the arguments but numbers.
+struct DeviceSearch {
+  std::optional<c10::Device> device;
+  bool is_one = true;
+
+  void see(const Tensor& tensor) {
+    if (is_number(tensor)) return;
+    is_one &= tensor.device().type() == kEmulatedGpu && tensor.layout() == at::kStrided &&
+              device.value_or(tensor.device()) == tensor.device();
+    device = tensor.device();
+  }
+};
+
+/// The arguments with `change` applied to each tensor; nothing where there is a device among them.
+template <class Change>
+std::optional<Stack> with_tensors(c10::ArrayRef<c10::IValue> arguments, Change change) {
+  const auto changed = [&](const Tensor& tensor) {
+    return tensor.defined() ? change(tensor) : tensor;
+  };
+  Stack stack;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isDevice()) return std::nullopt;
+    if (argument.isTensor()) {
+      stack.emplace_back(changed(argument.toTensor()));
+    } else if (argument.isTensorList()) {
+      std::vector<Tensor> tensors;
+      for (const Tensor& tensor : argument.toTensorVector()) tensors.push_back(changed(tensor));
+      stack.emplace_back(std::move(tensors));
+    } else if (argument.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> tensors;
+      for (const std::optional<Tensor>& tensor : argument.toOptionalTensorVector())
+        tensors.push_back(tensor.has_value() ? std::optional(changed(*tensor)) : std::nullopt);
+      stack.emplace_back(std::move(tensors));
+    } else {
+      stack.push_back(argument);
+    }
+  }
+  return stack;
+}
+
+Tensor shape_of(const Tensor& tensor) {
+  if (is_number(tensor)) return tensor;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
+/// A copy for the stream, because the host may change its own tensor meanwhile.
+Tensor operand(const Tensor& tensor) {
+  if (!is_number(tensor)) return seen_by_host(tensor);
+  Tensor number = tensor.clone();
+  // Those of Python do not take part in type promotion as others do.
+  number.unsafeGetTensorImpl()->set_wrapped_number(
+      tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return number;
+}
+
+/// Calls the operator on meta tensors; nothing if it fails or changes an argument's shape.
+std::optional<Stack> predict(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  std::vector<std::pair<Tensor, Tensor>> shapes;
+  std::optional<Stack> stack = with_tensors(arguments, [&](const Tensor& tensor) {
+    return shapes.emplace_back(tensor, shape_of(tensor)).second;
+  });
+  if (!stack.has_value()) return std::nullopt;
+  try {
+    op.callBoxed(&*stack);
+  } catch (const std::exception&) {
+    return std::nullopt;  // the caller finds out why
+  }
+  for (const auto& [tensor, shape] : shapes)
+    if (tensor.sizes() != shape.sizes() || tensor.strides() != shape.strides()) return std::nullopt;
+  return stack;
+}
+
+/// The argument that the operator writes and returns as this result; null for a new tensor.
+const c10::IValue* written_argument(const c10::FunctionSchema& schema, const c10::Argument& result,
+                                    c10::ArrayRef<c10::IValue> arguments) {
+  if (result.alias_info() == nullptr) return nullptr;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const c10::AliasInfo* alias = schema.arguments()[i].alias_info();
+    if (alias != nullptr && *alias == *result.alias_info()) return &arguments[i];
+  }
+  return nullptr;
+}
+
+/// The results of the call: arguments that it writes, and new tensors that the stream fills.
+/// Nothing if they are unknown.
+std::optional<Stack> make_results(const c10::OperatorHandle& op,
+                                  c10::ArrayRef<c10::IValue> arguments, c10::Device device) {
+  Stack results;
+  bool are_written = true;  // tensors of the right shape; those without elements may be to grow
+  for (const c10::Argument& result : op.schema().returns()) {
+    const c10::IValue* argument = written_argument(op.schema(), result, arguments);
+    are_written &= argument != nullptr && argument->toTensor().numel() != 0;
+    results.push_back(argument != nullptr ? *argument : c10::IValue());
+  }
+  if (are_written) return results;  // as most are: torch allocates, and calls the form with out=
+  const std::optional<Stack> shapes = predict(op, arguments);
+  if (!shapes.has_value()) return std::nullopt;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    if (results[i].isTensor()) continue;
+    const Tensor& shape = (*shapes)[i].toTensor();
+    results[i] = !shape.defined() ? shape
+                                  : at::empty_strided(shape.sizes(), shape.strides(),
+                                                      shape.options().device(device));
+  }
+  return results;
+}
+
+/// Runs on the stream. `results` is the memory of what was returned.
+void calculate(const c10::OperatorHandle& op, Stack operands, const std::vector<Tensor>& results) {
+  const at::NoGradGuard no_grad;
+  op.callBoxed(&operands);
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].defined()) continue;
+    const Tensor& calculated = operands[i].toTensor();
+    TORCH_CHECK(calculated.sizes() == results[i].sizes(), op.operator_name(),
+                " changes the shape of its result, which emugpu does not have");
+    if (calculated.const_data_ptr() != results[i].const_data_ptr()) results[i].copy_(calculated);
+  }
+}
+
+/// Enqueues the operator on the current stream, where torch's CPU kernels run it, and puts its
+/// results on the stack at once.
+///
+/// Returns false, without effect, if the results cannot be predicted (their shapes depend on data,
+/// they are random or not tensors), or there is no such call; the caller then waits for the stream.
+bool enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  DeviceSearch found;
+  const std::optional<Stack> operands = with_tensors(arguments, [&](const Tensor& tensor) {
+    found.see(tensor);
+    return tensor;
+  });
+  if (!is_predictable(op) || !operands.has_value() || !found.device.has_value() || !found.is_one)
+    return false;
+  std::optional<Stack> results = make_results(op, arguments, *found.device);
+  if (!results.has_value()) return false;
+
+  std::vector<Tensor> memory;
+  for (const c10::IValue& result : *results)
+    memory.push_back(result.toTensor().defined() ? seen_by_host(result.toTensor()) : Tensor());
+  launch_operator(current_stream(found.device->index()),
+                  [op, operands = *with_tensors(arguments, operand), memory] {
+                    calculate(op, operands, memory);
+                  });
+  torch::jit::drop(*stack, schema.arguments().size());
+  for (c10::IValue& result : *results) stack->push_back(std::move(result));
+  return true;
+}
+
+// ---- the operators
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
@@ -48,7 +221,7 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
-/// Whether the elements of both stand in the same order without holes.
+/// Whether the elements of both have the same order in memory, without gaps.
 bool have_same_layout(const Tensor& one, const Tensor& other) {
   return one.dtype() == other.dtype() && one.sizes() == other.sizes() &&
          one.strides() == other.strides() && one.is_non_overlapping_and_dense();
@@ -74,7 +247,7 @@ void copy_on_devices(const Tensor& from, const Tensor& to) {
 /// a copy from memory of the host would make the host wait.
 void upload(const Tensor& from, const Tensor& to) {
   const Tensor staged = at::empty(from.sizes(), to.options());
-  seen_by_host(staged).copy_(from);  // new memory is in nobody's use
+  seen_by_host(staged).copy_(from);  // new memory is not in use
   copy_on_devices(staged, to);
 }
 
@@ -131,7 +304,7 @@ void record_tensor_stream(Tensor& tensor, c10::Stream stream) {
   record_stream(tensor.storage().data_ptr(), stream);
 }
 
-/// torch's own operators only: what ringcomm has registered for the CPU alone is not for GPUs.
+/// torch's own operators only, because ringcomm's CPU operators are not for GPUs.
 void calculate_by_cpu_kernels(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(op.operator_name().getNamespace() == "aten", op.operator_name(),
                               " has no implementation for emugpu");

@@ -7,11 +7,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <future>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
+#include <vector>
 
 #include "emulator/torch/memory.h"
 #include "emulator/torch/streams.h"
@@ -29,7 +33,34 @@ milliseconds max_timeout() {
 
 constexpr auto kPollInterval = std::chrono::microseconds(200);
 
-/// What a stream does for one work: moves its messages through the store.
+/// Why a group moves no bytes any more; shared with what its streams still have to do.
+class Breakage {
+ public:
+  /// The first reason stays.
+  void set(const std::exception_ptr& reason) {
+    const std::lock_guard lock(mutex_);
+    if (reason_ == nullptr) reason_ = reason;
+  }
+  void check() const {
+    const std::lock_guard lock(mutex_);
+    if (reason_ != nullptr) std::rethrow_exception(reason_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::exception_ptr reason_;
+};
+
+/// One message of this rank, the `number`-th from or to that peer.
+struct Message {
+  bool is_send;
+  int peer;
+  std::uint64_t number;
+  void* data;
+  std::size_t num_bytes;
+};
+
+/// The stream's part of one work: moves its messages through the store.
 class Exchange {
  public:
   Exchange(c10::intrusive_ptr<c10d::Store> store, int rank, milliseconds timeout,
@@ -86,7 +117,7 @@ class Exchange {
 
   std::vector<std::uint8_t> get(const std::string& key, const Message& message) {
     while (true) {
-      if (const std::exception_ptr reason = breakage_->get()) std::rethrow_exception(reason);
+      breakage_->check();
       if (store_->check({key})) return store_->get(key);
       TORCH_CHECK_WITH(DistBackendError, Clock::now() < deadline_, "emup2p: rank ", rank_,
                        message.is_send ? " sends to rank " : " receives from rank ", message.peer,
@@ -116,7 +147,7 @@ class P2pWork final : public c10d::Work {
             c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                      std::vector<c10::Device>{stream.device()})) {
     done_.record(stream);
-    const c10::StreamGuard guard(stream);  // which those who go on with the future wait for
+    const c10::StreamGuard guard(stream);  // for continuations of the future
     future_->markCompleted(at::IValue(received_));
   }
 
@@ -149,89 +180,111 @@ class P2pWork final : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+/// Sends and receives of tensors of emulated GPUs, "emup2p": NCCL's as far as its users can tell.
+///
+/// Calls return at once. Messages run on the group's own stream of the device, which waits for what
+/// the current stream was given before; Work::wait() makes the current stream wait. A send's stream
+/// continues when the receiver has the bytes. So two ranks that both send first, outside
+/// startCoalescing() and endCoalescing(), deadlock; messages between those two calls run together.
+/// Between two ranks messages match in the order of the calls; tags mean nothing.
+///
+/// The bytes travel through the group's store. What does not arrive within the group's timeout, or
+/// RINGCOMM_EMULATOR_P2P_TIMEOUT_MS (20,000) if that is less, breaks the group: works that are not
+/// done fail, and so do new ones.
+class EmulatedP2p final : public c10d::Backend {
+ public:
+  EmulatedP2p(c10::intrusive_ptr<c10d::Store> store, int rank, int size, milliseconds timeout)
+      : Backend(rank, size), store_(std::move(store)), timeout_(std::min(timeout, max_timeout())) {}
+
+  const std::string getBackendName() const override { return "emup2p"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    TORCH_CHECK(!coalesced_.has_value(), "emup2p: calls are being coalesced already");
+    coalesced_.emplace();
+  }
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+    TORCH_CHECK(coalesced_.has_value(), "emup2p: endCoalescing() without startCoalescing()");
+    Batch batch = std::move(*coalesced_);
+    coalesced_.reset();
+    return batch.messages.empty() ? nullptr : submit(std::move(batch), c10d::OpType::COALESCED);
+  }
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int) override {
+    return add(true, tensors, peer);
+  }
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int) override {
+    return add(false, tensors, peer);
+  }
+  void abort() override {
+    breakage_->set(std::make_exception_ptr(
+        C10_BUILD_ERROR(DistBackendError, "emup2p: the group was aborted")));
+  }
+  void shutdown() override { abort(); }
+
+ private:
+  struct Batch {
+    std::vector<Message> messages;
+    std::vector<at::Tensor> tensors;
+    std::vector<at::Tensor> received;
+  };
+
+  c10::intrusive_ptr<c10d::Work> add(bool is_send, std::vector<at::Tensor>& tensors, int peer) {
+    breakage_->check();
+    TORCH_CHECK_VALUE(tensors.size() == 1, "emup2p: one tensor a call, got ", tensors.size());
+    const at::Tensor& tensor = tensors.front();
+    TORCH_CHECK_VALUE(tensor.device().type() == kEmulatedGpu,
+                      "emup2p: tensors of emulated GPUs only, got one on ", tensor.device());
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "emup2p: tensors must be contiguous");
+    TORCH_CHECK_VALUE(0 <= peer && peer < size_, "emup2p: no rank ", peer, " in this group");
+    Batch alone;
+    Batch& batch = coalesced_.has_value() ? *coalesced_ : alone;
+    TORCH_CHECK_VALUE(batch.tensors.empty() || batch.tensors.front().device() == tensor.device(),
+                      "emup2p: calls that are coalesced have tensors on one device");
+    batch.messages.push_back({.is_send = is_send,
+                              .peer = peer,
+                              .number = num_messages_[{is_send, peer}]++,
+                              .data = const_cast<void*>(tensor.const_data_ptr()),
+                              .num_bytes = tensor.nbytes()});
+    batch.tensors.push_back(tensor);
+    if (!is_send) batch.received.push_back(tensor);
+    if (coalesced_.has_value()) return nullptr;
+    return submit(std::move(alone), is_send ? c10d::OpType::SEND : c10d::OpType::RECV);
+  }
+
+  /// Null where there is nothing to do.
+  c10::intrusive_ptr<c10d::Work> submit(Batch batch, c10d::OpType op_type) {
+    const c10::DeviceIndex device = batch.tensors.front().get_device();
+    const c10::Stream stream = stream_on(device);
+    TORCH_CHECK(!is_capturing(current_stream(device)), "emup2p: cannot be captured");
+    wait_for_stream(stream, current_stream(device));
+    for (const at::Tensor& tensor : batch.tensors)
+      record_stream(tensor.storage().data_ptr(), stream);
+    auto exchange =
+        std::make_shared<Exchange>(store_, rank_, timeout_, breakage_, std::move(batch.messages));
+    std::shared_future<void> outcome = exchange->outcome();
+    launch_host_function(stream, [exchange] { exchange->run(); });
+    return c10::make_intrusive<P2pWork>(rank_, op_type, std::move(outcome), stream,
+                                        std::move(batch.received));
+  }
+
+  c10::Stream stream_on(c10::DeviceIndex device) {
+    const auto found = streams_.find(device);
+    if (found != streams_.end()) return found->second;
+    return streams_.emplace(device, stream_from_pool(device)).first->second;
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<Breakage> breakage_ = std::make_shared<Breakage>();
+  std::map<std::pair<bool, int>, std::uint64_t> num_messages_;  // by direction and peer
+  std::map<c10::DeviceIndex, c10::Stream> streams_;
+  std::optional<Batch> coalesced_;  // while calls are
+};
+
 }  // namespace
 
-void Breakage::set(const std::exception_ptr& reason) {
-  const std::lock_guard lock(mutex_);
-  if (reason_ == nullptr) reason_ = reason;
-}
-
-std::exception_ptr Breakage::get() const {
-  const std::lock_guard lock(mutex_);
-  return reason_;
-}
-
-EmulatedP2p::EmulatedP2p(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                         milliseconds timeout)
-    : Backend(rank, size), store_(std::move(store)), timeout_(std::min(timeout, max_timeout())) {}
-
-void EmulatedP2p::startCoalescing() {
-  TORCH_CHECK(!coalesced_.has_value(), "emup2p: calls are being coalesced already");
-  coalesced_.emplace();
-}
-
-c10::intrusive_ptr<c10d::Work> EmulatedP2p::endCoalescing() {
-  TORCH_CHECK(coalesced_.has_value(), "emup2p: endCoalescing() without startCoalescing()");
-  Batch batch = std::move(*coalesced_);
-  coalesced_.reset();
-  return batch.messages.empty() ? nullptr : submit(std::move(batch), c10d::OpType::COALESCED);
-}
-
-c10::intrusive_ptr<c10d::Work> EmulatedP2p::send(std::vector<at::Tensor>& tensors, int peer, int) {
-  return add(true, tensors, peer);
-}
-
-c10::intrusive_ptr<c10d::Work> EmulatedP2p::recv(std::vector<at::Tensor>& tensors, int peer, int) {
-  return add(false, tensors, peer);
-}
-
-void EmulatedP2p::abort() {
-  breakage_->set(
-      std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, "emup2p: the group was aborted")));
-}
-
-c10::intrusive_ptr<c10d::Work> EmulatedP2p::add(bool is_send, std::vector<at::Tensor>& tensors,
-                                                int peer) {
-  if (const std::exception_ptr reason = breakage_->get()) std::rethrow_exception(reason);
-  TORCH_CHECK_VALUE(tensors.size() == 1, "emup2p: one tensor a call, got ", tensors.size());
-  const at::Tensor& tensor = tensors.front();
-  TORCH_CHECK_VALUE(tensor.device().type() == kEmulatedGpu,
-                    "emup2p: tensors of emulated GPUs only, got one on ", tensor.device());
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), "emup2p: tensors must be contiguous");
-  TORCH_CHECK_VALUE(0 <= peer && peer < size_, "emup2p: no rank ", peer, " in this group");
-  Batch alone;
-  Batch& batch = coalesced_.has_value() ? *coalesced_ : alone;
-  TORCH_CHECK_VALUE(batch.tensors.empty() || batch.tensors.front().device() == tensor.device(),
-                    "emup2p: calls that are coalesced have tensors on one device");
-  batch.messages.push_back({.is_send = is_send,
-                            .peer = peer,
-                            .number = num_messages_[{is_send, peer}]++,
-                            .data = const_cast<void*>(tensor.const_data_ptr()),
-                            .num_bytes = tensor.nbytes()});
-  batch.tensors.push_back(tensor);
-  if (!is_send) batch.received.push_back(tensor);
-  if (coalesced_.has_value()) return nullptr;
-  return submit(std::move(alone), is_send ? c10d::OpType::SEND : c10d::OpType::RECV);
-}
-
-c10::intrusive_ptr<c10d::Work> EmulatedP2p::submit(Batch batch, c10d::OpType op_type) {
-  const c10::DeviceIndex device = batch.tensors.front().get_device();
-  const c10::Stream stream = stream_on(device);
-  TORCH_CHECK(!is_capturing(current_stream(device)), "emup2p: cannot be captured");
-  wait_for_stream(stream, current_stream(device));
-  for (const at::Tensor& tensor : batch.tensors) record_stream(tensor.storage().data_ptr(), stream);
-  auto exchange =
-      std::make_shared<Exchange>(store_, rank_, timeout_, breakage_, std::move(batch.messages));
-  std::shared_future<void> outcome = exchange->outcome();
-  launch_host_function(stream, [exchange] { exchange->run(); });
-  return c10::make_intrusive<P2pWork>(rank_, op_type, std::move(outcome), stream,
-                                      std::move(batch.received));
-}
-
-c10::Stream EmulatedP2p::stream_on(c10::DeviceIndex device) {
-  const auto found = streams_.find(device);
-  if (found != streams_.end()) return found->second;
-  return streams_.emplace(device, stream_from_pool(device)).first->second;
+c10::intrusive_ptr<c10d::Backend> create_p2p(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                             int size, std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<EmulatedP2p>(store, rank, size, timeout);
 }
 
 }  // namespace ringcomm::emulator

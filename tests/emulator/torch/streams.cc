@@ -1,18 +1,19 @@
 #include "emulator/torch/streams.h"
 
+#include <c10/core/Event.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "emulator/extra_api.h"
 #include "emulator/kernel_registry.h"
-#include "emulator/torch/extra_driver.h"
-#include "emulator/torch/recorded_event.h"
 
 namespace ringcomm::emulator {
 namespace {
@@ -24,14 +25,14 @@ using cuda::driver;
 constexpr int kMaxDevices = 16;
 constexpr int kPoolSize = 32;  // as torch's
 
-// Stream 0 of a device is the null stream.
+// Stream 0 of a device is the null stream, the last one reclaim_stream().
 struct Pool {
   std::mutex mutex;
-  std::array<cuda::StreamHandle, 1 + kPoolSize> handles = {};
-  int num_taken = 0;
+  std::array<cuda::StreamHandle, kPoolSize + 2> handles = {};
+  std::atomic<int> num_taken = 0;
 };
 
-// What threads of streams use at the end of the process is never destroyed.
+// Never destroyed, because threads of streams use it until the process ends.
 Pool& pool_of(c10::DeviceIndex device) {
   static auto& pools = *new std::array<Pool, kMaxDevices>();
   return pools.at(static_cast<std::size_t>(device));
@@ -45,7 +46,18 @@ c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kEmulatedGpu, device), id);
 }
 
-/// What went wrong on a stream, for the next to wait for one.
+c10::Stream made_stream(c10::DeviceIndex device, int idx) {
+  Pool& pool = pool_of(device);
+  const std::lock_guard lock(pool.mutex);
+  cuda::StreamHandle& handle = pool.handles.at(static_cast<std::size_t>(idx));
+  if (handle == nullptr) {
+    const ContextGuard context(device);
+    check(driver().stream_create(&handle, cuda::kStreamNonBlocking), "make a stream");
+  }
+  return stream_of(device, idx);
+}
+
+/// An error on a stream, for the next caller that waits for a stream.
 class StreamError {
  public:
   static StreamError& of_process() {
@@ -81,7 +93,7 @@ void call_host_function_once(void* function) {
   delete static_cast<HostFunction*>(function);
 }
 
-/// Of a multiprocessor.
+/// Shared memory of a multiprocessor.
 constexpr unsigned kWholeSharedBytes = 227 << 10;
 
 cuda::Function function_kernel(c10::DeviceIndex device) {
@@ -113,8 +125,7 @@ void launch(c10::Stream stream, HostFunction function, const Give& give) {
 c10::DeviceIndex num_devices() noexcept {
   static const int num_found = [] {
     int count = 0;
-    const bool is_known =
-        cuda::has_driver() && extra_driver().device_get_count(&count) == cuda::kSuccess;
+    const bool is_known = cuda::has_driver() && extra::device_get_count(&count) == cuda::kSuccess;
     return is_known ? std::min(count, kMaxDevices) : 0;
   }();
   return static_cast<c10::DeviceIndex>(num_found);
@@ -123,11 +134,11 @@ c10::DeviceIndex num_devices() noexcept {
 c10::DeviceIndex current_device() { return this_threads_device; }
 
 c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
-  TORCH_CHECK(device < num_devices(), "there is no emugpu:", static_cast<int>(device), ": only ",
+  TORCH_CHECK(device < num_devices(), "no device emugpu:", static_cast<int>(device), "; ",
               static_cast<int>(num_devices()), " are emulated");
   if (device < 0) return this_threads_device;
   if (device != this_threads_device || !std::exchange(has_context, true)) {
-    // As under CUDA's runtime, a thread that uses a device has its context from then on.
+    // As with CUDA's runtime, a thread that uses a device keeps its context current.
     cuda::Context context = nullptr;
     check(driver().device_primary_ctx_retain(&context, device), "use a context");
     check(driver().ctx_set_current(context), "make a context current");
@@ -146,16 +157,10 @@ c10::Stream current_stream(c10::DeviceIndex device) {
 }
 
 c10::Stream stream_from_pool(c10::DeviceIndex device) {
-  Pool& pool = pool_of(device);
-  const std::lock_guard lock(pool.mutex);
-  const int idx = 1 + pool.num_taken++ % kPoolSize;
-  cuda::StreamHandle& handle = pool.handles.at(static_cast<std::size_t>(idx));
-  if (handle == nullptr) {
-    const ContextGuard context(device);
-    check(driver().stream_create(&handle, cuda::kStreamNonBlocking), "make a stream");
-  }
-  return stream_of(device, idx);
+  return made_stream(device, 1 + pool_of(device).num_taken++ % kPoolSize);
 }
+
+c10::Stream reclaim_stream(c10::DeviceIndex device) { return made_stream(device, kPoolSize + 1); }
 
 c10::Stream exchange_stream(c10::Stream stream) {
   auto& current = this_threads_streams.at(static_cast<std::size_t>(stream.device_index()));
@@ -170,7 +175,7 @@ cuda::StreamHandle handle_of(c10::Stream stream) {
 
 bool is_idle(c10::Stream stream) {
   const ContextGuard context(stream.device_index());
-  const cuda::Result result = extra_driver().stream_query(handle_of(stream));
+  const cuda::Result result = extra::stream_query(handle_of(stream));
   if (result != cuda::kErrorNotReady) check(result, "ask whether a stream is done");
   return result == cuda::kSuccess;
 }
@@ -178,7 +183,8 @@ bool is_idle(c10::Stream stream) {
 bool is_capturing(c10::Stream stream) {
   const ContextGuard context(stream.device_index());
   int status = cuda::kCaptureNone;
-  check(extra_driver().stream_is_capturing(handle_of(stream), &status),
+  check(driver().stream_get_capture_info(handle_of(stream), &status, nullptr, nullptr, nullptr,
+                                         nullptr),
         "ask whether a stream captures");
   return status != cuda::kCaptureNone;
 }
@@ -191,18 +197,19 @@ void synchronize(c10::Stream stream) {
 
 void synchronize_device(c10::DeviceIndex device) {
   const ContextGuard context(device);
-  check(extra_driver().ctx_synchronize(), "wait for an emulated GPU");
+  check(extra::ctx_synchronize(), "wait for an emulated GPU");
   StreamError::of_process().check();
 }
 
 void wait_for_stream(c10::Stream waiting, c10::Stream stream) {
-  const RecordedEvent reached(stream.device_index(), handle_of(stream));
-  reached.block(waiting.device_index(), handle_of(waiting));
+  c10::Event reached(kEmulatedGpu);
+  reached.record(stream);
+  reached.block(waiting);
 }
 
 void launch_host_function(c10::Stream stream, HostFunction function) {
   launch(stream, std::move(function), [&](void (*call)(void*), void* data) {
-    check(extra_driver().launch_host_func(handle_of(stream), call, data), "launch a host function");
+    check(extra::launch_host_func(handle_of(stream), call, data), "launch a host function");
   });
 }
 

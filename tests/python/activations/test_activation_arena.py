@@ -193,7 +193,7 @@ def test_nested_left_by_an_error_and_written_before() -> None:
     y = 3 * x.detach() + 1
     expected = x.cos() + 2 * (2 * x).cos() + 4 * (4 * x).cos() + 6 * y + 6 * (2 * y).exp()
     torch.testing.assert_close(x.grad, expected.detach())
-    with pytest.raises(ValueError, match="block_bytes is 1 or more, got 0"):
+    with pytest.raises(ValueError, match="block_bytes must be 1 or more, got 0"):
         activations.arena(0)
 
 

@@ -170,9 +170,9 @@ def test_what_stays_whole_and_errors(rank: int) -> None:
     gc.collect()
     assert held.saved_bytes == 0
     assert calls == sum(entry["num_calls"] for entry in ringcomm.stats().values())
-    with pytest.raises(ValueError, match="offload is None or"):
+    with pytest.raises(ValueError, match="offload must be None or"):
         activations.partition(offload="nvme")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="min_elems is 0 or more"):
+    with pytest.raises(ValueError, match="min_elems must be 0 or more"):
         activations.partition(min_elems=-1)
     with pytest.raises(ValueError, match="give a group or a mesh, not both"):
         activations.auto(dist.group.WORLD, mesh=init_device_mesh("cpu", (2,)), limit_bytes=1)
@@ -239,6 +239,6 @@ def test_auto(limits: list[int], choice: str) -> None:
     assert len(said) == (choice != "whole")
     for message in said:  # once, with the numbers
         shard = -(-PLAN // world_size)
-        assert message.startswith(f"checkpoints of {PLAN} bytes have no room in {limit}: ")
+        assert message.startswith(f"checkpoints of {PLAN} bytes do not fit in {limit}: ")
         assert f"keeps 1/{world_size} of them on each rank, {shard} bytes" in message
         assert message.endswith(", in host memory") == (choice == "partition+cpu")

@@ -157,7 +157,7 @@ def test_premul_sum(rank: int) -> None:
         (torch.int32, 0.5, "whole number"),
         (torch.int64, float("nan"), "whole number"),
         (torch.int64, 2.0**63, "whole number"),
-        (torch.bool, 2.0, "no meaning for Bool"),
+        (torch.bool, 2.0, "not defined for Bool"),
         (torch.float8_e5m2, 2.0, "cannot reduce Float8_e5m2"),
         (torch.float32, torch.tensor([1j]), "real factor"),
     ]

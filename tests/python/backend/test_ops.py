@@ -208,7 +208,7 @@ def test_refusals(rank: int) -> None:
         (lambda: ops.all_reduce(base[:4], out=base[1:]), RuntimeError, "overlap|single memory"),
         (lambda: ops.all_reduce(ones(4), out=ones(1).expand(4)), ValueError, "location"),
         (lambda: ops.all_reduce(ones(2), "mean"), ValueError, "unknown reduction 'mean'"),
-        (lambda: ops.reduce_scatter(ones(3)), ValueError, "2 parts"),
+        (lambda: ops.reduce_scatter(ones(3)), ValueError, "multiple of 2"),
         (lambda: ops.all_gather(torch.tensor(1.0)), ValueError, "scalar"),
         (lambda: ops.broadcast(ones(2), 5), ValueError, "5"),
         (lambda: ring_all_reduce_(ones(2), num_slots=1), ValueError, "2 to 64"),

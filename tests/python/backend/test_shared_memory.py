@@ -187,7 +187,7 @@ def test_allocator(rank: int) -> None:
     assert (tensor.shape, tensor.dtype) == ((1000,), torch.bfloat16)
     assert ringcomm.is_shared(tensor)
     with pytest.raises(NotImplementedError, match="cuda"):
-        backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cuda"))
+        backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match="-5"):
         backend.allocate_tensor(-5, dtype=torch.float32, device=cpu)
     model: Any = nn.Sequential(nn.Linear(DIM, 512), nn.Tanh(), nn.Linear(512, NUM_OUTPUTS))

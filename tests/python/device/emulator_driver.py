@@ -1,7 +1,8 @@
 """CUDA's driver as the emulator has it, called without torch, with toy kernels.
 
 Tests of the emulator itself call run() with functions that get a Driver in each rank. What they
-rely on: toy kernels (tests/emulator/toy_kernels.h), and results by CUDA's numbers.
+rely on: toy kernels (tests/emulator/toy_kernels.cc), and results by CUDA's numbers. Rules of CUDA
+are tested with its own driver as well, on a GPU, with those kernels that toy_kernels.cu has.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import buildconfig
+import cuda_kernels
 import emulated_gpu
 import ranks
 import torch.distributed as dist
@@ -23,6 +27,8 @@ NOT_SUPPORTED, CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_MERGE = 801, 90
 CAPTURE_UNJOINED, CAPTURE_ISOLATION, CAPTURED_EVENT, WRONG_THREAD = 904, 905, 907, 908
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 PIECE = 2 << 20  # what memory is cut in
+TOYS_OF_CUDA = ("add", "scale", "signal", "await")
+TOYS = (*TOYS_OF_CUDA, "meet", "threads", "pass", "take")
 LIMIT_MS = 30_000
 SHORT_MS = 300  # of waits that must not succeed
 
@@ -75,11 +81,11 @@ class Driver:
     def use(self, device: int) -> None:
         self.device = device
         self.check("CtxSetCurrent", self.made("DevicePrimaryCtxRetain", device))
-        module = self.made("ModuleLoadData", ctypes.c_char_p(b"RINGCOMM-EMULATED"))
-        toys = (b"add", b"scale", b"signal", b"await", b"meet", b"threads")
+        image = Path(os.environ["RINGCOMM_TEST_TOYS"]).read_bytes()
+        module = self.made("ModuleLoadData", ctypes.c_char_p(image))
         self.toys = {
-            toy.decode(): self.made("ModuleGetFunction", module, ctypes.c_char_p(b"toy_" + toy))
-            for toy in toys
+            toy: self.made("ModuleGetFunction", module, ctypes.c_char_p(f"toy_{toy}".encode()))
+            for toy in os.environ["RINGCOMM_TEST_TOY_NAMES"].split()
         }
 
     def stream(self) -> int:
@@ -89,6 +95,13 @@ class Driver:
         return self.made("EventCreate", 6 if shared else 2)
 
     def zeros(self, num_bytes: int = 4096) -> int:
+        """Memory of the host that kernels use by the same address."""
+        address = self.made("MemHostAlloc", num_bytes, 0)
+        ctypes.memset(address, 0, num_bytes)
+        return address
+
+    def memory(self, num_bytes: int = 4096) -> int:
+        """Memory of the device, which only an emulated one lets the host read."""
         return self.made("MemAlloc_v2", num_bytes)
 
     def launch(
@@ -140,7 +153,7 @@ class Driver:
 
 
 def number(address: int, index: int = 0) -> int:
-    """Of 32 bits, in memory of a device, which the host can read."""
+    """Of 32 bits, in memory that the host can read."""
     return ctypes.c_int32.from_address(address + 4 * index).value
 
 
@@ -174,18 +187,48 @@ def _in_rank(
     return fn(Driver(), Peer(store, rank, size), *args)
 
 
+def compile_toys(image: Path) -> None:
+    """Compiles the toy kernels for GPUs. Raises RuntimeError that says why they do not compile."""
+    nvcc = buildconfig.find_nvcc()
+    if nvcc is None:
+        raise RuntimeError("there is no nvcc to compile tests/emulator/toy_kernels.cu with")
+    archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_kernels.default_archs()]
+    source = emulated_gpu.TESTS / "emulator" / "toy_kernels.cu"
+    flags = ["-std=c++20", f"-I{emulated_gpu.TESTS}", "-fatbin", "-o", str(image)]
+    done = subprocess.run(
+        [str(nvcc), *archs, *flags, str(source)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=emulated_gpu.BUILD_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{source} does not compile:\n{done.stdout[-4000:]}")
+
+
 def run(
     fn: Callable[..., Any],
     *args: Any,
     world_size: int = 1,
     folder: Path,
+    is_cuda: bool = False,
     env: dict[str, str] | Sequence[dict[str, str]] | None = None,
     may_die: Sequence[int] = (),
 ) -> list[Any]:
-    """fn(driver, peer, *args) in processes of their own; results by rank."""
-    library = emulated_gpu.build_toys()
+    """fn(driver, peer, *args) in processes of their own; results by rank.
+
+    `is_cuda`: with CUDA's driver and a GPU instead of the emulator.
+    """
+    toys = folder / "toys"
+    if is_cuda:
+        compile_toys(toys)
+    else:
+        toys.write_bytes(b"RINGCOMM-EMULATED")
     settings = {
-        "RINGCOMM_CUDA_DRIVER": str(library),
+        "RINGCOMM_CUDA_DRIVER": "libcuda.so.1" if is_cuda else str(emulated_gpu.build_toys()),
+        "RINGCOMM_TEST_TOYS": str(toys),
+        "RINGCOMM_TEST_TOY_NAMES": " ".join(TOYS_OF_CUDA if is_cuda else TOYS),
         "RINGCOMM_EMULATOR_DEVICES": "2",
         "RINGCOMM_EMULATOR_SMS": "2",
         "RINGCOMM_EMULATOR_BOX": str(folder),

@@ -61,8 +61,13 @@ class Gpus:
         """Whether processes share a GPU without MPS: then the hosts meet in each call."""
         if not self.is_cuda:
             return not self.mps
-        num_used = 1 if LAYOUT == "one" else min(self.world_size, torch.cuda.device_count())
-        return num_used < self.world_size and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+        return self.share_cuda and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+    @property
+    def share_cuda(self) -> bool:
+        """Whether several ranks are on one of CUDA's devices."""
+        num_devices = 1 if LAYOUT == "one" else torch.cuda.device_count()
+        return self.is_cuda and num_devices < self.world_size
 
     def skip_if_they_take_turns(self, why: str) -> None:
         if self.take_turns:

@@ -7,8 +7,10 @@ multiprocessor, so ranks that wait can keep out what a late rank must do first.
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import emugpu
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from ranks import remove_gpu_file
 from test_errors import caught
 
 from ringcomm import _C
@@ -74,6 +77,39 @@ def test_groups_under_way_at_once_leave_room_for_a_late_rank() -> None:
     assert 0 < num_in_turns < 4
 
 
+def gpu_files() -> set[Path]:
+    """By which this process shares its GPU."""
+    links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    return {Path(link) for link in links if link.startswith("/dev/shm/ringcomm-gpu-")}
+
+
+def check_removed_file(rank: int) -> str:
+    (group,) = groups_in_use(1)
+    (file,) = gpu_files()
+    assert not remove_gpu_file(file)  # the tests' clean-up
+    dist.barrier()
+    if rank == 0:
+        file.unlink()
+    dist.barrier()
+    (other,) = groups_in_use(1)
+    for either in (group, other):
+        summed = torch.ones(1, device=GPU)
+        dist.all_reduce(summed, group=either)
+        assert summed.item() == dist.get_world_size()
+    return transport(other)
+
+
+def test_after_its_file_of_seats_was_removed_a_gpu_has_no_more_groups_of_kernels(
+    tmp_path: Path,
+) -> None:
+    for how in run(2, check_removed_file):
+        assert "cuda_ipc" not in how
+    left_behind = tmp_path / "ringcomm-gpu-0"
+    left_behind.touch()
+    assert remove_gpu_file(left_behind)
+    assert not left_behind.exists()
+
+
 def check_hang(rank: int) -> str:
     return str(caught(check_late_rank, rank, 4, 1.5).get("text"))
 
@@ -89,7 +125,7 @@ def check_refusals(rank: int) -> None:
     last = groups[-1]
     assert "taking turns (no room)" in transport(last)
     x = torch.ones(10, device=GPU)
-    with pytest.raises(ValueError, match=r"other groups have the room .* destroy groups"):
+    with pytest.raises(ValueError, match=r"other groups use all .* destroy groups"):
         dist.isend(x, 1 - rank, group=last)
     with pytest.raises(ValueError, match=r"no room left .* messages of rank \d; use all_to_all"):
         dist.isend(x, 1 - rank, group=groups[0])
@@ -180,4 +216,4 @@ def check_overlap(rank: int) -> str:
 
 def test_a_replay_beside_a_call_on_another_stream_is_an_error() -> None:
     for said in run(2, check_overlap, group_timeout_s=10.0):
-        assert "two calls of this group ran at a time on rank 0" in said, said
+        assert "two calls of this group ran at the same time on rank 0" in said, said

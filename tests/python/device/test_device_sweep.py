@@ -20,6 +20,7 @@ from operations import OPERATIONS
 from placement import MEMORY_FACTORS, Placement, Speeds, memory_bytes
 from point import make_buffers
 
+import ringcomm
 from ringcomm import cli
 from ringcomm.measure import ranks
 
@@ -98,17 +99,34 @@ def test_one_wrong_element_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert records[0]["wrong_elems"] == 2
 
 
+SHARED = ("all_reduce_shared", "reduce_scatter_shared", "all_gather_shared")
+
+
 def check_shared_buffers(rank: int) -> None:
     """The default group of a benchmark is Gloo's."""
     group = dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm")
     team = SimpleNamespace(rank=rank, world_size=2)
     device = torch.device("emugpu", 0)
     bench: Any = SimpleNamespace(team=team, groups={"ringcomm": group}, device=device)
-    operation = OPERATIONS["all_reduce_shared"]
-    buffers = make_buffers(bench, operation, 1 << 20, torch.float32)
-    buffers.input.fill_(rank + 1)
-    operation.bound(buffers, group)()
-    assert buffers.output.cpu().unique().tolist() == [3.0]
+    sizes: list[int] = []
+    empty_shared = ringcomm.empty_shared
+
+    def counted(num_elems: int, **where: Any) -> torch.Tensor:
+        sizes.append(num_elems)
+        return empty_shared(num_elems, **where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ringcomm, "empty_shared", counted)
+        made = {n: make_buffers(bench, OPERATIONS[n], 1 << 20, torch.float32) for n in SHARED}
+    assert sizes == [1 << 18, 1 << 18, 1 << 17]  # what peers read
+    found = []
+    for name, buffers in made.items():
+        first, second = buffers.input.chunk(2)
+        first.fill_(rank + 1)
+        second.fill_(rank + 5)
+        OPERATIONS[name].bound(buffers, group)()
+        found.append(buffers.output.cpu().unique().tolist())
+    assert found == [[3.0, 11.0], [[3.0], [11.0]][rank], [1.0, 2.0, 5.0, 6.0]]
 
 
 @emulated_gpu.needs_emulated_gpu

@@ -59,7 +59,17 @@ BOXES = [
         num_devices=3,
         env={"RINGCOMM_EMULATOR_PEER_ACCESS": "0"},
     ),
+    # Fewer than any GPU has, and than room on it is counted with.
+    Box("a block at a time", ("p2p over emup2p",), env={"RINGCOMM_EMULATOR_BLOCKS_PER_SM": "1"}),
     Box("threads of blocks", ("cuda_ipc",), env={"RINGCOMM_EMULATOR_THREADS": "3"}),
+    Box(
+        "late accesses, lazy loading, eight queues",
+        ("cuda_ipc",),
+        env={
+            f"RINGCOMM_EMULATOR_{k}": v
+            for k, v in {"LATE": "1", "LAZY": "1", "QUEUES": "8"}.items()
+        },
+    ),
 ]
 
 
@@ -75,6 +85,7 @@ def check_box(rank: int) -> str:
     name = transport(rank)
     if "p2p" in name or "taking turns" in name:
         words = "share no memory" if "p2p" in name else "take turns"
+        words += ".*use torch.empty instead"
         with pytest.raises((NotImplementedError, ValueError), match=words):
             ringcomm.empty_shared(4, device=GPU)
     check_every_operation(25)
@@ -91,6 +102,40 @@ def test_boxes(box: Box) -> None:
     results = run_on_gpus(3, check_box, num_devices=box.num_devices, env=env)
     assert len(set(results)) == 1
     assert all(text in results[0] for text in box.said), results[0]
+
+
+def check_full_blocks(rank: int) -> str:
+    """All_reduces by packets, staged, around a ring and of shared tensors; moves and messages."""
+    world_size = dist.get_world_size()
+    name = transport(rank)
+    # By packets, then on boards: less than a turn of the threads, and several steps.
+    for num_elems in (100, 9001, 150_007):
+        inputs = inputs_of(num_elems)
+        tensor = inputs[rank].to(GPU)
+        dist.all_reduce(tensor)
+        oracle.assert_equal(tensor.cpu(), oracle.total(inputs))
+    barrier_and_operators(rank, 9001)
+    send_and_receive(rank, 50_003)
+    num_elems = 60_000  # of a rank: a reduce_scatter of two steps
+    inputs = inputs_of(num_elems * world_size)
+    share = torch.zeros(num_elems, device=GPU)
+    dist.reduce_scatter_tensor(share, inputs[rank].to(GPU))
+    expected = oracle.total(inputs)
+    oracle.assert_equal(share.cpu(), expected[rank * num_elems : (rank + 1) * num_elems])
+    whole = torch.zeros(num_elems * world_size, device=GPU)
+    dist.all_gather_into_tensor(whole, share)
+    oracle.assert_equal(whole.cpu(), expected)
+    check_shared(rank, [True] * world_size)
+    return name
+
+
+@pytest.mark.slow
+def test_blocks_of_all_threads_that_a_gpu_gives_them() -> None:
+    """512 threads as on a GPU: each has its own vectors, and a warp's divide as they do there."""
+    few = {"RINGCOMM_EMULATOR_SMS": "6", "RINGCOMM_EMULATOR_THREADS": "512"}
+    env = {**with_kernels(), **few}
+    results = run_on_gpus(2, check_full_blocks, env=env, timeout_s=240.0, group_timeout_s=120.0)
+    assert all("cuda_ipc" in name for name in results)
 
 
 # ---- over messages

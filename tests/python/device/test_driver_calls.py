@@ -21,7 +21,8 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 GPU = "emugpu"
 # Of a call on the caller's stream: which context, which capture, the kernel, the event behind it.
 ONE_CALL = ("cuCtxGetCurrent", "cuStreamGetCaptureInfo_v2", "cuLaunchKernel", "cuEventRecord")
-# Of one on the group's own stream, besides: it waits for the caller's, and the other way round.
+# Of one on the group's own stream, besides: it waits for the caller's stream. Then of wait(): the
+# caller's stream waits for it.
 OWN_STREAM = ("cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent", "cuStreamWaitEvent")
 # Whether an earlier call is over, whose tensors this rank still keeps.
 ONE_LOOK = ("cuThreadExchangeStreamCaptureMode", "cuEventQuery")
@@ -56,7 +57,9 @@ def check_synchronous(rank: int) -> None:
 
 
 def check_asynchronous(rank: int) -> None:
-    """Eight calls of the driver each; two or three more where earlier ones are not waited for."""
+    """Six calls of the driver each, and two of wait(); two or three more where earlier ones are not
+    waited for.
+    """
     tensor = torch.ones(100_000, device=GPU)
 
     def one() -> None:

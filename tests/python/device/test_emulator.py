@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ def streams(gpu: Driver, peer: Peer) -> None:
 
 
 def freeing_waits(gpu: Driver, peer: Peer) -> None:
-    stream, data, flag = gpu.stream(), gpu.zeros(), gpu.zeros()
+    stream, data, flag = gpu.stream(), gpu.memory(), gpu.zeros()
     gpu.wait_for(flag, stream)
     gpu.add(data, 1, stream)
     timer = threading.Timer(0.02, put, (flag, 1))
@@ -110,7 +110,7 @@ def graphs(gpu: Driver, peer: Peer) -> None:
 
 def spoilt_captures(gpu: Driver, peer: Peer) -> None:
     """What ends a capture with an error, and leaves the stream usable."""
-    stream, other, data = gpu.stream(), gpu.stream(), gpu.zeros()
+    stream, other, data = gpu.stream(), gpu.stream(), gpu.memory()
     event, shared = gpu.event(), gpu.event(shared=True)
     host = ctypes.c_uint64()
 
@@ -241,13 +241,27 @@ def spins_for_another(gpu: Driver, peer: Peer, limit_ms: int) -> int:
         gpu.signal(gpu.made("IpcOpenMemHandle_v2", handle, 1), stream)
         gpu.synchronize(stream)
         return 0
-    flag = gpu.zeros(PIECE)
+    flag = gpu.memory(PIECE)
     gpu.wait_for(flag, stream, limit_ms)
     while number(flag, 1) == 0:
         time.sleep(0.001)
     peer.tell(1, bytes(handle_of(gpu, flag)))
     gpu.synchronize(stream)
     return number(flag, 2)
+
+
+def passes_on(gpu: Driver, peer: Peer, forgets: Sequence[bool]) -> int:
+    """Rank 0's kernel hands a number to rank 1's, which has looked before; what that one sees."""
+    stream = gpu.stream()
+    if peer.rank == 0:
+        data = gpu.memory(PIECE)
+        peer.tell(1, bytes(handle_of(gpu, data)))
+    else:
+        data = gpu.made("IpcOpenMemHandle_v2", Handle.from_buffer_copy(peer.hear(0)), 1)
+    parameter = struct.pack("QQiIII", data, data + 64, 7, forgets[peer.rank], cuda.LIMIT_MS, 0)
+    assert gpu.launch(("pass", "take")[peer.rank], parameter, stream) == cuda.SUCCESS
+    gpu.synchronize(stream)
+    return number(data, 1)
 
 
 def handle_of(gpu: Driver, address: int) -> Handle:
@@ -277,20 +291,20 @@ def dies_in_a_kernel(gpu: Driver, peer: Peer) -> None:
 def little_memory(gpu: Driver, peer: Peer) -> None:
     address = ctypes.c_uint64()
     assert gpu.call("MemAlloc_v2", ctypes.byref(address), PIECE + 1) == cuda.OUT_OF_MEMORY
-    first = gpu.zeros(PIECE)
+    first = gpu.memory(PIECE)
     assert number(first, 100) == 0
     assert gpu.call("MemAlloc_v2", ctypes.byref(address), 1) == cuda.OUT_OF_MEMORY
     gpu.check("MemFree_v2", first)
-    gpu.zeros(PIECE)
+    gpu.memory(PIECE)
 
 
 def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
     """Memory and an event by handles; what is freed while it is open ends its owner."""
     stream, shared = gpu.stream(), gpu.event(shared=True)
     if peer.rank == 0:
-        data = gpu.zeros(PIECE)
+        data = gpu.memory(PIECE)
         small = Handle()  # it would hand out what others have in the same piece
-        assert gpu.call("IpcGetMemHandle", ctypes.byref(small), gpu.zeros()) == cuda.INVALID_VALUE
+        assert gpu.call("IpcGetMemHandle", ctypes.byref(small), gpu.memory()) == cuda.INVALID_VALUE
         gpu.check("IpcGetEventHandle", ctypes.byref(small), shared)
         gpu.add(data, 9, stream)
         gpu.check("EventRecord", shared, stream)
@@ -319,7 +333,7 @@ def cannot_open(gpu: Driver, peer: Peer, expected: int) -> None:
     """Rank 1 may not open what rank 0 has on device 1."""
     if peer.rank == 0:
         gpu.use(1)
-        peer.tell(1, bytes(handle_of(gpu, gpu.zeros(PIECE))))
+        peer.tell(1, bytes(handle_of(gpu, gpu.memory(PIECE))))
         peer.hear(1)
         return
     handle, address = Handle.from_buffer_copy(peer.hear(0)), ctypes.c_uint64()
@@ -365,11 +379,10 @@ def descriptors(gpu: Driver, peer: Peer, folder: str) -> None:
         number(address)  # ends this process
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [streams, freeing_waits, graphs, spoilt_captures, modes, blocks],
-    ids=lambda rules: rules.__name__,
-)
+RULES_OF_CUDA = [streams, freeing_waits, graphs, spoilt_captures, modes]
+
+
+@pytest.mark.parametrize("rules", [*RULES_OF_CUDA, blocks], ids=lambda rules: rules.__name__)
 def test_one_process(rules: Callable[..., None], tmp_path: Path) -> None:
     run(rules, folder=tmp_path, env={"RINGCOMM_EMULATOR_DELAY_US": "200"})
 
@@ -406,6 +419,22 @@ def test_kernels_of_two_processes(
     assert found == [int(is_in_vain), 0]
 
 
+@pytest.mark.parametrize(
+    ("late", "forgets", "expected"),
+    [
+        ("0", (True, True), 7),  # the host's memory is stronger than a GPU's, and hides it
+        ("1", (False, False), 7),
+        ("1", (True, False), 0),
+        ("1", (False, True), 0),
+    ],
+)
+def test_plain_accesses_take_effect_late(
+    late: str, forgets: tuple[bool, bool], expected: int, tmp_path: Path
+) -> None:
+    env = {"RINGCOMM_EMULATOR_LATE": late}
+    assert run(passes_on, forgets, world_size=2, folder=tmp_path, env=env) == [expected] * 2
+
+
 def test_a_process_that_dies_in_a_kernel_gives_the_gpu_back(tmp_path: Path) -> None:
     env = {"RINGCOMM_EMULATOR_MPS": "0"}
     run(dies_in_a_kernel, world_size=2, folder=tmp_path, env=env, may_die=[0])
@@ -432,11 +461,11 @@ def test_descriptors(tmp_path: Path) -> None:
 def counts(gpu: Driver, peer: Peer) -> None:
     """By name, each call once."""
     num_calls: Any = gpu.library.emulator_num_calls
-    before = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamIsCapturing")
+    before = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamQuery")
     status, id_ = ctypes.c_int(), ctypes.c_uint64()
     written = ctypes.byref(status), ctypes.byref(id_)
     gpu.check("StreamGetCaptureInfo_v2", gpu.stream(), *written, None, None, None)
-    after = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamIsCapturing")
+    after = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamQuery")
     assert after == (before[0] + 1, before[1])
 
 

@@ -63,25 +63,28 @@ def test_ddp_has_the_weights_of_the_host(gpus: Gpus) -> None:
     assert all(replica == replicas[0] for replica in replicas)
 
 
-def run_fsdp2(rank: int) -> Run:
+def run_fsdp2(rank: int, from_group: bool) -> Run:
     model = make_model().to(device())
     mesh = init_device_mesh(kind(), (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for module in (*model, model) if from_group else ():
+        module.set_allocate_memory_from_process_group_for_comm(True)
     losses = train(model, rank, dist.get_world_size(), data=batch_on_gpu)
     return Run(losses, {name: value.cpu() for name, value in weights_of(model).items()})
 
 
 @on_cuda
-def test_fsdp2(gpus: Gpus) -> None:
+@pytest.mark.parametrize("from_group", [False, True], ids=["torch's memory", "the group's"])
+def test_fsdp2(gpus: Gpus, from_group: bool) -> None:
     def data(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
         """What all ranks together see."""
         x, y = batch(step)
         rows = len(x) // gpus.world_size * gpus.world_size
         return x[:rows], y[:rows]
 
-    assert_same_run(gpus.run(run_fsdp2), single_process(data=data), ATOL)
+    assert_same_run(gpus.run(run_fsdp2, from_group), single_process(data=data), ATOL)
 
 
 @in_gpu_ranks(on_cuda, group_timeout_s=120.0)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from subprocess import PIPE
@@ -17,6 +18,7 @@ import pytest
 pytestmark = emulated_gpu.needs_emulated_gpu
 
 TIMEOUT_S = 120.0
+TABLE = Path(__file__).resolve().parents[3] / "benchmarks" / "sweep_table.py"
 PATHS = {"copy", "packets", "staged", "shared", "ring"}
 
 
@@ -63,10 +65,34 @@ def test_every_path_is_right_and_printed(tmp_path: Path, ranks: int) -> None:
         assert {p["path"] for p in of_size} == PATHS - (set() if size == 240 else {"packets"})
     for point in timed:
         assert point["num_wrong"] == 0
+        assert point["held_vectors"] == 4
         assert point["samples"] == 10
         assert 0 < point["p50_us"] <= point["p99_us"]
         assert point["gb_per_s"] > 0
+        assert 0 < point["predicted_us"] < 1000
         assert point["copy_share"] == 1 if point["path"] == "copy" else point["copy_share"] >= 0
+    check_tables(done.stdout, tmp_path, len(timed), ranks)
+
+
+def check_tables(lines: str, folder: Path, num_points: int, ranks: int) -> None:
+    """Those of benchmarks/sweep_table.py: of a file, and of standard input."""
+    path = folder / "sweep.jsonl"
+    path.write_text(lines)
+    command = [sys.executable, str(TABLE)]
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.count("**all_reduce, ") == 2
+    assert f"**reduce_scatter, {ranks} ranks, bfloat16**" in done.stdout
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "| " in line]
+    heading = rows[0]
+    values = [dict(zip(heading, row, strict=True)) for row in rows if row[0] != "size"]
+    # No size is large enough for other cuts than the plan's.
+    assert len(values) == num_points
+    for row in values:
+        ratio = float(row["p50, µs"]) / float(row["predicted, µs"])
+        assert float(row["p50 / predicted"]) == pytest.approx(ratio, rel=0.1, abs=0.1)
+    options = [*command, "--cuts"]
+    piped = subprocess.run(options, input=lines, capture_output=True, text=True, check=True)
+    assert piped.stdout == done.stdout
 
 
 @pytest.mark.slow

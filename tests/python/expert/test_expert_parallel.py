@@ -58,7 +58,9 @@ def test_means(rank: int) -> None:
     of_experts = sum(param.numel() for param in local.values())
     # One shot: 3 peers get a small buffer whole; in a pair one does.
     assert sent == 3 * (4 * num_elems + len(others)) + 4 * of_experts + len(local)
-    with pytest.raises(ValueError, match=r"2 ranks average, and moe.experts has experts over 2"):
+    with pytest.raises(
+        ValueError, match=r"2 ranks average gradients, but moe.experts has experts over 2"
+    ):
         expert.average_gradients(net, net.moe.experts.group)
 
 
@@ -70,7 +72,7 @@ def check_accumulation(rank: int) -> list[Tensor]:
     expert.average_gradients(net)
     grads = [param.grad.clone() for param in net.parameters() if param.grad is not None]
     for _ in range(2):  # again at once, and with a micro-batch on top
-        with pytest.raises(RuntimeError, match="averaged these gradients before: call it once"):
+        with pytest.raises(RuntimeError, match="already averaged these gradients: call it once"):
             expert.average_gradients(net)
         loss_of(net, *batch(2, rank, 4)).backward()
     for set_to_none in (False, True):
@@ -123,7 +125,7 @@ def test_an_overflow_at_one_expert(rank: int) -> None:
 
 @in_ranks(2)
 def test_systems_of_replicas_are_refused(rank: int) -> None:
-    words = "each rank has experts of its own in moe.experts, and WeightShards would take"
+    words = "each rank has different experts in moe.experts, but WeightShards would treat"
     with pytest.raises(ValueError, match=words):
         WeightShards(expert_net(Case(4, 2)))
     alone = [dist.new_group([r]) for r in range(2)][rank]

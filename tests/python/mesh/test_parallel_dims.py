@@ -46,11 +46,11 @@ def test_the_ranks_that_are_left() -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ({"tp": 3}, "tp 3 takes a multiple of 3 ranks, and there are 8"),
-        ({"dp": 2, "tp": 2}, "dp 2 x fsdp 1 x tp 2 takes 4 ranks, and there are 8"),
-        ({"pp": 0}, "pp is a positive number, got 0"),
-        ({"tp": -1}, "tp is a positive number, got -1"),
-        ({"dp": -2}, "dp is a positive number or -1"),
+        ({"tp": 3}, "tp 3 needs a multiple of 3 ranks, got 8"),
+        ({"dp": 2, "tp": 2}, "dp 2 x fsdp 1 x tp 2 needs 4 ranks, got 8"),
+        ({"pp": 0}, "pp must be a positive number, got 0"),
+        ({"tp": -1}, "tp must be a positive number, got -1"),
+        ({"dp": -2}, "dp must be a positive number or -1"),
         ({"dp": -1, "fsdp": -1}, "cannot both be -1"),
         ({"tp": 4, "ep": 4}, "ep 4 must divide dp x fsdp, which has 2 ranks"),
         ({"ep": 0}, "ep 0"),
@@ -62,11 +62,11 @@ def test_sizes_that_make_no_mesh(sizes: dict[str, Any], text: str) -> None:
 
 
 def test_without_a_group_the_world_size_is_wanted() -> None:
-    with pytest.raises(ValueError, match="init_process_group first, or give world_size"):
+    with pytest.raises(ValueError, match="init_process_group first, or pass world_size"):
         ParallelDims(dp=1)
-    with pytest.raises(ValueError, match="the mesh has 2 ranks, and the default group 0"):
+    with pytest.raises(ValueError, match="the mesh has 2 ranks, but the default group 0"):
         ParallelDims(world_size=2)["tp"]
-    with pytest.raises(KeyError, match="'cp' is none of pp, dp"):
+    with pytest.raises(KeyError, match=r"the axis must be one of pp, dp.*got 'cp'"):
         ParallelDims(world_size=2)["cp"]
 
 

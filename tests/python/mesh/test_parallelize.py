@@ -190,19 +190,28 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     llama, own = make("Llama"), own_model()
     fsdp = {"dp": 1, "fsdp": 2}
     mse = {"loss_fn": nn.functional.mse_loss}
-    refused("ep is 2, and LlamaForCausalLM has neither experts of Mixtral", {"ep": 2}, llama)
-    refused("tp is 2, and Sequential has neither a plan", {"tp": 2}, own, **mse)
-    refused("pp is 2, and Block is no nn.Sequential", {"pp": 2}, Block(), **mse)
-    refused("Sequential is no model of transformers, which has a loss: give loss_fn", {}, own)
-    refused("use dp in place of fsdp 2", {"dp": 2, "fsdp": 2}, llama, zero_stage=0)
+    refused("ep is 2, but LlamaForCausalLM has neither experts of Mixtral", {"ep": 2}, llama)
+    refused("tp is 2, but Sequential has neither a tensor-parallel plan", {"tp": 2}, own, **mse)
+    refused("pp is 2, but Block is neither an nn.Sequential", {"pp": 2}, Block(), **mse)
+    refused(
+        "Sequential is not a model of transformers and has no loss: pass loss_fn",
+        {},
+        own,
+    )
+    refused("use dp instead of fsdp 2", {"dp": 2, "fsdp": 2}, llama, zero_stage=0)
     refused("zero_stage 3 shards over fsdp, which is 1", {}, llama, zero_stage=3)
-    refused("zero_stage is 0, 1, 2 or 3, got 4", {}, llama, zero_stage=4)
-    refused("num_microbatches is a positive number, got 0", {}, llama, num_microbatches=0)
-    refused("experts in parts (ep 2)", {"ep": 2}, make("Mixtral"), zero_stage=1)
-    refused("between the ranks of tp, which is 1", {}, llama, sequence_parallel=True)
+    refused("zero_stage must be 0, 1, 2 or 3, got 4", {}, llama, zero_stage=4)
+    refused("num_microbatches must be a positive number, got 0", {}, llama, num_microbatches=0)
+    refused("expert parallelism (ep 2)", {"ep": 2}, make("Mixtral"), zero_stage=1)
+    refused("over the ranks of tp, which is 1", {}, llama, sequence_parallel=True)
     refused("sums gradients of norms", {**fsdp, "tp": 2}, llama, sequence_parallel=True)
-    refused("loss_scale is for zero.shard(), and not for zero_stage 0", {}, llama, loss_scale=2.0)
-    refused("fully_shard inside of a pipeline", {**fsdp, "pp": 2}, llama, clip_grad_norm=1.0)
+    refused(
+        "loss_scale is an option of zero.shard(), which is not used with zero_stage 0",
+        {},
+        llama,
+        loss_scale=2.0,
+    )
+    refused("fully_shard inside a pipeline", {**fsdp, "pp": 2}, llama, clip_grad_norm=1.0)
     other = own_model() if rank else nn.Sequential(Block())
     refused("ranks disagree on the names, shapes and dtypes of parameters", {}, other, **mse)
     refused("ranks disagree on the options", {}, llama, num_microbatches=1 + rank)

@@ -218,10 +218,18 @@ def test_a_state_of_another_model_is_refused_before_anything_is_written(rank: in
     without = {n: v for n, v in values.items() if n != name}
     groups = {**state, "param_groups": state["param_groups"][:1]}
     for text, wrong, wrong_state in (
-        (f"{name} is (63, 48) in the state, and", {**values, name: values[name][:-1]}, state),
-        (f"the state lacks ['{name}'] and has []", without, state),
-        ("lacks [] and has ['stranger'] besides", {**values, "stranger": values[name]}, state),
-        ("parameter groups of [30], and the optimizer of [30, 9]", values, groups),
+        (
+            f"{name} must have shape (64, 48), got (63, 48) in the state",
+            {**values, name: values[name][:-1]},
+            state,
+        ),
+        (f"the state lacks ['{name}'] and has unknown names []", without, state),
+        (
+            "lacks [] and has unknown names ['stranger']",
+            {**values, "stranger": values[name]},
+            state,
+        ),
+        ("parameter groups of [30] parameters, but the optimizer has [30, 9]", values, groups),
         ("the state lacks", parts, own),
     ):
         with pytest.raises(ValueError, match="rank 0: .*" + re.escape(text)):

@@ -147,7 +147,7 @@ def load_file(rank: int, folder: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in state.items())
     some = {"1.bias": torch.ones(32), "stranger": torch.ones(1)}
     with pytest.raises(
-        ValueError, match=r"lacks \['0.bias', '0.weight', '1.weight'\] and has \['s"
+        ValueError, match=r"lacks \['0.bias', '0.weight', '1.weight'\] and has unknown names \['s"
     ):
         set_state_dict(model, None, some)
     set_state_dict(model, None, some, strict=False)

@@ -88,7 +88,7 @@ def test_other_models_are_refused() -> None:
         patch_loss(nn.Linear(2, 2))
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
-    with pytest.raises(ValueError, match="not ForCausalLMLoss"):
+    with pytest.raises(ValueError, match="must have the loss ForCausalLMLoss"):
         patch_loss(model)
 
 

@@ -127,9 +127,9 @@ def test_written_16_bit_weights_replace_their_own_masters(written: float) -> Non
 
 def test_errors(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="takes the path"):
+    with pytest.raises(ValueError, match=r"must have no path|needs path="):
         offload.AdamW(model.parameters(), to="nvme")
-    with pytest.raises(ValueError, match="takes the path"):
+    with pytest.raises(ValueError, match=r"must have no path|needs path="):
         offload.AdamW(model.parameters(), path=tmp_path)
     with pytest.raises(ValueError, match='"cpu" or "nvme"'):
         offload.AdamW(model.parameters(), to="disk")  # type: ignore[arg-type]

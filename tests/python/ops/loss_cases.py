@@ -125,13 +125,13 @@ def no_class(ops: Any, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RINGCOMM_CHECK_TARGETS", "1")
         for inplace in (False, True):
-            with pytest.raises(IndexError, match="target 1 is 20, and there are 20 classes"):
+            with pytest.raises(IndexError, match=r"target 1 is 20, (and|but) there are 20 classes"):
                 cross_entropy(logits.clone(), target, inplace=inplace)
         patch.setenv("RINGCOMM_CHECK_TARGETS", "yes")
         with pytest.raises(ValueError, match="RINGCOMM_CHECK_TARGETS must be 0 or 1"):
             cross_entropy(logits, target)
     weight = torch.ones(6, device=device)
-    with pytest.raises(ValueError, match="one weight for each of the 5 classes"):
+    with pytest.raises(ValueError, match=r"(weight|element) for each of the 5 classes"):
         cross_entropy(logits[:, :6], target, class_weight=weight, vocab_size=5)
 
 
@@ -140,10 +140,14 @@ def wrong_shards(ops: Any, device: str) -> None:
     logits, target = torch.randn(2, 20, device=device), torch.zeros(2, dtype=torch.int64).to(device)
     # First class and softcap of each shard; the size that is asked for; what is said.
     for parts, size, said in (
-        (((4, 0.0),), -1, "do not add up"),
-        (((0, 0.0), (0, 0.0)), -1, "do not add up"),
+        (((4, 0.0),), -1, "do not add up|must be adjacent"),
+        (((0, 0.0), (0, 0.0)), -1, "do not add up|must be adjacent"),
         (((0, 0.0), (20, 3.0)), -1, "calls differ"),
-        (((0, 0.0), (20, 0.0)), 30, "40 classes of the vocabulary's 30"),
+        (
+            ((0, 0.0), (20, 0.0)),
+            30,
+            "40 classes (of the vocabulary's|in all, but the vocabulary has) 30",
+        ),
     ):
         found = [
             ops.softmax_stats(logits, target, None, start, -1, -100, 1.0, softcap, False, False)

@@ -199,9 +199,9 @@ def test_compile(case: Case, dtype: torch.dtype, inplace: bool | None) -> None:
 def test_operators_refuse_what_the_wrapper_would() -> None:
     logits, target = random_logits((3, 5)), random_targets((3,), 5)
     stats = (-100, 1.0, 0.0, False, False)
-    with pytest.raises(ValueError, match="vocab_start is a number from 0 on, got -2"):
+    with pytest.raises(ValueError, match="vocab_start must be 0 or more, got -2"):
         _ops.softmax_stats(logits, target, None, -2, 5, *stats)
-    with pytest.raises(ValueError, match="5 columns for a vocabulary of 7"):
+    with pytest.raises(ValueError, match=r"5 columns.* 7"):
         _ops.cross_entropy_and_grad_(
             logits, target, None, None, 7, -100, 1.0, 0.0, 0.0, 0.0, "mean", False
         )
@@ -243,10 +243,10 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
         (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
         (ValueError, "meta", (LOGITS, TARGET.to("meta")), {}),
         (ValueError, "0 columns", (LOGITS[:, :0], TARGET), {}),
-        (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET), {"vocab_size": 7}),
-        (ValueError, "vocabulary of 0", (LOGITS, TARGET), {"vocab_size": 0}),
+        (ValueError, "6 columns, but the vocabulary only 7", (LOGITS, TARGET), {"vocab_size": 7}),
+        (ValueError, "vocabulary only 0", (LOGITS, TARGET), {"vocab_size": 0}),
         (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
-        (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET),
+        (ValueError, "6 columns, but the vocabulary only 7", (LOGITS, TARGET),
          {"class_weight": torch.ones(7)}),
         (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
          {"class_weight": torch.ones(6), "vocab_size": 5}),
@@ -263,7 +263,7 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
         (ValueError, "'probs'", (LOGITS, TARGET), {"outputs": ["lse", "probs"]}),
         (ValueError, "'sum'", (LOGITS, TARGET), {"num_items": 3, "reduction": "sum"}),
         (ValueError, r"\(2,\)", (LOGITS, TARGET), {"num_items": torch.ones(2)}),
-        (IndexError, "target 2 is 6, and there are 6", (LOGITS, torch.tensor([0, 1, 6, 7])), {}),
+        (IndexError, "target 2 is 6, .* there are 6", (LOGITS, torch.tensor([0, 1, 6, 7])), {}),
         (IndexError, "target 0 is -1", (LOGITS, TARGET - 1), {}),
         (IndexError, "target 3 is 5.* 5 classes", (LOGITS, torch.tensor([0, 1, 2, 5])),
          {"vocab_size": 5}),

@@ -164,19 +164,27 @@ def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"hidden": torch.zeros(TOKENS, HIDDEN, dtype=F64)}, TypeError, "hidden is of float32"),
+        (
+            {"hidden": torch.zeros(TOKENS, HIDDEN, dtype=F64)},
+            TypeError,
+            "hidden must be in float32",
+        ),
         ({"hidden": torch.zeros(TOKENS, HIDDEN - 1)}, ValueError, "weight of shape"),
         ({"weight": torch.zeros(CLASSES, HIDDEN, dtype=BF16)}, TypeError, "the weight"),
-        ({"bias": torch.zeros(CLASSES - 1)}, ValueError, "the bias has shape"),
+        ({"bias": torch.zeros(CLASSES - 1)}, ValueError, "the bias must have shape"),
         ({"bias": torch.zeros(CLASSES, dtype=BF16)}, TypeError, "the bias"),
-        ({"weight": torch.zeros(CLASSES, HIDDEN, device="meta")}, ValueError, "on meta"),
-        ({"target": torch.zeros(TOKENS - 1, dtype=torch.int64)}, ValueError, "targets have shape"),
+        ({"weight": torch.zeros(CLASSES, HIDDEN, device="meta")}, ValueError, "and meta"),
+        (
+            {"target": torch.zeros(TOKENS - 1, dtype=torch.int64)},
+            ValueError,
+            "targets must have shape",
+        ),
         ({"target": torch.arange(TOKENS) + CLASSES - 70}, IndexError, "target 70 is 333"),
         ({"class_weight": torch.ones(CLASSES - 1), "vocab_size": CLASSES}, ValueError, "weight"),
         ({"vocab_size": CLASSES + 1}, ValueError, "columns"),
         ({"outputs": ("logits",)}, ValueError, "outputs"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel"),
-        ({"accumulate_dtype": BF16}, ValueError, "accumulate_dtype is float32, or hidden's"),
+        ({"accumulate_dtype": BF16}, ValueError, "accumulate_dtype must be float32 or hidden's"),
     ],
 )
 def test_bad_input(

@@ -102,7 +102,7 @@ def test_compiled_models_keep_their_buffers_for_two_passes() -> None:
     opt = Lomo(model, LR, clip_grad_norm=0.1, clip_mode="two_pass")
     before = weights(model)
     compiled: Any = torch.compile(model, backend="aot_eager", dynamic=True)
-    with pytest.raises(RuntimeError, match='take clip_mode="deferred"'):
+    with pytest.raises(RuntimeError, match='use clip_mode="deferred"'):
         opt.backward(compiled(ids))
     assert not changed(model, before)
     opt.zero_grad()

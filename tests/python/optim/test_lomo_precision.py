@@ -136,7 +136,7 @@ def test_segments_of_a_reentrant_checkpoint_add_up_in_float32() -> None:
 
 def test_a_dtype_that_is_not_the_weights() -> None:
     model = Pair()
-    with pytest.raises(ValueError, match=r"reduce_dtype is torch\.float32 or torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"reduce_dtype must be torch\.float32 or torch\.bfloat16"):
         Lomo(model, group="none", reduce_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"layers\.0\.weight, got torch\.bfloat16"):
         AdaLomo(model.float(), group="none", reduce_dtype=torch.bfloat16)

@@ -257,7 +257,7 @@ def test_copies_in_tensor_parallelism_count_once() -> None:
 
 @in_ranks(2)
 def test_models_that_reduce_by_themselves(rank: int) -> None:
-    with pytest.raises(ValueError, match="give the model itself, and group="):
+    with pytest.raises(ValueError, match="pass the model itself, and group="):
         Lomo(nn.parallel.DistributedDataParallel(Net()), LR)
 
 
@@ -313,7 +313,7 @@ def test_weight_shards(world_size: int, name: str, kind: Any, options: dict[str,
 def test_weight_shards_come_and_go(rank: int) -> None:
     model = make("plain")
     shards = WeightShards(model)
-    with pytest.raises(ValueError, match="its shards have a group of their own"):
+    with pytest.raises(ValueError, match="its shards have their own group"):
         Lomo(model, LR, group=dist.group.WORLD)
     opt = Lomo(model, LR)
     run(opt, model, parts(rank, 2, 1))

@@ -249,7 +249,7 @@ def test_ddp_over_other_weights(rank: int) -> None:
 def test_a_sharded_weight_is_not_averaged(rank: int) -> None:
     model = make("plain")
     fully_shard(model)
-    with pytest.raises(ValueError, match="is sharded: leave group= out"):
+    with pytest.raises(ValueError, match=r"is sharded, .*: leave group= out"):
         Lomo(model, LR, group=dist.group.WORLD)
 
 
@@ -281,9 +281,9 @@ def test_a_weight_that_was_replaced(change: Any, is_late: bool) -> None:
         opt.step()
     before = weights(model)
     change(model)
-    with pytest.raises(ValueError, match=r"(up|head)\.weight was replaced or taken out after Lomo"):
+    with pytest.raises(ValueError, match=r"(up|head)\.weight was replaced or removed after Lomo"):
         model(ids)
-    with pytest.raises(ValueError, match=r"was replaced or taken out after Lomo"):
+    with pytest.raises(ValueError, match=r"was replaced or removed after Lomo"):
         opt.step()
     assert torch.equal(model.embed.weight, before["embed.weight"])
     if change is _tied:
@@ -299,6 +299,6 @@ def test_a_model_sharded_after_the_optimizer(rank: int) -> None:
     model = Branches()
     opt = Lomo(model, LR, group=dist.group.WORLD)
     WeightShards(model)
-    with pytest.raises(ValueError, match="was sharded after Lomo was made"):
+    with pytest.raises(ValueError, match=r"was sharded, .* after Lomo was made"):
         model(batches(1)[0], PARTS)
     opt.close()

@@ -15,13 +15,13 @@ HEAD = """# Which features work together
 <!-- Written by RINGCOMM_WRITE_PAIRS=1 pytest tests/python/pairs -k page. -->
 
 Every feature is tested together with every other one. A training run with both either makes the
-steps of one process, or raises an error that names what does not go together.
+steps of one process, or raises an error that names the unsupported combination.
 `tests/python/pairs/test_pairs.py` trains a small language model in each case. It compares the
 change of all weights with that of one process that has all rows and float32 masters: the difference
 is less than {tolerances} of its norm. All ranks end with equal bits.
 
-The first value of each feature is the plain one. What is not listed under "Refused" equals one
-process.
+The first value of each feature is the default. Every combination that is not listed under "Refused"
+gives the result of one process.
 """
 
 
@@ -40,7 +40,7 @@ def _section(name: str, table: Table) -> str:
     lines = [
         f"## {name}",
         "",
-        f"{len(cases)} cases on {world_size(name)} ranks hold all pairs; {len(refusals)} cases are"
+        f"{len(cases)} cases on {world_size(name)} ranks cover all pairs; {len(refusals)} cases are"
         " refused.",
         "",
         "| feature | values |",
@@ -49,7 +49,7 @@ def _section(name: str, table: Table) -> str:
         "",
         "Refused:",
         "",
-        "| together | error | instead |",
+        "| combination | error | use instead |",
         "|---|---|---|",
     ]
     for refused in table.refused:

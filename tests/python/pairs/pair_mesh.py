@@ -78,7 +78,7 @@ TABLE = Table(
     refused=(
         Refused(
             f"mesh: {EXPERTS}; trained by: zero 1 or zero 2 or zero 3 or Lomo",
-            "ValueError: experts of its own",
+            "ValueError: different experts",
             "an optimizer of torch, and expert.average_gradients()",
         ),
         Refused(
@@ -98,12 +98,12 @@ TABLE = Table(
         ),
         Refused(
             f"mesh: {PIPELINES}; trained by: Lomo; clipping: option",
-            "ValueError: stages of the pipeline alone",
+            "ValueError: only the gradients of this rank's pipeline stages",
             "zero.shard",
         ),
         Refused(
             f"mesh: {PIPELINES}; trained by: Lomo; loss scale: fixed or dynamic",
-            "ValueError: stages of the pipeline alone",
+            "ValueError: only the gradients of this rank's pipeline stages",
             "zero.shard",
         ),
         Refused(

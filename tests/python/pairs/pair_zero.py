@@ -48,7 +48,7 @@ TABLE = Table(
             "ValueError: reduce_dtype",
             "reduce_dtype=torch.float32, the default",
         ),
-        Refused("around: fully_shard before", "ValueError: sharded already", "one of the two"),
+        Refused("around: fully_shard before", "ValueError: already sharded", "one of the two"),
         Refused(
             "stage: 1 or 2 or infinity; clipping: torch",
             r"RuntimeError: optimizer\.clip_grad_norm_",

@@ -94,7 +94,7 @@ def test_masters_are_kept(rank: int) -> None:
             ({"state": {}, "param_groups": [{"params": ["weight"]}]}, r"parameter groups of \[1\]"),
             (
                 {"state": {"bias": {"master": torch.ones(4)}}, "param_groups": groups},
-                r"rank 0: master of bias is \(4,\), and bias \(5,\)",
+                r"rank 0: master of bias must have the shape of bias, \(5,\), got \(4,\)",
             ),
             ({"state": {"other": {}}, "param_groups": groups}, r"has \['other'\], which the param"),
         ):
@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no worker": ({"dedicated": True}, "leaves no worker"),
     "staleness": ({"staleness": -1}, "a number of steps >= 0, got -1"),
     "half a step": ({"staleness": 0.5}, "a number of steps >= 0, got 0.5"),
-    "wire_dtype": ({"wire_dtype": torch.int8}, "a floating dtype"),
+    "wire_dtype": ({"wire_dtype": torch.int8}, "a floating-point dtype"),
     "loss_scale": ({"loss_scale": -1.0}, "loss_scale must be None"),
 }
 
@@ -196,21 +196,21 @@ def test_value_errors(rank: int) -> None:
         with pytest.raises(ValueError, match=text):
             ParameterServer(Net(), make, **options)
     for wrong in ([Net()], nn.ReLU):
-        with pytest.raises(TypeError, match=r"wants a model, got a (list|type)"):
+        with pytest.raises(TypeError, match=r"expected a model, got a (list|type)"):
             ParameterServer(wrong, make)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got a SGD"):
         ParameterServer(Net(), make(groups_of(Net())))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameter requires grad"):
         ParameterServer(nn.ReLU(), make)
-    with pytest.raises(ValueError, match="other parameters than it was given"):
+    with pytest.raises(ValueError, match="an optimizer of other parameters"):
         ParameterServer(Net(), lambda _: torch.optim.SGD(Net().parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="returns a torch optimizer, got a list"):
+    with pytest.raises(TypeError, match="must return a torch optimizer, got a list"):
         ParameterServer(Net(), lambda groups: groups)  # type: ignore[arg-type,return-value]
     model = Net()
     for groups, text in (
         (groups_of(model)[:1], "in no parameter group"),
-        ([*groups_of(model), *groups_of(Net())], "another's"),
-        ([{"params": [*model.parameters(), model.first.bias]}], "there twice"),
+        ([*groups_of(model), *groups_of(Net())], "one is not in the model"),
+        ([{"params": [*model.parameters(), model.first.bias]}], "or repeated"),
     ):
         with pytest.raises(ValueError, match=text):
             ParameterServer(model, make, param_groups=groups)
@@ -247,7 +247,7 @@ def test_changed_models(rank: int) -> None:
         ):
             bias, weight = model.first.bias, model.first.weight
             change()
-            with pytest.raises(ValueError, match="close\\(\\) it, and make another one"):
+            with pytest.raises(ValueError, match="close\\(\\) it, and make a new one"):
                 server.push()
             model.first.bias = bias
             weight.requires_grad_(True)

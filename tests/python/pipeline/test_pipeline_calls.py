@@ -34,16 +34,16 @@ def test_what_is_no_pipeline(rank: int) -> None:
         with pytest.raises(kind, match=message):
             make(*args, **options)
 
-    refused(TypeError, "blocks are an nn.Sequential, .*got Named", Named())
-    refused(TypeError, "block 1 is a int, not an nn.Module", [nn.Linear(8, 8), 3])
-    refused(ValueError, "there are no blocks", nn.Sequential())
+    refused(TypeError, "blocks must be an nn.Sequential, .*got Named", Named())
+    refused(TypeError, "block 1 must be an nn.Module, got a int", [nn.Linear(8, 8), 3])
+    refused(ValueError, "at least one block", nn.Sequential())
     refused(ValueError, "1 blocks are too few for 2 stages", [nn.Linear(8, 8)])
     refused(ValueError, "9 blocks are too few for 10 stages", None, "interleaved",
             num_stages_per_rank=5)  # fmt: skip
-    refused(ValueError, "block a.b would be a part of block a",
+    refused(ValueError, "name of block a.b begins with that of block a,",
             {"a": nn.Linear(8, 8), "a.b": nn.Linear(8, 8)})  # fmt: skip
-    refused(ValueError, "costs are of each block: 2 for 9 blocks", costs=[1, 2])
-    refused(ValueError, "loss_reduction is", loss_reduction="none")
+    refused(ValueError, "costs must have one element per block, got 2 for 9 blocks", costs=[1, 2])
+    refused(ValueError, "loss_reduction must be", loss_reduction="none")
     refused(ValueError, "ranks disagree on the options", num_microbatches=4 + 4 * rank)
     refused(ValueError, "ranks disagree on the parameters' shapes",
             [nn.Linear(8, 8 + rank), nn.Linear(8, 8)], costs=[1, 1])  # fmt: skip
@@ -61,13 +61,13 @@ def test_what_is_no_step(rank: int) -> None:
         with pytest.raises(kind, match=message):
             pipe.step(*args)
 
-    refused(ValueError, "12 rows of inputs do not divide into 8 micro-batches: take 8 or 16",
+    refused(ValueError, "12 rows of inputs do not divide into 8 micro-batches: use 8 or 16",
             x[:12], y[:12])  # fmt: skip
     refused(ValueError, "0 rows of inputs", x[:0], y[:0])
-    refused(ValueError, "4 rows of inputs do not divide into 8 micro-batches: take 8 rows",
+    refused(ValueError, "4 rows of inputs do not divide into 8 micro-batches: use 8 rows",
             x[:4], y)  # fmt: skip
-    refused(ValueError, "the target have 8 rows, and the inputs 16", x, y[:8])
-    refused(TypeError, "target are tensors, got a NoneType", x, None)
+    refused(ValueError, "the target have 8 rows, but the inputs 16", x, y[:8])
+    refused(TypeError, "target must be tensors, got a NoneType", x, None)
     refused(ValueError, r"stage 0 \(rank 0\) failed with float32\[2, 5\]: .*", x[:, :5], y)
     refused(ValueError, "ranks disagree on the inputs of a micro-batch", x.double() if rank else x,
             y)  # fmt: skip
@@ -103,8 +103,8 @@ def change_after_the_first_step(rank: int, change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("shape", "was the model changed after it was cut? Make a new Pipeline"),
-        ("frozen", "weights were frozen, thawed or added after the first step"),
+        ("shape", "was the model changed after the Pipeline was made? Make a new Pipeline"),
+        ("frozen", "weights were frozen, unfrozen or added after the first step"),
         ("fails", "out of memory, say"),
     ],
 )

@@ -45,19 +45,19 @@ def test_stages_that_are_not_alike() -> None:
     found = pipeline.simulate("gpipe", 2, 10, forward_us=[1, 3], backward_us=[2, 6])
     assert found.span_us == 1 + 10 * 9 + 2
     assert found.busy_us(0) == 30
-    with pytest.raises(ValueError, match="3 times for 2 stages"):
+    with pytest.raises(ValueError, match="one time per stage, got 3 for 2 stages"):
         pipeline.simulate("gpipe", 2, 10, forward_us=[1, 2, 3])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 2, 4, None), "schedule is one of gpipe, 1f1b, .*got '1f1'"),
+        (("1f1", 2, 4, None), "schedule must be one of gpipe, 1f1b, .*got '1f1'"),
         (("1f1b", 4, 2, None), 'at least as many micro-batches as ranks, 4; .*schedule="gpipe"'),
-        (("gpipe", 2, 0, None), "num_microbatches is a whole number, 1 or more; got 0"),
-        (("gpipe", 2, 2.0, None), "num_microbatches is a whole number"),
-        (("gpipe", 2, 4, 2), 'has num_stages_per_rank=1, got 2: .* schedule="interleaved"'),
-        (("zbv", 2, 4, 3), "zbv has num_stages_per_rank=2, got 3"),
+        (("gpipe", 2, 0, None), "num_microbatches must be a whole number, 1 or more; got 0"),
+        (("gpipe", 2, 2.0, None), "num_microbatches must be a whole number"),
+        (("gpipe", 2, 4, 2), 'needs num_stages_per_rank=1, got 2: .* schedule="interleaved"'),
+        (("zbv", 2, 4, 3), "zbv needs num_stages_per_rank=2, got 3"),
         (("zero-bubble", 4, 17, None), "num_microbatches to be a multiple of 4, got 17"),
     ],
 )
@@ -88,11 +88,11 @@ def test_cut_is_the_best(num_stages: int) -> None:
 def test_cuts_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="2 blocks are too few for 3 stages"):
         pipeline.cut([1, 1], 3)
-    with pytest.raises(ValueError, match="the cost of block 1 is -1"):
+    with pytest.raises(ValueError, match=r"got -1.* for block 1"):
         pipeline.cut([1, -1], 1)
-    with pytest.raises(ValueError, match="the cost of block 0 is nan"):
+    with pytest.raises(ValueError, match="got nan for block 0"):
         pipeline.cut([float("nan")], 1)
-    with pytest.raises(ValueError, match="num_stages is 1 or more, got 0"):
+    with pytest.raises(ValueError, match="num_stages must be 1 or more, got 0"):
         pipeline.cut([1], 0)
 
 

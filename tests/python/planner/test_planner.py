@@ -91,18 +91,18 @@ def test_refusals_say_why() -> None:
     ("make", "message"),
     [
         (lambda: Cluster(12), "12 gpus are not a whole number of hosts of 8"),
-        (lambda: Cluster(0), "are positive"),
+        (lambda: Cluster(0), "must be positive"),
         (lambda: Cluster(8, "tpu"), "neither a file nor one of h100, h200"),
         (lambda: Job(1000, sequence=300), "1000 tokens are not a whole number of sequences of 300"),
-        (lambda: Job(0), "tokens are positive"),
-        (lambda: Job(8, precision="fp8"), "precision: known are bf16, fp32, got 'fp8'"),  # type: ignore[arg-type]
-        (lambda: Job(8, systems=("zero4",)), "systems: known are single, ddp, .*got 'zero4'"),
-        (lambda: odd(layers=0), "layers is a positive whole number"),
+        (lambda: Job(0), "tokens must be positive"),
+        (lambda: Job(8, precision="fp8"), "precision must be one of bf16, fp32, got 'fp8'"),  # type: ignore[arg-type]
+        (lambda: Job(8, systems=("zero4",)), "systems must be one of single, ddp, .*got 'zero4'"),
+        (lambda: odd(layers=0), "layers must be a positive whole number"),
         (lambda: odd(heads=5), "4 heads of keys do not divide 5"),
         (lambda: odd(heads=12), "12 heads do not divide a width of 64"),
-        (lambda: odd(experts=2, top_k=3), "takes 1 to 2 experts"),
-        (lambda: plans_of(tp=3), "dp any, pp any, tp 3 do not make 8 gpus"),
-        (lambda: plans_of(dp=2, tp=2, pp=1), "dp 2, pp 1, tp 2 do not make 8 gpus"),
+        (lambda: odd(experts=2, top_k=3), "top_k must be 1 to 2"),
+        (lambda: plans_of(tp=3), "dp any, pp any, tp 3 do not multiply to 8 gpus"),
+        (lambda: plans_of(dp=2, tp=2, pp=1), "dp 2, pp 1, tp 2 do not multiply to 8 gpus"),
     ],
 )
 def test_bad_input(make: Any, message: str) -> None:
@@ -123,13 +123,21 @@ def test_hardware_files(tmp_path: Path) -> None:
     [
         (find_hardware, "{", "not JSON"),
         (find_hardware, "[]", "expected an object"),
-        (find_hardware, '{"like": "b100"}', "like is one of"),
+        (find_hardware, '{"like": "b100"}', "like must be one of"),
         (find_hardware, '{"like": "a100", "speed": 1}', "speed"),
-        (find_hardware, '{"like": "a100", "memory_bytes": -1}', "memory_bytes is a positive"),
-        (find_hardware, '{"like": "a100", "utilisation": 2}', "utilisation and overlap are shares"),
+        (find_hardware, '{"like": "a100", "memory_bytes": -1}', "memory_bytes must be a positive"),
+        (
+            find_hardware,
+            '{"like": "a100", "utilisation": 2}',
+            "utilisation and overlap must be fractions",
+        ),
         (find_hardware, '{"like": "a100", "peak_flops": {"bf16": 1}}', "bf16 and fp32"),
         (find_hardware, '{"memory_bytes": 1}', "missing"),
-        (find_model, '{"model_type": "bert"}', "model_type is one of gpt2, llama, .*got 'bert'"),
+        (
+            find_model,
+            '{"model_type": "bert"}',
+            "model_type must be one of gpt2, llama, .*got 'bert'",
+        ),
         (find_model, '{"model_type": "llama"}', "has no field 'num_hidden_layers'"),
     ],
 )

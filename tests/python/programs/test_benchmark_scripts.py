@@ -7,12 +7,14 @@ import subprocess
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cross_entropy
 import footprint
 import front_door
 import harness
+import llama_memory
 import lomo
 import plot
 import pytest
@@ -82,6 +84,23 @@ def test_records_of_a_script(script: str, tmp_path: Path) -> None:
     assert all(record["verified"] for record in records)
     found = [record[field] for record in records]
     assert (list(dict.fromkeys(found)) if script == "device_kernels" else found) == expected
+
+
+def test_memory_is_told_with_one_gradient_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = {
+        "max_memory_allocated": lambda device: 5000,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=4000),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    weights = [torch.zeros(n, dtype=torch.bfloat16) for n in (100, 400)]
+    found = llama_memory.memory_of(weights, True, torch.device("cuda"))
+    shares = {"one_grad_bytes": 800, "forward_bytes": 4200, "weights_share": 0.25}
+    assert found == {"peak_bytes": 5000, **shares}
+    forward = llama_memory.memory_of(weights, False, torch.device("cuda"))
+    assert (forward["one_grad_bytes"], forward["forward_bytes"]) == (0, 5000)
+    on_cpu = llama_memory.memory_of(weights, True, torch.device("cpu"))
+    assert (on_cpu["one_grad_bytes"], on_cpu["peak_bytes"]) == (800, None)
 
 
 @pytest.mark.slow
@@ -160,7 +179,8 @@ def test_cross_entropy_of_one_rank_and_two(tmp_path: Path) -> None:
     assert plot.main(["--out", str(tmp_path), str(path)]) == EXIT_OK
     assert "in place" in (tmp_path / "cross_entropy.svg").read_text(encoding="utf-8")
     records = records_of(path, f"{LOSSES} --world-size 2 --vocabularies 101 --dtypes float32")
-    assert [(r["way"], r["verified"]) for r in records] == [("ringcomm", True), ("one rank", True)]
+    assert [r["way"] for r in records] == ["ringcomm", "in place", "one rank", "copy"]
+    assert all(record["verified"] for record in records)
 
 
 def test_wrong_gradients_and_wrong_losses_are_seen(

@@ -122,7 +122,7 @@ def test_calls_that_do_nothing_are_wrong() -> None:
     [
         ("raises", "(?s)rank 1: .*on purpose"),
         ("is killed", "rank 1: .* terminated with signal SIGKILL"),
-        ("returns", "(?s)rank [02]: .*lost a rank that ended too early"),
+        ("returns", "(?s)rank [02]: .*another rank ended early"),
     ],
 )
 def test_a_rank_that_fails_is_named_and_ends_the_others(

@@ -141,9 +141,9 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     assert memory["mapped_bytes"] <= 3 * (8 << 20)  # of three pairs
     notes = "\n".join(report["notes"])
     for text in (
-        "RINGCOMM_TYPO is set, but ringcomm reads no such variable",
-        f"{tuned} has nothing about 3 ranks",
-        "tuned was 'another'",
+        "RINGCOMM_TYPO is set, but ringcomm has no such variable",
+        f"{tuned} has no entry for 3 ranks",
+        "the file was tuned with 'another'",
     ):
         assert text in notes
     assert "RINGCOMM_TUNING is set" not in notes
@@ -154,7 +154,8 @@ def test_doctor_says_why_a_group_cannot_be_made() -> None:
     """And tells the rest all the same."""
     status, out, err = run("doctor", "--world-size", "2", RINGCOMM_NUM_SLOTS="1")
     assert (status, err) == (EXIT_FAILED, "")
-    assert "the group cannot be made: rank 1: ValueError: ringcomm: num_slots is 2 to 64" in out
+    cause = "rank 1: ValueError: ringcomm: num_slots must be 2 to 64"
+    assert f"the group could not be created: {cause}" in out
     assert "cores" in out
     assert "all_reduce" not in out
 
@@ -195,7 +196,7 @@ def test_ctrl_c_keeps_numbers_of_ranks_that_are_tuned(
         cli.run(["tune", "--sizes", "1k,4k", "--json", str(path), *QUICK])
     assert path.read_text() == "of an earlier run"
     partial = tmp_path / "tuning.json.interrupted"
-    assert f"interrupted: {partial} has the numbers of ranks above" in capsys.readouterr().out
+    assert f"interrupted: {partial} has only the numbers of ranks above" in capsys.readouterr().out
     assert [world.world_size for world in tuning.load(partial).worlds] == [2]
 
 
@@ -215,13 +216,15 @@ def test_output_to_a_pipe_that_closes_and_to_a_terminal_of_ascii() -> None:
     assert "8 ? h100" in out  # for a multiplication sign
 
 
-def test_a_narrow_terminal_gets_lines_in_place_of_columns() -> None:
+def test_a_narrow_terminal_gets_lines_in_place_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal has no width of its own
     table = make_table(["op", "p50 µs", "time over ringcomm's"], "Medians.")
     table.add_row("all_reduce", "4.66", "19.2× (18.9–19.2)")
     table.add_row("all_gather", "5.25", "")
     screen = io.StringIO()
     for width in (200, 30):
-        options: Any = {"force_terminal": True, "no_color": True, "highlight": False}
+        options: Any = {"force_terminal": True, "highlight": False}
         console = Console(file=screen, width=width, **options)
         console.print(fitted(console, table))
     wide, _, narrow = screen.getvalue().partition("\nop  ")
@@ -245,23 +248,28 @@ BAD_INPUT = [
     ("", "COMMAND"),
     ("juggle", "invalid choice: 'juggle'"),
     ("bench juggle", "invalid choice: 'juggle'"),
-    ("bench all_reduce,systems", "systems is measured alone"),
+    ("bench all_reduce,systems", "systems must be the only operation"),
     ("bench all_reduce --peers nccl", "add --device cuda"),
-    ("bench all_reduce --sizes many", "'many' is not an amount: write 4096, 16k"),
-    ("bench all_reduce --peers carrier_pigeon", "knows no backend 'carrier_pigeon'"),
+    (
+        "bench all_reduce --sizes many",
+        "'many' is not a number with an optional unit, such as 4096, 16k",
+    ),
+    ("bench all_reduce --peers carrier_pigeon", "has no backend 'carrier_pigeon'"),
     ("bench all_reduce --peers gloo", "built without gloo"),
-    ("bench sendrecv --world-size 1", "two ranks at least"),
+    ("bench cross_entropy --mps", "--mps is for GPUs: add --device cuda"),
+    ("bench cross_entropy --device abacus", "this torch has no abacus device here"),
+    ("bench sendrecv --world-size 1", "at least two ranks"),
     ("tune --world-sizes 1,2", "2 to 64, got 1"),
-    ("tune --sizes 1k,1024", "2 different ones at least"),
-    ("tune --json /nowhere/tuning.json", "no folder '/nowhere'"),
+    ("tune --sizes 1k,1024", "at least 2 different sizes"),
+    ("tune --json /nowhere/tuning.json", "no such folder: '/nowhere'"),
     *((f"{line} /proc/it.png", "/proc/it.png cannot be written") for line in UNWRITABLE),
-    ("bench systems --plot it.doc", "--plot it.doc: the name ends in none of"),
+    ("bench systems --plot it.doc", "--plot it.doc: the file name must end in one of"),
     ("doctor --world-size 0", "1 to 64, got 0"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
     ("plan --gpus 8", "--model and --gpus are required"),
-    (f"{LLAMA} --memory 80", "less than the driver's 1.07 GB"),
-    (f"{LLAMA} --tokens much", "'much' is not an amount"),
-    (f"{LLAMA} --tuning no.json", "no tuning file"),
+    (f"{LLAMA} --memory 80", "less than the 1.07 GB that the driver uses"),
+    (f"{LLAMA} --tokens much", "'much' is not a number"),
+    (f"{LLAMA} --tuning no.json", "does not exist"),
     (f"{LLAMA} --top -1", "--top must not be negative"),
     *((line, "torchrun") for line in ("bench barrier --world-size 2", "tune", "doctor")),
     ("bench all_gather", "not in an installed wheel: clone ringcomm's repository"),

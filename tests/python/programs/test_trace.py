@@ -159,10 +159,10 @@ def test_steps_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for path in ("chunk 2 → 1", "2 → chunk 1 → 1", "2 → chunk 0 → 1", "2 → chunk 2 → 1"):
         assert path in text, text
     assert sum(line.endswith("2 → chunk 1") for line in lines) == 1  # the end of rank 0's ring
-    with pytest.raises(ValueError, match="no ring of call #7"):
+    with pytest.raises(ValueError, match="no ring collective of call #7"):
         steps(tmp_path / "trace.json.gz", 7)
     (tmp_path / "empty").write_text("{}")
-    with pytest.raises(ValueError, match="is no trace"):
+    with pytest.raises(ValueError, match="is not a trace"):
         steps(tmp_path / "empty")
 
 
@@ -375,7 +375,9 @@ def test_what_cannot_be_recorded_to_is_an_error(kind: str, tmp_path: Path) -> No
         expected = "PermissionError: [Errno 13] RINGCOMM_TRACE: cannot record to the folder"
     else:
         env = {"RINGCOMM_TRACE_EVENTS": "many"}
-        expected = "ValueError: the environment variable RINGCOMM_TRACE_EVENTS wants a whole number"
+        expected = (
+            "ValueError: the environment variable RINGCOMM_TRACE_EVENTS must be a whole number"
+        )
     args: dict[str, Any] = {"world_size": 1, "env": [env], "backend": None}
     (error,) = record(folder, record_to, folder, kind == "locked", **args)
     assert error.startswith(expected)

@@ -70,10 +70,10 @@ def test_ctrl_c_ends_the_program_and_leaves_a_trace(tmp_path: Path) -> None:
     [
         ("", 2, "give one of: -- COMMAND, --merge FOLDER, --steps FILE"),
         ("--merge FOLDER -- true", 2, "give one of"),
-        ("--events 1 -- true", 2, "--events is 64 to"),
+        ("--events 1 -- true", 2, "--events must be 64 to"),
         ("-o /nowhere/job.json -- true", 2, "cannot write '/nowhere/job.json'"),
         ("-o FOLDER/job.json -- /no/such/program", 2, "cannot run /no/such/program: No such file"),
-        ("-o FOLDER/job.json -- true", 1, "nothing was recorded: no rank has made a group"),
+        ("-o FOLDER/job.json -- true", 1, "nothing was recorded: no rank made a group"),
         ("-o FOLDER/job.json -- false", 1, "nothing was recorded"),
         ("-o FOLDER/job.json --merge FOLDER", 1, "nothing was recorded"),
     ],

@@ -48,19 +48,27 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     """With the file and what was expected. None removes a field."""
     file = tmp_path / "tuning.json"
     cases: list[tuple[tuple[Any, ...], Any, str]] = [
-        (("schema",), 2, "schema is 1 in files that this ringcomm reads, got 2"),
-        (("schema",), None, "no field schema"),
-        (("machine",), 5, "not what `ringcomm tune` writes"),
-        (("worlds",), [], "worlds has one entry for each"),
-        (("worlds", 1), 7, "not what `ringcomm tune` writes"),
-        (("worlds", 1, "world_size"), 2, r"worlds has one entry .* got \[2, 2\]"),
-        (("worlds", 0, "world_size"), True, "world_size is a whole number from 2 to 64, got True"),
-        (("worlds", 0, "one_shot_max_bytes"), 0, "one_shot_max_bytes is a whole number from 1"),
-        (("worlds", 0, "one_shot_max_bytes"), None, "no field one_shot_max_bytes"),
-        (("worlds", 0, "alpha_us"), -1, "alpha_us is a number from 0 to .* got -1"),
+        (("schema",), 2, "schema must be 1 for this version of ringcomm, got 2"),
+        (("schema",), None, "field schema is missing"),
+        (("machine",), 5, "not written by `ringcomm tune`"),
+        (("worlds",), [], "worlds must have one entry for each"),
+        (("worlds", 1), 7, "not written by `ringcomm tune`"),
+        (("worlds", 1, "world_size"), 2, r"worlds must have one entry .* got \[2, 2\]"),
+        (
+            ("worlds", 0, "world_size"),
+            True,
+            "world_size must be a whole number from 2 to 64, got True",
+        ),
+        (
+            ("worlds", 0, "one_shot_max_bytes"),
+            0,
+            "one_shot_max_bytes must be a whole number from 1",
+        ),
+        (("worlds", 0, "one_shot_max_bytes"), None, "field one_shot_max_bytes is missing"),
+        (("worlds", 0, "alpha_us"), -1, "alpha_us must be a number from 0 to .* got -1"),
         (("worlds", 0, "points", 1, "algorithm"), None, "missing .* 'algorithm'"),
     ]
-    texts = [(b'{"schema": 1', "not JSON"), (b"\xff\xfe", "not JSON"), (b"[1]", "not what")]
+    texts = [(b'{"schema": 1', "not JSON"), (b"\xff\xfe", "not JSON"), (b"[1]", "not written")]
     for path, value, message in cases:
         tuning.save(make_tuning(), file)
         content = json.loads(file.read_text())
@@ -192,4 +200,6 @@ def test_files_that_differ_or_are_missing_make_no_group(tmp_path: Path) -> None:
         assert "one_shot_max_bytes=1000" in text
         assert "one_shot_max_bytes=1001" in text
     for text in run_ranks(2, make_group, str(tmp_path), "no", backend=None, fresh=True):
-        assert re.match(r"FileNotFoundError: .*no tuning file .*no[01]\.json.*`ringcomm tune", text)
+        assert re.match(
+            r"FileNotFoundError: .*tuning file .*no[01]\.json.*not exist.*`ringcomm tune", text
+        )

@@ -1,16 +1,21 @@
-"""The program for a machine with a GPU: its table, what a cut run keeps, and its layouts."""
+"""The program for a machine with a GPU: its tables, what a cut run keeps, aims, and layouts."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import device_kernels
 import front_door
+import gpu_aims
 import pytest
+import torch
 import verify_gpu
 from verify_gpu import Row
 
@@ -29,7 +34,8 @@ def test_commands_are_as_their_programs_have_them(monkeypatch: pytest.MonkeyPatc
         command = os.path.expandvars(row.command).replace("${NCCL:+--nccl-library $NCCL}", "")
         words = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {command}"], text=True)
         program, *arguments = words.splitlines()
-        if program == "compute-sanitizer":
+        if program in ("compute-sanitizer", "ncu"):
+            assert program in row.needs
             program, *arguments = arguments[arguments.index("python") :]
         assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
         if program == "make":
@@ -111,3 +117,138 @@ def test_without_a_gpu_nothing_runs(
     said = capsys.readouterr().out
     assert all(name in said for name in verify_gpu.LAYOUTS)
     assert "passed" not in said
+
+
+# ---- aims
+
+AIMS = """
+## Aims
+
+| entry | records | figure | aim |
+|---|---|---|---|
+| speed, other | `backend=nccl, bytes<=64k` | `ratio.p50` | `>= 3` |
+| speed | `backend=ringcomm, mode=graph, bytes=1k` | `p50_us` | `<= 8` |
+| speed | `way=in place` | `p50_us / way=copy` | `<= 1.25` |
+| speed | `way=in place` | `extra_bytes` | `<= 1m` |
+"""
+
+
+def point(num_bytes: int, ours_us: float, nccls_us: float) -> list[dict[str, Any]]:
+    same = {"bytes": num_bytes, "mode": "graph", "verified": True}
+    ratio = {"over": "ringcomm", "p50": nccls_us / ours_us}
+    return [
+        {**same, "backend": "ringcomm", "p50_us": ours_us, "ratio": None},
+        {**same, "backend": "nccl", "p50_us": nccls_us, "ratio": ratio},
+    ]
+
+
+def judged(tmp_path: Path, entry: str, records: list[dict[str, Any]]) -> list[tuple[Any, str]]:
+    page = tmp_path / "page.md"
+    page.write_text(f"| entry |\n| speed |\n{AIMS}", encoding="utf-8")
+    verdicts = gpu_aims.judge(gpu_aims.read_aims(page), entry, records)
+    return [(verdict.is_met, verdict.text) for verdict in verdicts]
+
+
+def test_the_worst_record_is_compared_with_an_aim(tmp_path: Path) -> None:
+    records = [*point(1024, 10, 40), *point(65536, 20, 50), *point(1 << 20, 20, 20)]
+    small, latency, *others = judged(tmp_path, "speed", records)
+    assert small[0] is False
+    assert small[1].startswith("missed by 16.7%: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3,")
+    assert "found 2.5 (bytes 65536, mode graph)" in small[1]
+    assert latency[1].startswith("missed by 25.0%")
+    assert [is_met for is_met, _ in others] == [None, None]  # without a record
+    assert [is_met for is_met, _ in judged(tmp_path, "other", records[:2])] == [True]
+    assert judged(tmp_path, "nothing", records) == []
+    wrong = [{**record, "verified": False} for record in records]
+    assert {is_met for is_met, _ in judged(tmp_path, "speed", wrong)} == {None}
+
+
+def test_a_figure_is_divided_by_that_of_the_same_point(tmp_path: Path) -> None:
+    records = [
+        {"vocab_size": size, "way": way, "p50_us": us, "extra_bytes": extra}
+        for size, way, us, extra in [
+            (10, "copy", 8.0, 0),
+            (10, "in place", 10.0, 1 << 20),
+            (20, "copy", 100.0, 0),
+            (20, "in place", 110.0, None),
+        ]
+    ]
+    assert [is_met for is_met, _ in judged(tmp_path, "speed", records)[2:]] == [True, True]
+    records[0]["p50_us"] = 7.0
+    assert judged(tmp_path, "speed", records)[2][1].startswith("missed by 14.3%")
+
+
+@pytest.mark.parametrize("line", ["| a | x | y | > 3 |", "| a | x=1 | y | >= fast |"])
+def test_an_aim_that_makes_no_sense_is_shown(tmp_path: Path, line: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{AIMS}{line}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"no (aim|condition on a record): "):
+        gpu_aims.read_aims(page)
+
+
+def test_aims_are_of_rows_that_write_such_records() -> None:
+    rows = {row.name: row for row in verify_gpu.read_rows()}
+    aims = gpu_aims.read_aims(verify_gpu.PAGE)
+    assert aims
+    for aim in aims:
+        for entry in aim.entries:
+            assert ".jsonl" in rows[entry].command, entry
+            for key, _, value in (*aim.records, *filter(None, [aim.over])):
+                if key == "op":  # that the row measures
+                    assert value in rows[entry].command or entry == "kernel-sweep", entry
+
+
+def test_a_row_says_what_became_of_its_aims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify_gpu, "gpu_archs", lambda: ["90"])
+    page = tmp_path / "page.md"
+    page.write_text(f"| entry |\n| speed | what | how | 1 | | not run |\n{AIMS}")
+    out = tmp_path / "out"
+    out.mkdir()
+    old, new = (json.dumps(point(1024, 7, nccls)[1]) for nccls in (7, 28))
+    (out / "records.jsonl").write_text(f"{old}\n")
+    row = Row(
+        "speed", f"`echo '{new}' >> $OUT/records.jsonl; printf '{{' >> $OUT/cut.jsonl`", 9, ()
+    )
+    assert verify_gpu.verify([row], out, 60, page) == ({"speed": "passed"}, [])
+    said = capsys.readouterr().out
+    assert "  met: ratio.p50 of backend=nccl, bytes<=64k: aim >= 3, found 4 (" in said
+    assert said.count("no record: ") == 3
+    assert "met: ratio.p50" in (out / "verify.log").read_text(encoding="utf-8")
+    written = page.read_text()
+    assert re.search(r"passed, 20\d\d-\d\d-\d\d, aims: 1 met, 3 without a record \|\n", written)
+    assert written.endswith(AIMS)
+
+
+def test_records_of_a_file_that_is_written_anew_are_new(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.jsonl"
+    path.write_text('{"us": 1}\n{"us": 2}\n', encoding="utf-8")
+    records = gpu_aims.Records(tmp_path)
+    assert records.new() == []
+    path.write_text('{"us": 3}\n{"us": 4}\n', encoding="utf-8")
+    assert records.new() == [{"us": 3}, {"us": 4}]
+
+
+def test_gradients_are_no_extra_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an allocator that counts what a call takes, and what is left of it."""
+    state = {"now": 1000, "peak": 0}
+
+    class Result:
+        def __init__(self) -> None:
+            state["now"] += 70
+            state["peak"] = max(state["peak"], state["now"] + 5)
+
+        def __del__(self) -> None:
+            state["now"] -= 70
+
+    fakes = {
+        "synchronize": lambda device: None,
+        "reset_peak_memory_stats": lambda device: state.update(peak=state["now"]),
+        "memory_allocated": lambda device: state["now"],
+        "max_memory_allocated": lambda device: state["peak"],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert device_kernels.extra_bytes(Result, torch.device("cuda")) == 5
+    assert device_kernels.extra_bytes(Result, torch.device("cpu")) is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import importlib
 import inspect
 import os
@@ -33,6 +34,7 @@ __all__ = ["Body", "Pool", "RankFailure", "Server", "in_ranks", "make_test", "ru
 GRACE_S = 3.0
 CLOSE_TIMEOUT_S = 20.0
 MAX_LOG_CHARS = 6000
+GPU_FILE_DOOR = 1 << 20  # the byte on which every process that uses the file has a read lock
 
 
 class RankFailure(AssertionError):
@@ -147,6 +149,18 @@ class Pool:
         self._server.forget(self)
 
 
+def remove_gpu_file(path: Path) -> bool:
+    """Removes an empty file by which ranks share a GPU, and which killed ranks leave behind.
+
+    Not if processes use it, of another run of the tests perhaps: those would share the GPU no more.
+    """
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, GPU_FILE_DOOR)
+        path.unlink()
+        return True
+    return False
+
+
 class Server:
     """This process's end of the server that forks ranks, and the pools."""
 
@@ -206,9 +220,8 @@ class Server:
         open_sockets = {line.split()[-1] for line in _ringcomm_sockets()}
         left += [f"socket {name}" for name in open_sockets & self.sockets_seen]
         for path in Path("/dev/shm").glob("*ringcomm*"):
-            # Empty files by which ranks share GPUs stay behind ranks that are killed.
             if path.name.startswith("ringcomm-gpu-") and path.stat().st_size == 0:
-                path.unlink(missing_ok=True)
+                remove_gpu_file(path)
             else:
                 left.append(f"shared memory {path}")
         if not left:

@@ -105,16 +105,16 @@ def test_layers(rank: int) -> None:
     ids = torch.tensor([[0, 1, 1]])
     assert torch.equal(few(ids), table(ids))
     few(ids).sum().backward()
-    with pytest.raises(IndexError, match=r"ids are in \[0, 2\)"):
+    with pytest.raises(IndexError, match=r"ids must be in \[0, 2\)"):
         few(torch.tensor([2]))
-    with pytest.raises(ValueError, match="no whole number of units of 3"):
+    with pytest.raises(ValueError, match="must be a multiple of 3"):
         ColumnParallelLinear(10, 7, shard_multiple=3)
     with pytest.raises(ValueError, match="cannot be split"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(3, 3, sparse=True))
-    with pytest.raises(ValueError, match=r"cannot share 7 tokens evenly: pad"):
+    with pytest.raises(ValueError, match=r"cannot split 7 tokens evenly: pad"):
         tensor.reduce_from_tp(torch.zeros(1, 7, 2), sequence_dim=1)
     for layer in (part, rows, few):
-        with pytest.raises(RuntimeError, match="copy the whole ones before"):
+        with pytest.raises(RuntimeError, match="copy the layers before"):
             copy.deepcopy(layer)
 
 

@@ -219,17 +219,17 @@ def test_a_model_that_no_rank_ever_has_whole() -> None:
 @in_ranks(4)
 def test_what_cannot_be_split(rank: int) -> None:
     model = make("grouped")
-    with pytest.raises(ValueError, match="4 ranks cannot share 6 query heads over 3 key and value"):
+    with pytest.raises(ValueError, match="4 ranks cannot split 6 query heads with 3 key and value"):
         tensor_parallelize(model)
     assert isinstance(model.lm_head, nn.Linear)  # as it was
-    with pytest.raises(TypeError, match="config of Linear has no plan"):
+    with pytest.raises(TypeError, match="config of Linear has no tensor-parallel plan"):
         tensor_parallelize(nn.Linear(2, 2))
     model = tensor_parallelize(make("multi-head"), sequence_parallel=True)
-    with pytest.raises(ValueError, match="split already"):
+    with pytest.raises(ValueError, match="already tensor-parallel"):
         tensor_parallelize(model)
     with pytest.raises(ValueError, match="needs input_ids"):
         model(inputs_embeds=torch.zeros(1, 4, DIM))
-    with pytest.raises(ValueError, match="4 ranks cannot share 6 tokens evenly"):
+    with pytest.raises(ValueError, match="4 ranks cannot split 6 tokens evenly"):
         model(input_ids=torch.zeros(1, 6, dtype=torch.long))
     odd = make("multi-head")
     odd.model.layers[0].mlp.extra = nn.Linear(DIM, DIM)
@@ -244,6 +244,6 @@ def test_what_cannot_be_split(rank: int) -> None:
     with pytest.raises(ValueError, match="the embedding, a Embedding, does not compute"):
         tensor_parallelize(strange)
     dropping = tensor_parallelize(make("multi-head", attention_dropout=0.1)).train()
-    with pytest.raises(ValueError, match=r"self_attn has a dropout of 0\.1, whose masks"):
+    with pytest.raises(ValueError, match=r"self_attn has a dropout of 0\.1, and its masks"):
         dropping(**batch(0))
     dropping.eval()(**batch(0))

@@ -111,11 +111,11 @@ def test_errors(rank: int) -> None:
     net = make()
     with pytest.raises(ValueError, match="parts of the model, got another Linear"):
         WeightShards(net, units=[nn.Linear(2, 2)])
-    with pytest.raises(TypeError, match="units are modules, got int"):
+    with pytest.raises(TypeError, match="units must be modules, got int"):
         WeightShards(net, units=[3])  # type: ignore[list-item]
     assert find_shards(net.embed.weight) is None
     shards = WeightShards(net)
-    with pytest.raises(ValueError, match=r"embed.weight is sharded already"):
+    with pytest.raises(ValueError, match=r"embed.weight is already sharded"):
         WeightShards(net)
     for read in (net.state_dict, net.blocks[1].state_dict):
         with pytest.raises(RuntimeError, match=r"call ringcomm.parallel.get_state_dict"):
@@ -123,7 +123,7 @@ def test_errors(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"call ringcomm.parallel.set_state_dict"):
         net.load_state_dict({})
     state = full_weights(shards)
-    with shards.gather(), pytest.raises(RuntimeError, match="inside of gather"):
+    with shards.gather(), pytest.raises(RuntimeError, match="inside gather"):
         load_full_weights(shards, state)
     for duplicate in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(RuntimeError, match="sharded weights cannot be copied"):
@@ -132,7 +132,7 @@ def test_errors(rank: int) -> None:
         copy.deepcopy(net)
     moves: list[Any] = [net.bfloat16, lambda: net.to(torch.device("cpu", 0)), net.head.double]
     for move in moves:
-        with pytest.raises(RuntimeError, match="do that before WeightShards or offload_weights"):
+        with pytest.raises(RuntimeError, match="call these before WeightShards or offload_weights"):
             move()
     with pytest.raises(RuntimeError, match="weights of this Linear are freed: call the whole"):
         net.head(torch.ones(1, DIM))
@@ -141,7 +141,7 @@ def test_errors(rank: int) -> None:
         with pytest.raises(ValueError, match=r"\(2,\) is not a parameter of these shards"):
             call(other)
     for grad in (torch.ones(3), torch.ones(DIM).to_sparse()):
-        with pytest.raises(ValueError, match=r"gradient is dense, \(130,\) on cpu, got"):
+        with pytest.raises(ValueError, match=r"gradient must be dense, \(130,\) on cpu, got"):
             shards.reduce_scatter(net.norm.bias, grad)
     handle = net.norm.bias.register_post_accumulate_grad_hook(lambda _: shards.release_all())
     with pytest.raises(RuntimeError, match="in a backward pass"):

@@ -128,7 +128,7 @@ def test_stage_3_refuses_a_step_that_lacks_gradients(rank: int) -> None:
     before = weights(model)
     with optimizer.no_sync():
         loss_of(model, *batch(0, rank, 2)).backward()
-    with pytest.raises(RuntimeError, match=r"no_sync\(\) are not reduced at stage 3"):
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) were not reduced at stage 3"):
         optimizer.step()
     assert same(weights(model), before)
     loss_of(model, *batch(1, rank, 2)).backward()
@@ -184,13 +184,15 @@ def test_clipping_nan_is_an_error_on_all_ranks(rank: int, stage: int) -> None:
     """By the option and by the method; then steps that are right."""
     model, optimizer = make(stage, clip_grad_norm=1.0)
     before = weights(model)
-    with pytest.raises(ValueError, match="max_norm is positive"):
+    with pytest.raises(ValueError, match="max_norm must be positive"):
         optimizer.clip_grad_norm_(0)
     assert optimizer.clip_grad_norm_(1.0) == 0
     x, y = batch(0, rank, 2)
     for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)):
         loss_of(model, x, y * (float("nan") if rank == 1 else 1)).backward()
-        with pytest.raises(RuntimeError, match="norm is nan; no weight has been written"):
+        with pytest.raises(
+            RuntimeError, match="norm of the gradients is nan; no weight has been written"
+        ):
             call()
     optimizer.step()
     assert same(weights(model), before)

@@ -114,20 +114,24 @@ def test_crashes_of_weights_loads_and_steps(tmp_path: Path) -> None:
 
 
 def train_to(
-    rank: int, folder: Path, num_steps: int, resume: bool = False, dies_in: float | None = None
+    rank: int,
+    folder: Path,
+    num_steps: int,
+    resume: bool = False,
+    dies: tuple[int, float] | None = None,
 ) -> tuple[int, list[Tensor]]:
-    """With `dies_in` the process is killed so many seconds after its first step."""
+    """With `dies` the process is killed: after so many steps and so many seconds more."""
     model, optimizer = make(folder, 0, resume=resume)
     begun = optimizer.num_steps
     try:
         while optimizer.num_steps < num_steps:
             step(model, optimizer)
-            if dies_in is not None and optimizer.num_steps == begun + 1:
-                threading.Timer(dies_in, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            if dies is not None and optimizer.num_steps == begun + dies[0]:
+                threading.Timer(dies[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
         found = values(optimizer)
         optimizer.close()
     except ringcomm.RingcommError:  # the other rank was first
-        assert dies_in is not None
+        assert dies is not None
         os.kill(os.getpid(), signal.SIGKILL)
     return begun, found
 
@@ -136,7 +140,8 @@ def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
     expected = run_ranks(2, train_to, tmp_path / "whole", 40)
     draw = random.Random(2)
     for resume in (False, True):
-        arguments = tmp_path / "files", 40, resume, draw.uniform(0, 0.03)
+        dies = draw.randint(1, 8), draw.uniform(0, 0.005)
+        arguments = tmp_path / "files", 40, resume, dies
         run_ranks(2, train_to, *arguments, fresh=True, may_die=[0, 1])
     found = run_ranks(2, train_to, tmp_path / "files", 40, True)
     for (begun, mine), (_, theirs) in zip(found, expected, strict=True):

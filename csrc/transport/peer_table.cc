@@ -1,11 +1,11 @@
-#include "transport/roster.h"
+#include "transport/peer_table.h"
 
 #include <algorithm>
 #include <map>
 
 namespace ringcomm {
 
-Roster::Roster(std::vector<shm::RankRecord> records) : records_(std::move(records)) {
+PeerTable::PeerTable(std::vector<shm::RankRecord> records) : records_(std::move(records)) {
   std::map<std::string, int> known;
   for (int rank = 0; rank < world_size(); ++rank) {
     const auto [found, is_new] = known.try_emplace(record_of(rank).host_id, num_hosts());
@@ -16,13 +16,13 @@ Roster::Roster(std::vector<shm::RankRecord> records) : records_(std::move(record
   }
 }
 
-int Roster::max_ranks_on_a_host() const {
+int PeerTable::max_ranks_on_a_host() const {
   std::size_t most = 0;
   for (const std::vector<int>& ranks : hosts_) most = std::max(most, ranks.size());
   return static_cast<int>(most);
 }
 
-std::string Roster::describe() const {
+std::string PeerTable::describe() const {
   std::string text = std::to_string(num_hosts()) + (num_hosts() == 1 ? " host: " : " hosts: ");
   for (int host = 0; host < num_hosts(); ++host) {
     if (host > 0) text += ", ";

@@ -1,4 +1,4 @@
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -26,17 +26,16 @@
 namespace ringcomm::shm {
 namespace {
 
-// What a process asks for when it connects: a key, or this, to have its end of the socket kept
-// open.
+// The request of a connecting process: a key, or this one, which keeps the connection open.
 constexpr const char* kWatchRequest = "watch";
 
 constexpr std::chrono::milliseconds kAcceptRetry{10};
 constexpr std::chrono::milliseconds kLookInterval{50};
-// A peer that talks without end must not keep the hub from its other work.
+// A peer that sends without end must not block the bootstrap's other work.
 constexpr int kMaxTextsAtOnce = 16;
 
 // Null until the first group, and again in a forked child: the thread does not survive a fork.
-std::atomic<ProcessHub*> current_hub = nullptr;
+std::atomic<Bootstrap*> current_bootstrap = nullptr;
 std::mutex creation_mutex;
 
 std::string random_name() {
@@ -74,54 +73,57 @@ std::string PeerProcess::last_words() const {
 }
 
 void PeerProcess::keep_last_words(std::string words) {
-  // They become a part of error messages, in which Python wants valid text.
+  // The text becomes part of error messages, which must be valid text in Python.
   for (char& letter : words)
     if (letter < ' ' || letter > '~') letter = '?';
   const std::lock_guard lock(mutex_);
   last_words_ = std::move(words);
 }
 
-ProcessHub& ProcessHub::instance() {
-  if (ProcessHub* hub = current_hub.load(std::memory_order_acquire)) return *hub;
+Bootstrap& Bootstrap::instance() {
+  if (Bootstrap* bootstrap = current_bootstrap.load(std::memory_order_acquire)) return *bootstrap;
   const std::lock_guard lock(creation_mutex);
-  if (ProcessHub* hub = current_hub.load(std::memory_order_acquire)) return *hub;
+  if (Bootstrap* bootstrap = current_bootstrap.load(std::memory_order_acquire)) return *bootstrap;
   static std::once_flag registered;
   std::call_once(registered, [] {
-    // Held across the fork, so that the child finds the tables whole and can make a hub of its own.
+    // Held across the fork, so that the child finds consistent tables and can create its own
+    // bootstrap.
     ::pthread_atfork(
         [] {
           creation_mutex.lock();
-          if (ProcessHub* hub = current_hub.load()) hub->mutex_.lock();
+          if (Bootstrap* bootstrap = current_bootstrap.load()) bootstrap->mutex_.lock();
         },
         [] {
-          if (ProcessHub* hub = current_hub.load()) hub->mutex_.unlock();
+          if (Bootstrap* bootstrap = current_bootstrap.load()) bootstrap->mutex_.unlock();
           creation_mutex.unlock();
         },
         [] {
-          if (ProcessHub* hub = current_hub.exchange(nullptr)) hub->close_all_in_child();
+          if (Bootstrap* bootstrap = current_bootstrap.exchange(nullptr))
+            bootstrap->close_all_in_child();
           creation_mutex.unlock();
         });
   });
-  auto* hub = new ProcessHub();
-  current_hub.store(hub, std::memory_order_release);
-  return *hub;
+  auto* bootstrap = new Bootstrap();
+  current_bootstrap.store(bootstrap, std::memory_order_release);
+  return *bootstrap;
 }
 
-ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_)) {
+Bootstrap::Bootstrap() : address_(random_name()), listener_(listen_at(address_)) {
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_event_) throw_errno("eventfd");
-  // Two threads may accept (say_last_words()), of which one finds nothing.
+  // Two threads may accept (say_last_words()), and one of them then finds no connection.
   if (::fcntl(listener_.get(), F_SETFL, O_NONBLOCK) != 0) throw_errno("fcntl(O_NONBLOCK)");
   try {
-    start_background_thread("ringcomm-hub", [this] { run(); }).detach();
+    start_background_thread("ringcomm-boot", [this] { run(); }).detach();
   } catch (const std::system_error& error) {
     throw Error({.kind = ErrorKind::kSystem}, error.what());
   }
 }
 
-// Runs in a forked child, where the hub's thread is gone and the allocator may be locked: closes,
-// and frees nothing. The object itself, its mutex locked, is left behind.
-void ProcessHub::close_all_in_child() {
+// Runs in a forked child, where the bootstrap's thread does not exist and the allocator may be
+// locked. So it closes descriptors, frees nothing, and leaves the object itself with its mutex
+// locked.
+void Bootstrap::close_all_in_child() {
   listener_.reset();
   wake_event_.reset();
   for (auto& [key, fd] : offers_) fd.reset();
@@ -132,24 +134,24 @@ void ProcessHub::close_all_in_child() {
   for (UniqueFd& connection : connections_) connection.reset();
 }
 
-void ProcessHub::offer(const std::string& key, UniqueFd fd) {
+void Bootstrap::offer(const std::string& key, UniqueFd fd) {
   const std::lock_guard lock(mutex_);
   offers_[key] = std::move(fd);
 }
 
-void ProcessHub::withdraw(const std::string& key) {
+void Bootstrap::withdraw(const std::string& key) {
   const std::lock_guard lock(mutex_);
   offers_.erase(key);
 }
 
-UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
-                           std::chrono::milliseconds timeout, const std::function<void()>& look) {
+UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
+                          std::chrono::milliseconds timeout, const std::function<void()>& look) {
   const UniqueFd socket = connect_to(address);
   if (!socket) return UniqueFd();
   try {
     send_text(socket.get(), key);
   } catch (const Error&) {
-    return UniqueFd();  // it has ended since
+    return UniqueFd();  // it has ended since connect_to()
   }
   if (!look) return recv_fd(socket.get(), timeout);
   const auto deadline = deadline_after(timeout);
@@ -160,7 +162,7 @@ UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
   return recv_fd(socket.get(), std::chrono::milliseconds(0));
 }
 
-std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
+std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address) {
   {
     const std::lock_guard lock(mutex_);
     if (const auto found = watches_.find(address); found != watches_.end())
@@ -169,40 +171,40 @@ std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
   Watch watch{
       .socket = connect_to(address), .pidfd = {}, .process = std::make_shared<PeerProcess>()};
   if (!watch.socket) return nullptr;
-  watch.process->hub_address = address;
+  watch.process->bootstrap_address = address;
   watch.process->pid = credentials_of_peer(watch.socket.get()).pid;
   send_text(watch.socket.get(), kWatchRequest);
   watch.pidfd = open_pidfd(watch.process->pid);
   std::shared_ptr<PeerProcess> process;
   {
     const std::lock_guard lock(mutex_);
-    // Another thread may have been faster; its watch is as good.
+    // If another thread was faster, its watch is kept.
     process = watches_.try_emplace(address, std::move(watch)).first->second.process;
   }
   wake();
   return process;
 }
 
-void ProcessHub::say_last_words(const std::string& text) noexcept {
-  ProcessHub* hub = current_hub.load(std::memory_order_acquire);
-  if (hub == nullptr) return;
-  try {  // also those that the hub's thread has not come to
-    while (hub->accept_connection()) {
+void Bootstrap::say_last_words(const std::string& text) noexcept {
+  Bootstrap* bootstrap = current_bootstrap.load(std::memory_order_acquire);
+  if (bootstrap == nullptr) return;
+  try {  // also those that the bootstrap's thread has not accepted yet
+    while (bootstrap->accept_connection()) {
     }
   } catch (const std::exception&) {
-    // The others are told.
+    // The other connections still get the text.
   }
-  const std::lock_guard lock(hub->mutex_);
-  for (const UniqueFd& connection : hub->connections_) try_send_text(connection.get(), text);
+  const std::lock_guard lock(bootstrap->mutex_);
+  for (const UniqueFd& connection : bootstrap->connections_) try_send_text(connection.get(), text);
 }
 
-void ProcessHub::wake() {
+void Bootstrap::wake() {
   const std::uint64_t one = 1;
   if (::write(wake_event_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN)
     throw_errno("write to an eventfd");
 }
 
-void ProcessHub::run() {
+void Bootstrap::run() {
   for (;;) {
     std::vector<pollfd> entries = {{.fd = listener_.get(), .events = POLLIN, .revents = 0},
                                    {.fd = wake_event_.get(), .events = POLLIN, .revents = 0}};
@@ -210,7 +212,7 @@ void ProcessHub::run() {
     {
       const std::lock_guard lock(mutex_);
       for (const auto& [address, watch] : watches_) {
-        // poll() passes over the -1 of a pidfd that there is not.
+        // poll() skips the -1 of a missing pidfd.
         entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
         entries.push_back({.fd = watch.socket.get(), .events = POLLIN | POLLRDHUP, .revents = 0});
       }
@@ -238,8 +240,9 @@ void ProcessHub::run() {
   }
 }
 
-// Reads what a watched process says: what it said before its end is still there after it.
-void ProcessHub::listen_to(const Watch& watch) {
+// Reads what a watched process has sent. Text that it sent before its end can still be read
+// afterwards.
+void Bootstrap::listen_to(const Watch& watch) {
   try {
     std::string words;
     for (int i = 0; i < kMaxTextsAtOnce; ++i) {
@@ -248,11 +251,11 @@ void ProcessHub::listen_to(const Watch& watch) {
       watch.process->keep_last_words(words);
     }
   } catch (const std::exception&) {
-    // It may end without a word.
+    // It may end without sending a text.
   }
 }
 
-void ProcessHub::look_at_watches(const std::map<int, short>& events) {
+void Bootstrap::look_at_watches(const std::map<int, short>& events) {
   const std::lock_guard lock(mutex_);
   std::erase_if(watches_, [&](const auto& item) {
     const Watch& watch = item.second;
@@ -270,11 +273,12 @@ void ProcessHub::look_at_watches(const std::map<int, short>& events) {
   });
 }
 
-// False where there was none to take.
-bool ProcessHub::accept_connection() {
+// False if no connection is pending.
+bool Bootstrap::accept_connection() {
   UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!connection) {
-    // Out of descriptors, most likely; poll() would come back at once for as long as that lasts.
+    // Probably out of descriptors. Without the pause poll() would return immediately until one is
+    // free.
     if (errno != EAGAIN) std::this_thread::sleep_for(kAcceptRetry);
     return false;
   }
@@ -284,9 +288,10 @@ bool ProcessHub::accept_connection() {
   return true;
 }
 
-// The hub's thread has no caller to throw to: an error with a connection ends that connection.
+// The bootstrap's thread has no caller to throw to, so an error on a connection ends that
+// connection.
 
-void ProcessHub::try_accept() {
+void Bootstrap::try_accept() {
   try {
     accept_connection();
   } catch (const std::exception&) {
@@ -294,7 +299,7 @@ void ProcessHub::try_accept() {
   }
 }
 
-bool ProcessHub::try_serve(int connection) {
+bool Bootstrap::try_serve(int connection) {
   try {
     return serve(connection);
   } catch (const std::exception&) {
@@ -302,8 +307,8 @@ bool ProcessHub::try_serve(int connection) {
   }
 }
 
-// Answers one request. False when the connection is done with.
-bool ProcessHub::serve(int connection) {
+// Answers one request. False if the connection can be closed.
+bool Bootstrap::serve(int connection) {
   std::string key;
   if (!recv_text(connection, std::chrono::milliseconds(0), key) || key.empty()) return false;
   if (key == kWatchRequest) return true;

@@ -1,5 +1,5 @@
-// What is per pair of processes: memory handed over, deaths noticed. The other process is this
-// program again, started with the one test case "child: ..." that does its part.
+// The bootstrap between two processes: memory handles and the detection of deaths. The other
+// process is this program again, started with the test case "child: ..." that runs its part.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -14,7 +14,7 @@
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/shm/process_hub.h"
+#include "transport/shm/bootstrap.h"
 #include "transport/shm/shared_memory.h"
 #include "transport/shm/unix_socket.h"
 
@@ -41,20 +41,20 @@ void write_line(int fd, const std::string& line) {
   CHECK(::write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size()));
 }
 
-// The child's part: makes a hub, offers memory, reports its address, and waits to be killed.
+// The child's part: makes a bootstrap, offers memory, reports its address, and waits to be killed.
 TEST_CASE("child: offers memory until it is killed" * doctest::skip()) {
   const char* fd_text = std::getenv(kChildFd);
   if (fd_text == nullptr) return;
   UniqueFd memory = create_memfd(4096);
   SharedMemory(memory.get(), 4096).data()[0] = std::byte{77};
-  ProcessHub& hub = ProcessHub::instance();
-  hub.offer(kChildKey, std::move(memory));
-  write_line(std::atoi(fd_text), hub.address());
+  Bootstrap& bootstrap = Bootstrap::instance();
+  bootstrap.offer(kChildKey, std::move(memory));
+  write_line(std::atoi(fd_text), bootstrap.address());
   ::alarm(120);  // should the parent die
   for (;;) ::pause();
 }
 
-// A process with a hub of its own; killed at the latest when this goes.
+// A process with its own bootstrap; the destructor kills it.
 class Child {
  public:
   Child() {
@@ -95,58 +95,59 @@ class Child {
 };
 
 TEST_CASE("an offer is fetched until it is withdrawn") {
-  ProcessHub& hub = ProcessHub::instance();
+  Bootstrap& bootstrap = Bootstrap::instance();
   UniqueFd memory = create_memfd(4096);
   const int number = memory.get();
-  hub.offer("test/twice", std::move(memory));
+  bootstrap.offer("test/twice", std::move(memory));
   for (int i = 0; i < 2; ++i) {
-    const UniqueFd fd = hub.fetch(hub.address(), "test/twice", 30 * kSecond);
+    const UniqueFd fd = bootstrap.fetch(bootstrap.address(), "test/twice", 30 * kSecond);
     CHECK(size_of_memfd(fd.get()) == 4096);
   }
-  hub.withdraw("test/twice");
-  CHECK_FALSE(static_cast<bool>(hub.fetch(hub.address(), "test/twice", 30 * kSecond)));
+  bootstrap.withdraw("test/twice");
+  CHECK_FALSE(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/twice", 30 * kSecond)));
   // Closed: the number is free, or some other file's.
   CHECK((::fcntl(number, F_GETFD) < 0 || ::fcntl(number, F_GET_SEALS) < 0));
 }
 
 TEST_CASE("an offer withdrawn, and one never made, are known to be missing at once") {
-  ProcessHub& hub = ProcessHub::instance();
-  hub.offer("test/withdrawn", create_memfd(4096));
-  hub.withdraw("test/withdrawn");
-  hub.withdraw("test/withdrawn");
+  Bootstrap& bootstrap = Bootstrap::instance();
+  bootstrap.offer("test/withdrawn", create_memfd(4096));
+  bootstrap.withdraw("test/withdrawn");
+  bootstrap.withdraw("test/withdrawn");
   const auto begin = std::chrono::steady_clock::now();
   for (const char* key : {"test/withdrawn", "test/never made"})
-    CHECK_FALSE(static_cast<bool>(hub.fetch(hub.address(), key, 30 * kSecond)));
+    CHECK_FALSE(static_cast<bool>(bootstrap.fetch(bootstrap.address(), key, 30 * kSecond)));
   CHECK(std::chrono::steady_clock::now() - begin < 20 * kSecond);
-  CHECK_FALSE(static_cast<bool>(hub.fetch("ringcomm-nobody", "key", kSecond)));
+  CHECK_FALSE(static_cast<bool>(bootstrap.fetch("ringcomm-nobody", "key", kSecond)));
 }
 
-TEST_CASE("a client that hangs up, or sends nothing, leaves the hub at work") {
-  ProcessHub& hub = ProcessHub::instance();
+TEST_CASE("a client that hangs up, or sends nothing, leaves the bootstrap at work") {
+  Bootstrap& bootstrap = Bootstrap::instance();
   for (int i = 0; i < 20; ++i) {
-    const UniqueFd silent = connect_to(hub.address());
-    const UniqueFd hasty = connect_to(hub.address());
+    const UniqueFd silent = connect_to(bootstrap.address());
+    const UniqueFd hasty = connect_to(bootstrap.address());
     send_text(hasty.get(), "test/never made");
   }
-  hub.offer("test/after", create_memfd(4096));
-  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/after", std::chrono::seconds(30))));
+  bootstrap.offer("test/after", create_memfd(4096));
+  CHECK(static_cast<bool>(
+      bootstrap.fetch(bootstrap.address(), "test/after", std::chrono::seconds(30))));
 }
 
 TEST_CASE("memory of another process is fetched, and outlives it") {
   Child child;
   REQUIRE_FALSE(child.address().empty());
   const UniqueFd fd =
-      ProcessHub::instance().fetch(child.address(), kChildKey, std::chrono::seconds(30));
+      Bootstrap::instance().fetch(child.address(), kChildKey, std::chrono::seconds(30));
   child.kill_and_reap();
   CHECK(SharedMemory(fd.get(), 4096).data()[0] == std::byte{77});
 }
 
-TEST_CASE("the death of a watched process is seen, before anybody reaps it") {
-  ProcessHub& hub = ProcessHub::instance();
+TEST_CASE("the death of a watched process is detected before it is reaped") {
+  Bootstrap& bootstrap = Bootstrap::instance();
   Child child, other;
-  const std::shared_ptr<PeerProcess> process = hub.watch(child.address());
-  CHECK(hub.watch(child.address()) == process);  // one watch for all groups
-  const std::shared_ptr<PeerProcess> other_process = hub.watch(other.address());
+  const std::shared_ptr<PeerProcess> process = bootstrap.watch(child.address());
+  CHECK(bootstrap.watch(child.address()) == process);  // one watch for all groups
+  const std::shared_ptr<PeerProcess> other_process = bootstrap.watch(other.address());
   CHECK(process->pid == child.pid());
   CHECK(other_process->pid == other.pid());
   std::this_thread::sleep_for(milliseconds(20));
@@ -156,20 +157,20 @@ TEST_CASE("the death of a watched process is seen, before anybody reaps it") {
   testing::wait_until([&] { return process->is_dead.load(); }, "the death seen in 2 s",
                       milliseconds(2000));
   CHECK_FALSE(other_process->is_dead.load());
-  CHECK_FALSE(hub.watch(hub.address())->is_dead.load());
+  CHECK_FALSE(bootstrap.watch(bootstrap.address())->is_dead.load());
   child.kill_and_reap();
-  CHECK(hub.watch(child.address()) == nullptr);
+  CHECK(bootstrap.watch(child.address()) == nullptr);
 }
 
 // Here the process is its own peer, as ranks that are threads are.
 TEST_CASE("what a process says before it ends is kept, and stays printable") {
-  ProcessHub& hub = ProcessHub::instance();
-  const std::shared_ptr<PeerProcess> process = hub.watch(hub.address());
+  Bootstrap& bootstrap = Bootstrap::instance();
+  const std::shared_ptr<PeerProcess> process = bootstrap.watch(bootstrap.address());
   CHECK(process->last_words().empty());
   const auto says = [&](const std::string& words, const std::string& heard) {
     testing::wait_until(
         [&] {
-          ProcessHub::say_last_words(words);  // again: the connection may not be accepted yet
+          Bootstrap::say_last_words(words);  // again: the connection may not be accepted yet
           return process->last_words() == heard;
         },
         "the words");
@@ -178,20 +179,25 @@ TEST_CASE("what a process says before it ends is kept, and stays printable") {
   says("one\ntwo \xff", "one?two ?");
   says(std::string(1000, 'x'), std::string(256, 'x'));
   CHECK_FALSE(process->is_dead.load());
+  // Later cases use the same process and expect no last words. Texts arrive in order, so nothing is
+  // in flight after this one.
+  Bootstrap::say_last_words("end");
+  testing::wait_until([&] { return process->last_words() == "end"; }, "the end");
+  process->keep_last_words({});
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
-TEST_CASE("a forked child has a hub of its own and none of the parent's descriptors") {
-  ProcessHub& hub = ProcessHub::instance();
+TEST_CASE("a forked child has a bootstrap of its own and none of the parent's descriptors") {
+  Bootstrap& bootstrap = Bootstrap::instance();
   UniqueFd memory = create_memfd(4096);
   const int number = memory.get();
-  hub.offer("test/kept from children", std::move(memory));
+  bootstrap.offer("test/kept from children", std::move(memory));
   int ends[2] = {};
   REQUIRE(::pipe(ends) == 0);
   const pid_t pid = ::fork();
   if (pid == 0) {
     const bool has_lost_memory = ::fcntl(number, F_GETFD) < 0;
-    write_line(ends[1], (has_lost_memory ? "lost " : "kept ") + ProcessHub::instance().address());
+    write_line(ends[1], (has_lost_memory ? "lost " : "kept ") + Bootstrap::instance().address());
     ::_exit(0);
   }
   const std::string report = read_line(ends[0]);
@@ -200,8 +206,9 @@ TEST_CASE("a forked child has a hub of its own and none of the parent's descript
   ::close(ends[1]);
   CHECK(report.substr(0, 5) == "lost ");
   CHECK(report.substr(5, 9) == "ringcomm-");
-  CHECK(report.substr(5) != hub.address());
-  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/kept from children", kSecond)));
+  CHECK(report.substr(5) != bootstrap.address());
+  CHECK(
+      static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/kept from children", kSecond)));
 }
 #endif
 

@@ -9,14 +9,13 @@
 
 namespace ringcomm {
 
-/// The ranks of a group as they have told each other, and on which hosts they are. Equal on all
-/// ranks.
+/// The ranks of a group and their hosts, from the ranks' records. Equal on all ranks.
 ///
-/// Hosts are numbered in the order of their first ranks; ranks may lie on them in any order.
-class Roster {
+/// Hosts are numbered in the order of their first ranks; ranks may be on hosts in any order.
+class PeerTable {
  public:
-  /// `records` by rank, of 1 at least.
-  explicit Roster(std::vector<shm::RankRecord> records);
+  /// `records` are indexed by rank; at least one.
+  explicit PeerTable(std::vector<shm::RankRecord> records);
 
   int world_size() const { return static_cast<int>(records_.size()); }
   const shm::RankRecord& record_of(int rank) const {
@@ -30,7 +29,7 @@ class Roster {
   }
   int num_ranks_on(int host) const { return static_cast<int>(ranks_on(host).size()); }
   int host_of(int rank) const { return places_[static_cast<std::size_t>(rank)].first; }
-  /// Where `rank` stands among the ranks of its host.
+  /// The index of `rank` among the ranks of its host.
   int local_rank_of(int rank) const { return places_[static_cast<std::size_t>(rank)].second; }
   /// The first rank of a host.
   int leader_of(int host) const { return ranks_on(host).front(); }

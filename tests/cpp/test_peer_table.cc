@@ -1,4 +1,4 @@
-// Who is on which host, and what a group makes of it.
+// Ranks and their hosts, and the transport that a group chooses.
 #include <atomic>
 #include <chrono>
 #include <string>
@@ -7,7 +7,7 @@
 
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/roster.h"
+#include "transport/peer_table.h"
 #include "transport/shm/rendezvous.h"
 
 namespace {
@@ -20,34 +20,34 @@ using testing::expect_error;
 using testing::MemoryStore;
 using testing::run_threads;
 
-Roster roster_of(const std::vector<std::string>& hosts) {
+PeerTable peer_table_of(const std::vector<std::string>& hosts) {
   std::vector<shm::RankRecord> records;
   for (const std::string& host : hosts)
     records.push_back({.host_id = "id-" + host,
                        .host = host,
-                       .hub_address = {},
+                       .bootstrap_address = {},
                        .pid = 1,
                        .memory_key = {},
                        .options = {}});
-  return Roster(records);
+  return PeerTable(records);
 }
 
 TEST_CASE("ranks lie on hosts in any order") {
-  const Roster roster = roster_of({"b", "a", "b", "c", "a", "b"});
-  CHECK(roster.num_hosts() == 3);
-  CHECK(roster.ranks_on(0) == std::vector<int>{0, 2, 5});
-  CHECK(roster.ranks_on(1) == std::vector<int>{1, 4});
-  CHECK(roster.ranks_on(2) == std::vector<int>{3});
-  CHECK(roster.max_ranks_on_a_host() == 3);
-  for (int host = 0; host < roster.num_hosts(); ++host)
-    for (int local = 0; local < roster.num_ranks_on(host); ++local) {
-      const int rank = roster.ranks_on(host)[static_cast<std::size_t>(local)];
-      CHECK(roster.host_of(rank) == host);
-      CHECK(roster.local_rank_of(rank) == local);
+  const PeerTable peer_table = peer_table_of({"b", "a", "b", "c", "a", "b"});
+  CHECK(peer_table.num_hosts() == 3);
+  CHECK(peer_table.ranks_on(0) == std::vector<int>{0, 2, 5});
+  CHECK(peer_table.ranks_on(1) == std::vector<int>{1, 4});
+  CHECK(peer_table.ranks_on(2) == std::vector<int>{3});
+  CHECK(peer_table.max_ranks_on_a_host() == 3);
+  for (int host = 0; host < peer_table.num_hosts(); ++host)
+    for (int local = 0; local < peer_table.num_ranks_on(host); ++local) {
+      const int rank = peer_table.ranks_on(host)[static_cast<std::size_t>(local)];
+      CHECK(peer_table.host_of(rank) == host);
+      CHECK(peer_table.local_rank_of(rank) == local);
     }
-  CHECK(roster.leader_of(1) == 1);
-  CHECK(roster.describe() == "3 hosts: b (ranks 0 2 5), a (ranks 1 4), c (rank 3)");
-  CHECK(roster_of({"x", "x"}).describe() == "1 host: x (ranks 0 1)");
+  CHECK(peer_table.leader_of(1) == 1);
+  CHECK(peer_table.describe() == "3 hosts: b (ranks 0 2 5), a (ranks 1 4), c (rank 3)");
+  CHECK(peer_table_of({"x", "x"}).describe() == "1 host: x (ranks 0 1)");
 }
 
 shm::GroupIdentity identity(int rank, int world_size, const std::string& host,
@@ -61,9 +61,9 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
   run_threads(4, [&](int rank) {
     shm::Rendezvous rendezvous(store, identity(rank, 4, hosts[static_cast<std::size_t>(rank)]),
                                {.shared_bytes = 4096, .is_one_host = false}, testing::kBound);
-    const Roster roster = rendezvous.find_ranks();
-    expect(roster.num_hosts() == 3 && roster.ranks_on(0) == std::vector<int>{0, 2},
-           "the hosts: " + roster.describe());
+    const PeerTable peer_table = rendezvous.find_ranks();
+    expect(peer_table.num_hosts() == 3 && peer_table.ranks_on(0) == std::vector<int>{0, 2},
+           "the hosts: " + peer_table.describe());
   });
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <cstdint>
+// Parameters of the toy kernels that are there for emulated GPUs and for real ones.
 
-// Kernels for the tests of the emulator itself, and their parameters.
+#include <cstdint>
 
 namespace ringcomm::emulator {
 
@@ -30,21 +30,6 @@ struct ToyAwait {
   std::uint32_t limit_ms = 0;
   std::uint32_t* num_running = nullptr;
   std::uint32_t* num_gave_up = nullptr;
-};
-
-/// "toy_meet": every block adds one to `num_arrived`, spins until all blocks of the grid have, or
-/// for `limit_ms`, and adds one to `num_met` in the first case.
-struct ToyMeet {
-  std::uint32_t* num_arrived = nullptr;
-  std::uint32_t* num_met = nullptr;
-  std::uint32_t limit_ms = 0;
-};
-
-/// "toy_threads": each thread t of block b stores t + 1 in a slot of the block, and after sync()
-/// the first one stores their sum in sums[b].
-struct ToyThreads {
-  std::int32_t* slots = nullptr;  // num_threads of each block
-  std::int32_t* sums = nullptr;
 };
 
 }  // namespace ringcomm::emulator

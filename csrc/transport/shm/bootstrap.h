@@ -1,0 +1,105 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "transport/shm/unique_fd.h"
+
+namespace ringcomm::shm {
+
+/// Another process, watched until it ends.
+struct PeerProcess {
+  pid_t pid = -1;  ///< in this process's numbering; 0 where another pid namespace hides it
+  std::string bootstrap_address;  ///< of its Bootstrap; empty if it had ended before it was watched
+  std::atomic<bool> is_dead = false;  ///< ended, or runs another program
+
+  /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
+  bool is_stopped() const;
+
+  /// Its last report of why it ends, such as an uncaught exception, in printable ASCII. Empty if
+  /// there was none.
+  std::string last_words() const;
+  void keep_last_words(std::string words);
+
+ private:
+  mutable std::mutex mutex_;
+  std::string last_words_;
+};
+
+/// The service of this process for its peer processes, shared by all groups: it hands out memory
+/// handles over a Unix socket and detects the death of peers. It has one thread, which sleeps in
+/// poll(). It is created with the first group and never destroyed, because a thread cannot be
+/// joined safely while the process exits.
+///
+/// A peer's death is detected through a pidfd or the end of the socket, whichever comes first. The
+/// pidfd works if a forked child still holds the socket. The socket works after exec(), and if
+/// another pid namespace hides the pid.
+///
+/// All functions may be called from any thread and throw Error.
+class Bootstrap {
+ public:
+  /// The bootstrap of this process. A forked child creates its own and cannot use the parent's.
+  static Bootstrap& instance();
+
+  /// The address that peers connect to: a name in Linux's abstract socket namespace, which leaves
+  /// no file behind.
+  const std::string& address() const { return address_; }
+
+  /// Lets processes of the same user fetch `fd` under `key` until it is withdrawn.
+  void offer(const std::string& key, UniqueFd fd);
+  /// Ends an offer and closes its descriptor. Does nothing if there is no such offer.
+  void withdraw(const std::string& key);
+
+  /// Fetches what the bootstrap at `address` offers under `key`; an empty descriptor if it has no
+  /// such offer or its process has ended. `look` is called about every 50 ms until the bootstrap
+  /// answers; an exception from it ends the wait.
+  UniqueFd fetch(const std::string& address, const std::string& key,
+                 std::chrono::milliseconds timeout, const std::function<void()>& look = {});
+
+  /// Watches the process whose bootstrap is at `address`; one watch per process, shared by all
+  /// groups. Null if the process has ended.
+  std::shared_ptr<PeerProcess> watch(const std::string& address);
+
+  /// Tells the processes that watch this one why it is about to end (at most 256 bytes). Does not
+  /// wait or throw, and does nothing in a process without a bootstrap.
+  static void say_last_words(const std::string& text) noexcept;
+
+ private:
+  struct Watch {
+    UniqueFd socket;
+    UniqueFd pidfd;
+    std::shared_ptr<PeerProcess> process;
+  };
+
+  Bootstrap();
+  void run();
+  bool accept_connection();
+  void try_accept();
+  bool try_serve(int connection);
+  bool serve(int connection);
+  static void listen_to(const Watch& watch);
+  void look_at_watches(const std::map<int, short>& events);
+  void wake();
+  void close_all_in_child();
+
+  std::string address_;
+  UniqueFd listener_;
+  UniqueFd wake_event_;
+
+  // Guards the members below. Never held while a callback runs or another lock is taken, except a
+  // PeerProcess's.
+  std::mutex mutex_;
+  std::map<std::string, UniqueFd> offers_;
+  std::map<std::string, Watch> watches_;  // by address
+  std::vector<UniqueFd>
+      connections_;  // accepted; a watcher's stays open as long as this process lives
+};
+
+}  // namespace ringcomm::shm

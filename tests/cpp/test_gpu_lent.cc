@@ -1,0 +1,264 @@
+// Lent buffers, with GPU kernels on host threads: which calls access them directly, with two
+// synchronizations, and what the others do. ThreadSanitizer checks the accesses.
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/chunk_layout.h"
+#include "device/cuda/reduce_gather.h"
+#include "emulator/host_block.h"
+#include "gpu_ranks.h"
+#include "sanitizers.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::testing;
+
+constexpr int kRoot = 1;
+constexpr std::uint64_t kLentHandOvers = 2;
+
+// Two blocks per rank, with enough elements for at least four slices each.
+cuda::DeviceFacts facts_of(int world_size) {
+  return {.world_size = world_size, .min_multiprocessors = 3};
+}
+constexpr std::size_t kManyElems = 170'000;
+
+/// Whether a rank has anything for its peers.
+bool gives(OpKind op, int rank) {
+  if (op == OpKind::kBroadcast || op == OpKind::kScatter) return rank == kRoot;
+  if (op == OpKind::kGather || op == OpKind::kReduce) return rank != kRoot;
+  return true;
+}
+
+/// Synchronizations of a call in which the ranks of `lenders` lend, if it has `num_staged` without.
+std::uint64_t expected_hand_overs(OpKind op, const std::vector<bool>& lenders,
+                                  std::uint64_t num_staged) {
+  bool any_lends = false, any_keeps = false;
+  for (std::size_t rank = 0; rank < lenders.size(); ++rank) {
+    if (!gives(op, static_cast<int>(rank))) continue;
+    any_lends = any_lends || lenders[rank];
+    any_keeps = any_keeps || !lenders[rank];
+  }
+  // If some lend and some do not, all start again.
+  return !any_lends ? num_staged : any_keeps ? num_staged + 1 : kLentHandOvers;
+}
+
+/// Runs a case with every relevant choice of lenders: none, all, one, all but one.
+void run_lenders(GpuRanks& ranks, int world_size, const Case& c) {
+  CAPTURE(c.to_text());
+  std::uint64_t num_staged = 0;
+  const auto world = static_cast<std::size_t>(world_size);
+  for (const auto& [first, other] :
+       {std::array{false, false}, {true, true}, {false, true}, {true, false}}) {
+    std::vector<bool> lenders(world, other);
+    lenders[kRoot] = first;
+    const std::uint64_t before = ranks.num_hand_overs(0);
+    run_threads(world_size, [&](int rank) {
+      ranks.run_case(rank, c, false, lenders[static_cast<std::size_t>(rank)]);
+    });
+    const std::uint64_t num = ranks.num_hand_overs(0) - before;
+    if (!first && !other) {
+      num_staged = num;
+      CHECK(num_staged > kLentHandOvers);
+    }
+    // In an all_to_all in place a rank writes what its peers would read.
+    const bool lends_nothing = c.op == OpKind::kAllToAll && c.is_in_place;
+    CHECK(num == (lends_nothing ? num_staged : expected_hand_overs(c.op, lenders, num_staged)));
+  }
+}
+
+TEST_CASE("lent buffers: every op uses them if all ranks lend, and stages otherwise") {
+  for (const int world_size : {2, 3}) {
+    GpuRanks ranks(world_size, facts_of(world_size), 2);
+    std::uint32_t salt = 0;
+    for (const OpKind op :
+         {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kAllReduce, OpKind::kReduce,
+          OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
+      for (const bool is_in_place : {false, true})
+        run_lenders(ranks, world_size,
+                    {.op = op,
+                     .dtype = !reduces(op)  ? DType::kByte
+                              : is_in_place ? DType::kInt32
+                                            : DType::kBFloat16,
+                     .algorithm = op == OpKind::kAllReduce ? Algorithm::kTwoShot : Algorithm::kAuto,
+                     .root = rooted(op) ? kRoot : -1,
+                     .num_elems = kManyElems / (reduces(op) ? 2 : 1),
+                     .is_in_place = is_in_place,
+                     .salt = ++salt});
+  }
+}
+
+TEST_CASE("lent buffers: shares of different sizes, some of none") {
+  std::uint32_t salt = 0;
+  for (const int world_size : {2, 4}) {
+    GpuRanks ranks(world_size, facts_of(world_size), 2);
+    for (const std::size_t num_elems : {std::size_t{3}, std::size_t{40'000}})
+      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
+                              OpKind::kScatter, OpKind::kAllToAll})
+        for (int i = 0; i < 4; ++i) {
+          const Case c{.op = op,
+                       .dtype = reduces(op) ? DType::kBFloat16 : DType::kByte,
+                       .root = rooted(op) ? kRoot : -1,
+                       .num_elems = num_elems,
+                       .salt = ++salt,
+                       .is_uneven = true};
+          run_threads(world_size, [&](int rank) {
+            ranks.run_case(rank, c, false, /*lends=*/i < 3 || rank != 0);
+          });
+        }
+  }
+}
+
+// Sums of integers as a step of SGD with a rate of one: parameters are minus the sums.
+TEST_CASE("lent buffers: a fused update reads gradients and writes parameters where they are") {
+  constexpr int kWorldSize = 3;
+  const std::size_t num_elems = kManyElems / 2 + 1;
+  GpuRanks ranks(kWorldSize, facts_of(kWorldSize), 2);
+  for (const DType param_dtype : {DType::kFloat32, DType::kBFloat16})
+    for (const bool is_lent : {true, false}) {
+      const std::uint64_t before = ranks.num_hand_overs(0);
+      run_threads(kWorldSize, [&](int rank) {
+        const Case gradients{.num_elems = num_elems, .salt = 2};
+        CaseBuffers buffers(gradients, rank, kWorldSize);
+        std::vector<std::byte> params(num_elems * element_bytes(param_dtype));
+        void* const output = params.data();
+        ShardUpdate update{.spec = {.lr = 1, .step = 1}};
+        update.spec.optimizer = Optimizer::kSgd;
+        update.spec.param_dtype = param_dtype;
+        Collective call = buffers.call();
+        call.op = OpKind::kReduceUpdateGather;
+        call.outputs = &output;
+        call.update = &update;
+        ranks.run(rank, call, is_lent);
+        expect(ranks.control(rank).stop == 0, "a kernel that does not fail");
+        const oracle::Bytes sums = reduced(gradients, kWorldSize, 0);
+        oracle::Bytes expected;
+        for (std::size_t i = 0; i < num_elems; ++i) {
+          float sum;
+          std::memcpy(&sum, sums.data() + 4 * i, 4);
+          append_float(expected, param_dtype, 0.0F - sum);
+        }
+        expect(std::memcmp(expected.data(), params.data(), params.size()) == 0, "minus the sums");
+      });
+      CHECK((ranks.num_hand_overs(0) - before == kLentHandOvers) == is_lent);
+    }
+}
+
+// The places that a rank publishes for a call, if peers have mapped all its buffers.
+cuda::Lends lends_in(OpKind op, std::size_t num_elems, const void* const* inputs,
+                     void* const* outputs) {
+  GpuRanks ranks(2, facts_of(2), 1);
+  const Collective call{.op = op,
+                        .dtype = DType::kByte,
+                        .root = rooted(op) ? kRoot : -1,
+                        .num_elems = num_elems,
+                        .inputs = inputs,
+                        .outputs = outputs};
+  cuda::KernelCall kernel = ranks.kernel_call(0);
+  const cuda::LaunchPlan plan = ranks.plan_call(call, false, kernel);
+  cuda::find_lent_buffers(call, plan, [](const std::byte*, std::size_t) { return 7u; }, kernel);
+  return kernel.lends;
+}
+
+TEST_CASE(
+    "lent buffers: not lent if its own kernel writes them, or in calls of one synchronization") {
+  std::vector<std::byte> memory(4 * kManyElems);
+  std::byte* const begin = memory.data();
+  const void* inputs[] = {begin, begin + kManyElems};
+  const auto lends = [&](OpKind op, std::size_t num_elems, std::byte* own, std::byte* other) {
+    void* outputs[] = {own, other};
+    return lends_in(op, num_elems, inputs, outputs);
+  };
+  std::byte* const apart = begin + 2 * kManyElems;
+  CHECK(lends(OpKind::kReduceScatter, kManyElems, apart, nullptr) == cuda::Lends::kYes);
+  CHECK(lends(OpKind::kReduceScatter, kManyElems, begin, nullptr) == cuda::Lends::kYes);
+  CHECK(lends(OpKind::kReduceScatter, kManyElems, begin + 1, nullptr) == cuda::Lends::kNo);
+  CHECK(lends(OpKind::kReduceScatter, 100, apart, nullptr) == cuda::Lends::kNo);
+  CHECK(lends(OpKind::kAllGather, kManyElems, apart, apart + kManyElems) == cuda::Lends::kYes);
+  CHECK(lends(OpKind::kAllGather, kManyElems, begin, apart) == cuda::Lends::kYes);
+  CHECK(lends(OpKind::kAllGather, kManyElems, apart, begin + kManyElems / 2) == cuda::Lends::kNo);
+  CHECK(lends(OpKind::kAllGather, 100, apart, apart + 100) == cuda::Lends::kNo);
+  CHECK(lends(OpKind::kBroadcast, kManyElems, apart, nullptr) == cuda::Lends::kNothing);
+  CHECK(lends(OpKind::kAllToAll, kManyElems, apart, begin + kManyElems) == cuda::Lends::kNo);
+}
+
+TEST_CASE("lent buffers: a different call is detected before any of them is accessed") {
+  GpuRanks ranks(2, facts_of(2), 2);
+  run_threads(2, [&](int rank) {
+    const Case c{.op = OpKind::kReduceScatter,
+                 .dtype = rank == 0 ? DType::kFloat32 : DType::kInt32,
+                 .num_elems = kManyElems / 4,
+                 .salt = 2};
+    CaseBuffers buffers(c, rank, 2);
+    const oracle::Bytes before = buffers.result();
+    ranks.run(rank, buffers.call(), /*lends=*/true);
+    expect(ranks.control(rank).stop == cuda::kMismatch, "a mismatch");
+    expect(buffers.result() == before, "an output that nothing was written to");
+  });
+}
+
+TEST_CASE("lent buffers: a rank that does not arrive is a timeout that names it") {
+  for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather}) {
+    GpuRanks ranks(3, facts_of(3), 2);
+    ranks.timeout = std::chrono::milliseconds(200);
+    run_threads(2, [&](int rank) {
+      CaseBuffers buffers({.op = op, .num_elems = kManyElems / 4}, rank, 3);
+      ranks.run(rank, buffers.call(), /*lends=*/true);
+      expect(ranks.control(rank).stop == static_cast<std::uint32_t>(Stop::kTimeout), "a time-out");
+      expect(ranks.control(rank).peer == 2, "the rank that is missing");
+    });
+  }
+}
+
+/// In place of a reduction: whether what a step reads and writes is said to be what it is.
+struct HintChecker {
+  static inline std::atomic<int> num_right = 0, num_wrong = 0;
+  template <class B, class To, class Sources>
+  void operator()(B& block, const cuda::KernelCall& call, const To& outputs, const Sources& sources,
+                  std::size_t, std::size_t) const {
+    const bool is_lent = block.tables().lent.lending == cuda::Lending::kAll;
+    const auto note = [](std::uint64_t policy, cuda::Cached expected) {
+      ++(policy == cuda::cache_policy(expected) ? num_right : num_wrong);
+    };
+    for (int s = 0; s < sources.num(); ++s)
+      note(sources.policy(s), is_lent || s == call.rank ? cuda::Cached::kNo : cuda::Cached::kYes);
+    if (outputs.num() > 1)
+      note(outputs.policy_of_others(), is_lent ? cuda::Cached::kNo : cuda::Cached::kYes);
+  }
+};
+
+template <cuda::ReduceShape kShape>
+void check_hints(const void* parameter, emulator::BlockContext& context) {
+  const auto& call = *static_cast<const cuda::KernelCall*>(parameter);
+  using Block = emulator::HostBlock;
+  Block block(call, context, *static_cast<Block::Shared*>(context.shared));
+  const HintChecker owner;
+  cuda::run_collective<cuda::ReduceGather<kShape, HintChecker, Block>>(block, call, 4, 4, owner);
+}
+
+TEST_CASE("lent: what users have is loaded evict-first, and what is staged is not") {
+  constexpr int kWorldSize = 3;
+  using cuda::KernelCall, cuda::ReduceShape;
+  const emulator::Kernel kAllReduce{"", sizeof(KernelCall), check_hints<ReduceShape::kAllReduce>};
+  const emulator::Kernel kScatter{"", sizeof(KernelCall), check_hints<ReduceShape::kReduceScatter>};
+  HintChecker::num_right = HintChecker::num_wrong = 0;
+  GpuRanks ranks(kWorldSize, facts_of(kWorldSize), 2);
+  for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduceScatter}) {
+    ranks.kernel_of_tests = op == OpKind::kAllReduce ? &kAllReduce : &kScatter;
+    const Case c{.op = op, .dtype = DType::kFloat32, .num_elems = 50'000};
+    for (const int num_lenders : {0, kWorldSize, 1})
+      run_threads(kWorldSize, [&](int rank) {
+        CaseBuffers buffers(c, rank, kWorldSize);
+        ranks.run(rank, buffers.call(), rank < num_lenders);
+        expect(ranks.control(rank).stop == 0, "a kernel that does not give up");
+      });
+  }
+  CHECK(HintChecker::num_right > 100);
+  CHECK(HintChecker::num_wrong == 0);
+}
+
+}  // namespace

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <bitset>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+
+namespace ringcomm::emulator {
+
+/// Makes the plain accesses of a block take effect as late as a GPU allows: a store reaches memory
+/// when a thread of the block releases or the block ends, and loaded data is not loaded again
+/// before a thread of the block acquires. Threads of a block see each other's stores at once.
+class BlockCache {
+ public:
+  virtual ~BlockCache() = default;
+  void load(void* to, const void* from, std::size_t num_bytes);
+  void store(void* to, const void* from, std::size_t num_bytes);
+  void acquire();
+  /// When a thread of the block releases, and when the block ends.
+  virtual void write_back();
+
+  /// The cache of this thread's block; null if plain accesses take effect at once.
+  static inline thread_local BlockCache* current = nullptr;
+
+ private:
+  static constexpr std::size_t kLineBytes = 16;
+  struct Line {
+    std::byte bytes[kLineBytes];
+    std::bitset<kLineBytes> is_known;
+  };
+  using Lines = std::unordered_map<std::uintptr_t, Line>;  // by address / kLineBytes
+
+  std::mutex mutex_;
+  Lines stored_;
+  Lines loaded_;
+};
+
+template <class P>
+P load_plain(const void* from) {
+  if (BlockCache::current == nullptr) return *static_cast<const P*>(from);
+  P value;
+  BlockCache::current->load(&value, from, sizeof value);
+  return value;
+}
+template <class P>
+void store_plain(void* to, const P& value) {
+  if (BlockCache::current == nullptr)
+    *static_cast<P*>(to) = value;
+  else
+    BlockCache::current->store(to, &value, sizeof value);
+}
+
+}  // namespace ringcomm::emulator
+
+// Plain accesses of kernels, in device/cuda/memory.h.
+#define RINGCOMM_HOST_LOAD(P, from) ::ringcomm::emulator::load_plain<P>(from)
+#define RINGCOMM_HOST_STORE(P, to, value) ::ringcomm::emulator::store_plain<P>(to, value)

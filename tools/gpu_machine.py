@@ -1,0 +1,102 @@
+"""Builds and tests ringcomm in the environment of a machine with GPUs, as far as one can be had.
+
+That is Python 3.12, torch 2.11 for CUDA 13 and the Triton that it names; the extension has the
+kernels' images for sm_90. Nothing runs on a GPU: tests of GPUs run over the emulator, Triton's
+kernels are interpreted, and tools/verify_gpu.py ends at its first look for a GPU.
+
+The environment (8 GB of disk, 3 GB to download) and a copy of the files that git knows or does not
+ignore are kept in .cache/gpu-machine, so that another run compiles what changed.
+
+Usage: python tools/gpu_machine.py [PYTEST ARGS...]     (default: tests of devices and operators)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import buildconfig
+from buildconfig import ROOT
+
+HOME = ROOT / ".cache" / "gpu-machine"
+PYTHON = "3.12"
+TORCH = "torch==2.11.*"
+OF_TORCH = ("triton", "setuptools")  # whose versions torch names
+ARCHS = "90"
+TESTS = ["-m", "not slow", "tests/python/device", "tests/python/ops", "tests/python/backend"]
+
+
+def find_python() -> str | None:
+    """A Python of that version that can make environments; one of pyenv need not be chosen."""
+    found = shutil.which(f"python{PYTHON}")
+    places = [Path(found)] if found else []
+    for path in os.environ["PATH"].split(os.pathsep):
+        if Path(path).name == "shims":
+            places += sorted(Path(path).parent.glob(f"versions/{PYTHON}*/bin/python"))
+    for place in places:
+        command = [str(place), "-c", "import ensurepip, venv"]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            return str(place)
+    return None
+
+
+def copy_sources(target: Path) -> None:
+    """Copies what has changed, with its time, and removes what is gone."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    for name in sorted(names):
+        source, copy = ROOT / name, target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if not copy.exists() or copy.stat().st_mtime != source.stat().st_mtime:
+            shutil.copy2(source, copy)
+    known = target.parent / "copied"
+    for name in known.read_text(encoding="utf-8").split("\0") if known.exists() else []:
+        if name and name not in names:
+            (target / name).unlink(missing_ok=True)
+    known.write_text("\0".join(sorted(names)), encoding="utf-8")
+
+
+def requirements() -> list[str]:
+    """What builds and tests ringcomm, with the Triton and setuptools that torch names."""
+    found = [TORCH, "setuptools"]
+    for name in ("build", "test"):
+        text = (ROOT / "tools" / f"requirements-{name}.txt").read_text(encoding="utf-8")
+        lines = [line.split("#")[0].strip() for line in text.splitlines()]
+        found += [line for line in lines if line and not line.startswith(OF_TORCH)]
+    return found
+
+
+def main() -> int:
+    """0 where all passes, or where an environment cannot be had, which the last line says."""
+    python, nvcc = find_python(), buildconfig.find_nvcc()
+    if python is None or nvcc is None:
+        missing = f"Python {PYTHON} with venv" if python is None else "nvcc"
+        print(f"[gpu-machine] SKIPPED: there is no {missing} here")
+        return 0
+    venv, source = HOME / "venv", HOME / "source"
+    own = str(venv / "bin" / "python")
+    if not Path(own).exists():
+        subprocess.run([python, "-m", "venv", str(venv)], check=True)
+    pip = [own, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    if subprocess.run([*pip, *requirements()], check=False).returncode != 0:
+        print("[gpu-machine] SKIPPED: pip could not install torch 2.11")
+        return 0
+    copy_sources(source)
+    env = os.environ | {"RINGCOMM_CUDA": "1", "RINGCOMM_CUDA_ARCHS": ARCHS}
+    env["PATH"] = f"{venv / 'bin'}{os.pathsep}{env['PATH']}"
+    build = [*pip, "--no-build-isolation", "--no-deps", "-e", "."]
+    arguments = sys.argv[1:] or TESTS
+    for command in (build, [own, "-m", "pytest", "-q", *arguments], [own, "tools/verify_gpu.py"]):
+        print(f"[gpu-machine] {' '.join(command[1:])}", flush=True)
+        status = subprocess.run(command, cwd=source, env=env, check=False).returncode
+        if status != 0:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
