@@ -37,7 +37,8 @@ class Options:
         transport: "shm" (shared memory, for ranks on one host) or "p2p" (messages of another
             backend). None uses shared memory inside each host, and messages between hosts.
         p2p_backend: the backend for messages: "gloo", or another one registered with
-            torch.distributed that supports CPU tensors.
+            torch.distributed that supports CPU tensors. For tensors of a device that it supports,
+            it must have all_to_all, all_gather_into_tensor and broadcast as well.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
     """
 

@@ -9,18 +9,19 @@
 
 namespace ringcomm {
 
-/// The collectives as batches of sends and receives, and reductions between them, all in the order
-/// of the current stream. The algorithms are those of collectives/messages, without envelopes:
-/// nothing can be looked at before it is received.
+/// Collectives of device tensors over another backend, all in the order of the current stream.
+///
+/// The ring is this library's own. All else moves bytes by the backend's collectives, which know
+/// its network, and reduces here: so all types have the sums of the CPU, in the order of the ranks.
 
-/// Every rank sends its whole buffer to all ranks; each reduces everything.
+/// Every rank gets the whole buffers of all, and reduces everything.
 void device_one_shot_all_reduce(DeviceEngine& engine, const Collective& call);
-void device_direct_reduce_scatter(DeviceEngine& engine, const Collective& call,
-                                  const MessageShares& shares);
+/// Every rank gets the inputs of its chunk, and reduces them.
+void device_reduce_scatter(DeviceEngine& engine, const Collective& call,
+                           const MessageShares& shares);
 /// This rank's own chunk is already in its output.
-void device_direct_all_gather(DeviceEngine& engine, const MessageShares& shares);
-void device_direct_reduce(DeviceEngine& engine, const Collective& call);
-void device_direct_broadcast(DeviceEngine& engine, const Collective& call);
+void device_all_gather(DeviceEngine& engine, const MessageShares& shares);
+void device_broadcast(DeviceEngine& engine, const Collective& call);
 void device_gather(DeviceEngine& engine, const Collective& call);
 void device_scatter(DeviceEngine& engine, const Collective& call);
 /// May be in place.
@@ -34,10 +35,6 @@ struct DeviceRingParts {
 };
 void device_ring(DeviceEngine& engine, const Collective& call, const CallHeader& header,
                  const MessageShares& shares, DeviceRingParts parts);
-
-/// In slices from rank to rank: from the root to the one before it, or the other way to the root.
-void device_chain_broadcast(DeviceEngine& engine, const Collective& call, const CallHeader& header);
-void device_chain_reduce(DeviceEngine& engine, const Collective& call, const CallHeader& header);
 
 /// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: by ringcomm's
 /// kernel where it has one for the device, and by torch's operators where not.

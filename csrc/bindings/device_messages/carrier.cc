@@ -48,20 +48,20 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
                    [this] { engine_.abort(); });
     watch_->note_call(nullptr, false);  // what follows waits for all
   }
+  if (world_size == 1) return;
   // NCCL connects two ranks at their first message, and blocks the host until both have arrived. So
   // this happens here, where all ranks arrive, and not in a call of some ranks only.
   const at::AutoDispatchBelowADInplaceOrView unseen;
-  std::vector<void*> words;
-  std::byte* word = world_size > 1 ? engine_.stage(static_cast<std::size_t>(world_size)) : nullptr;
-  for (int peer = 0; peer < world_size; ++peer) words.push_back(word + peer);
-  const void* own = word + group.rank;
-  if (world_size == 1) return;
   try {
     in_order([&] {
-      device_direct_all_gather(engine_, gathered_shares(engine_, {.op = OpKind::kAllGather,
-                                                                  .num_elems = 1,
-                                                                  .inputs = &own,
-                                                                  .outputs = words.data()}));
+      const auto num_ranks = static_cast<std::size_t>(world_size);
+      std::byte* bytes = engine_.stage(2 * num_ranks);
+      DeviceEngine::Parts sent, received;
+      for (std::size_t peer = 0; peer < num_ranks; ++peer) {
+        sent.push_back({bytes + peer, 1});
+        received.push_back({bytes + num_ranks + peer, 1});
+      }
+      engine_.wait(engine_.all_to_all(sent, received));
     });
   } catch (...) {
     engine_.abort();
@@ -94,7 +94,7 @@ bool MessageDeviceCarrier::may_have_given_up() const noexcept {
 
 void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
-  if (engine_.world_size() > 1)
+  if (engine_.world_size() > 1 && call.op != OpKind::kBroadcast)
     plan_message_collective(engine_.world_size(), call, options_, header);
 }
 
@@ -121,22 +121,19 @@ void MessageDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
 
 void MessageDeviceCarrier::run(const Collective& call, const CallHeader& header) {
   if (engine_.world_size() == 1) return run_alone(call);
-  const bool is_ring = header.algorithm == Algorithm::kRing;
   switch (call.op) {
     case OpKind::kBarrier:
       return device_barrier(engine_);
     case OpKind::kAllReduce:
       return all_reduce(call, header);
     case OpKind::kReduce:
-      return is_ring ? device_chain_reduce(engine_, call, header)
-                     : device_direct_reduce(engine_, call);
+      return reduce(call);
     case OpKind::kReduceScatter:
       return reduce_scatter(call, header);
     case OpKind::kAllGather:
       return all_gather(call, header);
     case OpKind::kBroadcast:
-      return is_ring ? device_chain_broadcast(engine_, call, header)
-                     : device_direct_broadcast(engine_, call);
+      return device_broadcast(engine_, call);
     case OpKind::kGather:
       return device_gather(engine_, call);
     case OpKind::kScatter:
@@ -164,12 +161,12 @@ void MessageDeviceCarrier::all_reduce(const Collective& call, const CallHeader& 
   if (is_ring && !options_.is_rank_ordered)
     return device_ring(engine_, call, header, shares,
                        {.has_reduce_scatter = true, .has_all_gather = true});
-  device_direct_reduce_scatter(engine_, call, shares);
+  device_reduce_scatter(engine_, call, shares);
   if (is_ring)
     device_ring(engine_, call, header, shares,
                 {.has_reduce_scatter = false, .has_all_gather = true});
   else
-    device_direct_all_gather(engine_, shares);
+    device_all_gather(engine_, shares);
 }
 
 void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHeader& header) {
@@ -179,7 +176,7 @@ void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHead
     device_ring(engine_, call, header, shares,
                 {.has_reduce_scatter = true, .has_all_gather = false});
   else
-    device_direct_reduce_scatter(engine_, call, shares);
+    device_reduce_scatter(engine_, call, shares);
 }
 
 void MessageDeviceCarrier::all_gather(const Collective& call, const CallHeader& header) {
@@ -188,42 +185,68 @@ void MessageDeviceCarrier::all_gather(const Collective& call, const CallHeader& 
     device_ring(engine_, call, header, shares,
                 {.has_reduce_scatter = false, .has_all_gather = true});
   else
-    device_direct_all_gather(engine_, shares);
+    device_all_gather(engine_, shares);
+}
+
+// This rank's chunk of the buffers of all ranks.
+void MessageDeviceCarrier::reduce_own_chunk(const Collective& call, void* reduced) {
+  const ChunkLayout layout(call.num_elems, engine_.world_size());
+  std::vector<const void*> inputs;
+  std::vector<std::size_t> num_elems;
+  for (int peer = 0; peer < engine_.world_size(); ++peer) {
+    const ElemRange chunk = layout.chunk(peer);
+    inputs.push_back(at(call.inputs[0], chunk.begin_elems, element_bytes(call.dtype)));
+    num_elems.push_back(chunk.num_elems);
+  }
+  run_planned({.op = OpKind::kReduceScatter,
+               .dtype = call.dtype,
+               .reduction = call.reduction,
+               .num_elems = layout.chunk(engine_.rank()).num_elems,
+               .inputs = inputs.data(),
+               .outputs = &reduced,
+               .input_elems = num_elems.data()});
+}
+
+// Fills a buffer with the chunks of all ranks: on every rank, or on the root of a gather.
+void MessageDeviceCarrier::collect_chunks(Collective call, const void* own, void* buffer) {
+  const ChunkLayout layout(call.num_elems, engine_.world_size());
+  std::vector<void*> outputs;
+  std::vector<std::size_t> num_elems;
+  for (int peer = 0; peer < engine_.world_size(); ++peer) {
+    const ElemRange chunk = layout.chunk(peer);
+    outputs.push_back(at(buffer, chunk.begin_elems, element_bytes(call.dtype)));
+    num_elems.push_back(chunk.num_elems);
+  }
+  call.num_elems = layout.chunk(engine_.rank()).num_elems;
+  call.inputs = &own;
+  call.outputs = outputs.data();
+  call.output_elems = num_elems.data();
+  run_planned(call);
+}
+
+// A reduce_scatter, and a gather of the chunks.
+void MessageDeviceCarrier::reduce(const Collective& call) {
+  const ElemRange own = ChunkLayout(call.num_elems, engine_.world_size()).chunk(engine_.rank());
+  const std::size_t bytes = element_bytes(call.dtype);
+  const bool is_root = engine_.rank() == call.root;
+  void* const reduced =
+      is_root ? at(call.outputs[0], own.begin_elems, bytes) : engine_.stage(own.num_elems * bytes);
+  reduce_own_chunk(call, reduced);
+  collect_chunks(
+      {.op = OpKind::kGather, .dtype = call.dtype, .root = call.root, .num_elems = call.num_elems},
+      reduced, call.outputs[0]);
 }
 
 // A reduce_scatter, the update, and an all_gather.
 void MessageDeviceCarrier::reduce_update_gather(const Collective& call) {
-  const int world_size = engine_.world_size();
-  const std::size_t grad_bytes = element_bytes(call.dtype);
+  const ElemRange own = ChunkLayout(call.num_elems, engine_.world_size()).chunk(engine_.rank());
   const DType param_dtype = call.update->spec.param_dtype;
-  const ChunkLayout layout(call.num_elems, world_size);
-  const ElemRange own = layout.chunk(engine_.rank());
-  std::vector<const void*> grads;
-  std::vector<void*> params;
-  std::vector<std::size_t> chunk_elems;
-  for (int peer = 0; peer < world_size; ++peer) {
-    const ElemRange chunk = layout.chunk(peer);
-    grads.push_back(at(call.inputs[0], chunk.begin_elems, grad_bytes));
-    params.push_back(at(call.outputs[0], chunk.begin_elems, element_bytes(param_dtype)));
-    chunk_elems.push_back(chunk.num_elems);
-  }
-  void* const reduced = engine_.stage(own.num_elems * grad_bytes);
-  run_planned({.op = OpKind::kReduceScatter,
-               .dtype = call.dtype,
-               .reduction = call.reduction,
-               .num_elems = own.num_elems,
-               .inputs = grads.data(),
-               .outputs = &reduced,
-               .input_elems = chunk_elems.data()});
-  void* const own_params = params[static_cast<std::size_t>(engine_.rank())];
-  update_.run(call, reduced, own_params, own.num_elems);
-  const void* const gathered = own_params;
-  run_planned({.op = OpKind::kAllGather,
-               .dtype = param_dtype,
-               .num_elems = own.num_elems,
-               .inputs = &gathered,
-               .outputs = params.data(),
-               .output_elems = chunk_elems.data()});
+  void* const reduced = engine_.stage(own.num_elems * element_bytes(call.dtype));
+  reduce_own_chunk(call, reduced);
+  void* const params = at(call.outputs[0], own.begin_elems, element_bytes(param_dtype));
+  update_.run(call, reduced, params, own.num_elems);
+  collect_chunks({.op = OpKind::kAllGather, .dtype = param_dtype, .num_elems = call.num_elems},
+                 params, call.outputs[0]);
 }
 
 // In a group of one every output is its input, or that updated.

@@ -12,9 +12,9 @@
 
 namespace ringcomm {
 
-/// Collectives of device tensors over the sends and receives of another backend, for ranks that
-/// cannot map each other's memory. The messages have no headers; the hosts compare headers
-/// separately (header_check.h).
+/// Collectives of device tensors over another backend, for ranks that cannot map each other's
+/// memory: the ring over its sends and receives, all else over its collectives. The messages have
+/// no headers; the hosts compare headers separately (header_check.h).
 class MessageDeviceCarrier final : public DeviceCarrier {
  public:
   /// `backend` as for DeviceEngine. Collective over the group.
@@ -36,7 +36,10 @@ class MessageDeviceCarrier final : public DeviceCarrier {
   void all_reduce(const Collective& call, const CallHeader& header);
   void reduce_scatter(const Collective& call, const CallHeader& header);
   void all_gather(const Collective& call, const CallHeader& header);
+  void reduce(const Collective& call);
   void reduce_update_gather(const Collective& call);
+  void reduce_own_chunk(const Collective& call, void* reduced);
+  void collect_chunks(Collective call, const void* own, void* buffer);
   void run_alone(const Collective& call);
   template <class Body>
   std::uint64_t in_order(const Body& body);

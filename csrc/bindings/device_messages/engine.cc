@@ -77,22 +77,55 @@ DeviceEngine::Works DeviceEngine::start(const std::vector<Message>& messages) {
   return works;
 }
 
-DeviceEngine::Batch DeviceEngine::post() {
-  Batch batch;
-  const std::vector<Message> messages = std::exchange(next_, {});
-  if (messages.empty()) return batch;
+// Starts without the lock: a backend may wait there until a peer connects, which abort() must end.
+template <class Start>
+DeviceEngine::Batch DeviceEngine::begin(const Start& start) {
   {
     const std::lock_guard lock(mutex_);
     if (is_aborted_)
       throw Error({.kind = ErrorKind::kAborted, .rank = rank_},
                   "ringcomm: the messages of this group's device tensors have been aborted");
   }
-  // Without the lock: a backend may wait here until a peer connects, which abort() must end.
-  Works works = start(messages);
+  Works works = start();
+  Batch batch;
   const std::lock_guard lock(mutex_);
   batch.place = posted_.insert(posted_.end(), std::move(works));
   batch.is_posted = true;
   return batch;
+}
+
+DeviceEngine::Batch DeviceEngine::post() {
+  const std::vector<Message> messages = std::exchange(next_, {});
+  if (messages.empty()) return {};
+  return begin([&] { return start(messages); });
+}
+
+DeviceEngine::Batch DeviceEngine::all_to_all(const Parts& sent, const Parts& received) {
+  std::vector<at::Tensor> inputs, outputs;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const auto place = static_cast<std::size_t>(peer);
+    inputs.push_back(bytes(sent[place].data, sent[place].num_bytes));
+    outputs.push_back(bytes(received[place].data, received[place].num_bytes));
+    if (peer != rank_) sent_bytes_ += sent[place].num_bytes;
+  }
+  return begin([&] { return Works{backend_->alltoall(outputs, inputs)}; });
+}
+
+DeviceEngine::Batch DeviceEngine::all_gather(const void* input, std::size_t num_bytes,
+                                             void* output) {
+  const auto num_ranks = static_cast<std::size_t>(world_size_);
+  at::Tensor from = bytes(const_cast<void*>(input), num_bytes);
+  at::Tensor to = bytes(output, num_ranks * num_bytes);
+  sent_bytes_ += (num_ranks - 1) * num_bytes;
+  return begin([&] { return Works{backend_->_allgather_base(to, from)}; });
+}
+
+DeviceEngine::Batch DeviceEngine::broadcast(void* data, std::size_t num_bytes, int root) {
+  std::vector<at::Tensor> tensors{bytes(data, num_bytes)};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  if (rank_ == root) sent_bytes_ += static_cast<std::size_t>(world_size_ - 1) * num_bytes;
+  return begin([&] { return Works{backend_->broadcast(tensors, options)}; });
 }
 
 void DeviceEngine::wait(Batch& batch) {

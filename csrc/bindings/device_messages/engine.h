@@ -15,12 +15,14 @@
 
 namespace ringcomm {
 
-/// Sends and receives of device tensors by another backend of torch.distributed, in batches.
+/// Messages and collectives of device tensors by another backend of torch.distributed, in batches:
+/// sends and receives that progress together, or one collective.
 ///
 /// Requirements for the backend: operations start after the work of the current stream at the call,
-/// in the order of the calls. Work::wait() makes the current stream wait, not the host. Operations
-/// between startCoalescing() and endCoalescing() progress together in any order; without coalescing
-/// none of them may wait for another.
+/// in the order of the calls. Work::wait() makes the current stream wait, not the host. Sends and
+/// receives between startCoalescing() and endCoalescing() progress together in any order; without
+/// coalescing none of them may wait for another. It has alltoall, _allgather_base and broadcast of
+/// bytes; parts of alltoall may differ in size and have no bytes.
 ///
 /// Why this cannot deadlock: all ranks post the batches of a collective in the same order, and the
 /// batches of a message's two ends depend on earlier batches only.
@@ -42,6 +44,13 @@ class DeviceEngine {
     bool is_posted = false;
   };
 
+  /// What one rank sends or receives in a collective; of no bytes where it has no part.
+  struct Part {
+    void* data = nullptr;
+    std::size_t num_bytes = 0;
+  };
+  using Parts = std::vector<Part>;  ///< by rank
+
   /// `backend` is for these messages alone; null in a group of one.
   DeviceEngine(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
                c10::Device device, Cut cut);
@@ -58,10 +67,19 @@ class DeviceEngine {
   /// size. Messages of a pair arrive in their order.
   void send(const void* data, std::size_t num_bytes, int peer, int tag = 0);
   void recv(void* data, std::size_t num_bytes, int peer, int tag = 0);
-  /// Throws Error once aborted.
+  /// Throws Error once aborted, as the collectives do.
   Batch post();
+
+  /// A collective of the backend, which all ranks of the group call; a batch of its own.
+  Batch all_to_all(const Parts& sent, const Parts& received);
+  /// `output` has room for the inputs of all ranks; this rank's may be in its place there.
+  Batch all_gather(const void* input, std::size_t num_bytes, void* output);
+  /// From the root's `data` to that of the other ranks.
+  Batch broadcast(void* data, std::size_t num_bytes, int root);
+
   /// Afterwards the current stream has the data, and the buffers of sends may be reused.
   void wait(Batch& batch);
+  void wait(Batch&& batch) { wait(batch); }
   void post_and_wait();
 
   /// Memory of the current stream until finish(). The device's allocator reuses it for later work
@@ -75,7 +93,7 @@ class DeviceEngine {
   /// kept.
   void abandon();
 
-  /// Bytes that were sent since the last finish().
+  /// Bytes that were sent since the last finish(): in a collective, those that other ranks get.
   std::uint64_t sent_bytes() const { return sent_bytes_; }
 
   /// The works of the messages since the last call.
@@ -94,6 +112,8 @@ class DeviceEngine {
     int tag;
   };
 
+  template <class Start>
+  Batch begin(const Start& start);
   Works start(const std::vector<Message>& messages);
   at::Tensor bytes(void* data, std::size_t num_bytes) const;
 
@@ -112,24 +132,5 @@ class DeviceEngine {
   std::mutex mutex_;                      // guards the rest
   std::list<Works> posted_;               // and not waited for
 };
-
-/// `finish(k)` for pieces 0 to num_pieces - 1, each after `post(k)`, with the next piece on its way
-/// meanwhile: pieces k and k + 1 must use different memory.
-template <class Post, class Finish>
-void in_pieces(DeviceEngine& engine, std::size_t num_pieces, const Post& post,
-               const Finish& finish) {
-  DeviceEngine::Batch batches[2];
-  const auto start = [&](std::size_t piece) {
-    if (piece >= num_pieces) return;
-    post(piece);
-    batches[piece % 2] = engine.post();
-  };
-  start(0);
-  for (std::size_t piece = 0; piece < num_pieces; ++piece) {
-    start(piece + 1);
-    engine.wait(batches[piece % 2]);
-    finish(piece);
-  }
-}
 
 }  // namespace ringcomm

@@ -180,7 +180,8 @@ class P2pWork final : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-/// Sends and receives of tensors of emulated GPUs, "emup2p": NCCL's as far as its users can tell.
+/// Sends, receives and some collectives of tensors of emulated GPUs, "emup2p": NCCL's as far as its
+/// users can tell.
 ///
 /// Calls return at once. Messages run on the group's own stream of the device, which waits for what
 /// the current stream was given before; Work::wait() makes the current stream wait. A send's stream
@@ -206,13 +207,44 @@ class EmulatedP2p final : public c10d::Backend {
     TORCH_CHECK(coalesced_.has_value(), "emup2p: endCoalescing() without startCoalescing()");
     Batch batch = std::move(*coalesced_);
     coalesced_.reset();
-    return batch.messages.empty() ? nullptr : submit(std::move(batch), c10d::OpType::COALESCED);
+    if (batch.messages.empty()) return nullptr;
+    const c10::Device device = batch.tensors.front().device();
+    return submit(std::move(batch), device, c10d::OpType::COALESCED);
   }
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int) override {
-    return add(true, tensors, peer);
+    return send_or_receive(true, tensors, peer);
   }
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int) override {
-    return add(false, tensors, peer);
+    return send_or_receive(false, tensors, peer);
+  }
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions&) override {
+    const auto num_ranks = static_cast<std::size_t>(size_);
+    TORCH_CHECK_VALUE(inputs.size() == num_ranks && outputs.size() == num_ranks,
+                      "emup2p: a tensor for each rank");
+    return collect(outputs.front().device(), c10d::OpType::ALLTOALL, [&](int peer, Batch& batch) {
+      const auto place = static_cast<std::size_t>(peer);
+      if (inputs[place].numel() > 0) add(true, inputs[place], peer, batch);
+      if (outputs[place].numel() > 0) add(false, outputs[place], peer, batch);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions&) override {
+    TORCH_CHECK_VALUE(output.numel() == size_ * input.numel(), "emup2p: room for each rank");
+    return collect(output.device(), c10d::OpType::_ALLGATHER_BASE, [&](int peer, Batch& batch) {
+      add(true, input, peer, batch);
+      add(false, output.narrow(0, peer * input.numel(), input.numel()), peer, batch);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
+    const at::Tensor& tensor = tensors.front();
+    return collect(tensor.device(), c10d::OpType::BROADCAST, [&](int peer, Batch& batch) {
+      if (peer == rank_) return;
+      if (rank_ == options.rootRank) add(true, tensor, peer, batch);
+      if (peer == options.rootRank) add(false, tensor, peer, batch);
+    });
   }
   void abort() override {
     breakage_->set(std::make_exception_ptr(
@@ -227,16 +259,11 @@ class EmulatedP2p final : public c10d::Backend {
     std::vector<at::Tensor> received;
   };
 
-  c10::intrusive_ptr<c10d::Work> add(bool is_send, std::vector<at::Tensor>& tensors, int peer) {
-    breakage_->check();
-    TORCH_CHECK_VALUE(tensors.size() == 1, "emup2p: one tensor a call, got ", tensors.size());
-    const at::Tensor& tensor = tensors.front();
+  void add(bool is_send, const at::Tensor& tensor, int peer, Batch& batch) {
     TORCH_CHECK_VALUE(tensor.device().type() == kEmulatedGpu,
                       "emup2p: tensors of emulated GPUs only, got one on ", tensor.device());
     TORCH_CHECK_VALUE(tensor.is_contiguous(), "emup2p: tensors must be contiguous");
     TORCH_CHECK_VALUE(0 <= peer && peer < size_, "emup2p: no rank ", peer, " in this group");
-    Batch alone;
-    Batch& batch = coalesced_.has_value() ? *coalesced_ : alone;
     TORCH_CHECK_VALUE(batch.tensors.empty() || batch.tensors.front().device() == tensor.device(),
                       "emup2p: calls that are coalesced have tensors on one device");
     batch.messages.push_back({.is_send = is_send,
@@ -246,13 +273,32 @@ class EmulatedP2p final : public c10d::Backend {
                               .num_bytes = tensor.nbytes()});
     batch.tensors.push_back(tensor);
     if (!is_send) batch.received.push_back(tensor);
-    if (coalesced_.has_value()) return nullptr;
-    return submit(std::move(alone), is_send ? c10d::OpType::SEND : c10d::OpType::RECV);
   }
 
-  /// Null where there is nothing to do.
-  c10::intrusive_ptr<c10d::Work> submit(Batch batch, c10d::OpType op_type) {
-    const c10::DeviceIndex device = batch.tensors.front().get_device();
+  c10::intrusive_ptr<c10d::Work> send_or_receive(bool is_send, std::vector<at::Tensor>& tensors,
+                                                 int peer) {
+    breakage_->check();
+    TORCH_CHECK_VALUE(tensors.size() == 1, "emup2p: one tensor a call, got ", tensors.size());
+    Batch alone;
+    add(is_send, tensors.front(), peer, coalesced_.has_value() ? *coalesced_ : alone);
+    if (coalesced_.has_value()) return nullptr;
+    return submit(std::move(alone), tensors.front().device(),
+                  is_send ? c10d::OpType::SEND : c10d::OpType::RECV);
+  }
+
+  /// A collective of the messages that `add_messages` makes for each rank.
+  template <class AddMessages>
+  c10::intrusive_ptr<c10d::Work> collect(c10::Device device, c10d::OpType op_type,
+                                         const AddMessages& add_messages) {
+    breakage_->check();
+    TORCH_CHECK(!coalesced_.has_value(), "emup2p: collectives cannot be coalesced");
+    Batch batch;
+    for (int peer = 0; peer < size_; ++peer) add_messages(peer, batch);
+    return submit(std::move(batch), device, op_type);
+  }
+
+  c10::intrusive_ptr<c10d::Work> submit(Batch batch, c10::Device on, c10d::OpType op_type) {
+    const c10::DeviceIndex device = on.index();
     const c10::Stream stream = stream_on(device);
     TORCH_CHECK(!is_capturing(current_stream(device)), "emup2p: cannot be captured");
     wait_for_stream(stream, current_stream(device));

@@ -252,11 +252,11 @@ def test_a_death_is_seen(body: Any, how: str) -> None:
 
 def end_undone(rank: int) -> None:
     """Rank 1 gives up, and its stream goes on: what it passes on then completes rank 2's call."""
-    tensor = torch.full((300_000,), float(rank), device=GPU)  # as many go from rank to rank
-    dist.broadcast(tensor, 0)
+    tensor = torch.full((300_000,), float(rank), device=GPU)  # as many go around the ring
+    dist.all_reduce(tensor)
     emugpu.synchronize()
     held = emugpu.hold(emugpu.current_stream()) if rank == 0 else None
-    work: Any = dist.broadcast(tensor, 0, async_op=True)
+    work: Any = dist.all_reduce(tensor, async_op=True)
     dist.all_reduce(torch.ones(1))  # the hosts have compared the calls before
     if rank == 1:
         backend().abort()
@@ -323,7 +323,10 @@ def check_limits(rank: int) -> None:
 
 def check_abort(rank: int) -> None:
     dist.all_reduce(torch.ones(1, device=GPU))
-    if rank == 0:
+    if rank == 1:
+        store().set("rank 1 has ended its call", "yes")
+    else:  # rank 0's own call may end before that of rank 1, which the abort would end, too
+        store().wait(["rank 1 has ended its call"])
         works: list[Any] = [
             dist.all_reduce(torch.ones(5000, device=GPU), async_op=True) for _ in range(3)
         ]

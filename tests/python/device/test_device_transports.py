@@ -176,6 +176,35 @@ def test_algorithms_over_messages(world_size: int) -> None:
     assert all(found == results[0] for found in results)
 
 
+def check_roots_and_places(rank: int) -> None:
+    """Every root, in one piece and in many; outputs of all_gather lie differently on each rank."""
+    world_size = dist.get_world_size()
+    for deterministic, num_elems in product((None, "rank_order"), (1, 1001, 300_001)):
+        group = group_with(deterministic=deterministic, slot_bytes=1 << 16)
+        inputs = inputs_of(num_elems)
+        for root in range(world_size):
+            tensor = inputs[rank].to(GPU)
+            dist.reduce(tensor, root, group=group)
+            expected = oracle.total(inputs) if rank == root else inputs[rank]
+            oracle.assert_equal(tensor.cpu(), expected)
+            tensor = inputs[rank].to(GPU)
+            dist.broadcast(tensor, root, group=group)
+            oracle.assert_equal(tensor.cpu(), inputs[root])
+        whole = torch.zeros(world_size * num_elems, device=GPU)
+        parts = list(whole.chunk(world_size))
+        if rank == 1:
+            parts.reverse()
+        elif rank == 2:
+            parts = [torch.zeros(num_elems, device=GPU) for _ in range(world_size)]
+        dist.all_gather(parts, inputs[rank].to(GPU), group=group)
+        for part, expected in zip(parts, inputs, strict=True):
+            oracle.assert_equal(part.cpu(), expected)
+
+
+def test_roots_and_places_over_messages() -> None:
+    run_on_gpus(3, check_roots_and_places, env=POISON)
+
+
 def test_what_carries_messages() -> None:
     assert run_on_gpus(2, transport, num_devices=2) == ["p2p over emup2p"] * 2
 

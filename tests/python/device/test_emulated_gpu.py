@@ -143,6 +143,29 @@ def _both_send_first(rank: int) -> None:
         dist.isend(x, 1 - rank)
 
 
+def _collectives(rank: int) -> None:
+    """Of bytes in the backend's own order; parts differ in size, and have none."""
+    world_size = dist.get_world_size()
+    sizes = [(sender + 2 * receiver) % 3 for sender in range(3) for receiver in range(3)]
+    sent = [torch.full((sizes[3 * rank + r],), 10.0 * rank + r, device="emugpu") for r in range(3)]
+    received = [torch.zeros(sizes[3 * r + rank], device="emugpu") for r in range(3)]
+    dist.all_to_all(received, sent)
+    for sender, part in enumerate(received):
+        assert part.tolist() == [10 * sender + rank] * sizes[3 * sender + rank]
+    gathered = torch.zeros(2 * world_size, device="emugpu")
+    own = gathered[2 * rank : 2 * rank + 2].fill_(rank + 1)
+    dist.all_gather_into_tensor(gathered, own)
+    assert gathered.tolist() == [1, 1, 2, 2, 3, 3]
+    for root in range(world_size):
+        tensor = torch.full((5,), float(rank), device="emugpu")
+        dist.broadcast(tensor, root)
+        assert tensor.tolist() == [root] * 5
+
+
+def test_collectives_of_the_backend() -> None:
+    run_on_gpus(3, _collectives, backend="emugpu:emup2p", env=DELAYS)
+
+
 def test_messages_match_in_the_order_of_calls_and_wait_for_each_other_outside_of_batches() -> None:
     options: dict[str, Any] = {"backend": "emugpu:emup2p", "env": DELAYS}
     run_on_gpus(2, _in_order, **options)
