@@ -139,8 +139,11 @@ void DeviceGroup::take_seats(RecordExchange& exchange) {
       why_turns_ = kNoRoom;
       return;
     }
-    const bool is_seated =
-        !takes_seats(facts_, exchange.rank()) || room_->take(static_cast<int>(num_blocks));
+    bool is_seated = true;
+    agree(exchange, attempt([&] {
+            if (takes_seats(facts_, exchange.rank()))
+              is_seated = room_->take(static_cast<int>(num_blocks));
+          }));
     const std::vector<std::uint8_t> are_seated = exchange.all_gather(std::uint8_t{is_seated});
     if (std::find(are_seated.begin(), are_seated.end(), 0) == are_seated.end()) return;
     room_->give_all_back();
