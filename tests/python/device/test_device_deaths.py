@@ -78,6 +78,13 @@ def store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def meet() -> None:
+    """Past this all ranks have ended their calls, which a rank that aborts would end otherwise."""
+    store().add("ranks that meet", 1)
+    while store().add("ranks that meet", 0) < dist.get_world_size():
+        time.sleep(0.001)
+
+
 # ---- at any step
 
 
@@ -258,6 +265,7 @@ def end_undone(rank: int) -> None:
     held = emugpu.hold(emugpu.current_stream()) if rank == 0 else None
     work: Any = dist.all_reduce(tensor, async_op=True)
     dist.all_reduce(torch.ones(1))  # the hosts have compared the calls before
+    meet()
     if rank == 1:
         backend().abort()
     with pytest.raises(RingcommError, match="aborted"):
@@ -323,10 +331,8 @@ def check_limits(rank: int) -> None:
 
 def check_abort(rank: int) -> None:
     dist.all_reduce(torch.ones(1, device=GPU))
-    if rank == 1:
-        store().set("rank 1 has ended its call", "yes")
-    else:  # rank 0's own call may end before that of rank 1, which the abort would end, too
-        store().wait(["rank 1 has ended its call"])
+    meet()
+    if rank == 0:
         works: list[Any] = [
             dist.all_reduce(torch.ones(5000, device=GPU), async_op=True) for _ in range(3)
         ]
