@@ -257,12 +257,13 @@ void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const Devi
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
   if (world_size_ > 1 && !carrier.finds_mismatches()) {
-    check_header(engine, header, options_->timeout, [weak = weak_from_this()](bool has_failed) {
-      const auto group = weak.lock();
-      if (group == nullptr) return;
-      if (has_failed) group->abort();
-      --group->num_checks_;
-    });
+    check_header(engine, item.call, header, options_->timeout,
+                 [weak = weak_from_this()](bool has_failed) {
+                   const auto group = weak.lock();
+                   if (group == nullptr) return;
+                   if (has_failed) group->abort();
+                   --group->num_checks_;
+                 });
     ++num_checks_;
   }
   ending_on_failure([&] { return describe(header); },

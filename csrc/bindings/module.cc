@@ -38,11 +38,11 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   options.is_rank_ordered = is_rank_ordered;
   options.num_slots = num_slots;
   options.slot_bytes = slot_bytes;
+  options.device_slot_bytes = device_slot_bytes;
   options.one_shot_max_bytes = one_shot_max_bytes;
   options.transport = transport;
   options.p2p_backend = p2p_backend;
   auto group_options = c10::make_intrusive<GroupOptions>(options, timeout);
-  group_options->device_slot_bytes = device_slot_bytes;
   group_options->group_name = group_name;
   group_options->global_ranks_in_group = global_ranks;
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(group_options));
@@ -152,7 +152,9 @@ void bind_classes(py::module_& m) {
                              [](const GroupOptions& options) { return options.engine.transport; })
       .def_property_readonly("p2p_backend",
                              [](const GroupOptions& options) { return options.engine.p2p_backend; })
-      .def_readonly("device_slot_bytes", &GroupOptions::device_slot_bytes);
+      .def_property_readonly("device_slot_bytes", [](const GroupOptions& options) {
+        return options.engine.device_slot_bytes;
+      });
   // Its destructor releases the GIL while it waits for threads.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")

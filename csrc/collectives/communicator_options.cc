@@ -10,7 +10,7 @@ std::string CommunicatorOptions::to_text() const {
   text << "algorithm=" << name_of(algorithm)
        << " deterministic=" << (is_rank_ordered ? "rank_order" : "none")
        << " num_slots=" << num_slots << " slot_bytes=" << slot_bytes
-       << " one_shot_max_bytes=" << one_shot_max_bytes
+       << " device_slot_bytes=" << device_slot_bytes << " one_shot_max_bytes=" << one_shot_max_bytes
        << " transport=" << (transport.empty() ? "auto" : transport);
   if (!p2p_backend.empty()) text << " p2p_backend=" << p2p_backend;
   return text.str();

@@ -14,9 +14,11 @@ struct CommunicatorOptions {
   bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
   std::uint32_t num_slots = 2;             ///< of ring links; 2 at least
   std::size_t slot_bytes = 256 << 10;      ///< of ring links
-  std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
-  std::string transport = {};              ///< "shm", "p2p", or "": by where the ranks are
-  std::string p2p_backend = {};            ///< what carries messages, where anything does
+  /// The same, where tensors of a device go over messages.
+  std::size_t device_slot_bytes = std::size_t{4} << 20;
+  std::size_t one_shot_max_bytes = 0;  ///< where one_shot ends; 0: as was measured for us
+  std::string transport = {};          ///< "shm", "p2p", or "": by where the ranks are
+  std::string p2p_backend = {};        ///< what carries messages, where anything does
   /// Where this rank is; empty: found out. The one that may differ between ranks.
   std::string host_id = {};
 

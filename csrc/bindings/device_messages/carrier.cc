@@ -26,7 +26,7 @@ MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
 
 CommunicatorOptions cut_for_devices(const GroupOptions& options) {
   CommunicatorOptions cut = options.engine;
-  cut.slot_bytes = options.device_slot_bytes;
+  cut.slot_bytes = cut.device_slot_bytes;
   return cut;
 }
 
@@ -38,9 +38,7 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
       options_(cut_for_devices(group.options)),
       name_(backend != nullptr ? "p2p over " + backend->getBackendName() : "none: a group of one"),
       engine_(std::move(backend), group.rank, group.world_size, device,
-              {.num_slots = options_.num_slots,
-               .slot_bytes = options_.slot_bytes,
-               .is_rank_ordered = options_.is_rank_ordered}),
+              {.num_slots = options_.num_slots, .slot_bytes = options_.slot_bytes}),
       update_(device) {
   const int world_size = group.world_size;
   if (world_size > 1) {
@@ -49,8 +47,8 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
     watch_->note_call(nullptr, false);  // what follows waits for all
   }
   if (world_size == 1) return;
-  // NCCL connects two ranks at their first message, and blocks the host until both have arrived. So
-  // this happens here, where all ranks arrive, and not in a call of some ranks only.
+  // NCCL connects ranks at the first message of a pair and at the first collective of a kind, and
+  // blocks the host until they have arrived. So this happens here, where all ranks arrive.
   const at::AutoDispatchBelowADInplaceOrView unseen;
   try {
     in_order([&] {
@@ -62,6 +60,8 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
         received.push_back({bytes + num_ranks + peer, 1});
       }
       engine_.wait(engine_.all_to_all(sent, received));
+      engine_.wait(engine_.all_gather(bytes, 1, bytes + num_ranks));
+      engine_.wait(engine_.broadcast(bytes, 1, 0));
     });
   } catch (...) {
     engine_.abort();

@@ -33,13 +33,15 @@ Batch post_exchange(DeviceEngine& engine, const SentTo& sent_to,
   return engine.all_to_all(parts_of_peers(engine, sent_to), parts_of_peers(engine, received_from));
 }
 
-// Of all pieces that a call has staged at a time.
+// The most that a call stages for its pieces.
 constexpr std::size_t kMaxStagingBytes = std::size_t{64} << 20;
+// Pieces begin at multiples of this, so that an aligned buffer is copied 16 bytes at a time.
+constexpr std::size_t kElemsAlignment = 16;
 
 // Reduces what all ranks send to this rank, in pieces: one is received while another is reduced.
 class Pieces {
  public:
-  // The largest part of a rank has `most_elems`, which all ranks know.
+  // `most_elems`: the length of the longest part; the same on all ranks.
   Pieces(DeviceEngine& engine, const Collective& call, std::size_t most_elems)
       : engine_(engine),
         element_bytes_(element_bytes(call.dtype)),
@@ -48,25 +50,26 @@ class Pieces {
     const auto num_ranks = static_cast<std::size_t>(engine.world_size());
     const std::size_t piece_bytes = std::min(engine.cut().num_slots * engine.cut().slot_bytes,
                                              kMaxStagingBytes / (2 * num_ranks));
-    piece_elems_ = std::max<std::size_t>(1, std::min(num_elems_, piece_bytes / element_bytes_));
+    const std::size_t most = std::min(num_elems_, piece_bytes / element_bytes_);
+    piece_elems_ = std::max<std::size_t>(1, num_slices(most, kElemsAlignment)) * kElemsAlignment;
     half_bytes_ = num_ranks * piece_elems_ * element_bytes_;
     if (num_elems_ > 0) staging_ = engine.stage(2 * half_bytes_);
   }
 
   std::size_t piece_elems() const { return piece_elems_; }
 
-  // Where a piece of `num_elems` from a rank is received.
-  std::byte* of(int peer, std::size_t piece, std::size_t num_elems) const {
+  // Where a piece from a rank is received, `stride_elems` behind that of the rank before.
+  std::byte* of(int peer, std::size_t piece, std::size_t stride_elems) const {
     return staging_ + piece % 2 * half_bytes_ +
-           static_cast<std::size_t>(peer) * num_elems * element_bytes_;
+           static_cast<std::size_t>(peer) * stride_elems * element_bytes_;
   }
 
   // Left to right over the ranks. This rank's own piece is read where it is.
-  void reduce(void* to, const void* own, std::size_t piece, std::size_t num_elems,
-              int divisor) const {
+  void reduce(void* to, const void* own, std::size_t piece, std::size_t stride_elems,
+              std::size_t num_elems, int divisor) const {
     std::vector<const void*> sources;
     for (int peer = 0; peer < engine_.world_size(); ++peer)
-      sources.push_back(peer == engine_.rank() ? own : of(peer, piece, num_elems));
+      sources.push_back(peer == engine_.rank() ? own : of(peer, piece, stride_elems));
     reduce_.combine(to, sources, num_elems, divisor);
   }
 
@@ -130,7 +133,7 @@ void device_one_shot_all_reduce(DeviceEngine& engine, const Collective& call) {
         const ElemRange elems = elems_of(piece);
         pieces.reduce(at(call.outputs[0], elems.begin_elems, bytes),
                       at(call.inputs[0], elems.begin_elems, bytes), piece, elems.num_elems,
-                      divisor_of(call, engine.world_size()));
+                      elems.num_elems, divisor_of(call, engine.world_size()));
       });
 }
 
@@ -151,12 +154,14 @@ void device_reduce_scatter(DeviceEngine& engine, const Collective& call,
               const ElemRange theirs = slice(peer, piece);
               return part(shares.input(peer, theirs), theirs.num_elems * bytes);
             },
-            [&](int peer) { return part(pieces.of(peer, piece, own_elems), own_elems * bytes); });
+            [&](int peer) {
+              return part(pieces.of(peer, piece, pieces.piece_elems()), own_elems * bytes);
+            });
       },
       [&](std::size_t piece) {
         const ElemRange own = slice(rank, piece);
-        pieces.reduce(shares.output(rank, own), shares.input(rank, own), piece, own.num_elems,
-                      shares.divisor);
+        pieces.reduce(shares.output(rank, own), shares.input(rank, own), piece,
+                      pieces.piece_elems(), own.num_elems, shares.divisor);
       });
 }
 
@@ -172,28 +177,29 @@ void device_broadcast(DeviceEngine& engine, const Collective& call) {
   engine.wait(engine.broadcast(all.data, all.num_bytes, call.root));
 }
 
+// Messages, as NCCL's own gather is: parts of no bytes in an all_to_all are messages, too.
 void device_gather(DeviceEngine& engine, const Collective& call) {
-  const bool is_root = engine.rank() == call.root;
-  const Part own = part(call.inputs[0], call.num_bytes());
-  const auto received_from = [&](int peer) {
-    if (!is_root) return Part{};
-    return part(call.outputs[peer], call.output_share(peer) * element_bytes(call.dtype));
-  };
-  engine.wait(post_exchange(
-      engine, [&](int peer) { return peer == call.root ? own : Part{}; }, received_from));
-  if (is_root) engine.copy(call.outputs[call.root], own.data, own.num_bytes);
+  if (engine.rank() != call.root) {
+    engine.send(call.inputs[0], call.num_bytes(), call.root);
+    return engine.post_and_wait();
+  }
+  for (int peer = 0; peer < engine.world_size(); ++peer)
+    if (peer != call.root)
+      engine.recv(call.outputs[peer], call.output_share(peer) * element_bytes(call.dtype), peer);
+  engine.post_and_wait();
+  engine.copy(call.outputs[call.root], call.inputs[0], call.num_bytes());
 }
 
 void device_scatter(DeviceEngine& engine, const Collective& call) {
-  const bool is_root = engine.rank() == call.root;
-  const Part own = part(call.outputs[0], call.num_bytes());
-  const auto sent_to = [&](int peer) {
-    if (!is_root) return Part{};
-    return part(call.inputs[peer], call.input_share(peer) * element_bytes(call.dtype));
-  };
-  engine.wait(
-      post_exchange(engine, sent_to, [&](int peer) { return peer == call.root ? own : Part{}; }));
-  if (is_root) engine.copy(own.data, call.inputs[call.root], own.num_bytes);
+  if (engine.rank() != call.root) {
+    engine.recv(call.outputs[0], call.num_bytes(), call.root);
+    return engine.post_and_wait();
+  }
+  for (int peer = 0; peer < engine.world_size(); ++peer)
+    if (peer != call.root)
+      engine.send(call.inputs[peer], call.input_share(peer) * element_bytes(call.dtype), peer);
+  engine.post_and_wait();
+  engine.copy(call.outputs[0], call.inputs[call.root], call.num_bytes());
 }
 
 void device_all_to_all(DeviceEngine& engine, const Collective& call) {

@@ -32,7 +32,6 @@ class DeviceEngine {
   struct Cut {
     std::size_t num_slots = 2;
     std::size_t slot_bytes = std::size_t{4} << 20;
-    bool is_rank_ordered = false;  ///< reductions go from left to right over the ranks
   };
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 

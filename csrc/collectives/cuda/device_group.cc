@@ -146,8 +146,7 @@ void DeviceGroup::take_seats(RecordExchange& exchange) {
           }));
     const std::vector<std::uint8_t> are_seated = exchange.all_gather(std::uint8_t{is_seated});
     if (std::find(are_seated.begin(), are_seated.end(), 0) == are_seated.end()) return;
-    room_->give_all_back();
-    exchange.all_gather(std::uint8_t{0});  // all have released their seats
+    agree(exchange, attempt([&] { room_->give_all_back(); }));  // before any looks for others
     facts_.free_seats = std::min(facts_.free_seats, room_->num_seats()) / 2;
   }
 }

@@ -225,8 +225,8 @@ class EmulatedP2p final : public c10d::Backend {
                       "emup2p: a tensor for each rank");
     return collect(outputs.front().device(), c10d::OpType::ALLTOALL, [&](int peer, Batch& batch) {
       const auto place = static_cast<std::size_t>(peer);
-      if (inputs[place].numel() > 0) add(true, inputs[place], peer, batch);
-      if (outputs[place].numel() > 0) add(false, outputs[place], peer, batch);
+      add(true, inputs[place], peer, batch);  // of no bytes as well, as NCCL does
+      add(false, outputs[place], peer, batch);
     });
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,

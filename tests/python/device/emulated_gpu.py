@@ -126,8 +126,8 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
 
     Before the driver is opened, so before anything of CUDA is asked for. Settings of the emulator
     (tests/emulator/settings.h) and RINGCOMM_EMULATOR_POISON must be in the environment already.
-    Adds the device to those of the backend "ringcomm", and registers "emup2p", whose sends and
-    receives behave as NCCL's.
+    Adds the device to those of the backend "ringcomm", and registers "emup2p", whose
+    messages and collectives behave as NCCL's.
 
     Args:
         libraries: what build() has returned to another process.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Gpus:
     """Ranks of one kind of device.
 
     Emulated ones are on `num_devices`, under MPS or not; without `kernels` they exchange data over
-    "emup2p", whose sends and receives behave as NCCL's.
+    "emup2p", whose messages and collectives behave as NCCL's.
     """
 
     kind: str
@@ -192,6 +193,14 @@ def in_gpu_ranks(
 
 
 # ---- in ranks
+
+
+def meet() -> None:
+    """Past this all ranks have ended their calls, which a rank that goes would end otherwise."""
+    store = dist.distributed_c10d._get_default_store()
+    num_meetings = -(-store.add("ranks that meet", 1) // dist.get_world_size())
+    while store.add("ranks that meet", 0) < num_meetings * dist.get_world_size():
+        time.sleep(0.001)
 
 
 def kind() -> str:

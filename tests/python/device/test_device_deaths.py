@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from gpu_ranks import meet
 from test_device_transports import transport
 from test_errors import caught
 
@@ -76,13 +77,6 @@ def backend() -> Any:
 
 def store() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-def meet() -> None:
-    """Past this all ranks have ended their calls, which a rank that aborts would end otherwise."""
-    store().add("ranks that meet", 1)
-    while store().add("ranks that meet", 0) < dist.get_world_size():
-        time.sleep(0.001)
 
 
 # ---- at any step
@@ -234,8 +228,8 @@ def wait_late(rank: int) -> None:
     tensor = torch.ones(100_000, device=GPU)
     dist.all_reduce(tensor)
     emugpu.synchronize()
+    meet()
     if rank == DIES:
-        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     held = emugpu.hold(emugpu.current_stream())
     dist.all_reduce(tensor)

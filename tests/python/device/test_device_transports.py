@@ -1,7 +1,7 @@
 """Collectives of device tensors in each way in which ranks may share memory and devices.
 
-On emulated GPUs: by kernels in memory that all ranks map, or over sends and receives that behave
-as NCCL's ("p2p over emup2p"). More of both: test_gpu_*.py.
+On emulated GPUs: by kernels in memory that all ranks map, or over messages and collectives that
+behave as NCCL's ("p2p over emup2p"). More of both: test_gpu_*.py.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_memory_lives_until_streams_on_which_it_was_recorded_are_done() -> None:
     assert run(_freed_memory, False) in ([-1] * 1000, [0] * 1000)
 
 
-# ---- emup2p, which stands in for NCCL's sends and receives where there is no GPU
+# ---- emup2p, which stands in for NCCL where there is no GPU
 
 
 def _in_order(rank: int) -> None:

@@ -17,6 +17,7 @@ from gpu_ranks import (
     device,
     in_gpu_ranks,
     kind,
+    meet,
     module,
     on_all_gpus,
     on_cuda,
@@ -100,8 +101,8 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_
 def be_killed(rank: int, op: str) -> dict[str, Any]:
     dist.all_reduce(ones())
     module().synchronize()
+    meet()
     if rank == 1:
-        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     if op == "barrier":  # in which the host waits, and must not take what has given up for done
         said = caught(lambda: dist.barrier(device_ids=[device().index]))
@@ -136,6 +137,41 @@ def test_calls_that_differ_are_both_named(rank: int, named: tuple[str, ...]) -> 
     said = outcome(call)
     assert said["type"] == "MismatchError", said
     assert all(name in said["text"] for name in named), said
+    assert is_gpu_usable()
+
+
+def exchange_shares(op: str, rank: int, world_size: int) -> Any:
+    """Rank 0 sends 1000 elements to rank 1, which expects 1001; all other sizes fit."""
+    sent = [ones(1000 if (rank, to) == (0, 1) else 10 + rank + to) for to in range(world_size)]
+    expected = [
+        ones(1001 if (sender, rank) == (0, 1) else 10 + sender + rank)
+        for sender in range(world_size)
+    ]
+    if op == "all_to_all":
+        return dist.all_to_all(expected, sent, async_op=True)
+    if op == "gather":
+        parts = expected if rank == 1 else None
+        return dist.gather(sent[1], parts, dst=1, async_op=True)
+    if op == "scatter":
+        return dist.scatter(expected[0], sent if rank == 0 else None, src=0, async_op=True)
+    if op == "all_gather":
+        lengths = [1001 if rank == 1 else 1000, *(10 + r for r in range(1, world_size))]
+        own = ones(1000 if rank == 0 else 10 + rank)
+        return dist.all_gather([ones(n) for n in lengths], own, async_op=True)
+    lengths = [10, 1000 if rank == 0 else 1001, *(10 + r for r in range(2, world_size))]
+    own = ones(1001 if rank == 1 else lengths[rank])
+    return dist.reduce_scatter(own, [ones(n) for n in lengths], async_op=True)
+
+
+@in_gpu_ranks(on_some_gpus, group_timeout_s=10.0, fresh=True)
+@pytest.mark.parametrize("op", ["all_to_all", "gather", "scatter", "all_gather", "reduce_scatter"])
+def test_shares_that_do_not_fit_are_named(rank: int, op: str) -> None:
+    dist.all_reduce(ones())
+    said = outcome(lambda: exchange_shares(op, rank, dist.get_world_size()))
+    assert said["type"] == "MismatchError", said
+    # Kernels that reduce or gather compare a digest of all sizes.
+    sizes = ("rank 0 has 4000 bytes for rank 1, which", "4004")
+    assert all(size in said["text"] for size in sizes) or "uneven) instead" in said["text"], said
     assert is_gpu_usable()
 
 
