@@ -40,7 +40,7 @@ def check_writable(*paths: Path | None) -> None:
             is_new = not path.exists()
             path.open("a", encoding="utf-8").close()
             if is_new:
-                path.unlink()
+                path.unlink(missing_ok=True)  # another rank may have done it
         except OSError as error:
             why = error.strerror
             raise ValueError(f"{path} cannot be written: {why}; name another file") from None

@@ -29,6 +29,7 @@ from ringcomm.measure.ranks import (
     EXIT_OK,
     EXIT_PIPE_CLOSED,
 )
+from ringcomm.measure.screen import check_writable
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0
@@ -97,6 +98,20 @@ def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     assert (record["op"], record["world_size"], record["bytes"]) == ("all_gather", 2, 4096)
     assert record["verified"]
     assert record["flag_us"].keys() == {"before", "after"}
+
+
+def test_two_ranks_check_the_same_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank removes the file of its check while the other rank has it open for its own."""
+    opens = Path.open
+
+    def open_and_lose(path: Path, *args: Any, **kwargs: Any) -> Any:
+        file = opens(path, *args, **kwargs)
+        path.unlink()
+        return file
+
+    monkeypatch.setattr(Path, "open", open_and_lose)
+    check_writable(tmp_path / "records.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
 def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
