@@ -72,9 +72,10 @@ kernel-sweep: check-python  ## build/gpu/kernel_sweep: kernels alone, without to
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
 
-stress: check-python  ## 10,000 random sequences of collectives (ARGS="-x")
-	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}"; $(PREPARE) --need train --need test --extension -- \
-	    -m pytest -s tests/python/backend/test_random_sequences.py $(ARGS)
+stress: check-python  ## 10,000 random sequences of collectives; random training loops for 10 minutes (ARGS="-x")
+	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}" \
+	    RINGCOMM_LOOPS_SECONDS="$${RINGCOMM_LOOPS_SECONDS:-600}"; $(PREPARE) --need train --need test --extension -- \
+	    -m pytest -s tests/python/backend/test_random_sequences.py tests/python/pairs/test_random_loops.py $(ARGS)
 
 BARE_TESTS := $(addprefix tests/python/,programs/test_without_optional.py \
     offload/test_file_store_crashes.py zero/test_zero_calls.py zero/test_weight_shards_calls.py \
@@ -98,7 +99,7 @@ format: check-python  ## rewrite files as lint wants them
 types: check-python  ## mypy
 	@$(PREPARE) --need lint --need train --need test -- tools/lint.py --types
 
-compat: check-python  ## compile the bindings against torch 2.11 and the newest
+compat: check-python  ## a short set of tests with torch 2.11 and the newest (ARGS=--compile, ARGS=2.14)
 	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
 
 gpu-machine: check-python  ## build and test with Python 3.12, torch 2.11 for CUDA and images for sm_90, without a GPU

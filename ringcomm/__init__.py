@@ -6,12 +6,9 @@
 works without importing this module, which adds options, operators, counters and error types.
 """
 
-from typing import TYPE_CHECKING
-
 import _ringcomm_autoload
 from ringcomm import _extension as _extension  # first: its error says what to do
 from ringcomm import ops
-from ringcomm._renamed import getattr_of
 from ringcomm.backend import stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
 from ringcomm.memory import empty_shared
@@ -34,6 +31,3 @@ __all__ = [
     "ops",
     "stats",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = getattr_of(__name__)

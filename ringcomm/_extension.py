@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -29,6 +31,17 @@ def _load() -> None:
         # Loading may succeed by chance: the layout of c10d's classes changes between minor
         # versions.
         raise ImportError(why)
+    # Not before: another torch may lack its names.
+    from ringcomm.torch_names import NEWEST_TRIED, TORCH_VERSION
+
+    if TORCH_VERSION > NEWEST_TRIED and os.environ.get("RANK", "0") == "0":
+        tried = ".".join(map(str, NEWEST_TRIED))
+        warnings.warn(
+            f"ringcomm is tried with torch up to {tried}, and this is torch {torch.__version__}."
+            f" Compare a run's losses with those of one process, or install torch {tried} and"
+            f" build ringcomm again: {BUILD} .",
+            stacklevel=2,
+        )
 
 
 def _reason(error: str) -> str:

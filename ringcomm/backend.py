@@ -1,5 +1,6 @@
 """Connects torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.options import Options
+from ringcomm.torch_names import backend_of
 
 __all__ = ["create", "resolve_group", "stats"]
 
@@ -45,7 +47,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         OSError: the folder that RINGCOMM_TRACE names cannot be written.
         RingcommError: a rank did not join, or ranks have different options or world sizes.
     """
-    _tell_peers_of_exceptions()
+    _tell_peers_of_the_end()
     trace.start()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
@@ -73,8 +75,9 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
 
 @functools.cache
-def _tell_peers_of_exceptions() -> None:
-    """Makes peers report an exception that ends this process in their own errors."""
+def _tell_peers_of_the_end() -> None:
+    """Makes peers say in their errors whether this process exited, or which exception ended it."""
+    atexit.register(_C.say_exit)
     show = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -186,7 +189,7 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
     if group is None:
         return _C.stats()
     try:
-        backend = resolve_group(group)._get_backend(torch.device("cpu"))
+        backend = backend_of(resolve_group(group), torch.device("cpu"))
     except RuntimeError as error:
         raise ValueError(f"this group has no backend for CPU tensors: {error}") from None
     return _C.group_stats(backend)

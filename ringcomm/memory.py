@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.backend import resolve_group
+from ringcomm.torch_names import backend_of
 
 __all__ = ["empty_shared", "is_shared"]
 
@@ -81,7 +82,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """The ringcomm backend of a group for tensors on the device."""
-    backend: Any = resolve_group(group)._get_backend(device)
+    backend: Any = backend_of(resolve_group(group), device)
     if not isinstance(backend, _C.ProcessGroupRingcomm):
         raise ValueError(
             f"ringcomm.empty_shared on {device} needs a group whose backend for {device.type}"

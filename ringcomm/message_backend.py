@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringcomm.options import Options
+from ringcomm.torch_names import backend_plugins, new_backend_options, set_timeout
 
 __all__ = ["checked", "for_device", "make"]
 
@@ -28,7 +29,7 @@ def checked(name: str) -> str:
     Raises:
         ValueError: there is no such backend.
     """
-    known = {other.lower() for other in dist.Backend._plugins}
+    known = {other.lower() for other in backend_plugins()}
     if dist.is_gloo_available():
         known.add("gloo")
     if name.lower() not in known:
@@ -50,7 +51,7 @@ def for_device(asked: str, device_type: str) -> str:
         # ringcomm itself is excluded: it sends device tensors through the backend chosen here.
         if device_type not in dist.Backend.backend_capability.get(name, []) or name == "ringcomm":
             continue
-        if name.upper() in dist.Backend._plugins or (name == "nccl" and dist.is_nccl_available()):
+        if name.upper() in backend_plugins() or (name == "nccl" and dist.is_nccl_available()):
             return name
     raise ValueError(
         f"ringcomm: torch.distributed has no backend here that can send tensors on {device_type} "
@@ -114,9 +115,8 @@ def _wait_for_ranks(
 ) -> None:
     """Waits until all ranks have made their backends; errors of peers take precedence."""
     missing = [(rank + 1 + i) % size for i in range(size)]
-    pause_s = 0.001
-    while True:
-        is_in_vain = not goes_on(missing[0])  # before the last check of the store
+
+    def has_all() -> bool:
         for other in tuple(missing):
             if not store.check([f"made/{other}"]):
                 continue
@@ -124,9 +124,13 @@ def _wait_for_ranks(
             if told != _MADE:
                 raise ends[0] if other == rank else RuntimeError(f"rank {other}: {told}")
             missing.remove(other)
-        if not missing:
-            return
-        if is_in_vain:
+        return not missing
+
+    pause_s = 0.001
+    while not has_all():
+        if not goes_on(missing[0]):
+            if has_all():  # a rank may arrive and then end
+                return
             raise RuntimeError(f"rank {missing[0]} did not arrive")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
@@ -144,16 +148,16 @@ def _make_own(
     """Makes this rank's backend, which may or may not need the other ranks."""
     if name == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    if name == "nccl" and name.upper() not in dist.Backend._plugins:
+    if name == "nccl" and name.upper() not in backend_plugins():
         nccl_opts: Any = dist.ProcessGroupNCCL.Options()
-        nccl_opts._timeout = timeout
+        set_timeout(nccl_opts, timeout)
         nccl_opts.group_name = f"{group_name}/{name}"
         nccl_opts.global_ranks_in_group = global_ranks
         return dist.ProcessGroupNCCL(store, rank, size, nccl_opts)
-    plugin = dist.Backend._plugins[name.upper()]
+    plugin = backend_plugins()[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
-    opts = dist.distributed_c10d._DistributedBackendOptions()
+    opts = new_backend_options()
     opts.store = store
     opts.group_rank = rank
     opts.group_size = size

@@ -1,18 +1,305 @@
-"""Names that differ between the supported versions of torch, and features that 2.11 lacks."""
+"""All that ringcomm uses of torch beyond its public names, and what torch's versions differ in.
+
+No other file of the package touches a private name of torch, except
+ringcomm/parallel/pipeline/torch_stage.py for its pipeline stages, and _ringcomm_autoload.py, which
+imports nothing of ringcomm. tests/python/programs/test_torch_names.py checks this, and that the
+running torch has each name.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["all_gather_single", "reduce_scatter_single", "reduce_unused"]
+# Of torch, by their own names.
+__all__ = ["AllgatherOptions", "FakeTensor", "FakeTensorMode", "tree_leaves", "tree_map_only"]
+
+T = TypeVar("T")
+
+NEWEST_TRIED = (2, 15)  # a later torch is warned about when ringcomm is imported
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+NO_BACKWARD = -1  # of graph_task()
+BUCKET_BYTES = 25 << 20  # of coalesced collectives, as DistributedDataParallel has it
+
+# ---- autograd
+
+# torch.compile runs such a function as it is. torch.compiler.disable would do the same, and import
+# the compiler at once.
+untraced = partial(torch._disable_dynamo, recursive=False)
+
+# Attributes of a subclass of Tensor can then be read, as torch.compile does.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+# The operator of Tensor.to().
+to_copy: Any = torch.ops.aten._to_copy
+
+# A context in which operators on subclasses of Tensor run as on Tensor.
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+
+
+def graph_task() -> int:
+    """The id of the backward pass that runs in this thread; NO_BACKWARD without one."""
+    return torch._C._current_graph_task_id()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the current backward pass will run a node; raises RuntimeError if it cannot tell."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def current_node() -> Any:
+    """The node of a graph that runs in this thread; None without one."""
+    return torch._C._current_autograd_node()
+
+
+def in_transform() -> bool:
+    """Whether a transformation of torch.func, such as vmap or grad, is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def hooks_of_leaf(param: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks of register_hook and of register_post_accumulate_grad_hook, in their order."""
+    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+
+
+def keeps_graph() -> bool:
+    """Whether the current backward pass retains its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Makes the engine call a function at the end of the current backward pass."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def is_traced() -> bool:
+    """Whether the caller runs under torch.compile; call it in an untraced function."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+def make_wrapper(kind: type[T], *args: Any, **kwargs: Any) -> T:
+    """A tensor of a subclass, without memory."""
+    make: Any = Tensor._make_wrapper_subclass
+    made: T = make(kind, *args, **kwargs)
+    return made
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for tensors that share their memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# ---- process groups
 
 # torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about
 # them on every call.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def broadcast_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces tensors of any dtypes and shapes with those of rank 0 of the group, in buckets.
+
+    The call with which DistributedDataParallel makes weights and buffers equal. Collective, unless
+    there is no tensor.
+    """
+    if values := [tensor.detach() for tensor in tensors]:
+        dist._broadcast_coalesced(group, values, BUCKET_BYTES, 0)
+
+
+def all_reduce_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces tensors of any dtypes and shapes with their sums over the group, in buckets.
+
+    Collective, unless there is no tensor.
+    """
+    for bucket in _take_tensors(tensors, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend of a group for a device's tensors; raises RuntimeError without one."""
+    return group._get_backend(device)
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """The types of devices whose tensors a group has a backend for."""
+    return group._device_types
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group of this process with torch's name for it."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
+def backend_plugins() -> dict[str, Any]:
+    """The backends of dist.Backend.register_backend, by their names in upper case."""
+    return dist.Backend._plugins
+
+
+def new_backend_options() -> Any:
+    """What a backend's creator takes as its first argument."""
+    return dist.distributed_c10d._DistributedBackendOptions()
+
+
+def timeout_of(backend: Any) -> Any:
+    """The timeout of a backend, as a timedelta."""
+    return backend.options._timeout
+
+
+def set_timeout(options: Any, timeout: Any) -> None:
+    """Sets the timeout in the options of a backend."""
+    options._timeout = timeout
+
+
+def die_with_parent(signal: int) -> None:
+    """Makes the kernel send a signal to this process when its parent dies."""
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal)  # type: ignore[attr-defined]
+
+
+# ---- DistributedDataParallel
+
+_ddp: Any = DistributedDataParallel
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel whose forward pass runs; None without one."""
+    return _ddp._get_active_ddp_module()
+
+
+def params_of_ddp(ddp: Any) -> list[nn.Parameter]:
+    """The parameters whose gradients it reduces."""
+    params: list[nn.Parameter] = ddp._module_parameters
+    return params
+
+
+def ignored_in_ddp(model: nn.Module) -> list[str]:
+    """The names of parameters and buffers that DistributedDataParallel will leave alone."""
+    return list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
+
+
+def ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
+    """Replaces ignored_in_ddp(model)."""
+    _ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def is_ignored_in_ddp(param: nn.Parameter) -> bool:
+    """Whether a DistributedDataParallel that was made leaves the parameter alone."""
+    return bool(getattr(param, "_ddp_ignored", False))
+
+
+# ---- DeviceMesh and DTensor
+
+
+def flat_mesh(mesh: Any, name: str | None = None) -> Any:
+    """A mesh of one dimension over the ranks of a mesh. Collective for the first of its name."""
+    return mesh._flatten(name)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that a mesh is a part of, or itself."""
+    return mesh._get_root_mesh()
+
+
+def shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[Any, Any]:
+    """The shape of this rank's part of a DTensor, and where it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def init_optim_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer have state, by a step with a learning rate of 0."""
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(optimizer)
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Makes learning-rate schedulers see that the optimizer has made a step."""
+    vars(optimizer)["_opt_called"] = True
+
+
+def move_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Moves the hooks that users registered around step() to another optimizer."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks = getattr(optimizer, name)
+        getattr(other, name).update(hooks)
+        hooks.clear()
+
+
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer's class keeps beside groups, state and hooks, and torch's schedulers."""
+    own = ("state", "param_groups", "step", "zero_grad", "_opt_called", "_zero_grad_profile_name")
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in own and not key.startswith("_optimizer_")
+    }
+
+
+def has_hooks(param: nn.Parameter) -> bool:
+    """Whether a parameter has hooks of register_hook()."""
+    return bool(param._backward_hooks)
+
+
+def has_late_hooks(param: nn.Parameter) -> bool:
+    """Whether a parameter has hooks of register_post_accumulate_grad_hook()."""
+    return bool(param._post_accumulate_grad_hooks)
+
+
+# ---- fully_shard
+
+
+def fsdp_params(module: Any) -> list[list[Any]]:
+    """fully_shard's objects for the weights of a unit, by group of ranks."""
+    state = module._get_fsdp_state()
+    # One group before torch 2.13.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group.fsdp_params for group in groups if group is not None]
+
+
+def fill_accumulated(params: Iterable[Any]) -> None:
+    """Adds zeros to what no_sync() has accumulated for weights of a unit without a gradient.
+
+    torch reduces all gradients of a unit in one dtype, including accumulated ones with
+    reduce_dtype, and if a weight has none. From 2.15 on it makes such zeros itself.
+    """
+    params = list(params)
+    if TORCH_VERSION >= (2, 15) or all(
+        param.unsharded_accumulated_grad is None for param in params
+    ):
+        return
+    for param in params:
+        if param.unsharded_accumulated_grad is None and param.sharded_param.requires_grad:
+            param.unsharded_accumulated_grad = torch.zeros_like(
+                param._unsharded_param, dtype=param.reduce_dtype, requires_grad=False
+            )
+
+
+def drop_accumulated(params: Iterable[Any]) -> None:
+    """Drops the unsharded gradients of a unit."""
+    for param in params:
+        if hasattr(param, "_unsharded_param"):  # otherwise the unit has never run
+            param._unsharded_param.grad = None
+            if TORCH_VERSION < (2, 15):  # the same gradient from then on
+                param.unsharded_accumulated_grad = None
 
 
 def reduce_unused(unit: Any) -> None:

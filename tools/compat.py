@@ -1,43 +1,64 @@
-"""Compiles the bindings against the headers of the oldest and the newest supported torch.
+"""Builds ringcomm with the oldest and the newest torch, and runs a short set of tests with each.
 
-c10d's classes change from minor to minor, and its headers are the only place that says how. Nothing
-is linked or run: a wheel of torch is downloaded without its dependencies (about 0.5 GB), its
-include folder is kept under .cache/torch-headers/VERSION, and the wheel is deleted.
+torch's private names and c10d's classes change from minor to minor version. The environment of each
+version is kept in .cache/compat/VERSION (2 GB), with a copy of the files that git knows or does not
+ignore. The wheel of torch is installed without the CUDA packages that it names, which have
+gigabytes: tools/stand_ins.py makes what takes their place. RINGCOMM_TORCH_INDEX names an index of
+wheels for CPUs instead.
 
-Usage: python tools/compat.py [VERSION...]     (default: 2.11 and the newest that pip offers)
+Usage: python tools/compat.py [--compile] [VERSION...]   (default: 2.11 and the newest of pip)
+
+--compile only compiles the bindings against the headers of each version.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
+import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import zipfile
+import time
 from pathlib import Path
 
 import buildconfig
+import stand_ins
 from buildconfig import ROOT, BuildProblem
+from gpu_machine import copy_sources
 
-CACHE = ROOT / ".cache" / "torch-headers"
+HOME = ROOT / ".cache" / "compat"
 OLDEST = "2.11"
-# Whose wheels are taken: headers hardly depend on the Python.
-WHEELS_PYTHON = "3.12"
+# Each system once, features in pairs, schedules of pipelines, meshes, and torch's private names.
+TESTS = (
+    "programs/test_torch_names.py",
+    "pairs/test_pairs.py::test_equals_one_process",
+    "pipeline/test_pipeline.py",
+    "mesh/test_parallelize.py",
+    "zero/test_zero_unused.py",
+    "zero/test_zero_dtensor.py",
+)
+SYSTEMS = "programs/test_benchmark_scripts.py::test_losses_bytes_and_memory_of_systems"
+GROUPS = ("build", "train", "test")
+# Large, and not needed for these tests.
+LEFT_OUT = ("playwright", "triton")
+# They name torch: pip would install what this torch names.
+WITHOUT_DEPENDENCIES = ("accelerate",)
 # Full compiles without the optimizer: only whether the code compiles matters.
 FLAGS = (buildconfig.CXX_STANDARD, "-O0", "-g0", "-fPIC", "-w")
 DEFINES = ("-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H")
 
 
 class Offline(Exception):
-    """pip could not find or download a version."""
+    """pip could not find or download something."""
 
 
-def pip(*arguments: str) -> str:
+def pip(python: str | Path, *arguments: str) -> str:
     """Runs pip and returns its output; raises Offline with its last line where it fails."""
-    command = [sys.executable, "-m", "pip", *arguments]
+    command = [str(python), "-m", "pip", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Offline((done.stderr.strip().splitlines() or ["pip failed"])[-1])
@@ -45,41 +66,73 @@ def pip(*arguments: str) -> str:
 
 
 def cached(prefix: str) -> str | None:
-    """Returns the newest version in the cache that begins with a prefix, if there is one."""
-    have = [path.parent.name for path in CACHE.glob("*/include")]
+    """The newest version with an environment that begins with a prefix, if there is one."""
+    have = [path.parent.name for path in HOME.glob("*/complete")]
     fitting = [name for name in have if not prefix or f"{name}.".startswith(f"{prefix}.")]
     return max(fitting, key=lambda name: [int(part) for part in name.split(".")], default=None)
 
 
-def fetch(spec: str) -> str:
-    """Downloads the headers of torch==SPEC; returns their version."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    print(f"[compat] downloading torch=={spec} (about 0.5 GB, for its headers)", flush=True)
-    options = ["--no-deps", "--no-cache-dir", "--progress-bar", "off", "--only-binary=:all:"]
-    options += ["--python-version", WHEELS_PYTHON]
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix="wheel-") as folder:
-        pip("download", *options, "-d", folder, f"torch=={spec}")
+def requirements() -> tuple[list[str], list[str]]:
+    """What tests need besides torch, and what of it is installed without its dependencies."""
+    found = []
+    for group in GROUPS:
+        text = (ROOT / "tools" / f"requirements-{group}.txt").read_text(encoding="utf-8")
+        lines = [line.split("#")[0].strip() for line in text.splitlines()]
+        found += [line for line in lines if line and not line.startswith(LEFT_OUT)]
+    alone = [line for line in found if line.startswith(WITHOUT_DEPENDENCIES)]
+    return [line for line in found if line not in alone], alone
+
+
+def of_torch(python: Path) -> list[str]:
+    """What the installed torch needs to be imported: what it names but CUDA's packages."""
+    code = "import importlib.metadata as m, json; print(json.dumps(m.requires('torch')))"
+    named = json.loads(subprocess.check_output([str(python), "-c", code], text=True))
+    is_cuda = re.compile(r"nvidia|cuda|triton")
+    return [line for line in named if "extra ==" not in line and not is_cuda.match(line)]
+
+
+def make_environment(spec: str) -> str:
+    """Makes the environment of torch==SPEC where it is not there; returns the version."""
+    print(f"[compat] installing torch=={spec} (a download of about 0.6 GB)", flush=True)
+    HOME.mkdir(parents=True, exist_ok=True)
+    index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
+    source = ["--extra-index-url", index] if index else []
+    with tempfile.TemporaryDirectory(dir=HOME, prefix="wheel-") as folder:
+        options = ["--no-deps", "--no-cache-dir", "--progress-bar", "off", "--only-binary=:all:"]
+        pip(sys.executable, "download", *options, *source, "-d", folder, f"torch=={spec}")
         wheel = next(Path(folder).glob("torch-*.whl"))
         version = wheel.name.split("-")[1].split("+")[0]
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.startswith("torch/include/")]
-            archive.extractall(folder, names)
-        (CACHE / version).mkdir(exist_ok=True)
-        (Path(folder) / "torch" / "include").rename(CACHE / version / "include")
+        venv = HOME / version / "venv"
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+        python = venv / "bin" / "python"
+        pip(python, "install", "--no-deps", str(wheel))
+    own, alone = requirements()
+    pip(python, "install", "--no-cache-dir", *own, *of_torch(python))
+    pip(python, "install", "--no-cache-dir", "--no-deps", *alone)
+    stand_ins.make(torch_folder(version) / "lib")
+    (HOME / version / "complete").touch()
     return version
 
 
+def torch_folder(version: str) -> Path:
+    """Where torch is in the environment of a version."""
+    (found,) = (HOME / version / "venv" / "lib").glob("python*/site-packages/torch")
+    return found
+
+
 def find_version(prefix: str) -> str:
-    """Returns a version to compile against, now in the cache: the newest for an empty prefix."""
+    """A version that has an environment now: the newest of pip for an empty prefix."""
     try:
         if not prefix:
-            output = pip("index", "versions", "torch")
+            output = pip(sys.executable, "index", "versions", "torch")
             match = re.match(r"torch \(([0-9.]+)", output)
             if match is None:
                 raise Offline(f"pip index printed no version: {output[:80]!r}")
             prefix = match.group(1)
         # A downloaded release represents its minor version.
-        return cached(prefix) or fetch(prefix if prefix.count(".") == 2 else f"{prefix}.*")
+        return cached(prefix) or make_environment(
+            prefix if prefix.count(".") == 2 else f"{prefix}.*"
+        )
     except Offline as error:
         have = cached(prefix)
         if have is None:
@@ -88,9 +141,9 @@ def find_version(prefix: str) -> str:
         return have
 
 
-def check(version: str, source: Path) -> bool:
+def compiles(version: str, source: Path) -> bool:
     """Compiles a file against a version's headers; whether that passes."""
-    include = CACHE / version / "include"
+    include = torch_folder(version) / "include"
     places = [include, include / "torch" / "csrc" / "api" / "include"]
     system = [f"-isystem{place}" for place in (*places, sysconfig.get_path("include"))]
     command = [*buildconfig.compiler(), *FLAGS, *DEFINES, f"-I{buildconfig.CSRC}", *system]
@@ -101,19 +154,8 @@ def check(version: str, source: Path) -> bool:
     return done.returncode == 0
 
 
-def main() -> int:
-    """Returns 0 if all compiles pass, or if offline outside CI with nothing cached."""
-    try:
-        buildconfig.check_all()
-        prefixes = sys.argv[1:] or [OLDEST, ""]
-        versions = dict.fromkeys(find_version(prefix) for prefix in prefixes)
-    except BuildProblem as problem:
-        print(f"compat: {problem}", file=sys.stderr)
-        return 1
-    except Offline as error:
-        is_ci = os.environ.get("CI", "") not in ("", "0", "false")
-        print(f"compat: {'FAILED' if is_ci else 'SKIPPED'}, no headers of torch to be had: {error}")
-        return int(is_ci)
+def all_compile(versions: list[str]) -> bool:
+    """Compiles the bindings against each version's headers; whether all pass."""
     with (
         tempfile.TemporaryDirectory() as folder,
         concurrent.futures.ThreadPoolExecutor(buildconfig.num_jobs()) as pool,
@@ -122,7 +164,54 @@ def main() -> int:
         sources = buildconfig.sources(buildconfig.BINDINGS_FOLDER)
         together = Path(folder) / "all.cc"
         together.write_text("".join(f'#include "{path}"\n' for path in sources), encoding="utf-8")
-        return int(not all(list(pool.map(lambda version: check(version, together), versions))))
+        return all(list(pool.map(lambda version: compiles(version, together), versions)))
+
+
+def runs(version: str) -> bool:
+    """Builds ringcomm in a version's environment and runs the tests; whether all pass."""
+    source, venv = HOME / version / "source", HOME / version / "venv"
+    copy_sources(source)
+    env = os.environ | {"RINGCOMM_CUDA": "0", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{venv / 'bin'}{os.pathsep}{env['PATH']}"
+    env.pop("PYTHONPATH", None)
+    python = str(venv / "bin" / "python")
+    build = ["pip", "install", "-q", "--disable-pip-version-check", "--no-build-isolation"]
+    tests = ["pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
+    for what, command in (
+        ("builds", [*build, "--no-deps", "-e", "."]),
+        ("each system", [*tests, f"tests/python/{SYSTEMS}"]),
+        ("short set", [*tests, "-m", "not slow", *(f"tests/python/{name}" for name in TESTS)]),
+    ):
+        begin = time.monotonic()
+        done = subprocess.run([python, "-m", *command], cwd=source, env=env, check=False)
+        said = "passes" if done.returncode == 0 else "FAILED"
+        seconds = time.monotonic() - begin
+        print(f"[compat] torch {version}: {what} {said} in {seconds:.0f} s", flush=True)
+        if done.returncode != 0:
+            return False
+    return True
+
+
+def main() -> int:
+    """Returns 0 if all passes, or if offline outside CI with nothing cached."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="only compile the bindings")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", default=[OLDEST, ""])
+    options = parser.parse_args()
+    try:
+        buildconfig.check_all()
+        versions = list(dict.fromkeys(find_version(prefix) for prefix in options.versions))
+    except BuildProblem as problem:
+        print(f"compat: {problem}", file=sys.stderr)
+        return 1
+    except Offline as error:
+        is_ci = os.environ.get("CI", "") not in ("", "0", "false")
+        print(f"compat: {'FAILED' if is_ci else 'SKIPPED'}, no torch to be had: {error}")
+        return int(is_ci)
+    if options.compile:
+        return int(not all_compile(versions))
+    passed = [runs(version) for version in versions]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@
 #include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "device/reduce_op.h"
+#include "transport/cgroup_limits.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/shared_arena.h"
 
@@ -70,6 +71,19 @@ py::dict shared_memory_usage() {
   result["kept_bytes"] = usage.kept_bytes;
   result["num_regions"] = usage.num_regions;
   result["mapped_bytes"] = usage.mapped_bytes;
+  return result;
+}
+
+// {"cpu_cores": (2.0, "/sys/fs/cgroup/cpu.max"), "memory_bytes": None}
+py::dict cgroup_limits_of(const std::string& proc, const std::string& cgroups) {
+  const CgroupLimits limits = read_cgroup_limits(proc, cgroups);
+  py::dict result;
+  result["cpu_cores"] = py::none();
+  if (const auto& cores = limits.cpu_cores)
+    result["cpu_cores"] = py::make_tuple(cores->value, cores->file);
+  result["memory_bytes"] = py::none();
+  if (const auto& memory = limits.memory_bytes)
+    result["memory_bytes"] = py::make_tuple(static_cast<std::int64_t>(memory->value), memory->file);
   return result;
 }
 
@@ -206,11 +220,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("empty_shared", &empty_shared, py::arg("sizes"), py::arg("dtype"));
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);
+  m.def("cgroup_limits", &cgroup_limits_of, py::arg("proc"), py::arg("cgroups"));
   m.def("softmax_shard_entry", &softmax_shard_entry);
   m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters_of,
         py::call_guard<py::gil_scoped_release>());
   m.def("cross_entropy_over_shards", &cross_entropy_over_shards_of,
         py::call_guard<py::gil_scoped_release>());
   m.def("say_last_words", &shm::Bootstrap::say_last_words, py::arg("text"));
+  m.def("say_exit", &shm::Bootstrap::say_exit);
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

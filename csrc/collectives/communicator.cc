@@ -219,7 +219,8 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     return Activity{.op = name_of(header.op),
                     .seq = static_cast<std::int64_t>(header.seq),
                     .description = describe(header),
-                    .timeout = limits.timeout};
+                    .timeout = limits.timeout,
+                    .num_calls = static_cast<std::int64_t>(header.seq) + 1};
   };
   try {
     const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates();

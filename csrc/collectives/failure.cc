@@ -40,18 +40,19 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
             activity, false);
     }
     case Stop::kPeerDied:
+    case Stop::kPeerLeft: {
+      const std::string words = last_words_of(peer);
+      const bool has_exited = members_ != nullptr && peer >= 0 && members_->has_exited(peer);
+      if (words.empty() && (has_exited || stop == Stop::kPeerLeft))
+        raise(ErrorKind::kPeerDied, peer,
+              name + (has_exited ? " has exited" : " has destroyed the group or exited") +
+                  calls_missed(peer, activity),
+              activity, false);
+      const bool has_detail = stop == Stop::kPeerDied && !detail.empty();
       raise(ErrorKind::kPeerDied, peer,
-            name + " died" + (detail.empty() ? "" : " (" + detail + ")") +
-                why_it_ended(last_words_of(peer)),
+            name + " died" + (has_detail ? " (" + detail + ")" : "") + why_it_ended(words),
             activity, false);
-    case Stop::kPeerLeft:
-      if (const std::string words = last_words_of(peer); !words.empty())
-        raise(ErrorKind::kPeerDied, peer, name + " died" + why_it_ended(words), activity, false);
-      raise(ErrorKind::kPeerDied, peer,
-            name +
-                " has destroyed the group or exited; did the ranks make different numbers of "
-                "calls?",
-            activity, false);
+    }
     case Stop::kAborted: {
       AbortReason reason = members_->abort_reason();
       // A faulty peer may have written any number.
@@ -120,17 +121,25 @@ std::string Failure::last_words_of(int peer) const {
   return members_ != nullptr && peer >= 0 ? members_->last_words_of(peer) : std::string();
 }
 
+// Of a rank that left by itself: which calls it has not made.
+std::string Failure::calls_missed(int peer, const Activity& activity) const {
+  const std::int64_t made = members_ != nullptr && peer >= 0 ? members_->num_calls_of(peer) : -1;
+  if (made < 0 || made >= activity.num_calls)
+    return "; did the ranks make different numbers of calls?";
+  const std::int64_t missed = activity.num_calls - made;
+  return "; it made " + std::to_string(missed) + (missed == 1 ? " call" : " calls") +
+         " fewer: let all ranks make the same calls";
+}
+
 std::string Failure::prefix() const {
   return "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
 }
 
 std::string Failure::name_of_peer(int peer) const {
   if (peer < 0) return "any rank";
-  std::string name = "rank " + std::to_string(peer);
-  if (members_ != nullptr)
-    name +=
-        " (pid " + std::to_string(members_->pid_of(peer)) + " on " + members_->host_of(peer) + ")";
-  return name;
+  if (members_ == nullptr) return "rank " + std::to_string(peer);
+  return name_of_process(peer, members_->pid_of(peer), members_->is_pid_hidden(peer),
+                         members_->host_of(peer));
 }
 
 }  // namespace ringcomm

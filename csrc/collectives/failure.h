@@ -20,6 +20,7 @@ struct Activity {
   std::int64_t seq = -1;    ///< its number in the group
   std::string description;  ///< "all_reduce #118 (sum, float32, 4096 bytes)"
   std::chrono::milliseconds timeout{0};
+  std::int64_t num_calls = -1;  ///< the collectives that this rank has begun; -1 if not counted
 };
 
 /// Why a group is no more, as one rank knows it: words the errors, tells the other ranks, keeps the
@@ -56,6 +57,7 @@ class Failure {
   void keep(std::exception_ptr error);
   int stopped_rank() const;
   std::string last_words_of(int peer) const;
+  std::string calls_missed(int peer, const Activity& activity) const;
   std::string prefix() const;
   std::string name_of_peer(int peer) const;
 

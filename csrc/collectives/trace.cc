@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 
+#include "transport/page_bytes.h"
 #include "transport/process_generation.h"
 
 namespace ringcomm::trace {
@@ -19,7 +20,6 @@ namespace {
 
 // The file of events: a page with a FileHeader, then for each thread a page with a ThreadHeader and
 // its ring buffer, in whole pages.
-constexpr std::size_t kPageBytes = 4096;
 // Threads beyond these share the buffers of threads that have ended, or record nothing.
 constexpr std::size_t kMaxThreads = 64;
 constexpr std::size_t kMaxNames = 255;
@@ -33,10 +33,6 @@ struct ThreadHeader {
   std::uint64_t num_events;  // ever written; event n is at n modulo the capacity
   std::uint64_t alive_ns;
 };
-
-std::size_t whole_pages(std::size_t num_bytes) {
-  return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
 
 std::string json_text(const std::string& text) {
   std::string quoted = "\"";
@@ -102,8 +98,8 @@ class Recorder {
       : events_fd_(events_fd),
         log_fd_(log_fd),
         num_events_(num_events),
-        thread_bytes_(kPageBytes + whole_pages(num_events * sizeof(Event))) {
-    header_ = static_cast<FileHeader*>(map(0, kPageBytes));
+        thread_bytes_(page_bytes() + whole_pages(num_events * sizeof(Event))) {
+    header_ = static_cast<FileHeader*>(map(0, page_bytes()));
     if (header_ != nullptr) header_->magic = {'R', 'I', 'N', 'G', 'T', 'R', 'C', '1'};
   }
 
@@ -176,9 +172,9 @@ class Recorder {
   }
 
   bool add_buffer() {
-    void* data = map(kPageBytes + buffers_.size() * thread_bytes_, thread_bytes_);
+    void* data = map(page_bytes() + buffers_.size() * thread_bytes_, thread_bytes_);
     if (data == nullptr) return false;
-    auto* events = reinterpret_cast<Event*>(static_cast<std::byte*>(data) + kPageBytes);
+    auto* events = reinterpret_cast<Event*>(static_cast<std::byte*>(data) + page_bytes());
     buffers_.push_back(
         std::make_unique<Buffer>(static_cast<ThreadHeader*>(data), events, num_events_));
     return true;

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -16,13 +17,18 @@ struct AbortReason {
   int origin = -1;   ///< the rank that failed
   int culprit = -1;  ///< the rank that it blames, or -1
   std::string text;
+
+  std::string to_text() const;
+  static AbortReason from_text(const std::string& text);
 };
+
+/// A process in error messages: "rank 1 (pid 12 on host)".
+std::string name_of_process(int rank, std::int64_t pid, bool is_pid_hidden,
+                            const std::string& host);
 
 /// The end of an error message about a process that has ended, from its last message (may be
 /// empty).
-inline std::string why_it_ended(const std::string& last_words) {
-  return last_words.empty() ? "; read the end of its output" : ": " + last_words;
-}
+std::string why_it_ended(const std::string& last_words);
 
 /// What another group knows about the ranks' processes. Both functions may be empty.
 struct KnownProcesses {
@@ -35,13 +41,19 @@ class Membership {
  public:
   virtual ~Membership() = default;
 
+  /// Its number in this process's PID namespace, or in its own where that hides it.
   virtual pid_t pid_of(int rank) const = 0;
+  virtual bool is_pid_hidden(int) const { return false; }
   virtual const std::string& host_of(int rank) const = 0;
   /// Whether this rank may wait for `rank`, from what it knows without waiting: kNone, kPeerDied,
   /// kPeerLeft or, for the whole group, kAborted.
   virtual Stop state_of(int rank) const = 0;
   /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
   virtual bool has_died(int) const { return false; }
+  /// Whether it ended by itself and not by a signal, or is about to; false if that is not known.
+  virtual bool has_exited(int) const { return false; }
+  /// The number of collectives that `rank` has begun; -1 if that is not known.
+  virtual std::int64_t num_calls_of(int) const { return -1; }
   /// Whether the process of `rank` is stopped (SIGSTOP), as far as the kernel tells.
   virtual bool is_stopped(int) const { return false; }
 

@@ -31,6 +31,7 @@ from ringcomm.measure.machine import (
 from ringcomm.measure.ranks import RankError, Team, run_ranks
 from ringcomm.measure.screen import byte_count
 from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.torch_names import backend_of
 
 MIB = 1 << 20
 INIT_TIMEOUT = timedelta(seconds=30)
@@ -62,7 +63,7 @@ def known_variables() -> set[str]:
 def _own_backend() -> Any:
     group = dist.group.WORLD
     assert group is not None
-    return group._get_backend(torch.device("cpu"))
+    return backend_of(group, torch.device("cpu"))
 
 
 def _num_all_reduces() -> dict[str, int]:

@@ -109,37 +109,14 @@ class OthersWatch:
 
 
 def read_limits(proc: Path = Path("/proc/self"), cgroups: Path = CGROUPS) -> dict[str, Any]:
-    """The smallest limits of this process's cgroup (v2) and its ancestors.
+    """The smallest limits of this process's cgroup (v1 or v2) and its ancestors.
 
     Returns:
         `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,
         each as (value, file), or None without a limit; `max_fds`, open files of a process.
     """
-    cpu, memory = [], []
-    try:
-        path = (proc / "cgroup").read_text().partition("0::/")[2].strip()
-    except OSError:
-        path = ""
-    for folder in (cgroups / path, *(cgroups / path).parents):
-        if not folder.is_relative_to(cgroups):
-            break
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if quota.isdigit():
-            cpu.append((int(quota) / int(period), str(folder / "cpu.max")))
-        if _read(folder / "memory.max").isdigit():
-            memory.append((int(_read(folder / "memory.max")), str(folder / "memory.max")))
-    return {
-        "cpu_cores": min(cpu, default=None),
-        "memory_bytes": min(memory, default=None),
-        "max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-    }
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # the root of the hierarchy has no limits
-        return ""
+    limits: dict[str, Any] = dict(_C.cgroup_limits(str(proc), str(cgroups)))
+    return limits | {"max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
 
 
 def versions() -> dict[str, Any]:

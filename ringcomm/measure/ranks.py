@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ringcomm.torch_names import die_with_parent
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -130,7 +132,7 @@ def _be_rank(
     folder: str,
 ) -> None:
     """Runs a forked rank. ``pairs`` join rank 0 with each other rank."""
-    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     world_size = len(pairs) + 1

@@ -3,9 +3,6 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
-from typing import TYPE_CHECKING
-
-from ringcomm._renamed import getattr_of
 from ringcomm.ops.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from ringcomm.ops.losses import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
 from ringcomm.ops.losses.cross_entropy import cross_entropy
@@ -36,6 +33,3 @@ __all__ = [
     "reduce_scatter_update_all_gather_",
     "shard_range",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = getattr_of(__name__)

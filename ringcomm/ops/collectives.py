@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.backend import resolve_group
+from ringcomm.torch_names import group_named
 
 _ops: Any = torch.ops.ringcomm
 
@@ -147,8 +148,7 @@ def monitored_barrier(
 
 
 def _world_size(group_name: str) -> int:
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return int(resolve(group_name).size())
+    return group_named(group_name).size()
 
 
 def _fake_like(input: Tensor, *options: Any) -> Tensor:

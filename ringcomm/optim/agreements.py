@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.same_gradients import check_same_gradients, largest_of, progress
+from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.gradient_placeholder import check_same_gradients, largest_of, progress
+from ringcomm.torch_names import devices_of, graph_task
 
 
 def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
     """The weights whose gradient this backward pass will still produce after `arrived`, if any."""
-    task = torch._C._current_graph_task_id()
+    task = graph_task()
     return {slot for slot in slots if arrived not in (None, slot) and slot.will_come(task)}
 
 
@@ -38,7 +40,8 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup, overlap: bool) -> None:
         self._group, self._overlap = group, overlap
-        is_one_pass = not overlap and _is_ringcomm_on_cpu(group)
+        cpu = torch.device("cpu")
+        is_one_pass = not overlap and cpu in devices_of(group) and takes_uneven(group, cpu)
         self.one_pass_name = group.group_name if is_one_pass else None
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
@@ -128,13 +131,6 @@ class Replicas:
         self.has_agreed = False
 
 
-def _is_ringcomm_on_cpu(group: dist.ProcessGroup) -> bool:
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "ringcomm"
-    except RuntimeError:
-        return False
-
-
 class SameWeights:
     """Ensures that all ranks of shards reduce the same weights in the same order, or none.
 
@@ -161,7 +157,7 @@ class SameWeights:
         Collective.
         """
         self._expected = _coming(self._slots, arrived)
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         mine = [
             progress(
                 slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task),

@@ -1,61 +1,62 @@
-"""Layers that hide their weight from autograd and deliver the factors of its gradient.
+"""Layers that keep the factors of their weight's gradient instead of the gradient.
 
-A fused layer's function takes a token in the weight's place: a scalar leaf that requires grad. Its
-backward computes the input's gradient from the weight as it is, keeps (input, grad_out) in the
-handle, and autograd runs the token's hook once everything that leads to the token has run. The hook
-therefore sees all uses of the weight in this backward pass, and writes the weight after all reads.
+The backward of a fused layer's function computes the input's gradient, keeps (input, grad_out) in
+the handle, and returns None for the weight. Autograd runs a leaf's post-accumulate hooks when all
+nodes that lead to it have run, even if all of them returned None. The weight's hook therefore sees
+all uses in this backward pass, and writes the weight after all reads.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.optim.gradients import Uses
+from ringcomm.optim.gradients import Gradient, Uses, of_uses
+from ringcomm.torch_names import graph_task, hooks_of_leaf, in_transform, will_run
 
 
 class Handle:
-    """Collects the uses of one weight; `deliver` gets all of a backward pass."""
+    """Collects the uses of one weight in backward passes."""
 
-    def __init__(self, module: nn.Module, deliver: Callable[[Uses], None]) -> None:
-        self.module, self._deliver = module, deliver
-        self._token: Tensor | None = None
-        self.forget()
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._uses: dict[int, Uses] = {}  # by the id of the backward pass
 
     def forget(self) -> None:
-        """Drops what has not been delivered: a backward pass that failed."""
-        self._uses: Uses = []
-        self.num_forwards = 0  # uses that may still deliver
+        """Drops the uses of a backward pass that failed."""
+        self._uses.clear()
 
-    def token(self, device: torch.device) -> Tensor:
-        """The leaf that replaces the weight, on the weight's current device."""
-        if self._token is None or self._token.device != device:
-            self._token = torch.zeros([], device=device, requires_grad=True)
-            # Avoids a reference cycle: Python's garbage collector does not see a tensor's hooks.
-            told = weakref.ref(self)
+    def keep(self, node: Any, given: Tensor, grad_out: Tensor) -> Tensor | None:
+        """Called by the backward of each use; returns the gradient if autograd must have it.
 
-            def complete(token: Tensor) -> None:
-                token.grad = None
-                if (handle := told()) is not None:
-                    uses, handle._uses = handle._uses, []
-                    handle._deliver(uses)
+        `node` accumulates the weight's gradient. It does not run if the pass is for gradients of
+        other tensors only.
+        """
+        weight = self.module.weight
+        try:
+            if not (will_run(node) and weight.requires_grad):
+                return None
+        except RuntimeError:  # of torch.autograd.grad(), for the weight
+            return self._gradient([(given, grad_out)]).dense()
+        before, after = hooks_of_leaf(weight)
+        # With create_graph, hooks of users, or an optimizer that was closed since.
+        if torch.is_grad_enabled() or before or len(after) != 1:
+            return self._gradient([(given, grad_out)]).dense()
+        self._uses.setdefault(graph_task(), []).append((given, grad_out))
+        return None
 
-            self._token.register_post_accumulate_grad_hook(complete)
-        self.num_forwards += 1
-        return self._token
+    def take(self) -> Gradient | None:
+        """The gradient of the uses in this backward pass; None without one."""
+        uses = self._uses.pop(graph_task(), None)
+        return None if uses is None else self._gradient(uses)
 
-    def keep(self, given: Tensor, grad_out: Tensor) -> Tensor:
-        """Called by the backward of each use; returns the token's gradient, which is 0."""
-        assert self._token is not None
-        self._uses.append((given, grad_out))
-        return self._token.detach()
+    def _gradient(self, uses: Uses) -> Gradient:
+        module: Any = self.module
+        return of_uses(uses, module.weight, getattr(module, "padding_idx", None))
 
 
 _handles = WeakIdKeyDictionary()
@@ -63,27 +64,20 @@ _handles = WeakIdKeyDictionary()
 
 def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
     """The handle of a fused layer's weight, if this use is recorded by autograd."""
-    if torch.compiler.is_compiling():  # it then has an ordinary gradient, for the parameter's hook
+    if torch.compiler.is_compiling() or in_transform():  # an ordinary gradient
         return None
     handle: Handle | None = _handles.get(weight)
     if handle is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return None
-    if weight._backward_hooks:  # such as tensor.all_reduce_grad_(), which needs autograd's gradient
-        return None
-    if handle.module is not module:
-        raise RuntimeError(
-            f"the weight of shape {tuple(weight.shape)} was tied to another layer after the"
-            " optimizer was made: tie weights before"
-        )
-    return handle
+    return handle if handle.module is module else None  # not for a layer tied to it later
 
 
 class _Fused(torch.autograd.Function):
-    """A linear layer, or an embedding if `given` are indices, with the token as its weight."""
+    """A linear layer, or an embedding if `given` are indices."""
 
     @staticmethod
     def forward(
-        ctx: Any, given: Tensor, bias: Tensor | None, _: Tensor, weight: Tensor, handle: Handle
+        ctx: Any, weight: Tensor, given: Tensor, bias: Tensor | None, handle: Handle
     ) -> Tensor:
         is_linear = given.is_floating_point()
         ctx.save_for_backward(given, weight if is_linear else None)
@@ -93,16 +87,16 @@ class _Fused(torch.autograd.Function):
         return nn.functional.linear(given, weight.to(given.dtype), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         given, weight = ctx.saved_tensors
+        (node, _), *_ = ctx.next_functions
         rows = grad_out.reshape(-1, grad_out.shape[-1])
         if weight is None:
-            return None, None, ctx.handle.keep(given.reshape(-1), rows), None, None
-        grad_x = grad_out @ weight.to(grad_out.dtype) if ctx.needs_input_grad[0] else None
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[1] else None
-        token_grad = ctx.handle.keep(given.reshape(-1, weight.shape[1]), rows)
-        return grad_x, grad_bias, token_grad, None, None
+            return ctx.handle.keep(node, given.reshape(-1), rows), None, None, None
+        grad_x = grad_out @ weight.to(grad_out.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        grad = ctx.handle.keep(node, given.reshape(-1, weight.shape[1]), rows)
+        return grad, grad_x, grad_bias, None
 
 
 class FusedLinear(nn.Linear):
@@ -114,15 +108,14 @@ class FusedLinear(nn.Linear):
         if handle is None:
             return super().forward(input)
         bias: Tensor | None = self.bias
-        device = self.weight.device
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        device = self.weight.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             input = input.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         elif input.dtype != self.weight.dtype:
             return super().forward(input)  # which says what is wrong
-        token = handle.token(device)
-        out: Tensor = _Fused.apply(input, bias, token, self.weight.detach(), handle)
+        out: Tensor = _Fused.apply(self.weight, input, bias, handle)
         return out
 
 
@@ -134,8 +127,7 @@ class FusedEmbedding(nn.Embedding):
         handle = _handle_of(self, self.weight)
         if handle is None:
             return super().forward(input)
-        token = handle.token(self.weight.device)
-        rows: Tensor = _Fused.apply(input, None, token, self.weight.detach(), handle)
+        rows: Tensor = _Fused.apply(self.weight, input, None, handle)
         return rows
 
 
@@ -146,7 +138,7 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def is_fusable(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Whether this is torch's own class with that weight, and no hook needs the gradient."""
+    """Whether this is torch's own class with that weight, in a form that can be fused."""
     if type(module) not in _FUSED or module.weight is not weight or isinstance(weight, DTensor):
         return False
     return not isinstance(module, nn.Embedding) or (
@@ -154,9 +146,9 @@ def is_fusable(module: nn.Module, weight: nn.Parameter) -> bool:
     )
 
 
-def fuse(module: nn.Module, deliver: Callable[[Uses], None]) -> Handle:
-    """Sends a module's weight gradients to `deliver`; changes the class of the module."""
-    handle = Handle(module, deliver)
+def fuse(module: nn.Module) -> Handle:
+    """Makes a module keep the uses of its weight; changes the class of the module."""
+    handle = Handle(module)
     _handles[module.weight] = handle
     module.__class__ = _FUSED[type(module)]
     return handle
@@ -165,5 +157,11 @@ def fuse(module: nn.Module, deliver: Callable[[Uses], None]) -> Handle:
 def unfuse(handle: Handle) -> None:
     """Undoes `fuse`."""
     module = handle.module
-    module.__class__ = type(module).__mro__[1]
+    module.__class__ = plain_class(module)
     _handles.pop(module.weight, None)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module without `fuse`."""
+    kind = type(module)
+    return next((plain for plain, fused in _FUSED.items() if kind is fused), kind)

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.agreements import Replicas, SameWeights
-from ringcomm.optim.gradients import Gradient, StepFacts, Uses, exact, of_uses
+from ringcomm.optim.gradients import Gradient, StepFacts, exact
+from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot
 from ringcomm.parallel.model_axes import Axes
-
-if TYPE_CHECKING:
-    from ringcomm.optim.in_backward import InBackwardOptimizer, StepOptions
-
-_engine: Any = torch.autograd.Variable._execution_engine
+from ringcomm.torch_names import at_end_of_backward, graph_task
 
 
 class GradientPath:
@@ -41,8 +38,8 @@ class GradientPath:
     _is_due: bool  # whether a gradient has come, so that step() ends a step
     _has_overflow: bool
 
-    def __init__(self, optimizer: InBackwardOptimizer, options: StepOptions) -> None:
-        """`optimizer` writes the weights. It owns the path: this is a weak proxy."""
+    def __init__(self, optimizer: Any, options: StepOptions) -> None:
+        """`optimizer` writes the weights: a weak proxy of the InBackwardOptimizer."""
         self._optimizer, self._options = optimizer, options
         self._mode, self._num_parts = options.mode, options.accumulation_steps
         self.slots: list[Slot] = []
@@ -67,46 +64,35 @@ class GradientPath:
 
     # ---- arriving
 
-    def param_arrived(self, slot: Slot) -> None:
-        """Autograd has added to the parameter's gradient."""
-        if slot.handle is not None and slot.handle.num_forwards > 0:
-            # Uses of a fused layer may arrive before or after uses that autograd saw.
-            slot.autograd_in = torch._C._current_graph_task_id()
-            slot.collect()
-            if slot.arrived_in == slot.autograd_in and slot.num_arrived == self._num_parts:
+    def arrived(self, slot: Slot) -> None:
+        """Autograd has run all of a backward pass that leads to the parameter."""
+        with exact(slot.param.device):
+            slot.see_dropped()
+            gradient = None if slot.handle is None else slot.handle.take()
+            is_new = slot.collect()
+            if gradient is None and not is_new:
+                return  # a function has returned None, or the weight is frozen now
+            awaits_more = slot.awaits_more()
+            if not awaits_more:
+                self._count(slot)
+            is_last = not awaits_more and slot.num_arrived == self._num_parts
+            if gradient is not None:
+                if is_last and not slot.has_grad:
+                    self._complete(slot, gradient)
+                    return
+                slot.add(gradient.dense())  # micro-batches, or uses that autograd sees
+            if not is_last and not awaits_more:
+                slot.mark(is_spent=False)
+            if self.replicas is not None and not awaits_more:
+                self._arrived_on_replica(self.replicas, slot)
+            elif is_last:
+                if slot.shards is not None:
+                    self._same[slot.peers].expect(slot)
                 self._complete_what_is_left([slot])
-            return
-        awaits_more = slot.awaits_more()
-        if not awaits_more:
-            self._count(slot)
-        slot.collect()
-        if awaits_more:
-            return
-        if self.replicas is not None:
-            self._arrived_on_replica(self.replicas, slot)
-        elif slot.num_arrived == self._num_parts:
-            if slot.shards is not None:
-                self._same[slot.peers].expect(slot)
-            self._complete_what_is_left([slot])
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a whole gradient, which fully_shard will reduce."""
         self._same[slot.peers].expect(slot)
-
-    def uses_arrived(self, slot: Slot, uses: Uses) -> None:
-        """The uses of a fused layer's weight are complete."""
-        assert slot.handle is not None
-        awaits_more = slot.awaits_more()
-        if not awaits_more:
-            self._count(slot)
-        gradient = of_uses(uses, slot.param, getattr(slot.handle.module, "padding_idx", None))
-        is_beside = slot.autograd_in != slot.arrived_in and slot.autograd_will_bring()
-        is_last = not (awaits_more or is_beside) and slot.num_arrived == self._num_parts
-        if slot.has_grad or not is_last:  # micro-batches, or uses that autograd sees
-            slot.add(gradient.dense())
-            self._complete_what_is_left([slot] if is_last else [])
-        else:
-            self._complete(slot, gradient)
 
     def _count(self, slot: Slot) -> None:
         """Counts a gradient. Raises RuntimeError, before a write, if it is not expected."""
@@ -114,10 +100,14 @@ class GradientPath:
             raise RuntimeError("with loss_scale=, call opt.scale(loss).backward()")
         self.check_pass()
         self._optimizer.check_model()
-        if slot.num_arrived == self._num_parts:
-            raise RuntimeError(slot.spent.message_of_add)
+        if not slot.is_last_hook:
+            raise RuntimeError(
+                f"a hook of {slot.name} was registered after the forward pass of its layer, and"
+                " would run after the gradient is used: register it before"
+            )
+        slot.refuse_second(slot.num_arrived == self._num_parts)
         slot.num_arrived += 1
-        slot.arrived_in = torch._C._current_graph_task_id()
+        slot.arrived_in = graph_task()
 
     def check_pass(self) -> None:
         """Raises RuntimeError for a gradient outside the two passes of clip_mode="two_pass"."""
@@ -132,7 +122,7 @@ class GradientPath:
                 return  # a later gradient of this pass ends its step, or step() does
             replicas.agree(self.slots, slot)
             if not slot.is_nested:
-                _engine.queue_callback(self._end_turns)
+                at_end_of_backward(self._end_turns)
         self._take_turns(replicas)
 
     def _end_turns(self) -> None:
@@ -156,7 +146,7 @@ class GradientPath:
     def _complete(self, slot: Slot, gradient: Gradient) -> None:
         """This rank's gradient is complete. Collective if ranks share the work."""
         if self._pass != "facts":  # which leaves a gradient for the next one
-            slot.mark_spent()
+            slot.mark(is_spent=True)
         if slot.shards is not None:
             grad = gradient.dense().to(slot.grad_dtype)
             local = slot.shards.reduce_scatter(slot.param, grad)
@@ -169,8 +159,8 @@ class GradientPath:
 
     def _complete_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor) -> None:
         if replicas.one_pass_name and (self._is_checked or self._pass == "update"):
-            self._is_due, name = True, replicas.one_pass_name
-            if self._optimizer.update_replicas(name, slot, grad, self._factor):
+            self._is_due = slot.is_written = True
+            if self._optimizer.update_replicas(replicas.one_pass_name, slot, grad, self._factor):
                 return
         replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
 
@@ -196,6 +186,7 @@ class GradientPath:
                     " no weight has been written"
                 )
             self._is_checked = True
+        slot.is_written = True
         self._optimizer.update(slot, gradient, self._factor)
 
     # ---- the step as a whole

@@ -2,95 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm.backend import resolve_group
 from ringcomm.optim.agreements import Replicas
 from ringcomm.optim.gradient_path import GradientPath
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.model_weights import ModelWeights, run_all
+from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
-
-
-@dataclasses.dataclass(kw_only=True)
-class StepOptions:
-    """Checked options; see Lomo for their meaning.
-
-    Raises:
-        ValueError: a value is out of range, or two options cannot be used together.
-    """
-
-    clip_grad_norm: float | None = None
-    clip_grad_value: float | None = None
-    clip_mode: str | None = None
-    loss_scale: float | str | None = None
-    accumulation_steps: int = 1
-    reduce_dtype: torch.dtype | None = None
-    group: dist.ProcessGroup | str | None = None
-    mesh: dataclasses.InitVar[DeviceMesh | None] = None
-    overlap: bool | None = None
-    stochastic_rounding: bool = False
-    master: str | None = None
-    seed: int = 0
-
-    def __post_init__(self, mesh: DeviceMesh | None) -> None:
-        if mesh is not None:
-            self.group = resolve_group(self.group, mesh)  # type: ignore[arg-type]
-        for name in ("clip_grad_norm", "clip_grad_value"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be a positive number or None, got {value!r}")
-        _check_word("clip_mode", self.clip_mode, "deferred", "two_pass")
-        _check_word("master", self.master, "split")
-        if not isinstance(self.group, dist.ProcessGroup):
-            _check_word("group", self.group, "none")
-        if self.accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps must be 1 or more, got {self.accumulation_steps}")
-        if not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"seed must be a number of 32 bits, got {self.seed}")
-        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
-            raise ValueError("clip_grad_norm and clip_grad_value cannot be used together")
-        if self.clip_mode is not None and not self.looks_ahead:
-            raise ValueError(
-                "clip_mode has no effect without clip_grad_norm or loss_scale: set one of them"
-            )
-        if self.mode == "two_pass" and self.accumulation_steps > 1:
-            raise ValueError(
-                'clip_mode="two_pass" runs one backward pass twice and cannot accumulate over'
-                ' several: use clip_mode="deferred"'
-            )
-        if self.master is not None and self.stochastic_rounding:
-            raise ValueError(
-                'master="split" keeps all bits, so that stochastic_rounding has no effect: leave '
-                "one of them out"
-            )
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the whole step's gradients must be known before it is made."""
-        return self.clip_grad_norm is not None or self.loss_scale is not None
-
-    @property
-    def mode(self) -> str:
-        """When weights are written: "immediate" (in the backward), "deferred" or "two_pass"."""
-        return (self.clip_mode or "deferred") if self.looks_ahead else "immediate"
-
-
-def _check_word(name: str, value: str | None, *allowed: str) -> None:
-    if value is not None and value not in allowed:
-        raise ValueError(f"{name} must be None or one of {', '.join(allowed)}, got {value!r}")
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -109,14 +39,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             raise ValueError(f"weight_decay must be 0 or more, got {defaults['weight_decay']!r}")
         found, params = _split_model(model_or_params, model, type(self).__name__)
         self.options = options
-        self._weights = ModelWeights(found, type(self).__name__)
+        self._weights = ModelWeights(found, type(self).__name__, is_whole=found is model_or_params)
         self._path = GradientPath(weakref.proxy(self), options)
         self._undo: list[Callable[[], Any]] = []
         self._is_verified = False
         super().__init__(params, {**defaults, "step": 0})
         weakref.finalize(self, run_all, self._undo)
         self._manage()
-        self._undo += self._weights.before_forward(weakref.proxy(self))
+        self._weights.take_values_of_rank0(self._path.slots, options.group)
 
     # ---- what users call
 
@@ -170,6 +100,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 loss = closure()
         try:
             self.check_model()
+            for slot in self._path.slots:
+                slot.see_dropped()
             self._path.end_pass()
             if self._path.finish():
                 for group in self.param_groups:
@@ -179,7 +111,18 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that wait for a step, and resets the count of micro-batches."""
+        """Drops gradients that wait for a step, and resets the count of micro-batches.
+
+        Raises:
+            RuntimeError: weights were updated in the backward pass, and step() was not called.
+        """
+        written = [slot.name for slot in self._path.slots if slot.is_written]
+        if written:
+            raise RuntimeError(
+                f"zero_grad() cannot undo the update of {written[0]} and {len(written) - 1} others"
+                " in the backward pass: call step() first. To leave a model out of a backward pass"
+                " (a GAN's discriminator), call requires_grad_(False) on it before the forward pass"
+            )
         self._forget()
         super().zero_grad(set_to_none)
 
@@ -192,6 +135,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self._path.slots:  # not in torch's constructor
             self._manage()
+
+    def __getstate__(self) -> Any:
+        """Raises TypeError: hooks connect the optimizer with its model."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} cannot be copied or pickled with its hooks: copy state_dict() instead, and"
+            f" load it into a new {name} for a copy of the model"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer's, with the loss scale."""
@@ -227,7 +178,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         return False
 
     def check_model(self) -> None:
-        """Checks the model once per step: at the first forward pass or, without one, gradient.
+        """Checks the model once per step: at the first gradient or, without one, by step().
 
         Raises:
             ValueError: see Lomo.
@@ -241,6 +192,13 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._path.forget()
         self._is_verified = False
+
+    def _state_of(self, slot: Slot) -> dict[str, Any]:
+        """A weight's state; that of its first step if there is none, as after state.clear()."""
+        state: dict[str, Any] = self.state[slot.param]
+        if not state:
+            state.update(self._new_low(slot), **self._new_state(slot))
+        return state
 
     def _group_of(self, slot: Slot) -> dict[str, Any]:
         return self.param_groups[slot.group_idx]
@@ -267,6 +225,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _manage(self) -> None:
         """Adds hooks to the parameters that have none yet."""
         path, weights, options = self._path, self._weights, self.options
+        told = weakref.proxy(path)
         known = {slot.param for slot in path.slots}
         new: list[Slot] = []
         for group_idx, group in enumerate(self.param_groups):
@@ -292,11 +251,12 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             self._lr_of(slot)  # before there is a hook
         path.slots = slots
         for slot in new:
-            self.state[slot.param].update(self._new_low(slot), **self._new_state(slot))
+            self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.
             may_fuse = path.replicas is None and slot.shards is None
-            self._undo += weights.attach(slot, weakref.proxy(path), may_fuse=may_fuse)
-        self._undo += weights.watch_units(new, weakref.proxy(path))
+            arrived = partial(GradientPath.arrived, told)
+            self._undo += weights.attach(slot, arrived, may_fuse=may_fuse)
+        self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, told))
         path.watch_shards()
 
     def _new_low(self, slot: Slot) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.in_backward import InBackwardOptimizer, StepOptions
+from ringcomm.optim.in_backward import InBackwardOptimizer
+from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Layout, Slot
 
 _ops: Any = torch.ops.ringcomm
@@ -51,8 +52,10 @@ class Lomo(InBackwardOptimizer):
             reduce_dtype (torch.float32): the dtype in which gradients are accumulated and reduced;
                 or the dtype of 16-bit weights. Weights of fully_shard use its MixedPrecisionPolicy.
             group (None): ranks with replicas, over which each gradient is averaged inside the
-                backward pass. Replicas stay bitwise equal. A missing gradient on some ranks counts
-                as zeros; a weight without a gradient on all ranks is not updated. Required for
+                backward pass. Weights and buffers of the model start from those of rank 0, and
+                weights stay bitwise equal. Buffers that change later (running statistics of
+                BatchNorm) are each rank's own. A missing gradient on some ranks counts as zeros;
+                a weight without a gradient on all ranks is not updated. Required for
                 replicated weights in a job of several ranks; "none" trains this rank's model
                 independently of the others. Shards of fully_shard or WeightShards have their own
                 group.
@@ -68,15 +71,18 @@ class Lomo(InBackwardOptimizer):
     Raises:
         ValueError: an argument is out of range or conflicts with another; a parameter is not
             supported; the model is a DistributedDataParallel or produces sparse gradients; in a job
-            of several ranks the model is missing, or group= for replicated weights. In the forward
-            pass: the model has changed so that one of these holds. In the backward pass: the
-            learning rate is negative or NaN.
+            of several ranks the model is missing, or group= for replicated weights. In the backward
+            pass, before a weight is written: the model has changed so that one of these holds, a
+            weight was replaced or unfrozen, or the learning rate is negative or NaN.
         RuntimeError: in the backward pass, before a weight is written: the first gradient is not
             finite and there is no loss scale; the loss was not scaled; clip_mode="two_pass" without
             opt.backward(); or, on all ranks, a shard has a gradient on some ranks only. Before the
-            second update of a weight in one step.
+            second update of a weight in one step. In zero_grad(): weights were updated since the
+            last step().
 
-    Parameters without a gradient are not updated, as in torch.optim. Between the use of a gradient
+    Collective if gradients are averaged over a group, or weights are sharded: a broadcast.
+
+    Parameters without a gradient are not updated, as in torch.optim. Between a gradient's arrival
     and step(), a parameter's .grad is a placeholder that raises RuntimeError when read, because
     torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find no gradient. With Trainer and
     Accelerate call prepare() of ringcomm.integrations.transformers or .accelerate. Under
@@ -103,7 +109,7 @@ class Lomo(InBackwardOptimizer):
         """See InBackwardOptimizer."""
         decay = self._group_of(slot)["weight_decay"]
         scalars = (self._lr_of(slot), decay, factor, self._rounding_seed(slot))
-        weight, low = slot.local, self.state[slot.param].get("low")
+        weight, low = slot.local, self._state_of(slot).get("low")
         options: dict[str, Any] = {"low": low, "clip_value": self.options.clip_grad_value}
         if isinstance(gradient, LinearGradient):
             _ops.linear_sgd_update_(weight, *gradient.parts, *scalars, **options)
@@ -192,7 +198,7 @@ class AdaLomo(InBackwardOptimizer):
         """See InBackwardOptimizer."""
         group, layout, local = self._group_of(slot), slot.layout, slot.local
         lr, seed = self._lr_of(slot), self._rounding_seed(slot)
-        low = self.state[slot.param].get("low")
+        low = self._state_of(slot).get("low")
         # In the order of memory.
         weight, grad = _flat(local, local), _flat(gradient.dense(torch.float32), local)
         low = None if low is None else _flat(low, local)
@@ -222,7 +228,7 @@ class AdaLomo(InBackwardOptimizer):
 
     def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """Updates the moments; returns the factors of the rows and columns of G that make U."""
-        group, state, layout = self._group_of(slot), self.state[slot.param], slot.layout
+        group, state, layout = self._group_of(slot), self._state_of(slot), slot.layout
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
         num_rows, num_columns = layout.matrix
         sums = torch.zeros(num_rows + num_columns, device=grad.device)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,18 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.optim.fused_layers import fuse, is_fusable, unfuse
-from ringcomm.optim.gradients import Uses, exact
+from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import watch_whole_weights
 from ringcomm.parallel.tensor.splits import split_params
-
-if TYPE_CHECKING:
-    from ringcomm.optim.gradient_path import GradientPath
-    from ringcomm.optim.in_backward import InBackwardOptimizer
+from ringcomm.torch_names import broadcast_coalesced_
 
 _managed = WeakIdKeyDictionary()  # parameters that have an optimizer in their backward pass
 
@@ -36,18 +32,19 @@ class ModelWeights:
     Args:
         model: None for parameters alone.
         optimizer: the name of the optimizer, for messages.
+        is_whole: whether it trains all weights of the model that require grad.
 
     Raises:
         ValueError: the model reduces gradients itself, or produces sparse gradients.
     """
 
-    def __init__(self, model: nn.Module | None, optimizer: str) -> None:
+    def __init__(self, model: nn.Module | None, optimizer: str, *, is_whole: bool) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
                 "DistributedDataParallel keeps all gradients until it has reduced them: pass the"
                 " model itself, and group="
             )
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._is_whole = model, optimizer, is_whole
         # The modules that have a parameter, each with the parameter's name in it.
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         self._names: dict[nn.Parameter, str] = {}
@@ -121,8 +118,15 @@ class ModelWeights:
                 "trains its own model"
             )
 
-    def check_unchanged(self, slots: Iterable[Slot]) -> None:
-        """Raises for a weight that was replaced since the optimizer was made."""
+    def check_unchanged(self, slots: Sequence[Slot]) -> None:
+        """Raises for a weight that was replaced or unfrozen since the optimizer was made."""
+        mine = {slot.param for slot in slots}
+        for own, name in self._names.items() if self._is_whole else ():
+            if own.requires_grad and own not in mine and own not in _managed:
+                raise ValueError(
+                    f"{name} requires grad since {self._optimizer} was made, which does not train"
+                    " it: call add_param_group(), or give the optimizer parameters and model="
+                )
         modules = set() if self._model is None else set(self._model.modules())
         for slot in slots:
             param: Any = slot.param
@@ -164,42 +168,46 @@ class ModelWeights:
         held = {**axes.held, **{slot.param: slot.parts for slot in slots}}
         return axes._replace(held=held, groups=(*dict.fromkeys(shard_groups), *axes.groups))
 
+    def take_values_of_rank0(self, slots: Iterable[Slot], group: Any) -> None:
+        """Makes replicated weights, and buffers, those of rank 0, as DistributedDataParallel does.
+
+        Collective over `group`, if it is one, and over the ranks that share sharded weights.
+        """
+        modules = () if self._model is None else tuple(self._model.modules())
+        replicas = [group] if isinstance(group, dist.ProcessGroup) else []
+        for each in dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)]):
+            split = [module for module, _ in self.parts.values() if _overlap(module.group, each)]
+            found: dict[Tensor, None] = {}
+            for module in modules:
+                if module not in split:
+                    params = module.parameters(recurse=False) if each is group else ()
+                    found |= dict.fromkeys((*params, *module.buffers(recurse=False)))
+            broadcast_coalesced_([t for t in found if not _is_sharded(t)], each)
+
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 
-    def before_forward(self, optimizer: InBackwardOptimizer) -> list[Callable[[], Any]]:
-        """Makes the optimizer, a weak proxy, check the model before each of its forward passes."""
-
-        def call(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                optimizer.check_model()
-
-        return [] if self._model is None else [self._model.register_forward_pre_hook(call).remove]
-
-    def attach(self, slot: Slot, path: GradientPath, *, may_fuse: bool) -> list[Callable[[], Any]]:
-        """Reports a weight's gradients to the path, a weak proxy."""
-
-        def param_arrived(_: Tensor) -> None:
-            with exact(slot.param.device):
-                path.param_arrived(slot)
-
-        def uses_arrived(uses: Uses) -> None:
-            with exact(slot.param.device):
-                path.uses_arrived(slot, uses)
-
+    def attach(
+        self, slot: Slot, arrived: Callable[[Slot], None], *, may_fuse: bool
+    ) -> list[Callable[[], Any]]:
+        """Reports a weight's gradients, and uses by its layers."""
         param, owners = slot.param, [module for module, _ in self._places.get(slot.param, [])]
         _managed[param] = True
-        undo = [
-            param.register_post_accumulate_grad_hook(param_arrived).remove,
-            lambda: _managed.pop(param, None),
-            *(owner.register_forward_pre_hook(slot.is_used).remove for owner in owners),
-        ]
+        hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
+        slot.hook_id = hook.id
+        undo = [hook.remove, lambda: _managed.pop(param, None)]
+        for owner in owners:
+            undo.append(owner.register_forward_pre_hook(slot.is_used).remove)
+            owner.__dict__["__reduce_ex__"] = partial(_reduce_plain, owner)
+            undo.append(partial(owner.__dict__.pop, "__reduce_ex__", None))
         if may_fuse and len(owners) == 1 and is_fusable(owners[0], param):
-            slot.handle = handle = fuse(owners[0], uses_arrived)
+            slot.handle = handle = fuse(owners[0])
             undo.append(lambda: unfuse(handle))
         return undo
 
-    def watch_units(self, slots: Iterable[Slot], path: GradientPath) -> list[Callable[[], Any]]:
-        """Reports unsharded gradients, which fully_shard will reduce, to the path, a weak proxy."""
+    def watch_units(
+        self, slots: Iterable[Slot], arrived: Callable[[Slot], None]
+    ) -> list[Callable[[], Any]]:
+        """Reports unsharded gradients, which fully_shard will reduce."""
         undo: list[Callable[[], Any]] = []
         slot_at = {place: slot for slot in slots for place in self._places.get(slot.param, [])}
 
@@ -207,7 +215,7 @@ class ModelWeights:
             slot = slot_at.get((module, name))
             if slot is not None and slot.whole is not param:
                 slot.whole = param
-                hook = param.register_post_accumulate_grad_hook(lambda _: path.whole_arrived(slot))
+                hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
                 undo.append(hook.remove)
 
         for unit in () if self._model is None else self._model.modules():
@@ -222,10 +230,28 @@ class ModelWeights:
         return [partial(run_all, undo)]
 
 
+def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
+    """Copies and pickles of a module are torch's own, without what attach() has added."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    make, args, state, *rest = reduced
+    if (plain := plain_class(module)) is not type(module):
+        make, args = plain.__new__, (plain,)
+    if isinstance(state, dict):
+        state = {key: value for key, value in state.items() if key != "__reduce_ex__"}
+        hooks = module._forward_pre_hooks.items()
+        mine = [k for k, hook in hooks if isinstance(getattr(hook, "__self__", None), Slot)]
+        state["_forward_pre_hooks"] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
+    return make, args, state, *rest
+
+
 def run_all(actions: list[Callable[[], Any]]) -> None:
     """Calls all functions and clears the list."""
     while actions:
         actions.pop()()
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) or find_shards(tensor) is not None
 
 
 def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
@@ -18,9 +17,17 @@ from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model_axes import Held
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.tensor.splits import Split, SplitModule
+from ringcomm.torch_names import (
+    NO_BACKWARD,
+    active_ddp,
+    graph_task,
+    hooks_of_leaf,
+    params_of_ddp,
+    shape_and_offset,
+    will_run,
+)
 
 Groups = tuple[dist.ProcessGroup, ...]
-_NO_BACKWARD = -1  # torch's id outside a graph task
 _uses = itertools.count(1)
 
 
@@ -29,16 +36,16 @@ class Slot:
 
     Attributes:
         num_arrived: gradients that have arrived in this step; `total` is their sum so far.
+        is_written: whether the weight has been updated in this step.
         held: its complete gradient, if that waits for step().
         arrived_in: the id of the backward pass of the last gradient.
-        autograd_in: for a fused layer's weight, the last pass with a gradient from autograd.
         first_use: the sequence number of its first use by a layer in this step; 0 if not used.
         num_unseen_uses: uses in no_grad mode; a reentrant checkpoint may have a gradient for each.
         grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks. layout,
         parts: the part on this rank, and the ranks with the other parts, for norms.
         peers: for a shard, the groups of the mesh whose ranks have gradients of the same weights.
         whole: the parameter for autograd's gradients, which differs with fully_shard.
-        spent: the placeholder in .grad between the use of the gradient and forget().
+        placeholder: in .grad from a gradient's arrival until forget().
     """
 
     def __init__(
@@ -59,16 +66,16 @@ class Slot:
         self.whole = param
         self.grad_dtype = torch.promote_types(param.dtype, reduce_dtype or torch.float32)
         self.handle: Handle | None = None
-        self.spent = GradientPlaceholder(
+        self.hook_id = -1  # of the hook that reports gradients
+        add = weakref.WeakMethod(self._added)  # autograd keeps the placeholder
+        self.placeholder = GradientPlaceholder(
             param,
             f"{optimizer} takes the gradient of {name} inside the backward pass:"
             " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
-            f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale= and group= of {optimizer};"
-            " with Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or"
-            " .accelerate first",
-            f"{name} got a gradient after its update: backward() ran again before step() (say"
-            " accumulation_steps), or a weight is used in several segments of a reentrant"
-            " checkpoint (use_reentrant=False)",
+            f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale=, group= and zero_grad() of"
+            f" {optimizer}; with Trainer and Accelerate call prepare() of"
+            " ringcomm.integrations.transformers or .accelerate first",
+            lambda grad: (call := add()) and call(grad),
         )
         self._node: Any = None
         self._node_is_for: Any = None
@@ -77,10 +84,11 @@ class Slot:
     def forget(self) -> None:
         """Resets the slot for the next step."""
         self.num_arrived = self.num_unseen_uses = self.first_use = 0
-        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
+        self.arrived_in = self._made_in = NO_BACKWARD
+        self.is_written = self._is_spent = self._is_marked = self._is_new = False
         self.total: Tensor | None = None
         self.held: Gradient | None = None
-        if self.param.grad is self.spent:
+        if self.param.grad is self.placeholder:
             self.param.grad = None
         if self.handle is not None:
             self.handle.forget()
@@ -100,16 +108,33 @@ class Slot:
         self.collect()
         return self.total is not None
 
-    def collect(self) -> None:
-        """Adds `.grad`, from autograd or the user, to `total`."""
-        grad = self.param.grad
-        if grad is not None and grad is not self.spent:
-            self.param.grad = None
-            self.add(_local_of(grad))
+    def collect(self) -> bool:
+        """Adds `.grad`, from autograd or the user, to `total`; returns whether there was any."""
+        grad, is_new, self._is_new = self.param.grad, self._is_new, False
+        if grad is None or grad is self.placeholder:
+            return is_new
+        self.param.grad = None
+        self.add(_local_of(grad.detach()))
+        return True
 
     def add(self, grad: Tensor) -> None:
         """Adds a gradient to `total`. A single gradient keeps its dtype."""
         self.total = grad if self.total is None else self.total.to(self.grad_dtype).add_(grad)
+
+    def _added(self, grad: Tensor) -> None:
+        """Called by autograd, which would add to the placeholder."""
+        self.refuse_second(self._is_spent)
+        self.add(_local_of(grad))
+        self._is_new = True
+
+    def refuse_second(self, is_complete: bool) -> None:
+        """Raises RuntimeError for a gradient after the last of a step."""
+        if is_complete:
+            raise RuntimeError(
+                f"{self.name} got a gradient after its update: backward() ran again before step()"
+                " (say accumulation_steps), or a weight is used in several segments of a reentrant"
+                " checkpoint (use_reentrant=False)"
+            )
 
     def take(self) -> Tensor:
         """Returns the sum of the gradients that have arrived, and clears it."""
@@ -118,9 +143,28 @@ class Slot:
         total, self.total = self.total, None
         return total
 
-    def mark_spent(self) -> None:
-        """Makes torch's clipping and similar functions raise until forget()."""
-        self.param.grad = self.spent
+    def mark(self, *, is_spent: bool) -> None:
+        """Makes torch's clipping and similar functions raise until forget().
+
+        Until it is spent, gradients of other micro-batches are added.
+        """
+        if is_spent or not isinstance(self.param, DTensor):  # to which fully_shard adds
+            self.param.grad, self._is_spent, self._is_marked = self.placeholder, is_spent, True
+
+    def see_dropped(self) -> None:
+        """Drops micro-batches if the user has set `.grad` to None or to another gradient.
+
+        Raises RuntimeError if the gradient is complete, so that it was used.
+        """
+        if not self._is_marked or self.param.grad is self.placeholder:
+            return
+        if self._is_spent:
+            raise RuntimeError(
+                f"{self.name}.grad was replaced or set to None between backward() and step(), but"
+                " its gradient was used in the backward pass. Call step() before zero_grad() of the"
+                " model; to leave a weight out, use requires_grad_(False) before the forward pass"
+            )
+        self.total, self.num_arrived, self._is_marked = None, 0, False
 
     # ---- gradients that are still expected
 
@@ -128,8 +172,11 @@ class Slot:
         """The forward pre-hook of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and any(self.param is param for param in ddp._module_parameters):
+        _, after = hooks_of_leaf(self.param)
+        if not self.is_last_hook:  # others must see the gradient first
+            after[self.hook_id] = after.pop(self.hook_id)
+        ddp = active_ddp()
+        if ddp is not None and any(self.param is param for param in params_of_ddp(ddp)):
             raise ValueError(
                 f"DistributedDataParallel would reduce the gradient of {self.name} after an "
                 "optimizer has applied it in the backward pass: call the model without it and "
@@ -139,14 +186,20 @@ class Slot:
         if not self.first_use:
             self.first_use = next(_uses)
         if torch.is_grad_enabled():
-            self._made_in = torch._C._current_graph_task_id()
+            self._made_in = graph_task()
         elif module.training:
             self.num_unseen_uses += 1
 
     @property
+    def is_last_hook(self) -> bool:
+        """Whether the hook that reports gradients runs after users'; WeightShards adds its own."""
+        _, after = hooks_of_leaf(self.param)
+        return self.shards is not None or next(reversed(after)) == self.hook_id
+
+    @property
     def is_nested(self) -> bool:
         """Whether the arriving gradient comes from the nested pass of a reentrant checkpoint."""
-        return self._made_in not in (_NO_BACKWARD, torch._C._current_graph_task_id())
+        return self._made_in not in (NO_BACKWARD, graph_task())
 
     def awaits_more(self) -> bool:
         """Called when a gradient arrives: whether this backward pass will produce more of it.
@@ -173,7 +226,7 @@ class Slot:
         if self._node_is_for != current:
             self._node = torch.autograd.graph.get_gradient_edge(whole).node
             self._node_is_for = current
-        return bool(torch._C._will_engine_execute_node(self._node))
+        return will_run(self._node)
 
 
 def _local_of(tensor: Tensor) -> Tensor:
@@ -234,7 +287,7 @@ def layout_of(param: nn.Parameter, part: tuple[SplitModule, Split] | None) -> La
     begin, end = (0, param.numel()) if shards is None else shards.range_of(param)
     if isinstance(param, DTensor):
         mesh = param.device_mesh
-        local_shape, at = compute_local_shape_and_global_offset(shape, mesh, param.placements)
+        local_shape, at = shape_and_offset(shape, mesh, param.placements)
         box, offsets = torch.Size(local_shape), list(at)
         end = box.numel()
         groups = [mesh.get_group(i) for i, p in enumerate(param.placements) if p.is_shard()]

@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm._renamed import getattr_of
-from ringcomm.parallel import activations, constant_buffer, expert, offload, tensor, zero
+from ringcomm.parallel import activations, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.parallelize import parallelize
@@ -21,7 +20,6 @@ __all__ = [
     "WeightShards",
     "activations",
     "clip_grad_norm_",
-    "constant_buffer",
     "expert",
     "get_state_dict",
     "offload",
@@ -39,4 +37,4 @@ def __getattr__(name: str) -> Any:
         return import_module("ringcomm.parallel.pipeline")
     if name in ("get_state_dict", "set_state_dict"):
         return getattr(import_module("ringcomm.parallel.state"), name)
-    return getattr_of(__name__)(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+from ringcomm.torch_names import all_gather_single, backend_of, devices_of, reduce_scatter_single
 
 
 def shard_sizes(num_elems: int, world_size: int) -> list[int]:
@@ -22,12 +22,12 @@ def shard_sizes(num_elems: int, world_size: int) -> list[int]:
 
 def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether shards of different sizes need no padding: over ringcomm."""
-    return isinstance(group._get_backend(device), _C.ProcessGroupRingcomm)
+    return isinstance(backend_of(group, device), _C.ProcessGroupRingcomm)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """The device for a group's collectives: the CPU if they support it."""
-    devices, cpu = group._device_types, torch.device("cpu")
+    devices, cpu = devices_of(group), torch.device("cpu")
     return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
 
 

@@ -1,25 +1,42 @@
-"""Hooks that pass gradients to an optimizer, and the placeholder that stays in `param.grad`."""
+"""Gradients on their way to an optimizer: hooks, placeholders, and a check of all ranks."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["GradientHooks", "GradientPlaceholder", "remove_hooks"]
+from ringcomm.torch_names import FakeTensor, make_wrapper, no_torch_function, to_copy, tree_leaves
 
-_add: Any = torch.ops.aten.add_
-_MESSAGE = (
+__all__ = [
+    "GradientHooks",
+    "GradientPlaceholder",
+    "check_same_gradients",
+    "largest_of",
+    "progress",
+    "remove_hooks",
+]
+
+_aten: Any = torch.ops.aten
+_NO_VALUES = (
     "param.grad of a weight that zero.shard() has sharded has no values; gradients are in the"
-    " optimizer. Use optimizer.clip_grad_norm_() instead of torch.nn.utils.clip_grad_norm_, the"
+    " optimizer"
+)
+_MESSAGE = (
+    f"{_NO_VALUES}. Use optimizer.clip_grad_norm_() instead of torch.nn.utils.clip_grad_norm_, the"
     " option loss_scale= instead of torch.amp.GradScaler, and no DistributedDataParallel"
 )
+_MESSAGES = {
+    _aten.zero_: f"{_NO_VALUES}: call optimizer.zero_grad(), which drops them, instead of"
+    " model.zero_grad(set_to_none=False)",
+    to_copy: "the model was cast or moved after zero.shard(): do it before",
+}
 
 
 class GradientPlaceholder(Tensor):
@@ -32,22 +49,21 @@ class GradientPlaceholder(Tensor):
     Args:
         param: the parameter whose `grad` it will be.
         message: the message of the RuntimeError.
-        message_of_add: the message if another gradient is added; default: `message`.
+        add: called if autograd adds another gradient; default: that raises, too.
     """
 
     message: str
-    message_of_add: str
+    messages: dict[Any, str]  # of operators
+    add_gradient: Callable[[Tensor], None] | None
 
-    # Attributes such as the shape can be read, as torch.compile does.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
-        cls, param: Tensor, message: str, message_of_add: str | None = None
+        cls, param: Tensor, message: str, add: Callable[[Tensor], None] | None = None
     ) -> GradientPlaceholder:
         """See the class."""
-        make: Any = Tensor._make_wrapper_subclass
-        made: GradientPlaceholder = make(
+        made = make_wrapper(
             cls,
             param.shape,
             strides=param.stride(),
@@ -56,16 +72,19 @@ class GradientPlaceholder(Tensor):
             storage_size=0,
         )
         made.message = message
-        made.message_of_add = message if message_of_add is None else message_of_add
+        made.messages, made.add_gradient = {}, add
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raises RuntimeError, always."""
+        """Raises RuntimeError, except where autograd adds a gradient and `add` takes it."""
         found = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
-        raise RuntimeError(found.message_of_add if func.overloadpacket is _add else found.message)
+        if func.overloadpacket is _aten.add_ and found.add_gradient is not None:
+            found.add_gradient(args[1])
+            return found
+        raise RuntimeError(found.messages.get(func.overloadpacket, found.message))
 
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of the parameter has no gradient and no optimizer."""
@@ -93,6 +112,8 @@ class GradientHooks:
         self._taker = weakref.ref(taker)
         self._late = list(late)
         self._placeholders = {p: GradientPlaceholder(p, _MESSAGE) for p in params if p not in late}
+        for placeholder in self._placeholders.values():
+            placeholder.messages = _MESSAGES
         # References are kept: autograd would otherwise make new nodes, without hooks, for the next
         # graph.
         self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
@@ -143,3 +164,49 @@ def remove_hooks(handles: list[Any]) -> None:
     """Removes hooks."""
     for handle in handles:
         handle.remove()
+
+
+def largest_of(
+    values: list[int], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> list[int]:
+    """The elementwise maximum over all ranks of a mesh with these groups. Collective."""
+    tensor = torch.tensor(values, dtype=torch.int32, device=device)
+    if isinstance(tensor, FakeTensor):
+        return values
+    for group in groups:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    found: list[int] = tensor.tolist()
+    return found
+
+
+def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:
+    """The progress of a weight, for check_same_gradients().
+
+    Counts `num_before`, the earlier backward passes since the last step with a gradient; whether
+    this pass will have one; and a gradient set by the user.
+    """
+    return 4 * num_before + 2 * is_coming + is_by_hand
+
+
+def check_same_gradients(
+    names: Collection[str],
+    mine: list[int],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    *,
+    who: str,
+    instead: str,
+) -> None:
+    """Raises RuntimeError on all ranks if progress() of a weight, `mine` here, differs.
+
+    The message says that `who` cannot reduce such gradients, and what to use `instead`. Collective
+    over each of the groups, which are those of a mesh.
+    """
+    found = largest_of([*mine, *(-value for value in mine)], groups, device)
+    for name, most, least in zip(names, found[: len(mine)], found[len(mine) :], strict=True):
+        if most != -least:
+            raise RuntimeError(
+                f"{name} has a gradient on some ranks only, which {who} cannot reduce. No weight"
+                " has been written. Use the weight on every rank in every backward pass (add 0"
+                f" times it to the loss), or {instead}"
+            )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringcomm.torch_names import backend_of, flat_mesh, timeout_of
 
 __all__ = ["ParallelDims"]
 
@@ -28,11 +31,12 @@ class ParallelDims:
 
         dims = ParallelDims(dp=2, tp=2, pp=2)        # of 8 ranks
         print(dims)                                  # a table of the axes, their ranks and traffic
-        model, optimizer, step = parallelize(model, dims, ...)
+        train = parallelize(model, dims, make_optimizer)
         fully_shard(model, mesh=dims["fsdp"])        # or use the axes by hand
 
     `dp`, `fsdp`, `pp` and `tp` multiply to the number of ranks. Experts are sharded over
-    data-parallel ranks: `ep` divides dp * fsdp and is not a factor of its own.
+    data-parallel ranks: `ep` divides dp * fsdp and is not a factor of its own. All groups have the
+    time-out of the default group.
 
     Args:
         dp: replicas of the model. -1 means all ranks that remain for it.
@@ -91,7 +95,7 @@ class ParallelDims:
         """All axes, ("pp", "dp", "fsdp", "tp"). Collective on first use."""
         self._check_world()
         shape = tuple(getattr(self, axis) for axis in _AXES)
-        return init_device_mesh(self._device_type, shape, mesh_dim_names=_AXES)
+        return _timed(init_device_mesh(self._device_type, shape, mesh_dim_names=_AXES))
 
     def __getitem__(self, axis: str) -> DeviceMesh:
         """The one-dimensional mesh of an axis that this rank is in.
@@ -104,12 +108,12 @@ class ParallelDims:
         Raises:
             KeyError: there is no such axis.
 
-        Collective on the first use of "batch", "ep" or "edp".
+        Collective on the first use of "batch", "hsdp", "ep" or "edp".
         """
         if axis in _AXES:
             return self.mesh[axis]
         if axis == "hsdp":
-            return self.mesh["dp", "fsdp"]
+            return self._hsdp
         if axis == "batch":
             return self._batch
         if axis in ("ep", "edp"):
@@ -124,7 +128,13 @@ class ParallelDims:
 
     @cached_property
     def _batch(self) -> DeviceMesh:
-        return self.mesh["dp", "fsdp"]._flatten("batch")
+        return _timed(flat_mesh(self.mesh["dp", "fsdp"], "batch"))
+
+    @cached_property
+    def _hsdp(self) -> DeviceMesh:
+        mesh = self.mesh["dp", "fsdp"]
+        _timed(flat_mesh(mesh))  # whose group zero.shard() takes
+        return mesh
 
     @cached_property
     def _experts(self) -> DeviceMesh:
@@ -135,7 +145,8 @@ class ParallelDims:
             lines = {tuple(self.ranks_of(axis, rank)) for rank in range(self.world_size)}
             groups.append(dist.new_subgroups_by_enumeration([[*line] for line in sorted(lines)])[0])
         box = torch.tensor(self.ranks_of("batch", dist.get_rank())).view(-1, self.ep)
-        return DeviceMesh.from_group(groups, self._device_type, mesh=box, mesh_dim_names=names)
+        made = DeviceMesh.from_group(groups, self._device_type, mesh=box, mesh_dim_names=names)
+        return _timed(made)
 
     def _check_world(self) -> None:
         found = dist.get_world_size() if dist.is_initialized() else 0
@@ -181,6 +192,15 @@ class ParallelDims:
         lines = box.movedim(dim, -1).reshape(-1, box.shape[dim])
         line: list[int] = lines[(lines == rank).any(dim=1)][0].tolist()
         return line
+
+
+def _timed(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh; its groups get the time-out of the default group, torch gives them its own."""
+    world: Any = dist.group.WORLD
+    timeout = timeout_of(backend_of(world, torch.device(mesh.device_type)))
+    for group in mesh.get_all_groups():
+        group.set_timeout(timeout)
+    return mesh
 
 
 def _resolved(sizes: dict[str, int], world_size: int) -> dict[str, int]:

@@ -8,8 +8,8 @@ Replicated data parallelism is not recorded and not needed: gradients are the sa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -19,22 +19,47 @@ from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 
-__all__ = ["Axes", "Held", "StagePart", "axes_of", "refuse_piece", "tied_over_stages"]
+__all__ = [
+    "Axes",
+    "Held",
+    "StagePart",
+    "axes_of",
+    "late_weights",
+    "refuse_piece",
+    "refuse_stage_copy",
+    "tied_over_stages",
+]
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()
 )
 
 
+def refuse_stage_copy(*_: Any) -> NoReturn:
+    """Raises RuntimeError for a copy of a Pipeline or its module."""
+    raise RuntimeError(
+        "a Pipeline and its module cannot be copied or pickled: they have only this rank's blocks"
+        " and refer to a process group. Take the weights by"
+        " ringcomm.parallel.get_state_dict(..., full=True)"
+    )
+
+
 class StagePart(nn.Module):
-    """This rank's blocks of a pipeline, under their names in the whole model. Cannot be called.
+    """This rank's blocks of a pipeline, under their names in the whole model.
+
+    Calls, copies, and names that only the whole model has raise an error.
 
     It is made from the pipeline's ranks and all blocks of the model, including those of other
     ranks.
 
     Attributes:
         tied: this rank's parameters that other ranks of the pipeline have too, with all their
-            ranks. Their gradients are complete when Pipeline.step() returns.
+            ranks.
+        late: the parameters whose gradients are complete only when Pipeline.step() returns: tied
+            ones, and all of them if the schedule splits backward passes, because torch adds the
+            gradients of weights itself then.
+        after_backward: called after each backward pass of a stage, in the same order on all
+            data-parallel ranks.
         first_names: for a parameter's name here, its name in the first block of the model that has
             it.
     """
@@ -45,7 +70,31 @@ class StagePart(nn.Module):
         register_part(self)
         self.tensor_groups = tensor_groups_of(blocks)
         self.tied: dict[nn.Parameter, list[int]] = {}
+        self.late: set[nn.Parameter] = set()
+        self.after_backward: list[Callable[[], None]] = []
         self.first_names: dict[str, str] = {}
+
+    __deepcopy__ = __reduce_ex__ = refuse_stage_copy
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            "the module of a Pipeline cannot be called: it has only this rank's blocks. Call"
+            " step(), evaluate() or forward() of the Pipeline, or step() or evaluate() of what"
+            " parallelize() returned"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError with the reason for what only the whole model has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"the module of a Pipeline has no {name!r}: it has only this rank's blocks. For"
+                " training and evaluation, call methods of the Pipeline. For anything else, such"
+                " as generate(), load ringcomm.parallel.get_state_dict(..., full=True) into a whole"
+                " model"
+            ) from None
 
     def own(self, blocks: Iterable[nn.Module]) -> None:
         """Marks this rank's blocks, so that axes_of() for a subset raises."""
@@ -130,6 +179,11 @@ def axes_of(model: nn.Module) -> Axes:
 def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
     """Tied weights of a pipeline stage, whose gradients are summed when Pipeline.step() returns."""
     return frozenset(model.tied) if isinstance(model, StagePart) else frozenset()
+
+
+def late_weights(model: nn.Module) -> frozenset[nn.Parameter]:
+    """StagePart.late of a pipeline's module; empty for other models."""
+    return frozenset(model.late) if isinstance(model, StagePart) else frozenset()
 
 
 def refuse_piece(model: nn.Module) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,23 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel import zero
-from ringcomm.parallel.clip import clip_grad_norm_
-from ringcomm.parallel.constant_buffer import broadcast_
+from ringcomm.parallel.batches import PartLoss
 from ringcomm.parallel.expert.layer import MixtureOfExperts
-from ringcomm.parallel.expert.local_experts import average_gradients, expert_parameters
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
-from ringcomm.parallel.tensor.splits import SplitModule
+from ringcomm.parallel.tensor.splits import SplitModule, split_params
+from ringcomm.torch_names import broadcast_coalesced_, reduce_unused
 
-__all__ = ["Parallelized", "parallelize"]
+__all__ = ["parallelize"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Loss = Callable[[Any, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 def parallelize(
@@ -48,8 +47,8 @@ def parallelize(
 
         dims = ParallelDims(dp=2, tp=2, pp=2)
         train = parallelize(model, dims, lambda params: torch.optim.AdamW(params, lr=3e-4))
-        for ids, labels in batches:              # different rows on each rank of dims["batch"]
-            loss = train.step(ids, labels)
+        for batch in loader:                     # different rows on each rank of dims["batch"]
+            loss = train.step(batch)             # or train.step(ids, labels)
             train.clip_grad_norm_(1.0)
             train.optimizer.step()
             train.optimizer.zero_grad()
@@ -58,15 +57,18 @@ def parallelize(
     ringcomm.integrations.transformers, `pipeline.Pipeline`, `zero.shard`, `average_gradients`.
 
     Args:
-        model: the same on all ranks; changed in place. A causal language model of transformers
-            (Llama, Qwen, Mistral, Mixtral, Phi, Gemma), which has plans for its parallelism. Or any
-            model whose layers were already made for dims["tp"] and dims["ep"]; for a pipeline it
-            must be an nn.Sequential, or a dict of blocks by name.
+        model: of the same layers on all ranks; changed in place. Weights and buffers start from
+            those of rank 0. A causal language model of transformers (Llama, Qwen, Mistral, Mixtral,
+            Phi, Gemma), which has plans for its parallelism. Or any model whose layers were already
+            made for dims["tp"] and dims["ep"]; for a pipeline it must be an nn.Sequential, or a
+            dict of blocks by name.
         dims: the mesh.
         optimizer: a function that returns a torch optimizer for this rank's parameters; AdamW or
             SGD with ZeRO.
-        loss_fn: a function of the model's output and the targets; a mean over rows. Default: the
-            loss of the model of transformers, which shifts labels itself.
+        loss_fn: a function of the model's output and the targets; a mean over labels: elements
+            other than -100 of targets of integers, or rows of other targets. With a parameter
+            num_items_in_batch it must return a sum divided by it, as Trainer's compute_loss_func.
+            Default: the loss of the model of transformers, which shifts labels itself.
         zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
             sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
             (HSDP). Default: 3 if fsdp is above 1, otherwise 0.
@@ -88,6 +90,8 @@ def parallelize(
 
     Collective over the default group.
     """
+    from ringcomm.parallel.pipeline import Pipeline
+
     stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
     num = num_microbatches
     if num is None:
@@ -96,6 +100,7 @@ def parallelize(
         raise ValueError(f"num_microbatches must be a positive number, got {num}")
     _check_options(dims, stage, sequence_parallel, dict(shard_options))
     _check_model(model, dims, loss_fn, (stage, sequence_parallel, schedule, num, recompute))
+    _start_equal(model, dims)
     # With all experts on each tensor-parallel rank, layers have groups of one rank.
     if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(model):
         from ringcomm.integrations.transformers import expert_parallelize
@@ -107,10 +112,27 @@ def parallelize(
 
         tensor_parallelize(model, dims.group("tp"), sequence_parallel=sequence_parallel)
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
+    in_model = None
+    if loss_fn is None:
+        from ringcomm.integrations.transformers.batches import LossInModel
+
+        in_model = LossInModel(model, dims.group("tp"))
     pipe = None
     if dims.pp > 1:
-        wrap: Any = partial(fully_shard, mesh=data_mesh) if stage == 3 else None
-        pipe = _pipeline_of(model, dims, loss_fn, schedule, num, recompute, wrap)
+        was_meta = any(p.is_meta for m in _modules_of(model) for p in m.parameters(False))
+        wrap_mesh = data_mesh if stage == 3 else None
+        wrap = partial(_wrap_stage, dims=dims, mesh=wrap_mesh, was_meta=was_meta)
+        row: Any = model, loss_fn
+        if in_model is not None:
+            from ringcomm.integrations.transformers.pipeline import pipeline_blocks
+
+            row = pipeline_blocks(model), in_model.loss_of_logits(model)
+        pipe = Pipeline(
+            *(*row, schedule, num),
+            group=dims.group("pp"),
+            recompute=recompute,
+            wrap=wrap,
+        )
         model = pipe.module
     elif recompute:
         for layer in default_units(model):
@@ -120,125 +142,44 @@ def parallelize(
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):
         made = zero.shard(model, made, stage, group=dims.group("batch"), **shard_options)
-    return Parallelized(dims, model, made, pipe, loss_fn, stage, num)
+    loss = in_model if loss_fn is None else PartLoss(loss_fn)
+    return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 
-class Parallelized:
-    """A model on a mesh, `dims`, and its optimizer; made by parallelize().
-
-    Attributes:
-        model: the given model; with a pipeline this rank's part of it, which cannot be called.
-        optimizer: the optimizer of this rank's parameters; the loop calls step() and zero_grad().
-        pipeline: the Pipeline, or None.
-    """
-
-    def __init__(
-        self,
-        dims: ParallelDims,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        pipe: Any,
-        loss_fn: Loss | None,
-        stage: int,
-        num_microbatches: int,
-    ) -> None:
-        self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
-        self._loss_fn, self._num_microbatches = loss_fn, num_microbatches
-        self._runs = model
-        self._averages = stage == 0 and dims["batch"].size() > 1
-        if not self._averages:
-            return
-        if pipe is None and not _has_layers(model, MixtureOfExperts):
-            self._runs = DistributedDataParallel(model, process_group=dims.group("batch"))
-            self._averages = False
-            return
-        # Replicas start equal, as with DistributedDataParallel.
-        experts = set(expert_parameters(model).values())
-        broadcast_((p for p in model.parameters() if p not in experts), dims.group("batch"))
-        if experts:
-            broadcast_((p for p in model.parameters() if p in experts), dims.group("edp"))
-
-    def step(self, inputs: Any, targets: Tensor) -> Tensor:
-        """Forward and backward pass of a batch; gradients are averaged over dims["batch"].
-
-        Remaining gradients of an earlier step() are not averaged again: call optimizer.step() and
-        zero_grad() after each step().
-
-        Args:
-            inputs: rows in the first dimension, different rows on each rank of dims["batch"];
-                tensor-parallel and pipeline ranks have the same rows.
-            targets: for the loss, with as many rows; for a model of transformers, the labels.
-
-        Returns:
-            The mean loss of this rank's rows, a scalar tensor without gradient.
-
-        Collective.
-        """
-        scale = getattr(self.optimizer, "loss_scale", 1.0)
-        if self.pipeline is not None:
-            loss: Tensor = self.pipeline.step(inputs, targets, loss_scale=scale)
-        else:
-            loss = self._accumulate(inputs, targets, scale)
-        if self._averages:
-            average_gradients(self.model, self.dims.group("batch"))
-        return loss.detach()
-
-    def _accumulate(self, inputs: Any, targets: Tensor, scale: float) -> Tensor:
-        num = self._num_microbatches
-        if len(targets) % num:
-            raise ValueError(f"{len(targets)} rows do not divide into {num} equal micro-batches")
-        total = torch.zeros((), device=targets.device)
-        for idx, (x, y) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
-            waits = isinstance(self._runs, DistributedDataParallel) and idx < num - 1
-            with self._runs.no_sync() if waits else nullcontext():
-                loss = self._loss(x, y) / num
-                (loss * scale).backward()
-            total += loss.detach()
-        return total
-
-    def _loss(self, inputs: Any, targets: Tensor) -> Tensor:
-        if self._loss_fn is None:
-            loss: Tensor = self._runs(input_ids=inputs, labels=targets).loss
-            return loss
-        return self._loss_fn(self._runs(inputs), targets)
-
-    def evaluate(self, inputs: Any, targets: Tensor) -> Tensor:
-        """The mean loss of this rank's rows without gradients. Collective."""
-        if self.pipeline is not None:
-            loss: Tensor = self.pipeline.evaluate(inputs, targets)
-            return loss
-        with torch.no_grad():
-            return self._loss(inputs, targets)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips by the norm of the whole model's gradient; see parallel.clip_grad_norm_()."""
-        has_own = hasattr(self.optimizer, "clip_grad_norm_")
-        return clip_grad_norm_(self.optimizer if has_own else self.model, max_norm)
+def _start_equal(
+    model: Any, dims: ParallelDims, axes: Sequence[str] = ("tp", "batch", "pp")
+) -> None:
+    """Replaces what ranks have in common by rank 0's weights and buffers. Collective."""
+    tops = [*model.values()] if isinstance(model, Mapping) else [model]
+    tensors = dict.fromkeys(t for m in tops for t in (*m.parameters(), *m.buffers()))
+    sharded = {param for top in tops for _, param, *_ in split_params(top)}
+    experts = {
+        tensor
+        for top in tops
+        for layer in split_experts(top).values()
+        for tensor in (*layer.parameters(), *layer.buffers())
+    }
+    for axis in axes:
+        apart = (sharded if axis == "tp" else set()) | (set() if axis == "pp" else experts)
+        _broadcast((t for t in tensors if t not in apart), dims, axis)
+        if axis == "batch" and experts:
+            _broadcast((t for t in tensors if t in experts), dims, "edp")
 
 
-def _pipeline_of(
-    model: Any,
-    dims: ParallelDims,
-    loss_fn: Loss | None,
-    schedule: str,
-    num_microbatches: int,
-    recompute: bool,
-    wrap: Any,
-) -> Any:
-    from ringcomm.parallel.pipeline import Pipeline
+def _broadcast(tensors: Iterable[Tensor], dims: ParallelDims, axis: str) -> None:
+    found = [tensor for tensor in tensors if not tensor.is_meta]
+    if found and dims[axis].size() > 1:
+        broadcast_coalesced_(found, dims.group(axis))
 
-    blocks = model
-    if loss_fn is None:
-        from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 
-        blocks = pipeline_blocks(model)
-        loss_fn = partial(model.loss_function, vocab_size=model.config.vocab_size)
-    return Pipeline(
-        *(blocks, loss_fn, schedule, num_microbatches),
-        group=dims.group("pp"),
-        recompute=recompute,
-        wrap=wrap,
-    )
+def _wrap_stage(stage: nn.Module, *, dims: ParallelDims, mesh: Any, was_meta: bool) -> nn.Module:
+    """A stage of a pipeline, with equal weights on data-parallel ranks; sharded over a mesh."""
+    if was_meta:
+        _start_equal(stage, dims, ("tp", "batch"))
+    if mesh is not None:
+        made: Any = fully_shard(stage, mesh=mesh)
+        reduce_unused(made)
+    return stage
 
 
 def _modules_of(model: Any) -> list[nn.Module]:
@@ -286,7 +227,12 @@ def _check_options(
             " does not support: use zero_stage 1 or 2"
         )
     if shard_options and (stage == 0 or (stage == 3 and dims.pp > 1)):
-        where = "zero_stage 0" if stage == 0 else "fully_shard inside a pipeline"
+        where = (
+            "zero_stage 0: use zero_stage 1 or 2"
+            if stage == 0
+            else "zero_stage 3 and pp, which is fully_shard inside a pipeline: use zero_stage 1 or"
+            " 2, or pp 1"
+        )
         names = ", ".join(sorted(shard_options))
         raise ValueError(f"{names} is an option of zero.shard(), which is not used with {where}")
 
@@ -330,5 +276,10 @@ def _problem_of(model: Any, dims: ParallelDims, loss_fn: Loss | None) -> Excepti
         return TypeError(
             f"pp is {dims.pp}, but {name} is neither an nn.Sequential nor a dict of blocks; for a"
             " model of transformers, which has its own loss, leave loss_fn out"
+        )
+    if dims.pp > 1 and loss_fn is None and getattr(config, "output_router_logits", False):
+        return ValueError(
+            "a pipeline does not compute the routers' loss: set output_router_logits to False, or"
+            " use pp 1"
         )
     return None

@@ -2,9 +2,9 @@
 
 torch.nn.utils.clip_grad_norm_ counts the gradients that it is given, and torch.amp.GradScaler skips
 the steps in which it finds an overflow in them. Ranks with different parts of one model would clip
-by different factors and skip different steps, and replicated weights would diverge. Both functions
-get only parameters. The check is therefore installed around torch's functions when the first such
-module is made.
+by different factors and skip different steps, and replicated weights would diverge. States of
+optimizers over parts of weights would be saved as full. No module is asked in these functions. The
+check is therefore installed around them when the first such module is made.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def register_part(module: nn.Module) -> None:
 @functools.cache
 def _check_torch() -> None:
     """Installs the check around torch's functions, once per process."""
+    from torch.distributed.checkpoint import state_dict  # slow
+
     _check(
         clip_grad,
         "_clip_grads_with_norm_",  # also what clip_grad_norm_() ends with
@@ -50,6 +52,18 @@ def _check_torch() -> None:
         " model, so ranks would skip different steps: use ShardedGradScaler of"
         " torch.distributed.fsdp.sharded_grad_scaler, the option loss_scale= of zero.shard() or"
         " Lomo, or bfloat16",
+    )
+    _check(
+        state_dict,
+        "_get_optim_state_dict",  # its weights may be under full names, with this rank's state
+        lambda model, *_, **__: [
+            param
+            for module in model.modules()
+            if hasattr(module, "splits")
+            for param in module.parameters(recurse=False)
+        ],
+        "torch.distributed.checkpoint.state_dict would save this rank's part of the optimizer's"
+        " state as all of it: use ringcomm.parallel.get_state_dict(model, optimizer)",
     )
 
 

@@ -7,7 +7,6 @@
 See docs/design/planner.md.
 """
 
-from ringcomm._renamed import getattr_of
 from ringcomm.planner.hardware import Cluster
 from ringcomm.planner.hardware import Hardware as Hardware
 from ringcomm.planner.job import Job
@@ -17,5 +16,3 @@ from ringcomm.planner.plans import Plans as Plans
 from ringcomm.planner.plans import plan
 
 __all__ = ["Cluster", "Job", "plan"]
-
-__getattr__ = getattr_of(__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import json
+import mmap
 import os
 import socket
 import time
@@ -19,9 +20,8 @@ from pathlib import Path
 from ringcomm import _C
 from ringcomm.options import trace_settings
 
-__all__ = ["EVENT_BYTES", "PAGE_BYTES", "clock_name", "start"]
+__all__ = ["EVENT_BYTES", "clock_name", "start"]
 
-PAGE_BYTES = 4096
 EVENT_BYTES = 64
 
 
@@ -47,12 +47,13 @@ def _start(pid: int) -> None:
         events = os.open(f"{name}.events", flags, 0o644)
         log = os.open(f"{name}.log", flags | os.O_APPEND, 0o644)
         # The buffer of the first thread: a full disk is an error here.
-        os.posix_fallocate(events, 0, 2 * PAGE_BYTES + EVENT_BYTES * num_events)
+        os.posix_fallocate(events, 0, 2 * mmap.PAGESIZE + EVENT_BYTES * num_events)
         fcntl.lockf(log, fcntl.LOCK_EX)  # locked while the process is alive
     except OSError as error:
         reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
         raise OSError(error.errno, reason) from None
     info = {"pid": pid, "host": host, "clock": clock_name(), "num_events": num_events}
+    info["page_bytes"] = mmap.PAGESIZE
     os.write(log, f"{json.dumps(info | {'start_ns': time.monotonic_ns()})}\n".encode())
     _C.start_trace(events, log, num_events)
     util.Finalize(None, _C.end_trace, exitpriority=-1)  # also in children of multiprocessing

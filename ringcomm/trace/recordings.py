@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringcomm.trace import EVENT_BYTES, PAGE_BYTES
+from ringcomm.trace import EVENT_BYTES
 
 __all__ = ["Process", "align", "collectives", "read"]
 
@@ -125,10 +125,11 @@ def _read_events(process: Process, data: bytes) -> None:
 
     capacity = int(process.info["num_events"])
     process.num_lost = int(np.frombuffer(data, "u8", 1, 8)[0])
-    thread_bytes = PAGE_BYTES + -(-capacity * EVENT_BYTES // PAGE_BYTES) * PAGE_BYTES
-    for thread, place in enumerate(range(PAGE_BYTES, len(data) - thread_bytes + 1, thread_bytes)):
+    page_bytes = int(process.info["page_bytes"])
+    thread_bytes = page_bytes + -(-capacity * EVENT_BYTES // page_bytes) * page_bytes
+    for thread, place in enumerate(range(page_bytes, len(data) - thread_bytes + 1, thread_bytes)):
         count, alive_ns = (int(number) for number in np.frombuffer(data, "u8", 2, place))
-        found = np.frombuffer(data, np.dtype(list(_FIELDS)), capacity, place + PAGE_BYTES)
+        found = np.frombuffer(data, np.dtype(list(_FIELDS)), capacity, place + page_bytes)
         # The oldest of a full buffer may have been half overwritten when its process was killed.
         kept = min(count, capacity - 1)
         rows = found[np.arange(count - kept, count) % capacity].tolist()

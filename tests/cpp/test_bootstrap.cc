@@ -2,6 +2,7 @@
 // process is this program again, started with the test case "child: ..." that runs its part.
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
@@ -145,9 +147,9 @@ TEST_CASE("memory of another process is fetched, and outlives it") {
 TEST_CASE("the death of a watched process is detected before it is reaped") {
   Bootstrap& bootstrap = Bootstrap::instance();
   Child child, other;
-  const std::shared_ptr<PeerProcess> process = bootstrap.watch(child.address());
-  CHECK(bootstrap.watch(child.address()) == process);  // one watch for all groups
-  const std::shared_ptr<PeerProcess> other_process = bootstrap.watch(other.address());
+  const std::shared_ptr<PeerProcess> process = bootstrap.watch(child.address(), child.pid());
+  CHECK(bootstrap.watch(child.address(), child.pid()) == process);  // one watch for all groups
+  const std::shared_ptr<PeerProcess> other_process = bootstrap.watch(other.address(), 1);
   CHECK(process->pid == child.pid());
   CHECK(other_process->pid == other.pid());
   std::this_thread::sleep_for(milliseconds(20));
@@ -157,15 +159,33 @@ TEST_CASE("the death of a watched process is detected before it is reaped") {
   testing::wait_until([&] { return process->is_dead.load(); }, "the death seen in 2 s",
                       milliseconds(2000));
   CHECK_FALSE(other_process->is_dead.load());
-  CHECK_FALSE(bootstrap.watch(bootstrap.address())->is_dead.load());
+  CHECK_FALSE(bootstrap.watch(bootstrap.address(), ::getpid())->is_dead.load());
   child.kill_and_reap();
-  CHECK(bootstrap.watch(child.address()) == nullptr);
+  CHECK(bootstrap.watch(child.address(), child.pid()) == nullptr);
+}
+
+// poll() then refuses all at once. The first death ends the call of poll() that began before.
+TEST_CASE("a death is seen with more descriptors than a lowered limit allows") {
+  Bootstrap& bootstrap = Bootstrap::instance();
+  Child child, other;
+  const std::shared_ptr<PeerProcess> process = bootstrap.watch(child.address(), child.pid());
+  const std::shared_ptr<PeerProcess> other_process = bootstrap.watch(other.address(), other.pid());
+  rlimit limit{};
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  const rlimit lowered{.rlim_cur = 3, .rlim_max = limit.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &lowered) == 0);
+  for (const auto& [dying, watched] :
+       {std::pair{&child, process}, std::pair{&other, other_process}}) {
+    dying->kill();
+    testing::wait_until([&, watched = watched] { return watched->is_dead.load(); }, "the death");
+  }
+  CHECK(::setrlimit(RLIMIT_NOFILE, &limit) == 0);
 }
 
 // Here the process is its own peer, as ranks that are threads are.
 TEST_CASE("what a process says before it ends is kept, and stays printable") {
   Bootstrap& bootstrap = Bootstrap::instance();
-  const std::shared_ptr<PeerProcess> process = bootstrap.watch(bootstrap.address());
+  const std::shared_ptr<PeerProcess> process = bootstrap.watch(bootstrap.address(), ::getpid());
   CHECK(process->last_words().empty());
   const auto says = [&](const std::string& words, const std::string& heard) {
     testing::wait_until(

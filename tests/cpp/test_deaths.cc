@@ -1,5 +1,6 @@
 // A rank that is killed, stopped, or replaced by exec() at every step of what groups do: every
 // other rank must get an error that names it, within two seconds of a death, by time-out of a stop.
+// A rank that is late at every step, while the others do their part and end: no rank gets an error.
 //
 // Steps are counted by the library itself (core/test_steps.h): cursors that advance, memory that is
 // mapped, sent or received, and what a rank writes for its peers; and by the store and the messages
@@ -60,9 +61,13 @@ constexpr bool kIsSanitized = false;
 constexpr milliseconds kSoon{kIsSanitized ? 10'000 : 2'000};
 constexpr milliseconds kPatience{20'000};
 constexpr milliseconds kStopTimeout{600};
+// Enough for the others to end, if they do not wait for the late rank.
+constexpr milliseconds kLateness{150};
 
-enum class End { kKilled, kStopped, kReplaced };
-constexpr const char* kEndNames[] = {"killed", "stopped", "replaced"};
+enum class End { kKilled, kStopped, kReplaced, kLateForGroup, kLateForCalls };
+constexpr const char* kEndNames[] = {"killed", "stopped", "replaced",
+                                     "late while the others make a group and end",
+                                     "late while the others make calls and end"};
 
 // The transport of the ranks' data.
 enum class Over { kMemory, kMessages, kHosts };
@@ -162,6 +167,7 @@ struct Plan {
   bool aborts = false;
   milliseconds stop_timeout = kStopTimeout;
 
+  bool is_late() const { return end == End::kLateForGroup || end == End::kLateForCalls; }
   std::string to_text() const {
     return "over " + std::string(kOverNames[static_cast<int>(over)]) + ", rank " +
            std::to_string(victim) + " of " + std::to_string(world_size) + " " +
@@ -188,25 +194,47 @@ void run_collectives(Communicator& communicator, const WaitLimits& limits) {
   call(communicator, {.op = OpKind::kAllToAll, .num_elems = 50, .is_uneven = true}, limits);
 }
 
+P2pOpPtr post(Communicator& communicator, P2pOp::Kind kind, int peer, std::vector<std::byte>& data,
+              const WaitLimits& limits) {
+  auto made = std::make_shared<P2pOp>();
+  made->kind = kind;
+  made->peer = peer;
+  made->data = data.data();
+  made->num_bytes = data.size();
+  made->timeout = limits.timeout;
+  communicator.p2p()->post(made);
+  return made;
+}
+
+void finish(Communicator& communicator, const P2pOpPtr& op) {
+  communicator.p2p()->wait(op, PointToPoint::Clock::time_point::max(), {});
+  if (op->error != nullptr) std::rethrow_exception(op->error);
+}
+
 void send_around(Communicator& communicator, const WaitLimits& limits) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
   std::vector<std::byte> out(300'000), in(out.size());  // more than a link holds, in two pieces
-  const auto op = [&](P2pOp::Kind kind, int peer, std::vector<std::byte>& data) {
-    auto made = std::make_shared<P2pOp>();
-    made->kind = kind;
-    made->peer = peer;
-    made->data = data.data();
-    made->num_bytes = data.size();
-    made->timeout = limits.timeout;
-    communicator.p2p()->post(made);
-    return made;
-  };
-  const auto sent = op(P2pOp::Kind::kSend, (rank + 1) % world_size, out);
-  const auto received = op(P2pOp::Kind::kRecv, (rank + world_size - 1) % world_size, in);
-  for (const auto& waited : {received, sent}) {
-    communicator.p2p()->wait(waited, PointToPoint::Clock::time_point::max(), {});
-    if (waited->error != nullptr) std::rethrow_exception(waited->error);
+  const auto sent = post(communicator, P2pOp::Kind::kSend, (rank + 1) % world_size, out, limits);
+  const auto received =
+      post(communicator, P2pOp::Kind::kRecv, (rank + world_size - 1) % world_size, in, limits);
+  for (const auto& waited : {received, sent}) finish(communicator, waited);
+}
+
+// What `to` gets from all other ranks, which need nothing of it: messages, one of them small enough
+// for an envelope, and calls.
+void send_and_call(Communicator& communicator, int to, const WaitLimits& limits) {
+  call(communicator, {.num_elems = 300}, limits);
+  for (const std::size_t num_bytes : {std::size_t{4}, std::size_t{300'000}}) {
+    std::vector<std::byte> data(num_bytes);
+    if (communicator.rank() != to)
+      finish(communicator, post(communicator, P2pOp::Kind::kSend, to, data, limits));
+    for (int peer = 0; peer < communicator.world_size() && communicator.rank() == to; ++peer)
+      if (peer != to)
+        finish(communicator, post(communicator, P2pOp::Kind::kRecv, peer, data, limits));
   }
+  const int root = (to + 1) % communicator.world_size();
+  call(communicator, {.op = OpKind::kBroadcast, .root = root, .num_elems = 100}, limits);
+  call(communicator, {.op = OpKind::kGather, .root = to, .num_elems = 100}, limits);
 }
 
 void sum_shared(Communicator& communicator, const WaitLimits& limits) {
@@ -232,6 +260,9 @@ void count_step(const char* what) {
   if (plan.end == End::kKilled) ::raise(SIGKILL);
   if (plan.end == End::kStopped) ::raise(SIGSTOP);
   if (plan.end == End::kReplaced) ::execl("/bin/sleep", "sleep", "100", nullptr);
+  if (!plan.is_late()) return;
+  board->end_ns = 0;
+  std::this_thread::sleep_for(kLateness);
 }
 
 // As ringcomm.message_backend does: no rank has its messages before all have made theirs.
@@ -292,6 +323,8 @@ void live(int rank, const std::string& folder, Meshes& meshes,
   const WaitLimits limits{.timeout = may_stop ? plan.stop_timeout : kPatience,
                           .is_interrupted = {}};
   group = make_group(store, rank, meshes[0], limits.timeout, {});
+  if (plan.end == End::kLateForCalls) send_and_call(*group, plan.victim, limits);
+  if (plan.is_late()) return;
   std::exception_ptr failure;
   if (plan.aborts) {
     count(true);
@@ -339,6 +372,7 @@ void report(int rank, const Error* error, const char* text) {
   } catch (const std::exception& error) {
     report(rank, nullptr, error.what());
   }
+  if (plan.is_late()) ::_exit(0);
   for (;;) ::pause();  // its end is no death that the others should see
 }
 
@@ -527,6 +561,14 @@ TEST_CASE("deaths: a rank that stops at any step is a time-out that names it") {
 TEST_CASE("deaths: a rank that ends while it aborts the group") {
   for (const Over over : {Over::kMemory, Over::kMessages, Over::kHosts})
     CHECK(run_child(3, End::kKilled, over, 1, true));
+}
+
+TEST_CASE("deaths: ranks that end after their last call are no failure of a late one") {
+  for (const Over over : {Over::kMemory, Over::kMessages, Over::kHosts}) {
+    CHECK(run_child(3, End::kLateForGroup, over, 5));
+    CHECK(run_child(3, End::kLateForCalls, over, 7));
+  }
+  CHECK(run_child(4, End::kLateForGroup, Over::kHosts, 23));
 }
 
 // All that a sample has no time for.

@@ -1,7 +1,10 @@
 // Groups: how ranks find each other, their errors if they cannot, and what remains afterwards.
+#include <sched.h>
 #include <sys/types.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -10,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
@@ -28,6 +32,8 @@ using testing::expect_error;
 using testing::MemoryStore;
 using testing::run_threads;
 
+constexpr int kCannotUnshare = 77;
+
 std::size_t num_entries(const char* directory) {
   return static_cast<std::size_t>(
       std::distance(std::filesystem::directory_iterator(directory), {}));
@@ -36,6 +42,57 @@ std::size_t num_entries(const char* directory) {
 GroupIdentity identity(int rank, int world_size, const std::string& options = "o=1") {
   return {.rank = rank, .world_size = world_size, .options = options};
 }
+
+// Machines that are copies of one image: equal boots and namespaces, and no socket reaches the
+// other. Here threads with a network each are in one process, whose name is that of its first
+// thread. In a process of its own, which has watched no rank yet.
+TEST_CASE("child: ranks whose sockets do not reach each other" * doctest::skip()) {
+  const auto meet = [](const std::string& host_id) {
+    MemoryStore store;
+    std::array<std::string, 2> results;
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank)
+      threads.emplace_back([&, rank] {
+        if (::unshare(CLONE_NEWNET) != 0) ::_exit(kCannotUnshare);
+        GroupIdentity mine = identity(rank, 2);
+        if (!host_id.empty()) mine.host_id = host_id + std::to_string(rank);
+        auto& result = results[static_cast<std::size_t>(rank)];
+        try {
+          Rendezvous rendezvous(store, mine, {.is_one_host = false}, testing::kBound);
+          result = std::to_string(rendezvous.find_ranks().num_hosts()) + " hosts";
+        } catch (const Error& error) {
+          result = error.what();
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+    return results;
+  };
+  Bootstrap::instance();  // in the network of the first thread
+  for (const std::string& result : meet("")) {
+    CHECK(result.find("has the host identity of this rank") != std::string::npos);
+    CHECK(result.find("set RINGCOMM_HOST_ID to another value") != std::string::npos);
+  }
+  for (const std::string& result : meet("host ")) CHECK(result == "2 hosts");
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
+TEST_CASE("machines with one identity are told apart by their sockets") {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: ranks whose*",
+            nullptr);
+    ::_exit(127);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(pid, &status, 0) == pid);
+  REQUIRE(WIFEXITED(status));
+  if (WEXITSTATUS(status) == kCannotUnshare) {
+    MESSAGE("skipped: this user may not make network namespaces");
+    return;
+  }
+  CHECK(WEXITSTATUS(status) == 0);
+}
+#endif
 
 TEST_CASE("ranks of a group see the same memory and each other's lives") {
   MemoryStore store;

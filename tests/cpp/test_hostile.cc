@@ -161,7 +161,7 @@ TEST_CASE("hostile: another user at the name of a bootstrap is refused") {
   Bootstrap& bootstrap = Bootstrap::instance();
   const std::vector<std::string> texts = {"runs as user 65534", "run all ranks of a host as one"};
   expect_error(error_of([&] { connect_to(name); }), ErrorKind::kSystem, texts);
-  expect_error(error_of([&] { bootstrap.watch(name); }), ErrorKind::kSystem, texts);
+  expect_error(error_of([&] { bootstrap.watch(name, 1); }), ErrorKind::kSystem, texts);
   expect_error(error_of([&] { bootstrap.fetch(name, "key", kPatience); }), ErrorKind::kSystem,
                texts);
   expect_error(error_of([&] { PeerMemory(name).find({.region_id = 1}, 1, kPatience); }),

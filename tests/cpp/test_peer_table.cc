@@ -74,7 +74,7 @@ TEST_CASE("a rank that another group knows to be stopped is named, and not one t
   mine.known = {.is_stopped = [](int rank) { return rank == 2; }};
   const Error error = error_of(
       [&] { shm::Rendezvous(store, mine, {.is_one_host = false}, milliseconds(50)).find_ranks(); });
-  expect_error(error, ErrorKind::kTimeout, {"rank 0 did not join", "rank 2 is stopped"});
+  expect_error(error, ErrorKind::kTimeout, {"ranks 0 and 2 did not join", "rank 2 is stopped"});
   CHECK(error.info().rank == 2);
 }
 

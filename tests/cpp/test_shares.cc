@@ -1,4 +1,5 @@
 // Shares that differ in size: results, bytes, and sizes that do not fit each other.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -7,6 +8,8 @@
 #include <vector>
 
 #include "collective_case.h"
+#include "collectives/shm/board_collectives.h"
+#include "collectives/shm/share_exchange.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
@@ -62,6 +65,88 @@ TEST_CASE("uneven shares are counted, whatever their size") {
     const Stats::Counts counts = communicator.stats().counts(c.op, Algorithm::kDirect);
     expect(counts.sent_bytes == sent, "the bytes that peers read");
     expect(counts.copied_bytes == sent + received + own, "the bytes that this rank copied");
+  });
+}
+
+// ---- how many phases a call takes
+
+constexpr std::size_t kSmallBoardBytes = std::size_t{64} << 10;
+constexpr int kManyRanks = 16;
+
+struct Pattern {
+  const char* name;
+  std::size_t (*elems_of)(int from, int to);
+};
+constexpr Pattern kPatterns[] = {
+    {"nothing", [](int, int) { return std::size_t{0}; }},
+    {"one long", [](int from, int to) { return from + to == 3 ? std::size_t{1} << 20 : 0; }},
+    {"one long, others short",
+     [](int from, int to) { return from == 0 && to == 3 ? std::size_t{1} << 20 : 60U + to; }},
+    {"two long, one of medium size",
+     [](int, int to) {
+       return std::size_t{to < 2 ? 300'000U : to == 2 ? 5'000U : 0U};
+     }},
+    {"equal but for one",
+     [](int from, int to) { return std::size_t{from == 1 && to == 2 ? 9'999U : 10'000U}; }},
+};
+
+// A region is filled as long as its rank has anything to send: the phases are those of the rank
+// with the most bytes, and an eighth.
+void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& group,
+                       Engine& engine) {
+  const Case c{.op = op,
+               .dtype = DType::kUint8,
+               .root = rooted(op) ? 0 : -1,
+               .salt = 4,
+               .is_uneven = true,
+               .elems_of = pattern.elems_of};
+  testing::CaseBuffers buffers(c, rank, kManyRanks);
+  const Collective call = buffers.call();
+  const CallHeader header{.num_elems = call.num_elems,
+                          .root = c.root,
+                          .op = op,
+                          .dtype = c.dtype,
+                          .is_uneven = call.is_uneven(kManyRanks)};
+  const auto num_published = [&] { return group.board().cursor(rank, rank).value; };
+  const std::uint64_t before = num_published();
+  engine.begin();
+  engine.store_kinds().begin(op, 0);
+  (op == OpKind::kAllToAll    ? all_to_all
+   : op == OpKind::kScatter   ? scatter
+   : op == OpKind::kGather    ? gather
+   : op == OpKind::kAllGather ? all_gather_uneven
+                              : reduce_scatter_uneven)(engine, call, header);
+  engine.store_kinds().end();
+  buffers.check();
+  std::size_t most = 0;
+  for (int from = 0; from < kManyRanks; ++from) {
+    std::size_t sum = 0;
+    for (int to = 0; to < kManyRanks; ++to) {
+      if (to == from || (op == OpKind::kScatter && from != 0)) continue;
+      const std::size_t elems = testing::share_elems(c, from, to);
+      sum = op == OpKind::kGather || op == OpKind::kAllGather ? elems : sum + elems;
+    }
+    most = std::max(most, sum);
+  }
+  const std::uint64_t num_phases = num_published() - before;
+  const std::size_t limit = 2 + most / kSmallBoardBytes * 9 / 8;
+  expect(num_phases <= limit, std::string(name_of(op)) + ", " + pattern.name + ": at most " +
+                                  std::to_string(limit) + " phases, not " +
+                                  std::to_string(num_phases));
+}
+
+TEST_CASE("the phases of uneven shares are those of the rank with the most to send") {
+  testing::MemoryStore store;
+  testing::run_threads(kManyRanks, [&](int rank) {
+    const shm::GroupIdentity identity{.rank = rank, .world_size = kManyRanks, .options = "shares"};
+    shm::Group group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
+    shm::WaitScope scope(group);
+    scope.begin(kPatient);
+    Engine engine(group, scope);
+    for (const OpKind op : kUneven)
+      for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, engine);
+    engine.begin();
+    barrier(engine, {.op = OpKind::kBarrier});
   });
 }
 

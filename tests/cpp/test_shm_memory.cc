@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +17,7 @@
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/page_bytes.h"
 #include "transport/shm/rank_record.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shared_memory.h"
@@ -51,6 +53,25 @@ TEST_CASE("a memfd is zeroed, shared by its mappings, and keeps its size") {
   CHECK(::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_WRITE) != 0);  // nor can the seals be changed
   CHECK(size_of_memfd(fd.get()) == 10'000);
   CHECK((::fcntl(fd.get(), F_GETFD) & FD_CLOEXEC) != 0);
+}
+
+// What the system refuses later is a SIGBUS. A page past the end of a file is refused like one that
+// it has no memory for.
+TEST_CASE("pages are taken at once, or it is an error") {
+  const std::size_t num_bytes = 3 * page_bytes();
+  const UniqueFd fd = create_memfd(num_bytes);
+  const SharedMemory memory(fd.get(), num_bytes);
+  populate_pages(memory.data() + page_bytes() + 5, page_bytes());
+  std::array<unsigned char, 3> is_there{};
+  REQUIRE(::mincore(memory.data(), num_bytes, is_there.data()) == 0);
+  CHECK(is_there == std::array<unsigned char, 3>{0, 1, 1});
+
+  const UniqueFd shrinking(::memfd_create("test", MFD_CLOEXEC));
+  REQUIRE(::ftruncate(shrinking.get(), static_cast<off_t>(num_bytes)) == 0);
+  const SharedMemory shrunk(shrinking.get(), num_bytes);
+  REQUIRE(::ftruncate(shrinking.get(), static_cast<off_t>(page_bytes())) == 0);
+  expect_error(error_of([&] { populate_pages(shrunk.data(), num_bytes); }), ErrorKind::kSystem,
+               {"bytes of shared memory", "Cannot allocate memory", "vm.overcommit_ratio"});
 }
 
 TEST_CASE("a mapping outlives its descriptor, and moves") {

@@ -12,13 +12,14 @@
 
 #include "collectives/trace.h"
 #include "third_party/doctest/doctest.h"
+#include "transport/page_bytes.h"
 
 namespace {
 
 using namespace ringcomm;
 
-constexpr std::size_t kNumEvents = 64;  // of a thread: one page
-constexpr std::size_t kPageBytes = 4096;
+const std::size_t kNumEvents = page_bytes() / 64;  // of a thread: one page
+const std::size_t kPageBytes = page_bytes();
 
 // Both files of a recording, in memory.
 struct Files {
@@ -113,7 +114,8 @@ TEST_CASE("trace: the oldest events are overwritten, and an end finds no other's
         const trace::Span inner([&] { return step(number); });
       end_ns = files.event(0, 0).end_ns;  // of the last one, which has the outer one's place
     }
-    return files.count(0) == kNumEvents + 1 && files.event(0, 0).step == kNumEvents - 1 &&
+    return files.count(0) == kNumEvents + 1 &&
+           files.event(0, 0).step == static_cast<int>(kNumEvents) - 1 &&
            files.event(0, 0).end_ns == end_ns && files.event(0, 1).step == 0;
   }));
 }

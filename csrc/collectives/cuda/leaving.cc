@@ -18,7 +18,7 @@ Leaving::Leaving(std::byte* words, int rank, const std::vector<RankPlace>& place
   for (const RankPlace& place : places)
     peers_.push_back(place.pid == ::getpid()
                          ? nullptr
-                         : shm::Bootstrap::instance().watch(place.bootstrap_address));
+                         : shm::Bootstrap::instance().watch(place.bootstrap_address, place.pid));
 }
 
 Leaving::~Leaving() {

@@ -81,6 +81,7 @@ void HostsCarrier::plan(const Collective& call, CallHeader& header) const {
 
 Traffic HostsCarrier::run(const Collective& call, const CallHeader& header,
                           const WaitLimits& limits) {
+  members_.note_call(header.seq);
   MessageWatch::Operation operation(watch_, deadline_after(limits.timeout));
   engine_.begin(operation, header, limits);
   try {

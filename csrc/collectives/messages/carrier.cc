@@ -28,6 +28,7 @@ void MessageCarrier::plan(const Collective& call, CallHeader& header) const {
 
 Traffic MessageCarrier::run(const Collective& call, const CallHeader& header,
                             const WaitLimits& limits) {
+  members_.note_call(header.seq);
   MessageWatch::Operation operation(watch_, deadline_after(limits.timeout));
   engine_.begin(operation);
   try {

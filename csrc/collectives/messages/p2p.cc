@@ -20,8 +20,6 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 // The maximum number of threads for lanes without a waiting caller; further lanes start when
 // another one ends.
 constexpr std::size_t kMaxThreads = 32;
-// Sends that are done before they are received take an envelope each.
-constexpr std::size_t kMaxEarly = 256;
 
 }  // namespace
 
@@ -34,14 +32,14 @@ struct MessageP2p::Envelope {
 };
 
 struct MessageP2p::Item {
-  explicit Item(const P2pOpPtr& operation) : op(operation) {}
+  Item(const P2pOpPtr& operation, MessageWatch& watch)
+      : op(operation), watched(watch, operation->deadline) {}
 
   bool is_send() const { return op->kind == P2pOp::Kind::kSend; }
 
   P2pOpPtr op;
-  bool is_early = false;
   Envelope envelope;
-  std::optional<MessageWatch::Operation> watched;  // empty if no caller waits yet
+  MessageWatch::Operation watched;
   MessageTransport::MessagePtr envelope_message;
   MessageTransport::MessagePtr data_message;
 };
@@ -109,7 +107,6 @@ void MessageP2p::post(const P2pOpPtr& op) {
   const auto place = lanes_.try_emplace(key, Lane{.key = key, .items = {}}).first;
   Lane& lane = place->second;
   lane.items.push_back(std::move(item));
-  const bool is_early = lane.items.back()->is_early;
   try {
     start(*lane.items.back());
   } catch (...) {  // Unsupported
@@ -118,7 +115,6 @@ void MessageP2p::post(const P2pOpPtr& op) {
     throw;
   }
   ++num_items_;
-  if (is_early) ++num_early_;
   if (op->kind == P2pOp::Kind::kSend) {
     ++num_sends_;
     flush_deadline_ = std::max(flush_deadline_, op->deadline);
@@ -127,16 +123,13 @@ void MessageP2p::post(const P2pOpPtr& op) {
     ready_.push_back(&lane);
     need_thread(kMaxThreads);
   }
-  if (op->peer < 0) fail_orphan(lock, MessageEnd::kFailed, next_rank());
-  if (is_early) tell(lock, op);
+  end_orphans();
 }
 
 // Allocates the resources of the operation; throws if that fails.
 std::unique_ptr<MessageP2p::Item> MessageP2p::prepare(const P2pOpPtr& op) {
-  auto item = std::make_unique<Item>(op);
+  auto item = std::make_unique<Item>(op, watch_);
   item->envelope.num_bytes = item->is_send() ? op->num_bytes : 0;
-  item->is_early = item->is_send() && item->envelope.is_whole() && num_early_ < kMaxEarly;
-  if (!item->is_early) item->watched.emplace(watch_, op->deadline);
   return item;
 }
 
@@ -195,15 +188,13 @@ void MessageP2p::run_thread() {
     lock.unlock();
     complete(item);
     const P2pOpPtr op = item.op;
-    const bool is_early = item.is_early;
     lock.lock();
     lane.items.pop_front();
     if (lane.items.empty())
       lanes_.erase(lane.key);
     else
       ready_.push_back(&lane);
-    if (!is_early) tell(lock, op);
-    if (is_early) --num_early_;
+    tell(lock, op);
     if (op->kind == P2pOp::Kind::kSend) --num_sends_;
     --num_items_;
     has_news_.notify_all();
@@ -212,13 +203,6 @@ void MessageP2p::run_thread() {
 
 // Runs without the lock, on one thread per lane. A failure becomes the operation's error.
 void MessageP2p::complete(Item& item) {
-  if (item.is_early) {
-    // The send is complete; a receiver that has left is an error of another operation. The
-    // transport may read the envelope until abort() has returned; the envelope lives as long as the
-    // item.
-    if (item.envelope_message->wait() == MessageEnd::kAborted) transport_.abort();
-    return;
-  }
   try {
     wait_for(item, *item.envelope_message, item.op->peer);
     if (!item.is_send()) complete_recv(item);
@@ -246,16 +230,17 @@ void MessageP2p::complete_recv(Item& item) {
 }
 
 void MessageP2p::wait_for(Item& item, Message& message, int peer) {
-  item.watched->await(peer);
+  item.watched.await(peer);
   const MessageEnd end = message.wait();
   if (end == MessageEnd::kDone) return;
   {
     const Lock lock(mutex_);
     if (is_stopping_) std::rethrow_exception(orphaned(*item.op, transport_.rank()));
   }
-  const Stop stop = item.watched->stop_of(end, peer);
   // For a receive from any source, all other ranks have ended.
-  if (stop == Stop::kPeerDied && peer < 0) peer = next_rank();
+  const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == Stop::kPeerDied;
+  if (is_orphan) peer = next_rank();
+  const Stop stop = item.watched.stop_of(end, peer);
   failure_.raise_stopped(stop, peer, activity_of(*item.op),
                          end == MessageEnd::kFailed ? message.failure() : "");
 }
@@ -286,34 +271,25 @@ void MessageP2p::guard_sources() {
     if (guards_.size() == guard_threads_.size())
       guards_.push_back(transport_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
     guard_threads_.push_back(start_background_thread(
-        "ringcomm-guard", [this, peer, message = guards_.back().get()] { guard(peer, *message); }));
+        "ringcomm-guard", [this, message = guards_.back().get()] { guard(*message); }));
   }
 }
 
-void MessageP2p::guard(int peer, Message& message) {
+void MessageP2p::guard(Message& message) {
   const MessageEnd end = message.wait();
-  Lock lock(mutex_);
-  if (end != MessageEnd::kFailed || is_stopping_) return;
+  const Lock lock(mutex_);
+  if (end != MessageEnd::kFailed) return;
   ++num_gone_;
-  fail_orphan(lock, end, peer);
+  end_orphans();
 }
 
-// Ends the group if a receive from any source waits and no rank is left to send.
-void MessageP2p::fail_orphan(Lock& lock, MessageEnd end, int peer) {
+// Ends receives from any source if no rank is left to send. The watch does, a moment later, because
+// what has been sent may be on its way through this process.
+void MessageP2p::end_orphans() {
   if (num_gone_ < transport_.world_size() - 1) return;
-  for (const auto& [key, lane] : lanes_) {
-    if (std::get<1>(key) >= 0) continue;
-    const Activity activity = activity_of(*lane.items.front()->op);
-    lock.unlock();
-    try {
-      MessageWatch::Operation operation(watch_, Clock::time_point::max());
-      failure_.raise_stopped(operation.stop_of(end, peer), peer, activity);
-    } catch (const std::exception&) {
-      // The error is kept and reported to the operations, whose messages end with the group.
-    }
-    lock.lock();
-    return;
-  }
+  for (const auto& [key, lane] : lanes_)
+    if (std::get<1>(key) < 0)
+      for (const auto& item : lane.items) item->watched.no_source_is_left();
 }
 
 // Gives an operation's lane a thread, whatever their number.

@@ -24,8 +24,7 @@ namespace ringcomm {
 /// A user's message is an envelope of fixed size with its tag and length, which contains short
 /// data. Long data follows in a second message with its own tag. So different sizes are an error
 /// instead of corruption, and a receive from any source knows the sender of the second message. A
-/// send that fits its envelope is complete when it is posted, up to some hundred that are not
-/// received yet.
+/// send is complete when its receiver has taken it, so its process may end then.
 ///
 /// A receive from any source fails when all other ranks have left. The transport does not report
 /// that, so a thread per peer waits for a message that is never sent.
@@ -61,8 +60,8 @@ class MessageP2p final : public PointToPoint {
   std::unique_ptr<Item> prepare(const P2pOpPtr& op);
   void start(Item& item);
   void guard_sources();
-  void guard(int peer, Message& message);
-  void fail_orphan(Lock& lock, MessageEnd end, int peer);
+  void guard(Message& message);
+  void end_orphans();
   void start_thread();
   void need_thread(std::size_t max_threads);
   void hurry(const P2pOp& op);
@@ -84,7 +83,6 @@ class MessageP2p final : public PointToPoint {
   std::vector<std::uint32_t> num_long_sends_;  // by peer
   std::size_t num_items_ = 0;
   std::size_t num_sends_ = 0;              // of the items
-  std::size_t num_early_ = 0;              // sends that were done when they were posted
   Clock::time_point flush_deadline_ = {};  // the latest of all sends
   std::size_t num_idle_ = 0;               // threads
   bool is_stopping_ = false;

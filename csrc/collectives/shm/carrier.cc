@@ -76,6 +76,7 @@ void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
 
 Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
                         const WaitLimits& limits) {
+  group_.note_call(header.seq);
   scope_.begin(limits);
   engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
   engine_.take_copied_bytes();  // of a call that failed

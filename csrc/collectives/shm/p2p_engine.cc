@@ -53,10 +53,12 @@ void P2pEngine::close(const Interrupted& is_interrupted) {
 
 P2pMailbox& P2pEngine::mailbox(int rank) {
   auto& mailbox = mailboxes_[static_cast<std::size_t>(rank)];
-  if (mailbox == nullptr)
+  if (mailbox == nullptr) {
+    group_.reserve_p2p(rank);
     mailbox = std::make_unique<P2pMailbox>(arch_, rank, group_.p2p_link(group_.rank(), rank),
                                            group_.p2p_link(rank, group_.rank()),
                                            [this, rank] { ring(rank); });
+  }
   return *mailbox;
 }
 

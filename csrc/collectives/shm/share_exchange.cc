@@ -11,6 +11,9 @@
 namespace ringcomm {
 namespace {
 
+// A rank's smallest shares move in one piece, up to this part of a region in all.
+constexpr std::size_t kSmallPart = 16;
+
 // One call: the addresses of its shares in this rank's buffers and, piece by piece, in the regions.
 class ShareExchange {
  public:
@@ -21,7 +24,14 @@ class ShareExchange {
         world_size_(engine.world_size()),
         element_bytes_(element_bytes(call.dtype)),
         sizes_(engine, call, header),
-        slice_elems_(sizes_.phase_bytes() / element_bytes_ / num_targets()) {}
+        room_elems_(sizes_.phase_bytes() / element_bytes_),
+        small_elems_(std::max<std::size_t>(1, room_elems_ / kSmallPart / num_targets())),
+        num_pieces_(static_cast<std::size_t>(world_size_)) {
+    for (int from = 0; from < world_size_; ++from) count_pieces(from);
+    // All ranks' rows are equal, and a piece must be the same part of each source.
+    if (is_reduction(call.op))
+      std::ranges::fill(num_pieces_, std::size_t{*std::ranges::max_element(num_pieces_)});
+  }
 
   /// Runs the phases. `receive(piece_idx)` is called in each, when this rank's part is published.
   template <class Receive>
@@ -33,7 +43,9 @@ class ShareExchange {
       engine_.publish();
       if (is_first_) {
         sizes_.exchange();
-        num_pieces = std::max<std::size_t>(1, num_slices(sizes_.max_elems(), slice_elems_));
+        for (int from = 0; from < world_size_ && !is_reduction(call_.op); ++from)
+          count_pieces(from);
+        num_pieces = *std::ranges::max_element(num_pieces_);
         keep_own_share();
       }
       receive(piece_idx);
@@ -49,7 +61,8 @@ class ShareExchange {
 
   /// The part of the share from `from` to `to` that belongs to piece `piece_idx`.
   ElemRange slice(int from, int to, std::size_t piece_idx) const {
-    return slice_of({0, sizes_.elems(from, to)}, piece_idx, slice_elems_);
+    const std::size_t elems = sizes_.elems(from, to);
+    return slice_of({0, elems}, piece_idx, slice_elems(from, elems));
   }
 
   /// Copies what the peers have for this rank to the outputs.
@@ -79,6 +92,33 @@ class ShareExchange {
   void* output(int from) const {
     const bool has_one = call_.op == OpKind::kScatter || call_.op == OpKind::kReduceScatter;
     return call_.outputs[has_one ? 0 : from];
+  }
+
+  // The size of a slice of a share of `from`: in proportion to the share, so that all end together.
+  std::size_t slice_elems(int from, std::size_t elems) const {
+    if (elems <= small_elems_) return elems;
+    return std::max(small_elems_, num_slices(elems, num_pieces_[static_cast<std::size_t>(from)]));
+  }
+
+  // Sets the number of pieces of `from`, so that the slices of each fit into its region. A rank
+  // does so for itself before it knows the others' sizes.
+  void count_pieces(int from) {
+    // Until then, the others' sizes in a reduction are this rank's.
+    const int row = is_first_ && is_reduction(call_.op) ? rank_ : from;
+    const auto sum = [&](const auto& size_of) {
+      std::size_t elems = 0;
+      for (int to = 0; to < world_size_; ++to)
+        if (to != from) {
+          const std::size_t size = size_of(sizes_.elems(row, to));
+          elems = is_multicast() ? size : elems + size;
+        }
+      return elems;
+    };
+    std::size_t& num_pieces = num_pieces_[static_cast<std::size_t>(from)];
+    num_pieces = std::max<std::size_t>(
+        1, num_slices(sum([](std::size_t elems) { return elems; }), room_elems_));
+    while (sum([&](std::size_t elems) { return slice_elems(from, elems); }) > room_elems_)
+      num_pieces += num_pieces / 64 + 1;
   }
 
   // The slices of a region are contiguous, so that small ones share cache lines.
@@ -131,7 +171,9 @@ class ShareExchange {
   int world_size_;
   std::size_t element_bytes_;
   ShareSizes sizes_;
-  std::size_t slice_elems_;  // of one share in one piece
+  std::size_t room_elems_;   // of a region
+  std::size_t small_elems_;  // of a share that one piece holds, whatever the others' sizes
+  std::vector<std::size_t> num_pieces_;  // by rank: of what it sends
   bool is_first_ = true;
 };
 

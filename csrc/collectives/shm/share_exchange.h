@@ -9,7 +9,8 @@ namespace ringcomm {
 
 /// Collectives in which a rank has a share for each other one, or for some, and the shares may
 /// differ in size. On boards: one phase per piece, in which a rank's region is divided among those
-/// that it has something for. What small shares cost is one hand-over.
+/// that it has something for, in proportion to their shares. So the number of phases is that of the
+/// rank with the most to send. Small shares cost one hand-over.
 ///
 /// all_gather and reduce_scatter have quicker forms for shares of one size (board_collectives.h).
 /// All throw Stopped or Mismatched; they return the bytes that peers consumed from this rank.

@@ -68,14 +68,6 @@ void ShareSizes::exchange() {
     }
 }
 
-std::size_t ShareSizes::max_elems() const {
-  std::size_t max_elems = 0;
-  for (int from = 0; from < engine_.world_size(); ++from)
-    for (int to = 0; to < engine_.world_size(); ++to)
-      if (from != to) max_elems = std::max(max_elems, elems(from, to));
-  return max_elems;
-}
-
 // Entry `entry` of the tables of `rank`, or num_elems of its header if it has no tables.
 std::size_t ShareSizes::told(int rank, std::size_t entry) const {
   const CallHeader& header = headers_[static_cast<std::size_t>(rank)];

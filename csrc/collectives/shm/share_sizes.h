@@ -34,8 +34,6 @@ class ShareSizes {
 
   /// Elements that `from` has for `to`. Before exchange() of this rank's own only.
   std::size_t elems(int from, int to) const { return elems_[index(from, to)]; }
-  /// The largest of all but what ranks keep for themselves.
-  std::size_t max_elems() const;
 
  private:
   std::size_t index(int from, int to) const {

@@ -16,8 +16,10 @@ constexpr std::chrono::milliseconds kLookInterval{100};
 constexpr int kIdleLooks = 10;
 // A store that is unreachable for this long is treated as lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
-// Messages that a process sent before its end arrive within this time on the same machine.
+// Messages that a process sent before its end arrive within this time on the same machine, and as
+// many checks: on a busy machine any time may pass without a thread's turn.
 constexpr std::chrono::milliseconds kLastWords{500};
+constexpr int kLooksForLastWords = 5;
 // How long a live rank that has closed its connection may take to report why.
 constexpr std::chrono::milliseconds kReasonGrace{2000};
 
@@ -53,7 +55,13 @@ MessageWatch::Operation::~Operation() {
 void MessageWatch::Operation::await(int peer) {
   const std::lock_guard lock(watch_.mutex_);
   peer_ = peer;
+  num_looks_gone_ = 0;
   is_gone_since_ = Clock::time_point::max();
+}
+
+void MessageWatch::Operation::no_source_is_left() {
+  const std::lock_guard lock(watch_.mutex_);
+  is_orphan_ = true;
 }
 
 Stop MessageWatch::Operation::stop_of(MessageEnd end, int peer) {
@@ -88,9 +96,12 @@ bool MessageWatch::is_gone(int peer) const {
 bool MessageWatch::must_end(Operation& operation, Clock::time_point now) const {
   if (operation.stop_ != Stop::kNone) return false;
   if (now >= operation.deadline_) operation.stop_ = Stop::kTimeout;
-  if (is_gone(operation.peer_)) {
+  const bool is_orphan = operation.is_orphan_ && operation.peer_ == MessageTransport::kAnySource;
+  if (is_orphan || is_gone(operation.peer_)) {
     operation.is_gone_since_ = std::min(operation.is_gone_since_, now);
-    if (now - operation.is_gone_since_ >= kLastWords) operation.stop_ = Stop::kPeerDied;
+    if (++operation.num_looks_gone_ > kLooksForLastWords &&
+        now - operation.is_gone_since_ >= kLastWords)
+      operation.stop_ = Stop::kPeerDied;
   }
   return operation.stop_ != Stop::kNone;
 }

@@ -37,6 +37,8 @@ class MessageWatch {
 
     /// It begins to wait for a message from or to `peer`; kAnySource for one from any rank.
     void await(int peer);
+    /// No rank is left that could send to its receive from any source.
+    void no_source_is_left();
     /// Why its wait for a message of `peer` did not end with kDone.
     Stop stop_of(MessageEnd end, int peer);
 
@@ -46,6 +48,8 @@ class MessageWatch {
     Clock::time_point deadline_;
     // Guarded by the watchdog's mutex.
     int peer_ = kNobody;
+    bool is_orphan_ = false;
+    int num_looks_gone_ = 0;  // of the watchdog, in which the peer was gone
     Clock::time_point is_gone_since_ = Clock::time_point::max();  // as seen by the watchdog
     Stop stop_ = Stop::kNone;                                     // why the watchdog ended it
     std::list<Operation*>::iterator place_;

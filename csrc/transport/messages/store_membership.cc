@@ -1,32 +1,14 @@
 #include "transport/messages/store_membership.h"
 
 #include <chrono>
+#include <cstdlib>
 #include <exception>
-#include <sstream>
 
 namespace ringcomm {
 namespace {
 
 // How long the reason for an abort may take to get here after the abort.
 constexpr std::chrono::milliseconds kReasonGrace{2000};
-
-std::string to_text(const AbortReason& reason) {
-  std::ostringstream text;
-  text << static_cast<int>(reason.kind) << ' ' << reason.origin << ' ' << reason.culprit << '\n'
-       << reason.text;
-  return text.str();
-}
-
-AbortReason from_text(const std::string& text) {
-  std::istringstream stream(text);
-  int kind = 0;
-  AbortReason reason;
-  stream >> kind >> reason.origin >> reason.culprit;
-  reason.kind = static_cast<ErrorKind>(kind);
-  const std::size_t line_end = text.find('\n');
-  if (line_end != std::string::npos) reason.text = text.substr(line_end + 1);
-  return reason;
-}
 
 }  // namespace
 
@@ -56,7 +38,7 @@ StoreMembership::StoreMembership(KeyValueStore& store, shm::Rendezvous& ranks)
 
 void StoreMembership::leave() {
   try {
-    store_->set(prefix_ + "left/" + std::to_string(rank_), "1");
+    store_->set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
   } catch (const std::exception&) {
     // The store is lost, and most likely the program with it.
   }
@@ -77,14 +59,14 @@ Stop StoreMembership::state_of(int) const {
   return reason_.has_value() ? Stop::kAborted : Stop::kNone;
 }
 
-bool StoreMembership::has_died(int rank) const {
+pid_t StoreMembership::pid_of(int rank) const {
   const auto& process = processes_[static_cast<std::size_t>(rank)];
-  return process != nullptr && process->is_dead.load(std::memory_order_acquire);
+  return process != nullptr ? process->pid : record_of(rank).pid;
 }
 
 bool StoreMembership::is_alive(int rank) const {
   // If a rank is a thread of this process, the process does not tell whether the rank lives.
-  const bool is_another = pid_of(rank) != pid_of(rank_);
+  const bool is_another = record_of(rank).bootstrap_address != record_of(rank_).bootstrap_address;
   return is_another && processes_[static_cast<std::size_t>(rank)] != nullptr && !has_died(rank);
 }
 
@@ -105,7 +87,7 @@ void StoreMembership::abort(const AbortReason& reason) {
   // This rank's waits end first, because the store may be slow or lost.
   keep(reason);
   try {
-    store_->set_first(prefix_ + "abort", to_text(reason));
+    store_->set_first(prefix_ + "abort", reason.to_text());
   } catch (const std::exception&) {
     // The other ranks notice the failure themselves.
   }
@@ -128,7 +110,7 @@ bool StoreMembership::look() {
   }
   std::string text;
   if (!store_->try_get(prefix_ + "abort", text)) return false;
-  keep(from_text(text));
+  keep(AbortReason::from_text(text));
   return true;
 }
 
@@ -142,7 +124,16 @@ void StoreMembership::lose_store(const std::string& why) {
 
 bool StoreMembership::has_left(int rank) {
   std::string text;
-  return store_->try_get(prefix_ + "left/" + std::to_string(rank), text);
+  if (!store_->try_get(prefix_ + "left/" + std::to_string(rank), text)) return false;
+  const std::lock_guard lock(mutex_);
+  num_calls_of_[rank] = std::strtoll(text.c_str(), nullptr, 10);
+  return true;
+}
+
+std::int64_t StoreMembership::num_calls_of(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = num_calls_of_.find(rank);
+  return found != num_calls_of_.end() ? found->second : -1;
 }
 
 LookForRanks look_for(shm::Rendezvous& ranks) {

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,7 +31,12 @@ class StoreMembership final : public Membership {
   StoreMembership(KeyValueStore& store, shm::Rendezvous& ranks);
   ~StoreMembership() override = default;
 
-  /// Tells the peers that this rank has left, before its connections close.
+  /// This rank begins collective `seq`.
+  void note_call(std::uint64_t seq) {
+    num_calls_.store(static_cast<std::int64_t>(seq) + 1, std::memory_order_relaxed);
+  }
+  /// Tells the peers that this rank has left, and after how many calls, before its connections
+  /// close.
   void leave();
 
   /// The function that ends this rank's waits; set once, before the first wait.
@@ -37,12 +45,16 @@ class StoreMembership final : public Membership {
   const shm::RankRecord& record_of(int rank) const {
     return records_[static_cast<std::size_t>(rank)];
   }
-  pid_t pid_of(int rank) const override { return record_of(rank).pid; }
+  pid_t pid_of(int rank) const override;
+  bool is_pid_hidden(int rank) const override { return shm::is_pid_hidden(processes_, rank); }
   const std::string& host_of(int rank) const override { return record_of(rank).host; }
 
   /// Others are in the store, which takes its time.
   Stop state_of(int rank) const override;
-  bool has_died(int rank) const override;
+  bool has_died(int rank) const override { return shm::has_died(processes_, rank); }
+  bool has_exited(int rank) const override { return shm::has_exited(processes_, rank); }
+  /// Known after has_left().
+  std::int64_t num_calls_of(int rank) const override;
   bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
   std::string last_words_of(int rank) const override {
     return shm::last_words_of(processes_, rank);
@@ -90,6 +102,8 @@ class StoreMembership final : public Membership {
   mutable std::mutex mutex_;
   mutable std::condition_variable has_reason_;
   std::optional<AbortReason> reason_;
+  std::map<int, std::int64_t> num_calls_of_;  // of the ranks known to have left
+  std::atomic<std::int64_t> num_calls_ = 0;
 };
 
 /// How the messages between `ranks`, which must live as long, are waited for while they are made.

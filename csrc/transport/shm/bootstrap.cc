@@ -4,15 +4,20 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <fstream>
+#include <iterator>
+#include <optional>
+#include <sstream>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -28,6 +33,8 @@ namespace {
 
 // The request of a connecting process: a key, or this one, which keeps the connection open.
 constexpr const char* kWatchRequest = "watch";
+// What a process sends before it exits. Last words are printable, so they are never this.
+constexpr const char* kExitNote = "\x04";
 
 constexpr std::chrono::milliseconds kAcceptRetry{10};
 constexpr std::chrono::milliseconds kLookInterval{50};
@@ -55,16 +62,64 @@ UniqueFd open_pidfd(pid_t pid) {
   return UniqueFd();  // kernels before 5.3: the socket has to do
 }
 
-}  // namespace
+// poll() refuses more entries than RLIMIT_NOFILE, which may be lowered while they are open. Then
+// each is looked at by itself.
+void poll_each(std::vector<pollfd>& entries, int timeout_ms) {
+  if (::poll(entries.data(), entries.size(), timeout_ms) >= 0 || errno == EINTR) return;
+  std::this_thread::sleep_for(kLookInterval);
+  for (pollfd& entry : entries) ::poll(&entry, 1, 0);
+}
 
-bool PeerProcess::is_stopped() const {
-  if (pid <= 0 || is_dead.load(std::memory_order_acquire)) return false;
+// The fields of /proc/PID/stat from the third on, the state; empty if the kernel does not tell.
+std::vector<std::string> stat_of(pid_t pid) {
   std::string stat;
   std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), stat);
   // "pid (name) state ...", and the name may hold anything.
   const std::size_t name_end = stat.rfind(')');
-  if (name_end == std::string::npos || name_end + 2 >= stat.size()) return false;
-  return stat[name_end + 2] == 'T' || stat[name_end + 2] == 't';
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(stat.substr(name_end + 1));
+  return {std::istream_iterator<std::string>(fields), {}};
+}
+
+// The status of a process that its parent has reaped, as wait() gives it; from Linux 6.15 on.
+std::optional<int> status_of_reaped(int pidfd) {
+  // As in linux/pidfd.h, which may be older than the kernel.
+  struct {
+    std::uint64_t mask = 1 << 3;  // PIDFD_INFO_EXIT
+    std::uint64_t cgroup = 0;
+    std::uint32_t ids[11] = {};
+    std::int32_t exit_code = 0;
+  } info;
+  static_assert(sizeof(info) == 64);
+  if (pidfd < 0 || ::ioctl(pidfd, _IOWR(0xFF, 11, decltype(info)), &info) != 0) return {};
+  if ((info.mask & (1 << 3)) == 0) return {};
+  return info.exit_code;
+}
+
+// The status of a process that ends, or has ended and is not reaped; none if it runs on.
+std::optional<int> status_of_ending(pid_t pid) {
+  constexpr std::size_t kFlags = 6, kExitCode = 49;  // behind the state
+  constexpr unsigned long kIsExiting = 4;            // PF_EXITING
+  const std::vector<std::string> fields = stat_of(pid);
+  if (fields.size() <= kExitCode) return {};
+  if ((std::strtoul(fields[kFlags].c_str(), nullptr, 10) & kIsExiting) == 0) return {};
+  return static_cast<int>(std::strtol(fields[kExitCode].c_str(), nullptr, 10));
+}
+
+// Whether a process that has ended did so by itself.
+bool has_exited(pid_t pid, int pidfd) {
+  // Its parent may reap it between the two questions, but not a second time.
+  std::optional<int> status = status_of_ending(pid);
+  if (!status) status = status_of_reaped(pidfd);
+  return status && WIFEXITED(*status);
+}
+
+}  // namespace
+
+bool PeerProcess::is_stopped() const {
+  if (is_pid_hidden || pid <= 0 || is_dead.load(std::memory_order_acquire)) return false;
+  const std::vector<std::string> fields = stat_of(pid);
+  return !fields.empty() && (fields[0] == "T" || fields[0] == "t");
 }
 
 std::string PeerProcess::last_words() const {
@@ -162,7 +217,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
   return recv_fd(socket.get(), std::chrono::milliseconds(0));
 }
 
-std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address) {
+std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t pid) {
   {
     const std::lock_guard lock(mutex_);
     if (const auto found = watches_.find(address); found != watches_.end())
@@ -172,9 +227,11 @@ std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address) {
       .socket = connect_to(address), .pidfd = {}, .process = std::make_shared<PeerProcess>()};
   if (!watch.socket) return nullptr;
   watch.process->bootstrap_address = address;
-  watch.process->pid = credentials_of_peer(watch.socket.get()).pid;
+  const pid_t seen_pid = credentials_of_peer(watch.socket.get()).pid;
+  watch.process->is_pid_hidden = seen_pid == 0;
+  watch.process->pid = seen_pid > 0 ? seen_pid : pid;
   send_text(watch.socket.get(), kWatchRequest);
-  watch.pidfd = open_pidfd(watch.process->pid);
+  watch.pidfd = open_pidfd(seen_pid);
   std::shared_ptr<PeerProcess> process;
   {
     const std::lock_guard lock(mutex_);
@@ -198,10 +255,17 @@ void Bootstrap::say_last_words(const std::string& text) noexcept {
   for (const UniqueFd& connection : bootstrap->connections_) try_send_text(connection.get(), text);
 }
 
+void Bootstrap::say_exit() noexcept { say_last_words(kExitNote); }
+
 void Bootstrap::wake() {
   const std::uint64_t one = 1;
   if (::write(wake_event_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN)
     throw_errno("write to an eventfd");
+}
+
+void Bootstrap::call_while_idle(Task task) {
+  task_.store(task, std::memory_order_release);
+  wake();
 }
 
 void Bootstrap::run() {
@@ -212,16 +276,16 @@ void Bootstrap::run() {
     {
       const std::lock_guard lock(mutex_);
       for (const auto& [address, watch] : watches_) {
-        // poll() skips the -1 of a missing pidfd.
-        entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
+        if (watch.pidfd)
+          entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
         entries.push_back({.fd = watch.socket.get(), .events = POLLIN | POLLRDHUP, .revents = 0});
       }
       first_connection = entries.size();
       for (const UniqueFd& connection : connections_)
         entries.push_back({.fd = connection.get(), .events = POLLIN | POLLRDHUP, .revents = 0});
     }
-    if (::poll(entries.data(), entries.size(), -1) < 0)
-      continue;  // EINTR; nothing else can be done about
+    const Task task = task_.load(std::memory_order_acquire);
+    poll_each(entries, task != nullptr ? static_cast<int>(task().count()) : -1);
 
     if (entries[1].revents != 0) {
       std::uint64_t count = 0;
@@ -248,7 +312,10 @@ void Bootstrap::listen_to(const Watch& watch) {
     for (int i = 0; i < kMaxTextsAtOnce; ++i) {
       if (!recv_text(watch.socket.get(), std::chrono::milliseconds(0), words) || words.empty())
         return;
-      watch.process->keep_last_words(words);
+      if (words == kExitNote)
+        watch.process->has_exited = true;
+      else
+        watch.process->keep_last_words(words);
     }
   } catch (const std::exception&) {
     // It may end without sending a text.
@@ -268,6 +335,8 @@ void Bootstrap::look_at_watches(const std::map<int, short>& events) {
     if (heard == 0 && !has_ended) return false;
     listen_to(watch);
     if (!has_ended) return false;
+    if (!watch.process->is_pid_hidden && has_exited(watch.process->pid, watch.pidfd.get()))
+      watch.process->has_exited = true;
     watch.process->is_dead.store(true, std::memory_order_release);
     return true;
   });

@@ -16,9 +16,14 @@ namespace ringcomm::shm {
 
 /// Another process, watched until it ends.
 struct PeerProcess {
-  pid_t pid = -1;  ///< in this process's numbering; 0 where another pid namespace hides it
+  /// In this process's numbering, or its own where another PID namespace hides it.
+  pid_t pid = -1;
+  bool is_pid_hidden = false;
   std::string bootstrap_address;  ///< of its Bootstrap; empty if it had ended before it was watched
   std::atomic<bool> is_dead = false;  ///< ended, or runs another program
+  /// Ended by itself and not by a signal, or is about to. Known before is_dead is set; false if
+  /// neither the process nor the kernel tells.
+  std::atomic<bool> has_exited = false;
 
   /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
   bool is_stopped() const;
@@ -63,13 +68,21 @@ class Bootstrap {
   UniqueFd fetch(const std::string& address, const std::string& key,
                  std::chrono::milliseconds timeout, const std::function<void()>& look = {});
 
-  /// Watches the process whose bootstrap is at `address`; one watch per process, shared by all
-  /// groups. Null if the process has ended.
-  std::shared_ptr<PeerProcess> watch(const std::string& address);
+  /// Watches the process whose bootstrap is at `address`, and whose pid is `pid` in its own
+  /// numbering; one watch per process, shared by all groups. Null if the process has ended.
+  std::shared_ptr<PeerProcess> watch(const std::string& address, pid_t pid);
 
   /// Tells the processes that watch this one why it is about to end (at most 256 bytes). Does not
   /// wait or throw, and does nothing in a process without a bootstrap.
   static void say_last_words(const std::string& text) noexcept;
+  /// Tells them that this process is about to exit, in the same way.
+  static void say_exit() noexcept;
+
+  /// Returns the time after which it wants to be called again at the latest; negative: none.
+  using Task = std::chrono::milliseconds (*)();
+  /// Calls `task` on the bootstrap's thread, now and whenever that is about to sleep. There is one
+  /// task.
+  void call_while_idle(Task task);
 
  private:
   struct Watch {
@@ -89,6 +102,7 @@ class Bootstrap {
   void wake();
   void close_all_in_child();
 
+  std::atomic<Task> task_ = nullptr;
   std::string address_;
   UniqueFd listener_;
   UniqueFd wake_event_;

@@ -37,6 +37,12 @@ class OneHost {
   Rendezvous rendezvous_;
 };
 
+void reserve_link(const LinkGeometry& link) {
+  auto* begin = reinterpret_cast<std::byte*>(link.tail);
+  reserve_pages(begin,
+                static_cast<std::size_t>(link.slots - begin) + link.num_slots * link.slot_bytes);
+}
+
 std::vector<int> all_ranks(int world_size) {
   std::vector<int> ranks(static_cast<std::size_t>(world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -60,52 +66,73 @@ Group::Group(Rendezvous& rendezvous, const GroupIdentity& identity, const Segmen
   Rendezvous::Meeting meeting = rendezvous.share_memory(ranks, layout_.num_bytes());
   memory_ = std::move(meeting.memory);
   processes_ = std::move(meeting.processes);
+  reserve_own_memory();
   RINGCOMM_STEP("before a rank has joined");
   __atomic_store_n(&layout_.control(memory_.data(), rank_).has_joined, 1U, __ATOMIC_RELEASE);
   RINGCOMM_STEP("after a rank has joined");
-  if (rank_ == 0) wait_until_joined(rendezvous);
+  wait_until_joined(rendezvous);
 }
+
+// The pages that this rank writes, but for those of messages (reserve_p2p()).
+void Group::reserve_own_memory() {
+  const BoardGeometry geometry = board();
+  try {
+    reserve_pages(memory_.data(), static_cast<std::size_t>(geometry.regions - memory_.data()));
+    reserve_pages(geometry.region(rank_, 0), 2 * geometry.region_bytes);
+    reserve_link(ring_link(rank_));
+  } catch (const Error& error) {
+    // Its peers learn of it in their first call, and rank 0 does not wait for this rank.
+    abort({.kind = ErrorKind::kSystem,
+           .origin = whole_rank(rank_),
+           .culprit = -1,
+           .text = error.what()});
+    __atomic_store_n(&layout_.control(memory_.data(), rank_).has_joined, 1U, __ATOMIC_RELEASE);
+    throw;
+  }
+}
+
+void Group::reserve_p2p(int to) { reserve_link(p2p_link(rank_, to)); }
 
 bool Group::has_joined(int rank) const {
   return __atomic_load_n(&layout_.control(memory_.data(), rank).has_joined, __ATOMIC_ACQUIRE) != 0;
 }
 
-bool Group::has_died(int rank) const {
-  const auto& process = processes_[static_cast<std::size_t>(rank)];
-  return process != nullptr && process->is_dead.load(std::memory_order_acquire);
-}
-
+// -1 when all are there.
 int Group::unjoined_rank() const {
   for (int rank = 0; rank < world_size_; ++rank)
     if (!has_joined(rank)) return rank;
   return -1;
 }
 
-// Rank 0 offers the memory, and would end the offer with its process.
+// A rank that has not joined needs the others: rank 0 offers the memory, and of all of them it may
+// still read the records and watch the processes. So no rank returns, and may end, before all have
+// joined. Afterwards they need the memory alone.
 void Group::wait_until_joined(Rendezvous& rendezvous) {
   try {
     for (Backoff backoff;; backoff.sleep()) {
+      const bool is_aborted = state_of(rank_) == Stop::kAborted;
       const int peer = unjoined_rank();
       if (peer < 0) return;
+      if (is_aborted) rendezvous.throw_told(abort_reason());
       for (int rank = peer; rank < world_size_; ++rank)
         if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(whole_rank(rank));
       rendezvous.check_time(whole_rank(peer), "rank " + std::to_string(whole_rank(peer)) +
                                                   " did not fetch the group's memory");
     }
   } catch (const Error& error) {
+    rendezvous.tell(error);
     tell_and_wait_for_the_living(error);
     throw;
   }
 }
 
-// The others may have returned from their constructors, or be about to fetch the memory: they find
-// the reason in it.
+// The others wait in the memory, or are about to fetch it: they find the reason in it.
 void Group::tell_and_wait_for_the_living(const Error& error) {
   abort({.kind = error.info().kind,
          .origin = whole_rank(rank_),
          .culprit = error.info().rank,
          .text = error.what()});
-  if (error.info().kind != ErrorKind::kPeerDied) return;
+  if (rank_ != 0 || error.info().kind != ErrorKind::kPeerDied) return;
   const auto deadline = std::chrono::steady_clock::now() + kFetchGrace;
   const auto is_to_come = [&] {
     for (int rank = 1; rank < world_size_; ++rank)
@@ -147,6 +174,15 @@ Stop Group::state_of(int peer) const {
   return has_died(peer) ? Stop::kPeerDied : Stop::kNone;
 }
 
+std::int64_t Group::num_calls_of(int rank) const {
+  return static_cast<std::int64_t>(
+      __atomic_load_n(&layout_.control(memory_.data(), rank).num_calls, __ATOMIC_RELAXED));
+}
+
+void Group::note_call(std::uint64_t seq) {
+  __atomic_store_n(&layout_.control(memory_.data(), rank_).num_calls, seq + 1, __ATOMIC_RELAXED);
+}
+
 std::uint64_t Group::num_published(int rank) const {
   return __atomic_load_n(&layout_.control(memory_.data(), rank).published.value, __ATOMIC_ACQUIRE);
 }
@@ -161,8 +197,6 @@ int Group::missing_rank() const {
 }
 
 int Group::late_rank(int peer) const {
-  // Its first rank waits for that one itself.
-  if (const int unjoined = unjoined_rank(); unjoined >= 0) return unjoined;
   int late = peer;
   for (int rank = 0; rank < world_size_; ++rank)
     if (num_published(rank) < std::min(num_published(rank_), num_published(late))) late = rank;

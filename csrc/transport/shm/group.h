@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,12 +49,15 @@ class Group final : public Membership {
   LinkGeometry p2p_link(int from, int to) const {
     return layout_.p2p_link(memory_.data(), from, to);
   }
+  /// Before the first message to `to`. Throws Error if the system has no memory for messages.
+  void reserve_p2p(int to);
   Cursor& doorbell(int rank) const { return layout_.control(memory_.data(), rank).doorbell; }
 
   /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.
   bool is_inherited() const { return generation_ != process_generation(); }
 
   pid_t pid_of(int rank) const override;
+  bool is_pid_hidden(int rank) const override { return shm::is_pid_hidden(processes_, rank); }
   const std::string& host_of(int) const override { return host_; }
 
   /// Where the bootstrap of `peer`'s process listens.
@@ -62,19 +66,21 @@ class Group final : public Membership {
   }
 
   Stop state_of(int peer) const override;
-  bool has_died(int rank) const override;
+  bool has_died(int rank) const override { return shm::has_died(processes_, rank); }
+  bool has_exited(int rank) const override { return shm::has_exited(processes_, rank); }
+  std::int64_t num_calls_of(int rank) const override;
+  /// This rank begins collective `seq`.
+  void note_call(std::uint64_t seq);
   bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
   std::string last_words_of(int rank) const override {
     return shm::last_words_of(processes_, rank);
   }
-  /// A rank that is still being waited for by rank 0, which makes the group; -1 when all are there.
-  int unjoined_rank() const;
   /// A rank that ended or left before it published as many phases as this rank, so that it cannot
   /// complete the current collective; -1 if there is none. For collectives on boards only, because
   /// all ranks publish the same phases.
   int missing_rank() const;
-  /// The rank at fault for a wait for `peer` that timed out: one that has not joined, or else one
-  /// that has published less than this rank and `peer`, because `peer` may wait for it.
+  /// The rank at fault for a wait for `peer` that timed out: `peer`, or one that has published less
+  /// than this rank and `peer`, because `peer` may wait for it.
   int late_rank(int peer) const;
 
   bool is_given_up(bool asks) noexcept override;
@@ -83,8 +89,10 @@ class Group final : public Membership {
 
  private:
   bool has_joined(int rank) const;
+  int unjoined_rank() const;
   std::uint64_t num_published(int rank) const;
   int writer_of(std::uint32_t abort_state) const;
+  void reserve_own_memory();
   void wait_until_joined(Rendezvous& rendezvous);
   void tell_and_wait_for_the_living(const Error& error);
 

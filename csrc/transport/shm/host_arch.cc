@@ -13,6 +13,7 @@
 #include <mutex>
 #include <set>
 
+#include "transport/cgroup_limits.h"
 #include "transport/per_process.h"
 
 namespace ringcomm::shm {
@@ -59,10 +60,17 @@ constinit PerProcess<LargestGroup> largest_group;
 // Whether each rank of the largest group may have a core of its own.
 bool are_enough(int num_cores) { return num_cores >= largest_group.get().max_ranks(); }
 
+// As many of `num_cores` as the cgroup gives time for.
+int within_quota(int num_cores) {
+  const auto& quota = cgroup_limits().cpu_cores;
+  return quota && quota->value < num_cores ? static_cast<int>(quota->value) : num_cores;
+}
+
 // How many cores this thread may use; 0 where there are too many to tell.
 int count_cores() {
   cpu_set_t allowed;
-  return ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? CPU_COUNT(&allowed) : 0;
+  const bool is_known = ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
+  return is_known ? within_quota(CPU_COUNT(&allowed)) : 0;
 }
 
 // Restores the thread's cores. If it was not pinned, it gets all cores, so that a cpuset that grows
@@ -125,7 +133,7 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
   const int num_cores = CPU_COUNT(&allowed);
-  if (num_cores < 2 || !are_enough(num_cores)) return;
+  if (num_cores < 2 || !are_enough(within_quota(num_cores))) return;
   int next = here;
   for (int num_steps = 1 + rank_ % (num_cores - 1); num_steps > 0; --num_steps) do
       next = (next + 1) % CPU_SETSIZE;

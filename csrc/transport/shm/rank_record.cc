@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 
 #include "core/errors.h"
@@ -20,7 +21,7 @@ namespace {
 // sizes and enum values. Increase the number after the name for a change that these do not show.
 const std::string& version() {
   static const std::string text = [] {
-    std::string joined = "ringcomm-5-" RINGCOMM_VERSION;
+    std::string joined = "ringcomm-6-" RINGCOMM_VERSION;
     for (const std::size_t number :
          {sizeof(SegmentHeader), sizeof(RankControl), sizeof(LinkCursors), kCallHeaderBytes,
           std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -51,7 +52,8 @@ std::string RankRecord::to_text() const {
        << memory_key << '\n'
        << options << '\n'
        << machine_id << '\n'
-       << world_size << '\n';
+       << world_size << '\n'
+       << failure.to_text();
   return text.str();
 }
 
@@ -72,6 +74,7 @@ RankRecord RankRecord::from_text(const std::string& text) {
   std::getline(lines, record.options);
   std::getline(lines, record.machine_id);
   std::getline(lines, world_size);
+  record.failure = AbortReason::from_text({std::istreambuf_iterator<char>(lines), {}});
   record.pid = static_cast<pid_t>(std::strtol(pid.c_str(), nullptr, 10));
   record.world_size = static_cast<int>(std::strtol(world_size.c_str(), nullptr, 10));
   return record;

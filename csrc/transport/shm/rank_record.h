@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <string>
 
+#include "transport/membership.h"
+
 namespace ringcomm::shm {
 
 /// The size of what the collectives put in front of their data (CallHeader, which asserts it):
@@ -21,6 +23,7 @@ struct RankRecord {
   std::string options;
   std::string machine_id = {};  ///< equal for processes that can watch each other
   int world_size = 0;           ///< of the group that it makes
+  AbortReason failure = {};     ///< why it could not make it; without a text until it fails
 
   std::string to_text() const;
   /// Throws Error if the text is not such a record (the other rank has another version of

@@ -16,9 +16,39 @@ namespace {
 constexpr std::chrono::milliseconds kStaleGrace{1000};
 
 std::string rank_key(int rank) { return "ringcomm/rank/" + std::to_string(rank); }
+// Where `rank` says that it reads the record of `peer` and cannot connect to it.
+std::string apart_key(int rank, int peer) {
+  return "ringcomm/apart/" + std::to_string(rank) + "/" + std::to_string(peer);
+}
 std::string memory_key(int rank) { return "ringcomm/memory/" + std::to_string(rank); }
 
+// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3"
+std::string listed(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += i + 1 < ranks.size() ? ", " : " and ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
 }  // namespace
+
+bool has_died(const PeerProcesses& processes, int rank) {
+  const auto& process = processes[static_cast<std::size_t>(rank)];
+  return process != nullptr && process->is_dead.load(std::memory_order_acquire);
+}
+
+bool has_exited(const PeerProcesses& processes, int rank) {
+  const auto& process = processes[static_cast<std::size_t>(rank)];
+  return process != nullptr && process->has_exited.load();
+}
+
+bool is_pid_hidden(const PeerProcesses& processes, int rank) {
+  const auto& process = processes[static_cast<std::size_t>(rank)];
+  return process != nullptr && process->is_pid_hidden;
+}
 
 bool is_stopped(const PeerProcesses& processes, int rank) {
   const auto& process = processes[static_cast<std::size_t>(rank)];
@@ -53,7 +83,33 @@ Rendezvous::~Rendezvous() {
   if (!mine_.memory_key.empty()) bootstrap_.withdraw(mine_.memory_key);
 }
 
+void Rendezvous::tell(const Error& error) {
+  // After a signal the store, which may be Python's, must not be called.
+  if (error.info().kind == ErrorKind::kInterrupted) return;
+  try {
+    std::string record;
+    // Another process of this rank may have replaced it.
+    if (!store_.try_get(rank_key(rank_), record) || record != mine_.to_text()) return;
+    mine_.failure = {.kind = error.info().kind,
+                     .origin = rank_,
+                     .culprit = error.info().rank,
+                     .text = error.what()};
+    store_.set(rank_key(rank_), mine_.to_text());
+  } catch (const std::exception&) {
+    // The store is lost, and the others notice it themselves.
+  }
+}
+
 PeerTable Rendezvous::find_ranks() {
+  try {
+    return find_all();
+  } catch (const Error& error) {
+    tell(error);
+    throw;
+  }
+}
+
+PeerTable Rendezvous::find_all() {
   // Offered before it is known whether all ranks are on one host, so that they need not wait for
   // it.
   if (rank_ == 0 && terms_.shared_bytes > 0) offer_memory(terms_.shared_bytes);
@@ -85,7 +141,12 @@ Rendezvous::Meeting Rendezvous::share_memory(const std::vector<int>& ranks, std:
   const bool is_whole = static_cast<int>(ranks.size()) == world_size_;
   if (!is_whole) sharing_ = ranks;
   if (rank_ != ranks.front()) {
-    memory_ = fetch_memory(ranks, num_bytes);
+    try {
+      memory_ = fetch_memory(ranks, num_bytes);
+    } catch (const Error& error) {
+      tell(error);
+      throw;
+    }
   } else if (!is_whole) {
     offer_memory(num_bytes);
     store_.set(memory_key(rank_), mine_.memory_key);
@@ -187,10 +248,18 @@ bool Rendezvous::meet(int peer) {
   try {
     const RankRecord theirs = RankRecord::from_text(text);
     check_compatible(theirs, peer);
+    if (!theirs.failure.text.empty() && has_met(peer) &&
+        RankRecord::from_text(believed).bootstrap_address == theirs.bootstrap_address) {
+      believed = text;  // the same process, which has failed since
+      return true;
+    }
     if (can_watch(theirs)) {
-      std::shared_ptr<PeerProcess> process = bootstrap_.watch(theirs.bootstrap_address);
-      if (process == nullptr && !is_believed && !is_known_dead(peer)) return false;
-      if (process == nullptr) {  // it had ended before this rank could watch it
+      std::shared_ptr<PeerProcess> process = bootstrap_.watch(theirs.bootstrap_address, theirs.pid);
+      if (process == nullptr) store_.set(apart_key(rank_, peer), theirs.bootstrap_address);
+      if (process == nullptr && is_elsewhere(peer)) {
+        check_not_cloned(theirs, peer);
+      } else if (process == nullptr) {  // it had ended before this rank could watch it
+        if (!is_believed && !is_known_dead(peer)) return false;
         process = std::make_shared<PeerProcess>();
         process->pid = theirs.pid;
         process->is_dead = true;
@@ -208,18 +277,31 @@ bool Rendezvous::meet(int peer) {
 
 // Whether a rank that was found has ended, and no other process has replaced it.
 bool Rendezvous::has_died(int peer) {
-  const auto is_dead = [&] {
-    const auto& process = processes_[static_cast<std::size_t>(peer)];
-    return process != nullptr && process->is_dead.load(std::memory_order_acquire);
-  };
+  const auto is_dead = [&] { return shm::has_died(processes_, peer); };
   return is_dead() && meet(peer) && is_dead();
+}
+
+// Whether `peer` lives where this rank's sockets do not reach, whatever their machines' names: it
+// has read this rank's address, which is random, and cannot connect to it either.
+bool Rendezvous::is_elsewhere(int peer) {
+  std::string unreachable;
+  return store_.try_get(apart_key(peer, rank_), unreachable) &&
+         unreachable == mine_.bootstrap_address;
+}
+
+void Rendezvous::check_not_cloned(const RankRecord& theirs, int peer) const {
+  if (theirs.host_id != mine_.host_id) return;
+  throw Error({.kind = ErrorKind::kSystem, .rank = peer, .host = theirs.host, .op = "init"},
+              prefix() + "rank " + std::to_string(peer) + " (on " + theirs.host +
+                  ") has the host identity of this rank (on " + mine_.host + "), " + mine_.host_id +
+                  ", but is on another machine, as after a start from copies of one "
+                  "memory image; set RINGCOMM_HOST_ID to another value on each machine");
 }
 
 void Rendezvous::look_while_missing(std::deque<int>& missing) {
   int dead = -1;
   for (int peer = 0; peer < world_size_ && dead < 0; ++peer) {
-    const bool is_met = !texts_[static_cast<std::size_t>(peer)].empty();
-    if (is_met ? has_died(peer) : is_known_dead(peer)) dead = peer;
+    if (has_met(peer) ? has_died(peer) : is_known_dead(peer)) dead = peer;
   }
   if (dead >= 0) {
     // Records that have arrived meanwhile may complete the group, and the dead rank may have
@@ -228,8 +310,11 @@ void Rendezvous::look_while_missing(std::deque<int>& missing) {
     if (!missing.empty()) throw_died(dead);
     return;
   }
-  const int absent = *std::min_element(missing.begin(), missing.end());
-  check_time(absent, "rank " + std::to_string(absent) + " did not join the group");
+  // Those that have arrived since the last look at each are not missing.
+  if (Clock::now() >= deadline_) std::erase_if(missing, [this](int peer) { return meet(peer); });
+  if (missing.empty()) return;
+  check_time(*std::min_element(missing.begin(), missing.end()),
+             listed({missing.begin(), missing.end()}) + " did not join the group");
 }
 
 bool Rendezvous::is_known_dead(int peer) const { return known_.has_died && known_.has_died(peer); }
@@ -290,26 +375,39 @@ void Rendezvous::check_time(int peer, const std::string& what) {
 }
 
 void Rendezvous::throw_died(int peer) const {
+  if (has_met(peer)) {
+    const RankRecord theirs = RankRecord::from_text(texts_[static_cast<std::size_t>(peer)]);
+    if (!theirs.failure.text.empty()) throw_told(theirs.failure);
+  }
+  const std::string words = last_words_of(processes_, peer);
+  const bool has_exited = words.empty() && shm::has_exited(processes_, peer);
   throw Error(info_of(peer, ErrorKind::kPeerDied),
-              prefix() + name_of(peer) + " died while the group was made" +
-                  why_it_ended(last_words_of(processes_, peer)));
+              prefix() + name_of(peer) + (has_exited ? " has exited" : " died") +
+                  " while the group was made" + why_it_ended(words));
+}
+
+void Rendezvous::throw_told(const AbortReason& reason) const {
+  const auto checked = [this](int rank) { return rank < world_size_ ? rank : -1; };
+  throw Error(info_of(checked(reason.culprit), reason.kind),
+              prefix() + name_of(checked(reason.origin)) + " failed: " + reason.text);
 }
 
 ErrorInfo Rendezvous::info_of(int peer, ErrorKind kind) const {
   ErrorInfo info{.kind = kind, .rank = peer, .op = "init"};
+  if (peer < 0) return info;
   const std::string& text = texts_[static_cast<std::size_t>(peer)];
   if (text.empty()) return info;
   const RankRecord theirs = RankRecord::from_text(text);
-  info.pid = theirs.pid;
+  const auto& process = processes_[static_cast<std::size_t>(peer)];
+  info.pid = process != nullptr ? process->pid : theirs.pid;
   info.host = theirs.host;
   return info;
 }
 
 std::string Rendezvous::name_of(int peer) const {
   const ErrorInfo info = info_of(peer, {});
-  const std::string name = "rank " + std::to_string(peer);
-  if (info.pid < 0) return name;
-  return name + " (pid " + std::to_string(info.pid) + " on " + info.host + ")";
+  if (info.pid < 0) return "rank " + std::to_string(peer);
+  return name_of_process(peer, info.pid, is_pid_hidden(processes_, peer), info.host);
 }
 
 std::string Rendezvous::prefix() const {

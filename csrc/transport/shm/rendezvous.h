@@ -21,8 +21,11 @@ namespace ringcomm::shm {
 /// The process of each rank; null for this rank, and for ranks on other machines.
 using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
-/// Whether the process of `rank` is among them, and stopped.
+/// Whether the process of `rank` is among them, and dead, stopped, has exited, or has a hidden pid.
+bool has_died(const PeerProcesses& processes, int rank);
 bool is_stopped(const PeerProcesses& processes, int rank);
+bool has_exited(const PeerProcesses& processes, int rank);
+bool is_pid_hidden(const PeerProcesses& processes, int rank);
 /// What the process of `rank` reported before it ended; empty if it is not among them or reported
 /// nothing.
 std::string last_words_of(const PeerProcesses& processes, int rank);
@@ -48,10 +51,12 @@ struct GroupIdentity {
 /// over one store.
 ///
 /// Every wait checks at least every 50 ms the processes found so far, the deadline, and signals. A
-/// rank that dies is reported as soon as it is certain that it had not joined. No rank can complete
-/// the group while a record is missing, while the rank that knows which ranks have the memory is
-/// missing, or, if messages are needed, before all ranks have created theirs. A rank on another
-/// machine is only seen as missing at the deadline.
+/// rank that dies is reported as soon as it is certain that it had not joined. No rank completes
+/// the group while a record is missing, before all ranks of its host have the memory, or, if
+/// messages are needed, before all ranks have created theirs. A rank on another machine is only
+/// seen as missing at the deadline.
+///
+/// A rank that fails adds the reason to its record, for the ranks that see its process end.
 class Rendezvous {
  public:
   /// The shared memory and processes of one host's ranks.
@@ -92,8 +97,12 @@ class Rendezvous {
   /// Throws Error: kPeerDied for a rank of another host than this one's, kInterrupted, or kTimeout
   /// that blames a stopped rank, or else `peer`, for `what` once time is up.
   void check_time(int peer, const std::string& what);
-  /// Throws Error of kPeerDied.
+  /// Throws Error of kPeerDied, or what the rank failed with before it ended.
   [[noreturn]] void throw_died(int peer) const;
+  /// Throws Error of what another rank has failed with.
+  [[noreturn]] void throw_told(const AbortReason& reason) const;
+  /// Adds the reason why this rank fails to its record.
+  void tell(const Error& error);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -104,15 +113,19 @@ class Rendezvous {
  private:
   using Clock = std::chrono::steady_clock;
 
+  PeerTable find_all();
   void offer_memory(std::size_t num_bytes);
   SharedMemory fetch_memory(const std::vector<int>& ranks, std::size_t num_bytes);
   std::string memory_key_of(int leader, bool is_whole);
   ErrorInfo info_of(int peer, ErrorKind kind) const;
   std::string name_of(int peer) const;
+  bool has_met(int peer) const { return !texts_[static_cast<std::size_t>(peer)].empty(); }
   std::string prefix() const;
   bool can_watch(const RankRecord& theirs) const;
   int dead_rank();
   bool meet(int peer);
+  bool is_elsewhere(int peer);
+  void check_not_cloned(const RankRecord& theirs, int peer) const;
   bool has_died(int peer);
   bool is_known_dead(int peer) const;
   bool is_stopped(int peer) const;

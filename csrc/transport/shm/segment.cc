@@ -1,16 +1,12 @@
 #include "transport/shm/segment.h"
 
+#include "transport/page_bytes.h"
+
 namespace ringcomm::shm {
 namespace {
 
-constexpr std::size_t kPageBytes = 4096;
-
-constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-constexpr std::size_t link_stride_bytes(std::uint32_t num_slots, std::size_t slot_bytes) {
-  return round_up(sizeof(LinkCursors), kPageBytes) + round_up(num_slots * slot_bytes, kPageBytes);
+std::size_t link_stride_bytes(std::uint32_t num_slots, std::size_t slot_bytes) {
+  return whole_pages(sizeof(LinkCursors)) + whole_pages(num_slots * slot_bytes);
 }
 
 }  // namespace
@@ -18,12 +14,12 @@ constexpr std::size_t link_stride_bytes(std::uint32_t num_slots, std::size_t slo
 SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
     : world_size_(world_size),
       config_(config),
-      board_stride_bytes_(round_up(config.board_bytes, kPageBytes)),
+      board_stride_bytes_(whole_pages(config.board_bytes)),
       ring_stride_bytes_(link_stride_bytes(config.ring_num_slots, config.ring_slot_bytes)),
       p2p_stride_bytes_(link_stride_bytes(config.p2p_num_slots, config.p2p_slot_bytes)) {
   const auto world = static_cast<std::size_t>(world_size);
-  control_offset_bytes_ = round_up(sizeof(SegmentHeader), kPageBytes);
-  boards_offset_bytes_ = control_offset_bytes_ + round_up(world * sizeof(RankControl), kPageBytes);
+  control_offset_bytes_ = whole_pages(sizeof(SegmentHeader));
+  boards_offset_bytes_ = control_offset_bytes_ + whole_pages(world * sizeof(RankControl));
   rings_offset_bytes_ = boards_offset_bytes_ + world * 2 * board_stride_bytes_;
   p2p_offset_bytes_ = rings_offset_bytes_ + world * ring_stride_bytes_;
   num_bytes_ = p2p_offset_bytes_ + world * (world - 1) * p2p_stride_bytes_;
@@ -57,7 +53,7 @@ LinkGeometry SegmentLayout::link_at(std::byte* base, std::size_t offset_bytes,
   auto* cursors = reinterpret_cast<LinkCursors*>(base + offset_bytes);
   return {.tail = &cursors->tail,
           .head = &cursors->head,
-          .slots = base + offset_bytes + round_up(sizeof(LinkCursors), kPageBytes),
+          .slots = base + offset_bytes + whole_pages(sizeof(LinkCursors)),
           .num_slots = num_slots,
           .slot_bytes = slot_bytes};
 }

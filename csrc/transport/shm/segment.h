@@ -37,6 +37,7 @@ struct RankControl {
   /// 1 from the destruction of its side of the group on.
   alignas(kLineBytes) std::uint32_t has_left = 0;
   std::uint32_t has_joined = 0;  ///< 1 once it has mapped the memory
+  std::uint64_t num_calls = 0;   ///< collectives that it has begun
 };
 
 struct SegmentHeader {

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -35,11 +36,13 @@ struct ArenaLocation {
 /// it inherited belong to the parent, and are shared with it.
 class SharedArena {
  public:
+  using Clock = std::chrono::steady_clock;
+
   /// Sizes in bytes.
   struct Usage {
     std::size_t num_blocks = 0;
     std::size_t allocated_bytes = 0;  ///< in blocks
-    std::size_t kept_bytes = 0;       ///< free, and perhaps not returned to the system yet
+    std::size_t kept_bytes = 0;       ///< free, and not returned to the system yet
     std::size_t num_regions = 0;
     std::size_t mapped_bytes = 0;  ///< of regions; address space, of which touched pages count
   };
@@ -64,6 +67,11 @@ class SharedArena {
   void retire(const ArenaLocation& location);
 
   Usage usage() const;
+
+  /// Returns free pages to the system, some in each call, if more than 64 MiB were free during the
+  /// whole interval (10 s) that ends at `now`. Returns the time until the next call; negative for
+  /// none, as long as no more is free. The bootstrap calls it.
+  std::chrono::milliseconds tidy(Clock::time_point now);
 
   /// The key under which a process's Bootstrap offers a region.
   static std::string key_of(std::uint64_t region_id);
@@ -92,7 +100,8 @@ class SharedArena {
 
   Region* region_of(const void* data) const;
   Region& add_region(std::size_t num_bytes);
-  void give_back_pages();
+  void begin_interval(Clock::time_point now);
+  bool return_pages();
 
   static PerProcess<SharedArena> arenas_;
 
@@ -104,6 +113,11 @@ class SharedArena {
   std::size_t allocated_bytes_ = 0;
   std::size_t kept_bytes_ = 0;
   std::size_t mapped_bytes_ = 0;
+  // The interval: its end, if there is one, and the least kept_bytes_ in it.
+  std::optional<Clock::time_point> interval_end_;
+  std::size_t least_kept_bytes_ = 0;
+  std::size_t return_region_ = 0;  // whose pages are being returned, from its end on; 0: none
+  std::size_t return_end_ = 0;     // its pages from here on have been returned
 };
 
 /// The system has no memory of that size.

@@ -4,11 +4,17 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <cstdint>
+#include <fstream>
 #include <utility>
 
 #include "core/test_steps.h"
+#include "transport/page_bytes.h"
 #include "transport/shm/system_error.h"
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U  // Linux 6.3
 #endif
@@ -61,6 +67,27 @@ std::size_t size_of_memfd(int fd) {
   struct stat status{};
   if (::fstat(fd, &status) != 0) throw_errno("fstat of a memfd");
   return static_cast<std::size_t>(status.st_size);
+}
+
+void reserve_pages(std::byte* begin, std::size_t num_bytes) {
+  static const bool may_be_refused = [] {
+    int policy = 0;
+    std::ifstream("/proc/sys/vm/overcommit_memory") >> policy;
+    return policy == 2;
+  }();
+  if (may_be_refused) populate_pages(begin, num_bytes);
+}
+
+void populate_pages(std::byte* begin, std::size_t num_bytes) {
+  RINGCOMM_STEP("before pages are taken");
+  const std::size_t skipped_bytes = reinterpret_cast<std::uintptr_t>(begin) % page_bytes();
+  if (::madvise(begin - skipped_bytes, whole_pages(skipped_bytes + num_bytes),
+                MADV_POPULATE_WRITE) == 0 ||
+      errno == EINVAL)  // kernels before 5.14
+    return;
+  if (errno == EFAULT) errno = ENOMEM;
+  throw_errno("taking " + std::to_string(num_bytes) +
+              " bytes of shared memory from the system (free some, or raise vm.overcommit_ratio)");
 }
 
 void check_sealed(int fd) {

@@ -35,6 +35,13 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name = "ringcomm");
 /// The size of a memfd. Throws Error.
 std::size_t size_of_memfd(int fd);
 
+/// Takes the pages of `num_bytes` at `begin` from the system now, if it could refuse them later:
+/// with vm.overcommit_memory=2 an access to a page that it refuses is a SIGBUS. Throws Error if it
+/// has no more. Does nothing elsewhere, where memory that is never used costs nothing.
+void reserve_pages(std::byte* begin, std::size_t num_bytes);
+/// The same on any system.
+void populate_pages(std::byte* begin, std::size_t num_bytes);
+
 /// Throws Error unless `fd`, which a peer has sent, is a memfd that no process can resize: an
 /// access past the end of a mapping is a SIGBUS.
 void check_sealed(int fd);

@@ -18,9 +18,9 @@ __all__ = ["pipeline_blocks"]
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     """The modules of a causal language model by name, in the order in which a pipeline runs them.
 
-    Each layer is called with hidden states only. It gets masks and positions from the model's own
-    forward, in which the other layers do nothing. Blocks therefore compute what the model computes,
-    for every kind of layer. Rows are whole sequences from position 0, without padding.
+    Each layer is called with hidden states, and perhaps with an attention_mask and position_ids as
+    the model itself. It runs in the model's own forward, in which the other layers do nothing.
+    Blocks therefore compute what the model computes, for every kind of layer.
 
     The model must have a pipeline plan in its config, or TypeError is raised. It may come from
     tensor_parallelize(). It is changed in place and can no longer be called itself.
@@ -55,11 +55,13 @@ class _Call(nn.Module):
 
 def _alone(
     base: Any, others: list[str], layer: Any, idx: int, num_layers: int
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[..., Tensor]:
     """The forward of a layer as the idx-th of its model, whose other modules do nothing."""
     run = layer.forward
 
-    def forward(hidden: Tensor) -> Tensor:
+    def forward(
+        hidden: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         shell = _shell_of(base)
         for name in others:
             shell._modules[name] = nn.Identity()
@@ -70,7 +72,12 @@ def _alone(
         # Masks and positions are those of all tokens; a rank may have only some of the tokens.
         rows, num_tokens, width = hidden.shape
         tokens = hidden.new_empty(()).expand(rows, num_tokens * _sequence_ranks(layer), width)
-        found: Tensor = shell(inputs_embeds=tokens, use_cache=False).last_hidden_state
+        found: Tensor = shell(
+            inputs_embeds=tokens,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+        ).last_hidden_state
         return found
 
     return forward

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,9 +21,17 @@ from ringcomm.nn import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from ringcomm.parallel.expert.local_experts import expert_parameters
+from ringcomm.parallel.state import get_state_dict
 from ringcomm.parallel.tensor.layers import HeadShares, share_heads
-from ringcomm.parallel.tensor.regions import all_reduce_grad_, copy_to_tp, reduce_from_tp
-from ringcomm.parallel.tensor.splits import SplitModule
+from ringcomm.parallel.tensor.regions import (
+    all_reduce_grad_,
+    copy_to_tp,
+    gather_from_tp,
+    reduce_from_tp,
+)
+from ringcomm.parallel.tensor.splits import SplitModule, split_params, take_from_rank0
+from ringcomm.torch_names import all_gather_single
 
 __all__ = ["refuse_embeddings", "tensor_parallelize"]
 
@@ -41,22 +51,25 @@ def tensor_parallelize(
 
         model = tensor_parallelize(AutoModelForCausalLM.from_pretrained(...), group)
         model(input_ids=ids, labels=ids).loss.backward()  # the same rows on all ranks
+        model.generate(ids)  # the same tokens on all ranks; to sample, use one seed
+        model.save_pretrained(folder)  # on all ranks; rank 0 writes the full model
 
     Attention is split by heads, the rest by features, embedding and output by vocabulary. A layer
     has two all_reduces of its activations forward and two backward.
 
     Args:
         model: a model of transformers with a tensor-parallel plan in its config (Llama, Mistral,
-            Qwen, ...), unsharded and the same on all ranks. It is changed in place. The parameters
-            of its layers may be on the meta device, for ringcomm.parallel.set_state_dict(). Make
-            optimizers afterwards.
+            Qwen, ...), unsharded. It is changed in place, and starts from the weights and buffers
+            of the group's rank 0. The parameters of its layers may be on the meta device, for
+            ringcomm.parallel.set_state_dict(). Make optimizers afterwards.
         group: None for the default group.
         mesh: a one-dimensional DeviceMesh, instead of a group.
         sequence_parallel: shard the tokens over the ranks between sharded layers (Korthikanti
             et al. 2022). It sends the same bytes and needs 1/N of the memory for those activations.
             It needs input_ids, with a length that is a multiple of the number of ranks.
-        gather_logits: gather the logits on all ranks, as generate() needs. Without it logits have
-            this rank's classes only, and the loss over all classes takes one collective.
+        gather_logits: gather the logits on all ranks before the loss, too. Without it the loss
+            takes one collective over sharded logits, which the output then has as a DTensor.
+            Logits without labels are always gathered.
 
     Returns:
         `model`.
@@ -68,10 +81,10 @@ def tensor_parallelize(
             heads; or, with sequence_parallel, the model has other parts than an embedding, layers
             of blocks and norms, and a last norm. The model is unchanged.
 
-    In training mode a dropout above 0 makes forward() raise ValueError: ranks would draw different
-    masks for replicated activations.
+    forward() raises ValueError for a dropout above 0 in training mode, because ranks would draw
+    different masks for replicated activations, and without gradients if ranks have different ids.
 
-    Collective if there are fewer key and value heads than ranks, because they are replicated then.
+    Collective.
     """
     resolved = resolve_group(group, mesh)
     base = getattr(model, "base_model", None)
@@ -107,6 +120,7 @@ def tensor_parallelize(
     if scale is not None:
         embedding.register_buffer("embed_scale", scale, persistent=False)
         embedding.register_forward_hook(_scaled)
+    embedding.register_forward_pre_hook(_check_ids)
     model.set_input_embeddings(embedding)
     # Each rank uses these weights on its own heads or tokens.
     summed = {param for module in blocks.summed for param in module.parameters()}
@@ -116,19 +130,69 @@ def tensor_parallelize(
     for param in summed:
         all_reduce_grad_(param, resolved)
     base.register_forward_pre_hook(_refuse_dropout)
-    if head is None:
-        return model
-    # After the last norm the tokens are gathered again, so that the head may select some of them.
-    made = ColumnParallelLinear.from_linear(
-        head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
-    )
-    if head.weight is whole.weight:
-        made.weight = embedding.weight
-    model.set_output_embeddings(made)
-    if loss_options is not None:
-        options = {"group": resolved, "vocab_start": made.features[0], **loss_options}
-        model.loss_function = partial(causal_lm_loss, **options)
+    if head is not None:
+        # The tokens are gathered after the last norm already: the head may select some of them.
+        made = ColumnParallelLinear.from_linear(
+            head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
+        )
+        if head.weight is whole.weight:
+            made.weight = embedding.weight
+        model.set_output_embeddings(made)
+        if loss_options is not None:
+            options = {"group": resolved, "vocab_start": made.features[0], **loss_options}
+            model.loss_function = partial(causal_lm_loss, **options)
+            if resolved.size() > 1:
+                model.register_forward_hook(partial(_typed_logits, made))
+    apart = {*(param for _, param, *_ in split_params(model)), *expert_parameters(model).values()}
+    everything = dict.fromkeys((*model.parameters(), *model.buffers()))
+    take_from_rank0((value for value in everything if value not in apart), resolved)
+    model.save_pretrained = partial(_save_pretrained, model, model.save_pretrained)
     return model
+
+
+def _typed_logits(head: ColumnParallelLinear, _: Any, args: Any, output: Any) -> Any:
+    """Gathers the logits of an output without a loss; makes others a DTensor."""
+    is_tuple = isinstance(output, tuple)
+    has_loss = output[0].dim() == 0 if is_tuple else output.loss is not None
+    key: Any = int(has_loss) if is_tuple else "logits"
+    logits, split = output[key], head.splits["weight"]
+    if has_loss:
+        logits = replace(split, dim=logits.dim() - 1).as_dtensor(logits, head.group, "the logits")
+    else:
+        logits = gather_from_tp(logits, [end - begin for begin, end in split.ranges], head.group)
+    if is_tuple:
+        return (*output[:key], logits, *output[key + 1 :])
+    output[key] = logits
+    return output
+
+
+def _check_ids(embedding: Any, args: tuple[Tensor, ...]) -> None:
+    """Ranks that sample with different seeds would continue different texts."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or embedding.group.size() == 1:
+        return
+    ids = args[0].flatten()
+    order = torch.arange(1, ids.numel() + 1, device=ids.device)
+    mine = torch.stack([order.sum(), ids.sum(), (ids * order).sum()])
+    rows = mine.new_empty(embedding.group.size() * 3)
+    all_gather_single(rows, mine, group=embedding.group)
+    if not (rows.view(-1, 3) == mine).all():
+        raise ValueError(
+            "the tensor-parallel ranks have different input ids: give them the same rows, and to"
+            " sample, call torch.manual_seed() with one seed on all ranks"
+        )
+
+
+def _save_pretrained(
+    model: Any, save: Callable[..., Any], *args: Any, state_dict: Any = None, **options: Any
+) -> None:
+    """save_pretrained() of the full model by rank 0. Without a state_dict collective."""
+    if state_dict is not None:
+        save(*args, state_dict=state_dict, **options)
+        return
+    state_dict, _ = get_state_dict(model, full=True, rank0_only=True)
+    if dist.get_rank() == 0:
+        save(*args, state_dict=state_dict, **options)
+    dist.barrier()
 
 
 class _Blocks:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
@@ -26,6 +25,7 @@ from ringcomm.ops.losses.options import (
     checked_num_items,
     checked_options,
     find_shard,
+    first_order_only,
     shard_of_dtensor,
     with_outputs,
 )
@@ -42,16 +42,19 @@ def cross_entropy(
     mesh: DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
-    class_weight: Tensor | None = None,
+    weight: Tensor | None = None,
     num_items: float | Tensor | None = None,
     inplace: bool = False,
     **options: Unpack[LossArguments],
 ) -> Any:
-    """Computes the cross-entropy of logits and targets, as torch.nn.functional.cross_entropy does.
+    """Computes the cross-entropy of logits and targets; classes are the last dimension.
+
+    The options are those of torch.nn.functional.cross_entropy and more. torch has classes in the
+    second dimension: move it, logits.movedim(1, -1), for logits of shape (N, C, ...).
 
     With z = softcap * tanh(logit_scale * x / softcap) of the logits x, a token's loss is
     sum over classes c of q[c] * (lse - z[c]) + z_loss * lse ** 2, where lse = log(sum(exp(z))) and
-    q[c] = class_weight[c] * ((1 - label_smoothing) * [c == target] + label_smoothing / vocab_size).
+    q[c] = weight[c] * ((1 - label_smoothing) * [c == target] + label_smoothing / vocab_size).
 
     With a `group` each rank has the logits of some classes, and all ranks compute the same loss.
     The forward pass has one all_reduce of 24 bytes per token, the backward pass no collective. With
@@ -70,7 +73,7 @@ def cross_entropy(
             exchange of the sizes first.
         vocab_size: the number of classes on all ranks together. Columns after it are padding, with
             probability 0 and gradient 0. None means the number of columns.
-        class_weight: shape (vocab_size,), float32: the weights of all classes, on every rank.
+        weight: shape (vocab_size,), float32: the weights of all classes, on every rank.
         num_items: the divisor of "mean", instead of the sum of weights: a number, or a tensor with
             one element.
         inplace: the forward pass overwrites the logits with their gradient. This needs no memory
@@ -101,6 +104,8 @@ def cross_entropy(
         TypeError: a dtype is not supported.
         IndexError: a target is neither a class nor ignore_index.
         RingcommError: a rank failed or called something else.
+        RuntimeError: the backward pass runs under create_graph=True, or in a transform of
+            torch.func.
 
     On a GPU the call does not wait for the device. A target that is not a class, or shards that do
     not make up a vocabulary, give NaN losses and gradients. The environment variable
@@ -116,20 +121,22 @@ def cross_entropy(
     if type(logits) is not Tensor:  # a DTensor perhaps
         logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
     divisor = checked_num_items(num_items, checked.reduction)
-    check_logits(logits, class_weight)
+    check_logits(logits, weight)
     if logits.dim() == 0:
         raise ValueError("logits must have a dimension of classes, got a scalar")
     if target.is_floating_point():
         if group is not None or inplace or checked.outputs:
             raise ValueError("probabilities as targets do not support group, inplace or outputs")
         find_shard(logits.shape[-1], None, vocab_start, vocab_size, None)
-        return soft_cross_entropy(logits, target, class_weight, divisor, checked, vocab_size)
+        return soft_cross_entropy(logits, target, weight, divisor, checked, vocab_size)
 
+    if logits.dim() > 2 and logits.shape[:-1] != target.shape == logits.movedim(1, -1).shape[:-1]:
+        raise ValueError("classes must be the last dimension of logits: use logits.movedim(1, -1)")
     check_targets(target, logits.shape[:-1], logits.device)
-    shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, class_weight)
+    shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
     loss, by_token = apply(
-        _rows_of(logits, inplace), target.reshape(-1).long(), class_weight, divisor, shard, checked
+        _rows_of(logits, inplace), target.reshape(-1).long(), weight, divisor, shard, checked
     )
     return with_outputs(loss, by_token, target, checked)
 
@@ -238,7 +245,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, by_token
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         grad = _ops.cross_entropy_grad(grad_loss, *ctx.saved_tensors, *ctx.grad_options)
         return grad, None, None, None, None, None
@@ -293,7 +300,7 @@ class _InPlace(torch.autograd.Function):
         return loss, by_token
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         if ctx.is_used:
             raise RuntimeError("cross_entropy(inplace=True) supports only one backward pass")

@@ -30,6 +30,7 @@ from ringcomm.ops.triton_kernels import (
     twice_plan,
 )
 from ringcomm.options import checks_targets
+from ringcomm.torch_names import group_named
 
 _NUM_STATS = 6
 # Replaces the number of classes if shards do not fit together; as kernels/token_losses.py.
@@ -160,8 +161,7 @@ def merge_gathered(gathered: Tensor, num_ranks: int) -> Tensor:
 
 def merge_softmax_stats(stats: Tensor, group_name: str) -> Tensor:
     """The ranks' stats merged in rank order, after an all_gather by the group's own backend."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    group = resolve(group_name)
+    group = group_named(group_name)
     gathered = stats.new_empty([group.size() * stats.shape[0], _NUM_STATS])
     dist.all_gather_into_tensor(gathered, stats, group=group)
     return merge_gathered(gathered, group.size())

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
 
 from ringcomm.ops.products import add_product
+from ringcomm.torch_names import keeps_graph
 
 _ops: Any = torch.ops.ringcomm
 
@@ -109,7 +109,7 @@ def _is_kept() -> bool:
     """Whether the graph is retained, so that saved tensors may be used again."""
     # A compiler decides itself which tensors it overwrites.
     is_compiling = torch.compiler.is_compiling()
-    return is_compiling or _autograd._get_current_graph_task_keep_graph()
+    return is_compiling or keeps_graph()
 
 
 def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import linear
 from typing_extensions import Unpack
@@ -39,6 +38,7 @@ from ringcomm.ops.losses.options import (
     checked_num_items,
     checked_options,
     find_shard,
+    first_order_only,
     with_outputs,
 )
 from ringcomm.ops.products import add_product
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         mesh: as in cross_entropy.
         vocab_start: as in cross_entropy.
         vocab_size: as in cross_entropy.
-        class_weight: as in cross_entropy.
+        class_weight: the `weight` of cross_entropy.
         num_items: as in cross_entropy.
         sequence_parallel: `hidden` is this rank's equal share of the first dimension, which is
             gathered; its gradient is reduce-scattered instead of all-reduced.
@@ -240,7 +240,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss, by_token
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         """The gradients of hidden states, weight and bias."""
         none = (None,) * 8

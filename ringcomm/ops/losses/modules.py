@@ -18,7 +18,7 @@ class CrossEntropyLoss(nn.Module):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
 
     Args:
-        class_weight: as there.
+        weight: as there.
         group: the ranks that shard the vocabulary; None if this rank has all of it.
         mesh: a one-dimensional DeviceMesh of them, instead of a group.
         num_columns: needed with a group and without vocab_start: this rank's number of classes,
@@ -32,11 +32,11 @@ class CrossEntropyLoss(nn.Module):
         ValueError: options are out of their range, or do not fit each other.
     """
 
-    class_weight: Tensor | None
+    weight: Tensor | None
 
     def __init__(
         self,
-        class_weight: Tensor | None = None,
+        weight: Tensor | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -55,22 +55,22 @@ class CrossEntropyLoss(nn.Module):
                 raise ValueError(
                     "a group needs num_columns, this rank's number of classes, or vocab_start"
                 )
-            shard = find_shard(num_columns, group, None, vocab_size, class_weight)
+            shard = find_shard(num_columns, group, None, vocab_size, weight)
             vocab_start, vocab_size = shard.start, shard.size
-        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.register_buffer("weight", weight, persistent=False)
         shards = {"group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
         self.options: dict[str, Any] = {**shards, **options, "inplace": inplace}
 
-    def _given(self, num_items: float | Tensor | None) -> dict[str, Any]:
-        """Keeps class weights in fp32, even if the surrounding model was cast to bfloat16."""
-        weight = None if self.class_weight is None else self.class_weight.float()
-        return {**self.options, "class_weight": weight, "num_items": num_items}
+    def _class_weight(self) -> Tensor | None:
+        """The class weights in float32, even if the surrounding model was cast to bfloat16."""
+        return None if self.weight is None else self.weight.float()
 
     def forward(
         self, logits: Tensor, target: Tensor, num_items: float | Tensor | None = None
     ) -> Any:
         """The loss of ringcomm.ops.cross_entropy."""
-        return cross_entropy(logits, target, **self._given(num_items))
+        weight = self._class_weight()
+        return cross_entropy(logits, target, weight=weight, num_items=num_items, **self.options)
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
@@ -114,4 +114,5 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         num_items: float | Tensor | None = None,
     ) -> Any:
         """The loss of ringcomm.ops.linear_cross_entropy."""
-        return linear_cross_entropy(hidden, weight, target, bias=bias, **self._given(num_items))
+        given = {"class_weight": self._class_weight(), "num_items": num_items, **self.options}
+        return linear_cross_entropy(hidden, weight, target, bias=bias, **given)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
@@ -234,3 +236,23 @@ def with_outputs(loss: Tensor, by_token: Tensor, target: Tensor, options: LossOp
         return loss
     named = dict(zip(OUTPUTS, by_token.unbind(0), strict=True))
     return loss, {name: named[name].view(target.shape) for name in options.outputs}
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that raises under create_graph=True.
+
+    once_differentiable alone raises only where the upstream gradient requires grad; that of
+    autograd.grad(loss, ...) does not, and the second derivative would be 0.
+    """
+    once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "ringcomm's cross-entropy has no second derivative (create_graph=True): use"
+                " torch.nn.functional.cross_entropy for this loss"
+            )
+        return once(ctx, *grads)
+
+    return checked

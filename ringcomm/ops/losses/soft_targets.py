@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ringcomm.ops.losses.options import LossOptions
+from ringcomm.ops.losses.options import LossOptions, first_order_only
 
 # Bytes of the fp32 copies of the rows that are processed at a time.
 BLOCK_BYTES = 16 << 20
@@ -83,7 +82,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Any, ...]:
         (rows, target, weight), options = ctx.saved_tensors, ctx.options
         grad = torch.empty_like(rows)

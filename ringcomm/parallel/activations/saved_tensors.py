@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import Self
 
+from ringcomm.torch_names import storage_id
+
 
 class Kept:
     """A dense tensor with any strides, as its elements in memory order.
@@ -77,7 +79,7 @@ class SavedTensors(ABC):
             # An output referenced by its own node would never be freed.
             whole = tensor if tensor.is_leaf else tensor.detach()
             return whole, whole, whole._version
-        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        place = storage_id(tensor), tensor.storage_offset()
         key = *place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
         kept = self._known.get(key)
         if kept is None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes
@@ -43,9 +42,8 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return _Exchange.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _all_to_all(

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.constant_buffer import all_reduce_mean_
 from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
 from ringcomm.parallel.tensor.splits import refuse_copy
+from ringcomm.torch_names import all_reduce_coalesced_
 
 __all__ = [
     "LocalExperts",
@@ -88,10 +89,9 @@ class LocalExperts(nn.ModuleDict):
         return combine(results, received, plan)
 
     def _check_ddp(self) -> None:
-        ddp: Any = DistributedDataParallel
-        if self.group.size() == 1 or ddp._get_active_ddp_module() is None:
+        if self.group.size() == 1 or torch_names.active_ddp() is None:
             return
-        if not all(getattr(param, "_ddp_ignored", False) for param in self.parameters()):
+        if not all(torch_names.is_ignored_in_ddp(param) for param in self.parameters()):
             raise RuntimeError(
                 "DistributedDataParallel has replaced this rank's experts with those of rank 0"
                 " and would average their gradients: call"
@@ -133,8 +133,8 @@ def ignore_in_ddp(model: nn.Module) -> None:
     names = list(expert_parameters(model))
     for name, experts in split_experts(model).items():
         names += [f"{name}.{buffer}" if name else buffer for buffer, _ in experts.named_buffers()]
-    names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    names += torch_names.ignored_in_ddp(model)
+    torch_names.ignore_in_ddp(model, names)
 
 
 def refuse_experts(model: nn.Module, system: str) -> None:
@@ -196,11 +196,11 @@ def average_gradients(
     if ddp is None:
         others = [param for param in model.parameters() if param not in of_experts]
         replicated = [param for param in others if not isinstance(param, DTensor)]
-        all_reduce_mean_(_gradients(replicated, resolved), resolved)
+        _average(replicated, resolved)
     for experts in layers.values():
         params = list(experts.parameters())
         if experts.replica_group is not None:
-            all_reduce_mean_(_gradients(params, experts.replica_group), experts.replica_group)
+            _average(params, experts.replica_group)
         for param in params:
             if param.grad is not None:
                 param.grad.div_(experts.group.size())
@@ -238,11 +238,11 @@ def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) ->
         )
 
 
-def _gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
-    """The gradients that any rank of the group has; zeros for those missing on this rank."""
+def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Averages the gradients that any rank of the group has; missing ones count as zeros."""
     trained = [param for param in params if param.requires_grad]
     if not trained:
-        return []
+        return
     has_grad = torch.tensor([param.grad is not None for param in trained], dtype=torch.uint8)
     has_grad = has_grad.to(trained[0].device)
     dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group)
@@ -252,4 +252,6 @@ def _gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             grads.append(param.grad)
-    return grads
+    all_reduce_coalesced_(grads, group)
+    if grads:
+        torch._foreach_div_(grads, group.size())

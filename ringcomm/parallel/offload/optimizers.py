@@ -7,7 +7,7 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +51,33 @@ def local_of(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class StatesView(Mapping[Any, dict[str, Any]]):
+    """Copies of offloaded states by parameter, made on lookup; {} before the first update."""
+
+    def __init__(self, stepped: Iterable[Any], state_of: Callable[[Any], dict[str, Any]]) -> None:
+        self._stepped, self._state_of = list(stepped), state_of
+
+    def __getitem__(self, param: Any) -> dict[str, Any]:
+        """A copy: use load_state_dict() to replace it."""
+        return self._state_of(param)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._stepped)
+
+    def __len__(self) -> int:
+        return len(self._stepped)
+
+
+def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups as in torch's state_dict()."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    return [
+        {**group, "params": [numbers[param] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
 class _Chunk(NamedTuple):
     """A part of a parameter; its states, `names`, are one row."""
 
@@ -64,7 +91,7 @@ class _Chunk(NamedTuple):
 
 
 class _Offloaded(torch.optim.Optimizer):
-    """The base of the optimizers in this file; `state` stays empty."""
+    """The base of the optimizers in this file."""
 
     def __init__(
         self,
@@ -257,11 +284,23 @@ class _Offloaded(torch.optim.Optimizer):
             self.tier.give_back(loan, is_written=True)
         self.steps[param] = step
 
+    @property
+    def state(self) -> Any:
+        """Copies of the states by parameter; read-only."""
+        return StatesView(self.steps, self.state_of)
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if states:
+            raise AttributeError("`state` has copies: use load_state_dict() to replace states")
+
     def state_dict(self) -> dict[str, Any]:
         """torch's, with copies of all states in memory."""
-        found = super().state_dict()
         states = {idx: self.state_of(param) for param, (idx, _) in self._places().items()}
-        return {**found, "state": {idx: state for idx, state in states.items() if state}}
+        return {
+            "state": {idx: state for idx, state in states.items() if state},
+            "param_groups": numbered_groups(self),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict() of torch's optimizer, or of this one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
-from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
@@ -35,6 +34,7 @@ from ringcomm.parallel.parameter_server.state import (
     misfit,
     unpacked,
 )
+from ringcomm.torch_names import backend_of, timeout_of
 
 __all__ = ["ParameterServer"]
 
@@ -290,9 +290,6 @@ class ParameterServer:
 
     # ---- states, for get_state_dict() and set_state_dict()
 
-    if not TYPE_CHECKING:
-        __getattr__ = object_getattr
-
     def named_state(self) -> dict[str, Any]:
         """The state of one torch optimizer over all parameters, on the CPU, by their names.
 
@@ -372,11 +369,11 @@ def _meet(group: dist.ProcessGroup, model: nn.Module, mine: Mapping[str, Any]) -
 
     Raises ValueError if the ranks have different arguments; nothing has been changed.
     """
-    backend: Any = group._get_backend(torch.device("cpu"))
+    backend: Any = backend_of(group, torch.device("cpu"))
     own = dist.new_group(
         dist.get_process_group_ranks(group),
         backend="ringcomm",
-        timeout=backend.options._timeout,
+        timeout=timeout_of(backend),
         pg_options=backend.options if backend.name() == "ringcomm" else None,
         use_local_synchronization=group.size() < dist.get_world_size(),
         group_desc="ringcomm parameter server",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm.parallel.batches import parameters_of
 from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.shards.units import check_can_materialize
 
@@ -27,6 +28,7 @@ __all__ = [
     "part_of",
     "problem_of",
     "tied_gradients_summed",
+    "ties_stages",
 ]
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
@@ -87,6 +89,14 @@ def part_of(
     return part
 
 
+def ties_stages(
+    named: Mapping[str, nn.Module], stages: Sequence[Sequence[str]], own: Iterable[int]
+) -> bool:
+    """Whether a parameter is in several of the stages `own`; `stages` has the blocks of each."""
+    params_of = [{p for name in stages[idx] for p in named[name].parameters()} for idx in own]
+    return sum(map(len, params_of)) > len(set().union(*params_of))
+
+
 def problem_of(module: nn.Module) -> str:
     """The reason why a rank cannot start, or "ready"."""
     devices = {str(p.device) for p in module.parameters() if not p.is_meta}
@@ -103,22 +113,31 @@ class StageModule(nn.Module):
     """Calls blocks in turn; a returned tuple is the arguments of the next block.
 
     Its result is sent as a message.
+
+    Attributes:
+        kwargs: for each micro-batch, keyword arguments of those blocks that have such parameters.
+        micro_batch: the next one to run.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], recompute: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self._recompute = recompute
+        self._names = [set(parameters_of(block.forward)) for block in blocks]
+        self.kwargs: Sequence[Mapping[str, Tensor]] = ()
+        self.micro_batch = 0
 
     def forward(self, *inputs: Any) -> Any:
         """The last block's result; with `recompute` only the blocks' inputs are kept."""
         value: Any = inputs
-        for block in self.blocks:
+        given = self.kwargs[self.micro_batch] if self.kwargs else {}
+        for block, names in zip(self.blocks, self._names, strict=True):
             args = value if isinstance(value, tuple) else (value,)
+            kwargs: dict[str, Any] = {name: given[name] for name in given if name in names}
             if self._recompute and torch.is_grad_enabled():
-                value = checkpoint(block, *args, use_reentrant=False)
+                value = checkpoint(block, *args, use_reentrant=False, **kwargs)
             else:
-                value = block(*args)
+                value = block(*args, **kwargs)
         return tuple(map(_as_message, value)) if isinstance(value, tuple) else _as_message(value)
 
 
@@ -201,7 +220,10 @@ def copy_tied_from_first(part: StagePart) -> None:
 
 @contextmanager
 def tied_gradients_summed(part: StagePart) -> Iterator[None]:
-    """Sums gradients that are computed inside over all ranks; earlier ones are already sums."""
+    """Sums gradients that are computed inside over all ranks; earlier ones are already sums.
+
+    A gradient that no rank has stays None.
+    """
     before = {param: param.grad for param in part.tied}
     for param in before:
         param.grad = None
@@ -214,14 +236,20 @@ def tied_gradients_summed(part: StagePart) -> Iterator[None]:
     for param, ranks in part.tied.items():
         if not param.requires_grad:
             continue
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        # Data-parallel ranks of other stages have the same part of a DTensor.
-        mine = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-        first, *others = _exchange(mine, ranks, part.group)
-        mine.copy_(sum(others, start=first.clone()))
+        has_grad = torch.tensor([param.grad is not None], dtype=torch.uint8, device=param.device)
+        if any(_exchange(has_grad, ranks, part.group)):
+            _sum_tied(param, ranks, part.group)
         if (earlier := before[param]) is not None:
-            param.grad = earlier.add_(param.grad)
+            param.grad = earlier if param.grad is None else earlier.add_(param.grad)
+
+
+def _sum_tied(param: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    # Data-parallel ranks of other stages have the same part of a DTensor.
+    mine = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+    first, *others = _exchange(mine, ranks, group)
+    mine.copy_(sum(others, start=first.clone()))
 
 
 def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:

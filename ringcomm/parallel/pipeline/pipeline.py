@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
+from ringcomm.parallel.batches import PartLoss, count_items, parameters_of
 from ringcomm.parallel.flat_collectives import check_agreement, device_of, gather_ints
+from ringcomm.parallel.model_axes import refuse_stage_copy
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
@@ -26,8 +27,9 @@ from ringcomm.parallel.pipeline.blocks import (
     part_of,
     problem_of,
     tied_gradients_summed,
+    ties_stages,
 )
-from ringcomm.parallel.pipeline.schedules import Action, Timeline, make_plan
+from ringcomm.parallel.pipeline.schedules import Action, Plan, Timeline, make_plan
 from ringcomm.parallel.pipeline.stage import (
     Log,
     Metas,
@@ -41,7 +43,7 @@ from ringcomm.parallel.shards.units import materialize
 
 __all__ = ["Pipeline"]
 
-Loss = Callable[[Any, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
 
 # The number of input shapes with cached stages; the least recently used is evicted first.
@@ -79,7 +81,8 @@ class Pipeline:
             several blocks share stays tied: if they are on several ranks, its gradients are summed
             over these ranks, and values start from the first.
         loss_fn: a function of the last block's output and a micro-batch of the target that returns
-            a scalar tensor.
+            a scalar tensor. With a parameter num_items_in_batch it must return a sum over labels,
+            divided by it.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zero-bubble"
             (ZB-H1 and its interleaved form), or "zbv" (ZB-V). The last two split the backward pass:
             first the gradients of inputs, for which the previous stage waits, and later those of
@@ -92,7 +95,9 @@ class Pipeline:
             without embedding tables. See `pipeline.cut`.
         recompute: keep only the inputs of blocks, and recompute the rest in the backward pass,
             which is then not split.
-        loss_reduction: "mean" if loss_fn is a mean over rows, "sum" if it is a sum.
+        loss_reduction: "mean" if loss_fn is a mean over labels, "sum" if it is a sum. Means of
+            micro-batches are weighted by their numbers of labels: elements other than -100 of
+            targets of integers, or rows of other targets.
         device: the device of the stages; default: that of the blocks, or the CPU for the meta
             device.
         wrap: a function that wraps each stage for data parallelism, such as `lambda stage:
@@ -135,6 +140,7 @@ class Pipeline:
         named = named_blocks(blocks)
         self.group = resolve_group(group, mesh)
         rank, num_ranks = self.group.rank(), self.group.size()
+        ranks = range(num_ranks)
         self.plan = make_plan(schedule, num_ranks, num_microbatches, num_stages_per_rank)
         if costs is not None and len(costs) != len(named):
             raise ValueError(
@@ -147,10 +153,11 @@ class Pipeline:
         ]
         owned = [
             {name: named[name] for stage in self.plan.stages_of(r) for name in self.stages[stage]}
-            for r in range(num_ranks)
+            for r in ranks
         ]
         self._own = owned[rank]
         self.module = part_of(named, owned, self.group)
+        is_tied = any(ties_stages(named, self.stages, self.plan.stages_of(r)) for r in ranks)
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         problem = problem_of(self.module)
         mine = {
@@ -170,26 +177,42 @@ class Pipeline:
         self.module.to(self.device)
         copy_tied_from_first(self.module)
         self._recompute, self._loss_fn = recompute, loss_fn
-        self._divisor = num_microbatches if loss_reduction == "mean" else 1
+        self._part_loss = PartLoss(loss_fn) if loss_reduction == "mean" else None
+        self._num_own: list[int] = []  # labels in each micro-batch
+        self._num_items: float | None = None
+        self._names = {name for b in named.values() for name in parameters_of(b.forward)}
         self._modules = {
             stage: StageModule([self._own[name] for name in self.stages[stage]], recompute)
             for stage in self.plan.stages_of(rank)
         }
-        self._wrapped = self._wrap(wrap)
+        self._wrapped = self._wrap(wrap, is_tied)
         self._made: dict[Any, _Made] = {}
         self._has_run = False
         self._loss_scale = 1.0
         self._losses: list[Tensor] = []  # of this step's micro-batches
         self._log: Log = []
 
-    def _wrap(self, wrap: Callable[[nn.Module], nn.Module] | None) -> dict[int, nn.Module]:
-        """Wraps this rank's stages for data parallelism; may replace their parameters."""
+    def _wrap(
+        self, wrap: Callable[[nn.Module], nn.Module] | None, is_tied: bool
+    ) -> dict[int, nn.Module]:
+        """Wraps this rank's stages for data parallelism; may replace their parameters.
+
+        With is_tied some rank has a parameter in several of its stages.
+        """
         part = self.module
+        before = set(part.parameters())
         tied = {name: part.tied[p] for name, p in part.named_parameters() if p in part.tied}
         wrapped = {s: wrap(m) if wrap else m for s, m in self._modules.items()}
+        if is_tied and before != set(part.parameters()):  # as fully_shard does, for each stage
+            raise ValueError(
+                f"{self.plan.schedule} puts two stages with a tied parameter on one rank, and"
+                " `wrap` replaced parameters, which ends the tie: use another schedule, such as"
+                " 1f1b, or ZeRO stage 1 or 2 instead of fully_shard"
+            )
         part.tied = {part.get_parameter(name): ranks for name, ranks in tied.items()}
         part.own(self._own.values())
         has_halves = any(work.kind == "W" for order in self.plan.orders for work in order)
+        part.late = set(part.parameters() if has_halves else part.tied)
         if has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
             raise ValueError(
                 f"DistributedDataParallel does not see the gradients of {self.plan.schedule},"
@@ -198,10 +221,9 @@ class Pipeline:
             )
         return wrapped
 
-    if not TYPE_CHECKING:
-        __getattr__ = object_getattr
-
     # ---- this rank's part
+
+    __deepcopy__ = __reduce_ex__ = refuse_stage_copy
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""
@@ -214,7 +236,14 @@ class Pipeline:
     # ---- steps
 
     def step(
-        self, inputs: Inputs, target: Tensor, *, loss_scale: float = 1.0, record: bool = False
+        self,
+        inputs: Inputs,
+        target: Tensor,
+        *,
+        kwargs: Mapping[str, Tensor] | None = None,
+        num_items: float | None = None,
+        loss_scale: float = 1.0,
+        record: bool = False,
     ) -> Tensor:
         """Forward and backward pass of a batch; gradients are accumulated.
 
@@ -223,6 +252,12 @@ class Pipeline:
                 first stage use only shapes and dtypes, so a tensor on the meta device suffices
                 there.
             target: for loss_fn, with as many rows; used only on the rank with the last stage.
+            kwargs: keyword arguments of all blocks, in all stages, with as many rows, such as an
+                attention mask; a block gets those that its forward has by name. Ranks need the
+                values.
+            num_items: the number of labels by which the sum of losses is divided, such as those of
+                all data-parallel ranks, divided by the number of these ranks. Default: the number
+                of labels in the target.
             loss_scale: a factor of the loss for the gradients.
             record: record the times of all computations for `timeline()`.
 
@@ -244,35 +279,64 @@ class Pipeline:
             )
         self._log = []
         with tied_gradients_summed(self.module):
-            batch, made = self._prepared(inputs, target)
+            batch, made = self._prepared(inputs, (target,), kwargs or {}, num_items)
             self._guarded(self._check_trained, made)
             for stage in made.stages:
                 stage.log = self._log if record else None
-            self._loss_scale, self._losses = loss_scale, []
+            self._loss_scale = loss_scale
             args = [value.to(self.device) for value in batch] if self._has(0) else []
             options = {"target": target.to(self.device)} if self._has(-1) else {}
             self._guarded(made.schedule.step, *args, **options, return_outputs=False)
             return self._shared_loss()
 
     @torch.no_grad()
-    def evaluate(self, inputs: Inputs, target: Tensor) -> Tensor:
+    def evaluate(
+        self,
+        inputs: Inputs,
+        target: Tensor,
+        *,
+        kwargs: Mapping[str, Tensor] | None = None,
+        num_items: float | None = None,
+    ) -> Tensor:
         """The loss of a batch without gradients, on all ranks; arguments as of step().
 
         The mode of modules is not changed: call `pipe.module.eval()` before. Collective.
         """
-        batch, made = self._prepared(inputs, target)
+        batch, made = self._prepared(inputs, (target,), kwargs or {}, num_items)
+        outputs = self._run_forward(batch, made)
+        if self._has(-1):
+            wanted = target.to(self.device).chunk(self.plan.num_microbatches)
+            for output, part in zip(outputs, wanted, strict=True):
+                self._guarded(self._loss_of, output, part)
+        return self._shared_loss()
+
+    @torch.no_grad()
+    def forward(self, inputs: Inputs, *, kwargs: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The last block's output for a batch, on all ranks, without gradients.
+
+        The arguments are those of step(). The mode of modules is not changed. Raises TypeError if
+        the last block returns several tensors. Collective: broadcasts the output.
+        """
+        batch, made = self._prepared(inputs, (), kwargs or {})
+        outputs = self._run_forward(batch, made)
+        if len(metas := made.boundaries[-1]) != 1:
+            raise TypeError(f"the last block must return one tensor, it returns {len(metas)}")
+        shape = metas[0].shape[0] * self.plan.num_microbatches, *metas[0].shape[1:]
+        whole = torch.empty(shape, dtype=metas[0].dtype, device=self.device)
+        if self._has(-1):
+            torch.cat(outputs, out=whole)
+        dist.broadcast(whole, group=self.group, group_src=self._last_rank)
+        return whole
+
+    def _run_forward(self, batch: tuple[Tensor, ...], made: _Made) -> list[Any]:
         num = self.plan.num_microbatches
         chunks = [x.to(self.device).chunk(num) for x in batch] if self._has(0) else []
         first = list(zip(*chunks, strict=True))
-        outputs = self._guarded(
+        outputs: list[Any] = self._guarded(
             forward_only,
             *(self.plan, self._modules, made.boundaries, first, self.group, self.device),
         )
-        self._losses = []
-        if self._has(-1):
-            for output, wanted in zip(outputs, target.to(self.device).chunk(num), strict=True):
-                self._guarded(self._loss_of, output, wanted)
-        return self._shared_loss()
+        return outputs
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks in the last recorded step. All ranks must be on one host.
@@ -302,28 +366,43 @@ class Pipeline:
             self.group.abort()
             raise
 
+    @property
+    def _last_rank(self) -> int:
+        return self.plan.rank_of(self.plan.num_stages - 1)
+
     def _loss_of(self, output: Any, target: Tensor) -> Tensor:
-        loss = self._loss_fn(output, target)
+        """The loss of the next micro-batch."""
+        if self._part_loss is None:
+            loss = self._loss_fn(output, target)
+        else:
+            num_own, given = self._num_own[len(self._losses)], self._num_items
+            num_items = sum(self._num_own) if given is None else given
+            loss = self._part_loss(output, target, num_own, num_items, as_mean=given is None)
         if loss.dim() != 0:
             raise ValueError(
                 f"loss_fn must return a scalar, got shape {tuple(loss.shape)}: does it have "
                 'reduction="none"?'
             )
         self._losses.append(loss.detach())
-        return loss / self._divisor * self._loss_scale
+        return loss * self._loss_scale
 
     def _shared_loss(self) -> Tensor:
         total = torch.zeros((), device=self.device)
         losses, self._losses = self._losses, []
         if self._has(-1):
-            total += torch.stack(losses).float().sum() / self._divisor
-        owner = self.plan.rank_of(self.plan.num_stages - 1)
-        dist.broadcast(total, group=self.group, group_src=owner)
+            total += torch.stack(losses).float().sum()
+        dist.broadcast(total, group=self.group, group_src=self._last_rank)
         return total
 
     # ---- preparation
 
-    def _prepared(self, inputs: Inputs, target: Tensor) -> tuple[tuple[Tensor, ...], _Made]:
+    def _prepared(
+        self,
+        inputs: Inputs,
+        targets: tuple[Tensor, ...],
+        kwargs: Mapping[str, Tensor],
+        num_items: float | None = None,
+    ) -> tuple[tuple[Tensor, ...], _Made]:
         """The inputs, and the stages for them; raises TypeError or ValueError on all ranks."""
         num, kind = self.plan.num_microbatches, self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -331,11 +410,12 @@ class Pipeline:
         metas: Metas = ()
         problem: Exception | None = None
         try:
-            _check_rows(batch, target, num)
-            metas = tuple(meta_like(x[: len(x) // num], False) for x in batch)
+            self._check_batch(batch, targets, kwargs)
+            metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
+            self._count(targets, num_items)
         except (TypeError, ValueError) as error:
             problem = error
-        words = shown(metas) if problem is None else f"a {type(problem).__name__}"
+        words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         key = (words, autocast)
         digest = torch.tensor([zlib.crc32(repr(key).encode())], device=device_of(self.group))
         if len(set(gather_ints(digest, self.group))) > 1:
@@ -347,22 +427,66 @@ class Pipeline:
                 raise problem or error from None
         if problem is not None:
             raise problem
-        made = self._made.pop(key, None) or self._make(metas)
+        split = len(batch)
+        made = self._made.pop(key, None)
+        if made is None:
+            made = self._make(metas[:split], dict(zip(kwargs, metas[split:], strict=True)))
         self._made[key] = made  # most recently used last
         if len(self._made) > MAX_SHAPES:
             del self._made[next(iter(self._made))]
+        chunks = [[*value.to(self.device).chunk(num)] for value in kwargs.values()]
+        for module in self._modules.values():
+            module.kwargs = [
+                dict(zip(kwargs, parts, strict=True)) for parts in zip(*chunks, strict=True)
+            ]
+        self._losses = []
         return batch, made
 
-    def _make(self, inputs: Metas) -> _Made:
+    def _check_batch(
+        self,
+        batch: tuple[Tensor, ...],
+        targets: tuple[Tensor, ...],
+        kwargs: Mapping[str, Tensor],
+    ) -> None:
+        unknown = kwargs.keys() - self._names
+        if unknown:
+            raise TypeError(f"no block of the pipeline has a parameter {sorted(unknown)[0]}")
+        named = [*(("inputs", x) for x in batch), *kwargs.items()]
+        _check_rows([*named, *(("target", y) for y in targets)], self.plan)
+        for name, value in kwargs.items():
+            if value.is_meta:
+                raise ValueError(f"{name} is on the meta device, but every stage needs its values")
+
+    def _count(self, targets: tuple[Tensor, ...], num_items: float | None) -> None:
+        """Counts the labels of micro-batches on the rank that computes losses."""
+        self._num_own, self._num_items = [], num_items
+        if not targets or self._part_loss is None or not self._has(-1):
+            return
+        counts = self._num_own = count_items(targets[0], self.plan.num_microbatches)
+        if num_items is not None:
+            return
+        if not sum(counts):
+            raise ValueError("no label in the target counts: all are -100")
+        if self._part_loss.takes_num_items and len(set(counts)) > 1:
+            raise ValueError(
+                f"micro-batches have {counts} labels, and loss_fn has a parameter"
+                " num_items_in_batch: pass num_items=, the number of labels that it counts"
+            )
+
+    def _make(self, inputs: Metas, kwargs: Mapping[str, Tensor]) -> _Made:
         place = self.device, self.group
         boundaries = find_boundaries(
-            self.plan, self._modules, inputs, *place, computes=not self._has_run
+            self.plan, self._modules, inputs, kwargs, *place, computes=not self._has_run
         )
         self._has_run = True
         num = self.plan.num_stages
         stages = [
-            Stage(m, idx, num, *place, boundaries[idx], boundaries[idx + 1], self._recompute)
-            for idx, m in self._wrapped.items()
+            Stage(
+                *(self._modules[idx], module, idx, num, *place),
+                *(boundaries[idx], boundaries[idx + 1], self._recompute),
+                self.module.after_backward,
+            )
+            for idx, module in self._wrapped.items()
         ]
         last = stages[-1]
         schedule = self.plan.start(stages, lambda *args: last.extend_forward(self._loss_of, *args))
@@ -380,8 +504,9 @@ class Pipeline:
             )
 
 
-def _check_rows(batch: tuple[Tensor, ...], target: Tensor, num: int) -> None:
-    for name, value in (*(("inputs", x) for x in batch), ("target", target)):
+def _check_rows(named: Sequence[tuple[str, Any]], plan: Plan) -> None:
+    num = plan.num_microbatches
+    for name, value in named:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be tensors, got a {type(value).__name__}")
         num_rows = value.shape[0] if value.dim() else 0
@@ -392,5 +517,5 @@ def _check_rows(batch: tuple[Tensor, ...], target: Tensor, num: int) -> None:
                 f"{num_rows} rows of {name} do not divide into {num} micro-batches: use {fit}"
                 " rows, or another num_microbatches"
             )
-        if num_rows != batch[0].shape[0]:
-            raise ValueError(f"the {name} have {num_rows} rows, but the inputs {batch[0].shape[0]}")
+        if num_rows != (first := named[0][1].shape[0]):
+            raise ValueError(f"the {name} have {num_rows} rows, but the inputs {first}")

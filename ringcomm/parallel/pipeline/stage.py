@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
+from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
-from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage
+from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
+from ringcomm.torch_names import FakeTensorMode
 
 __all__ = ["Log", "Metas", "Stage", "find_boundaries", "forward_only", "meta_like", "shown"]
 
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 # (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
 Log = list[tuple[Kind, int, int, float, float]]
-
-
-def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """A contiguous tensor on the meta device."""
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 def zeros(metas: Metas, device: torch.device) -> tuple[Tensor, ...]:
@@ -44,8 +39,9 @@ def shown(tensors: tuple[Tensor, ...]) -> str:
 
 def find_boundaries(
     plan: Plan,
-    modules: Mapping[int, nn.Module],
+    modules: Mapping[int, StageModule],
     inputs: Metas,
+    kwargs: Mapping[str, Tensor],
     device: torch.device,
     group: dist.ProcessGroup,
     *,
@@ -55,10 +51,13 @@ def find_boundaries(
 
     With `computes`, runs a forward pass with zeros, in which modules may create persistent state
     such as a table of positions. Otherwise tries fake tensors first, which need no computation.
-    `inputs` are those of the first stage. Raises ValueError on all ranks if a stage fails.
-    Collective.
+    `inputs` are those of the first stage, `kwargs` those of all blocks. Raises ValueError on all
+    ranks if a stage fails. Collective.
     """
     found = [inputs]
+    for module in modules.values():
+        values = zeros(tuple(kwargs.values()), device)
+        module.kwargs, module.micro_batch = (dict(zip(kwargs, values, strict=True)),), 0
     for stage in range(plan.num_stages):
         answer: list[Any] = [None]
         if stage in modules:
@@ -136,14 +135,11 @@ def _inside(value: Any) -> Any:
 
 
 class Stage(TorchStage):
-    """One stage of a pipeline on its rank.
-
-    torch preallocates memory for the messages of all micro-batches of a step. This class allocates
-    memory when it waits for a message, and the last reference frees it.
-    """
+    """One stage of a pipeline on its rank."""
 
     def __init__(
         self,
+        own: StageModule,
         module: nn.Module,
         stage_idx: int,
         num_stages: int,
@@ -152,6 +148,7 @@ class Stage(TorchStage):
         inputs: Metas,
         outputs: Metas,
         recompute: bool,
+        after_backward: Sequence[Callable[[], None]] = (),
     ) -> None:
         # The input half of a backward then also computes the weight half. torch would recompute a
         # checkpoint once for each group of weights, and find no weights after frozen blocks.
@@ -166,14 +163,17 @@ class Stage(TorchStage):
             group=group,
             dw_builder=(lambda: lambda: None) if stage_idx > 0 and has_no_halves else None,
         )
+        self._own = own  # the module without its wrapper
+        self._after_backward = after_backward
+        self._used: set[int] = set()  # indices of weights with a gradient on this rank
         self.log: Log | None = None  # what it computed, if that is recorded
         self._expected = outputs
-        self._without_memory: dict[Any, Tensor] = {}
 
     # ---- computing
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError if the output's shape differs from that when stages were made."""
+        self._own.micro_batch = fwd_chunk_id
         try:
             result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
         except RuntimeError as error:
@@ -194,8 +194,9 @@ class Stage(TorchStage):
         with self._without_autocast():
             run = super().backward_one_chunk
             self._timed("B" if is_full else "I", bwd_chunk_id, run, *args, **kwargs)
-        self._drop(self.args_recv_info[bwd_chunk_id])
-        self._drop(self.grad_recv_info.get(bwd_chunk_id, ()))
+        self._note_used()
+        for call in self._after_backward:
+            call()
         if bwd_chunk_id in self.bwd_cache:  # gradients become messages
             grads = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -207,6 +208,27 @@ class Stage(TorchStage):
         with self._without_autocast():
             run = super().backward_weight_one_chunk
             self._timed("W", bwd_chunk_id, run, *args, **kwargs)
+        self._note_used()
+
+    def perform_reduce_grad(self, *args: Any) -> None:
+        """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
+        super().perform_reduce_grad(*args)
+        if not isinstance(self.submod, FSDPModule):
+            return
+        params: list[Any] = list(self.submod.parameters())
+        facts = [idx in self._used for idx in range(len(params))]
+        used = torch.tensor(facts, dtype=torch.uint8, device=self.device)
+        for dim in range(params[0].device_mesh.ndim):
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=params[0].device_mesh.get_group(dim))
+        for param, is_used in zip(params, used.tolist(), strict=True):
+            if not is_used:
+                param.grad = None
+
+    def _note_used(self) -> None:
+        """Notes the weights with a gradient, of which fully_shard may have the whole now."""
+        if isinstance(self.submod, FSDPModule):
+            params = enumerate(self.submod.parameters())
+            self._used |= {idx for idx, param in params if param.grad is not None}
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Disables autocast, as if `with autocast()` ended before loss.backward()."""
@@ -236,61 +258,18 @@ class Stage(TorchStage):
             torch.cuda.synchronize(self.device)
         return time.monotonic_ns() / 1e3
 
-    # ---- messages
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(*args, **kwargs)
-        self._drop(chain(*self.args_recv_info.values()))
-        return result
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_backward_infra(*args, **kwargs)
-        self._drop(chain(*self.grad_recv_info.values()))
-        return result
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of a micro-batch's input."""
-        self._make_room(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of the gradients of a micro-batch's output."""
-        self._make_room(self.grad_recv_info.get(bwd_chunk_id, ()))
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def _make_room(self, infos: Iterable[Any]) -> None:
-        for info in infos:
-            buffer = getattr(info, "buffer", None)
-            if isinstance(buffer, Tensor) and buffer.is_meta:
-                # empty_like() of a tensor on the meta device takes ten times as long.
-                info.buffer = torch.empty(
-                    buffer.shape,
-                    dtype=buffer.dtype,
-                    device=self.device,
-                    requires_grad=buffer.requires_grad,
-                )
-
-    def _drop(self, infos: Iterable[Any]) -> None:
-        """Frees messages; leaves placeholders with their shape and no memory."""
-        for info in infos:
-            buffer = getattr(info, "buffer", None)
-            if isinstance(buffer, Tensor) and not buffer.is_meta:
-                kind = (buffer.shape, buffer.dtype, buffer.requires_grad)
-                if kind not in self._without_memory:
-                    self._without_memory[kind] = meta_like(buffer, buffer.requires_grad)
-                info.buffer = self._without_memory[kind]
-
     def clear_runtime_states(self) -> None:
         """Clears the state of the last step, also of a failed one."""
         super().clear_runtime_states()
-        self._drop(chain(*self.args_recv_info.values(), *self.grad_recv_info.values()))
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
             left.clear()
+        self._used.clear()
+        self._note_used()  # gradients of earlier steps
 
 
 def forward_only(
     plan: Plan,
-    modules: Mapping[int, nn.Module],
+    modules: Mapping[int, StageModule],
     boundaries: Sequence[Metas],
     inputs: Sequence[tuple[Tensor, ...]],
     group: dist.ProcessGroup,
@@ -312,6 +291,7 @@ def forward_only(
                 value = tuple(tensor.detach() for tensor in zeros(boundaries[stage], device))
                 for tensor in value:
                     dist.recv(tensor, group=group, group_src=plan.rank_of(stage - 1))
+            module.micro_batch = micro_batch
             result = module(*(value if isinstance(value, tuple) else (value,)))
             outputs.append(result)
             if stage + 1 < plan.num_stages and stage + 1 not in modules:

@@ -1,24 +1,93 @@
-"""torch's PipelineStage, with fixes for versions before 2.13.
+"""torch's PipelineStage, with fixes for older versions: all that uses its private names.
 
-Older versions assume that every input of a stage requires grad, compare strides, and send to the
-own rank before the first step of a V. Their split backward counts the gradient twice for a weight
-that one stage uses twice, so Stage does both halves at once there.
+Versions before 2.15 preallocate memory for the messages of all micro-batches of a step. Versions
+before 2.13 assume that every input of a stage requires grad, compare strides, and send to the own
+rank before the first step of a V. Their split backward counts the gradient twice for a weight that
+one stage uses twice, so Stage does both halves at once there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["HAS_HALVES", "TorchStage"]
+from ringcomm.torch_names import TORCH_VERSION
 
-HAS_HALVES = hasattr(PipelineStage, "_warmup_forward_vote")
+__all__ = ["HAS_HALVES", "TorchStage", "meta_like"]
+
+HAS_HALVES = TORCH_VERSION >= (2, 13)
 
 
-class _OldStage(PipelineStage):
+def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """A contiguous tensor on the meta device."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+class _EagerStage(PipelineStage):
+    """Allocates memory when it waits for a message; the last reference frees it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._without_memory: dict[Any, Tensor] = {}
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        self._drop(chain(*self.args_recv_info.values()))
+        return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        self._drop(chain(*self.grad_recv_info.values()))
+        return result
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        self._make_room(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        self._make_room(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._drop(self.args_recv_info[bwd_chunk_id])
+        self._drop(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self._drop(chain(*self.args_recv_info.values(), *self.grad_recv_info.values()))
+
+    def _make_room(self, infos: Iterable[Any]) -> None:
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if isinstance(buffer, Tensor) and buffer.is_meta:
+                # empty_like() of a tensor on the meta device takes ten times as long.
+                info.buffer = torch.empty(
+                    buffer.shape,
+                    dtype=buffer.dtype,
+                    device=self.device,
+                    requires_grad=buffer.requires_grad,
+                )
+
+    def _drop(self, infos: Iterable[Any]) -> None:
+        """Frees messages; leaves placeholders with their shape and no memory."""
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if isinstance(buffer, Tensor) and not buffer.is_meta:
+                kind = (buffer.shape, buffer.dtype, buffer.requires_grad)
+                if kind not in self._without_memory:
+                    self._without_memory[kind] = meta_like(buffer, buffer.requires_grad)
+                info.buffer = self._without_memory[kind]
+
+
+class _OldStage(_EagerStage):
     """Boundaries are taken from the meta tensors that the stage was made with."""
 
     inputs_meta: Any
@@ -85,7 +154,18 @@ class _OldStage(PipelineStage):
             )
 
 
+class _Stage(PipelineStage):
+    """Torch allocates and frees messages itself; a failed step may leave some."""
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        for info in chain(*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            info.buffer = None
+
+
 if TYPE_CHECKING:
     TorchStage = PipelineStage
+elif TORCH_VERSION >= (2, 15):
+    TorchStage = _Stage
 else:
-    TorchStage = PipelineStage if HAS_HALVES else _OldStage
+    TorchStage = _EagerStage if HAS_HALVES else _OldStage

@@ -2,7 +2,7 @@
 
 A parameter's storage is freed and reallocated without changing the tensor object. A graph that
 saved the tensor for backward therefore sees the gathered weights again, and autograd sees no
-modification.
+modification. While it is freed, the parameter is a FreedWeight, which raises when it is read.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
-from ringcomm.torch_names import all_gather_single
+from ringcomm.parallel.shards.freed_weight import FreedWeight
+from ringcomm.torch_names import AllgatherOptions, all_gather_single
 
 # Parameters smaller than this are packed: one more copy, and far fewer calls.
 PACKED_BYTES = 64 << 10
@@ -47,6 +47,7 @@ class ShardedUnit:
         self.is_full, self.is_held = True, False
         self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
+        self._classes = {param: type(param) for param in params}
         self._take_values_of_rank0()
         packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
         # Larger elements first, so that all pieces are aligned.
@@ -109,8 +110,9 @@ class ShardedUnit:
         """
         if self.is_full:
             return
-        for flat in self._flats.values():
+        for param, flat in self._flats.items():
             flat.untyped_storage().resize_(flat.nbytes)
+            param.__class__ = self._classes[param]
         self.is_full = True
         try:
             self._exchange()
@@ -122,8 +124,9 @@ class ShardedUnit:
         """Frees the memory of gathered weights, unless they are held."""
         if self.is_held:
             return
-        for flat in self._flats.values():
+        for param, flat in self._flats.items():
             flat.untyped_storage().resize_(0)
+            param.__class__ = FreedWeight
         self.is_full = False
 
     def _exchange(self) -> None:

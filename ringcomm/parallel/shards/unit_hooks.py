@@ -15,22 +15,24 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-
-_engine: Any = torch.autograd.Variable._execution_engine
-
-
-def _graph_task() -> int:
-    """The id of the backward pass that runs in this thread, -1 without one."""
-    return int(torch._C._current_graph_task_id())
+from ringcomm.torch_names import (
+    NO_BACKWARD,
+    at_end_of_backward,
+    graph_task,
+    is_traced,
+    tree_leaves,
+    tree_map_only,
+    untraced,
+    will_run,
+)
 
 
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
-    return _graph_task() != -1
+    return graph_task() != NO_BACKWARD
 
 
 def refuse_copy(*_: Any) -> NoReturn:
@@ -40,22 +42,29 @@ def refuse_copy(*_: Any) -> NoReturn:
     )
 
 
-# torch.compile runs such a function as it is. torch.compiler.disable would do the same, and import
-# the compiler at once.
-untraced = partial(torch._disable_dynamo, recursive=False)
-
-
 @untraced
 def refuse_compile() -> None:
     """Compiled code would keep freed weights for its backward pass, and read freed memory.
 
     Raises RuntimeError if the caller runs under torch.compile.
     """
-    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
+    if is_traced():
         raise RuntimeError(
             "torch.compile is not supported with WeightShards or offload_weights=True, which"
             " free weights between uses: train without torch.compile, or use zero.shard(stage=3)"
             " or fully_shard"
+        )
+
+
+def refuse_create_graph(system: str) -> None:
+    """Raises RuntimeError in a backward pass with create_graph=True.
+
+    A graph of gradients would keep weights that are freed when the pass ends.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"create_graph=True (a gradient penalty) is not supported with {system}, which frees"
+            " weights after their use: use stage 1 or 2 of zero.shard()"
         )
 
 
@@ -122,7 +131,7 @@ class UnitHooks:
             self.unit.gather()
         if not torch.is_grad_enabled():
             return None
-        use.num_inputs = sum(tensor.requires_grad for tensor in _tensors_in((args, kwargs)))
+        use.num_inputs = sum(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         return tree_map_only(Tensor, partial(self._watched_input, use), (args, kwargs))
 
     def _watched_input(self, use: _Use, tensor: Tensor) -> Tensor:
@@ -139,7 +148,7 @@ class UnitHooks:
         use = self._running.pop() if self._running else _Use()
         if torch.is_grad_enabled():
             self._watch_params()
-            for tensor in _tensors_in(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._backward_comes, use))
         if not in_backward() and not self._running:
@@ -173,16 +182,16 @@ class UnitHooks:
         self._missing: set[Tensor] | None = None  # without gradient; None before any use
 
     def _gather_in_backward(self) -> None:
-        graph_task = _graph_task()
-        if graph_task not in self._graph_tasks:
-            self._graph_tasks.append(graph_task)
-            _engine.queue_callback(partial(self._backward_ends, graph_task))
+        task = graph_task()
+        if task not in self._graph_tasks:
+            self._graph_tasks.append(task)
+            at_end_of_backward(partial(self._backward_ends, task))
         self.unit.gather()
 
     def _backward_comes(self, use: _Use, grad: Tensor) -> None:
-        if use.graph_task == _graph_task():
+        if use.graph_task == graph_task():
             return  # through another output
-        use.graph_task = _graph_task()
+        use.graph_task = graph_task()
         self._gather_in_backward()
         self._num_inputs += use.num_inputs
         if self._missing is None:
@@ -194,7 +203,8 @@ class UnitHooks:
             }
 
     def _backward_left(self, use: _Use, grad: Tensor) -> None:
-        if use.graph_task == _graph_task():
+        refuse_create_graph("WeightShards and offload_weights=True")
+        if use.graph_task == graph_task():
             self._num_inputs -= 1
             self._free_if_done()
 
@@ -228,17 +238,17 @@ def _may_get_grad(param: nn.Parameter) -> bool:
     """Whether the current backward computes the parameter's gradient; True if unknown."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return will_run(node)
     except RuntimeError:  # torch.autograd.grad() of the parameter
         return True
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a tree of sequences, mappings and dataclasses."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):
-            yield from _tensors_in([*leaf.values()])
+            yield from tensors_in([*leaf.values()])
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+            yield from tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])

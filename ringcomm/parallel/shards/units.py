@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -78,14 +79,17 @@ def params_of_units(
 
 def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
     """The units without weights shared with others: fully_shard can shard them separately."""
+    uses = _uses(model)
+    return [
+        unit
+        for unit in units
+        if unit is not model and all(uses[param] == num for param, num in _uses(unit).items())
+    ]
 
-    def is_apart(unit: nn.Module) -> bool:
-        inside = set(unit.modules())
-        outside = (module for module in model.modules() if module not in inside)
-        others = {param for module in outside for param in module.parameters(recurse=False)}
-        return others.isdisjoint(unit.parameters())
 
-    return [unit for unit in units if unit is not model and is_apart(unit)]
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """How many modules have each parameter."""
+    return Counter(param for part in module.modules() for param in part.parameters(recurse=False))
 
 
 def check_params(model: nn.Module, *, allow_meta: bool) -> None:

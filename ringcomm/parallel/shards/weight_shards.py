@@ -7,17 +7,15 @@ allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
@@ -30,8 +28,8 @@ from ringcomm.parallel.shards.units import (
     materialize,
     params_of_units,
 )
+from ringcomm.torch_names import broadcast_coalesced_, ignore_in_ddp, ignored_in_ddp
 
-_ddp: Any = DistributedDataParallel
 # Keyed weakly by parameter: the shards hold the parameters.
 _shards_of_params: Any = WeakIdKeyDictionary()
 
@@ -58,13 +56,15 @@ class WeightShards:
             shards.shard_of(param).add_(grad, alpha=-lr)
             param.grad = None
 
-    Reading a parameter while its weights are freed is an invalid memory access. Read values through
-    `shard_of`, or inside `gather()`. Move the model to its device and dtype before.
+    Reading a parameter while its weights are freed raises RuntimeError: read values through
+    `shard_of`, or inside `gather()`. Views and detached tensors of a parameter must not be used
+    outside the forward or `gather()` that made them: their memory is freed too. Move the model to
+    its device and dtype before. Gradients of gradients (create_graph=True) raise.
 
     Args:
         model: a module whose parameters are dense, contiguous, in separate memory, on one device,
-            and equal in shape and dtype on all ranks. They get the values of rank 0. Frozen
-            parameters are sharded too. Buffers are not sharded and stay local.
+            and equal in shape and dtype on all ranks. Parameters and buffers get the values of rank
+            0. Frozen parameters are sharded too; buffers are not.
         group: None for the default group. ringcomm supports pieces of any size; for other backends
             they are padded to equal sizes when they are sent.
         mesh: a one-dimensional DeviceMesh, instead of a group.
@@ -112,21 +112,21 @@ class WeightShards:
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
             self.units.append(self._new_unit(module, params))
+        broadcast_coalesced_(model.buffers(), self.group)
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
             unit.free()
         # It would read freed weights; an empty list of parameters means that it is not needed.
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._ignored_before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-        _ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+        self._ignored_before = ignored_in_ddp(model)
+        ignore_in_ddp(model, names)
         self._handles = self._guard_state_dicts()
         for param in self._hooks:
             _shards_of_params[param] = weakref.ref(self)
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
-        for module in model.modules():  # to(), half() and similar methods call it
-            module._apply = _refuse_move  # type: ignore[method-assign]
+        refuse_moves(model)
 
     def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
         return ShardedUnit(module, params, self.group)
@@ -236,13 +236,10 @@ class WeightShards:
         for handle in self._handles:
             handle.remove()
         if self.units:
-            _ddp._set_params_and_buffers_to_ignore_for_model(self._model, self._ignored_before)
+            ignore_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
 
     # ---- state dicts
-
-    if not TYPE_CHECKING:
-        __getattr__ = object_getattr
 
     @contextmanager
     def reading_freed(self) -> Iterator[None]:
@@ -294,10 +291,16 @@ class WeightShards:
         return handles
 
 
+def refuse_moves(model: nn.Module) -> None:
+    """Makes to(), half() and similar methods raise."""
+    for module in model.modules():
+        module._apply = _refuse_move  # type: ignore[method-assign]
+
+
 def _refuse_move(*_: Any) -> NoReturn:
-    """Raises instead of moving a freed weight: torch would read freed memory."""
+    """Raises instead of moving a freed weight, or one that hooks refer to."""
     raise RuntimeError(
         "the weights are sharded, so to(), half() and similar calls cannot move or cast them:"
-        " call these before WeightShards or offload_weights. transformers' Trainer moves its"
+        " call these before WeightShards or zero.shard(stage=3). transformers' Trainer moves its"
         " model when it is made: make it first"
     )

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered
-from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.model_axes import StagePart, refuse_piece, tensor_groups_of
+from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
     Box,
@@ -28,8 +28,9 @@ from ringcomm.parallel.state.tensor_part import (
 )
 from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.optimizer import OFFLOADED, is_offloaded
+from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded
 from ringcomm.parallel.zero.states import SCALE_KEYS
+from ringcomm.torch_names import init_optim_state
 
 State = dict[str, Any]
 
@@ -45,18 +46,23 @@ class ModelParts:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        refuse_piece(module)
+        found = (find_shards(param) for param in module.parameters())
+        self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
+        with ExitStack() as stack:
+            for shards in self.shards:
+                stack.enter_context(shards.reading_freed())
+            # First: fully_shard replaces gathered parameters by its DTensors here.
+            state = module.state_dict(keep_vars=True)
         self._splits = {param: split for _, param, _, split in split_params(module)}
+        # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
+        groups = getattr(module, "tensor_groups", None) or tensor_groups_of([module])
+        self._is_replica = any(group.rank() for group in groups)
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
         first = module.first_names if isinstance(module, StagePart) else {}
         for name, param in module.named_parameters():
             self.name_of.setdefault(param, first.get(name, name))
-        found = (find_shards(param) for param in self.name_of)
-        self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
-        with ExitStack() as stack:
-            for shards in self.shards:
-                stack.enter_context(shards.reading_freed())
-            state = module.state_dict(keep_vars=True)
         self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def of_value(self, value: Tensor, *, is_stored: bool = False) -> Tensor:
@@ -103,7 +109,9 @@ class ModelParts:
         """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
         split = self._splits.get(param)
         if span is not None:
-            part = TensorPart(value, range_boxes(param.shape, *span), param.shape)
+            is_copy = self._is_replica if split is None else split.rank % split.num_replicas > 0
+            boxes = range_boxes(param.shape, *span)
+            part = TensorPart(value, boxes, param.shape, is_copy=is_copy)
         elif isinstance(param, DTensor):
             if split is None and isinstance(value, DTensor):
                 return value
@@ -118,7 +126,7 @@ class ModelParts:
         whole[split.dim] = split.total
         shift = [split.begin if dim == split.dim else 0 for dim in range(len(whole))]
         boxes = [Box(tuple(map(add, box.offsets, shift)), box.sizes) for box in part.boxes]
-        return TensorPart(part.to_local(), boxes, whole)
+        return TensorPart(part.to_local(), boxes, whole, is_copy=part.is_copy)
 
 
 class OptimizerParts:
@@ -149,10 +157,9 @@ class OptimizerParts:
                 f"the optimizer has a weight of shape {strangers[0]} that is not in the model"
             )
         if isinstance(optimizer, ZeroOptimizer):
-            self._is_new = not any(map(optimizer.has_stepped, self._params))
             self._native: State = {"param_groups": optimizer.numbered_groups()}
         elif isinstance(optimizer, OFFLOADED):  # whose state_dict() has copies
-            self._native = torch.optim.Optimizer.state_dict(optimizer)
+            self._native = {"param_groups": numbered_groups(optimizer)}
         else:
             self._native = optimizer.state_dict()
         self._model = model
@@ -200,7 +207,7 @@ class OptimizerParts:
         """This rank's values."""
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
-            return optimizer.part_state_of(param, is_new=self._is_new)
+            return optimizer.part_state_of(param, is_new=not optimizer.has_stepped(param))
         if isinstance(optimizer, OFFLOADED):
             if optimizer.steps:
                 return optimizer.state_of(param)
@@ -249,17 +256,55 @@ def _is_elsewhere(optimizer: Any) -> bool:
     return is_offloaded(getattr(optimizer, "_inner", optimizer))
 
 
-def _init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates zero state, which torch's optimizers have only after their first step."""
+def _init_state(optimizer: Any) -> None:
+    """Creates zero state, which a weight has only after its first step."""
     if _is_elsewhere(optimizer):
         return
-    if isinstance(optimizer, ZeroOptimizer):  # whose `state` is empty before the first step
-        states = (optimizer.part_state_of(p, is_new=False) for p in optimizer.all_params())
-        if not any(state.keys() - {MASTER} for state in states):
-            _init_optim_state(optimizer)
+    is_zero = isinstance(optimizer, ZeroOptimizer)
+    groups = [group["params"] for group in optimizer.param_groups]
+    known = {param: _known_state(optimizer, param) for own in groups for param in own}
+    if not any(known.values()):
+        if is_zero or not optimizer.state:
+            init_optim_state(optimizer)  # by a step with a learning rate of 0, which must not count
+            for state in () if is_zero else optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].zero_()
+        if is_zero:
             optimizer.forget_steps()
-    elif not optimizer.state:
-        _init_optim_state(optimizer)  # by a step with a learning rate of 0, which must not count
-        for state in optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].zero_()
+        return
+    for own, param in [(group, param) for group in groups for param in group]:
+        # Of a weight that has state, of the same group if possible: options decide what there is.
+        alike = next((p for p in (*own, *known) if known[p] and p.dim() == param.dim()), None)
+        if known[param] or alike is None or not param.requires_grad:
+            continue
+        span = optimizer.range_of(param) if is_zero else None
+        new = {key: _zeros(value, alike, param, span) for key, value in known[alike].items()}
+        if None in new.values():
+            continue
+        if is_zero:
+            optimizer._set_state(param, new)
+        else:
+            optimizer.state[param] = new
+
+
+def _known_state(optimizer: Any, param: Any) -> State:
+    """A weight's state on this rank, without masters."""
+    is_zero = isinstance(optimizer, ZeroOptimizer)
+    found = optimizer.part_state_of(param, is_new=False) if is_zero else optimizer.state.get(param)
+    return {k: v for k, v in (found or {}).items() if k != MASTER and v is not None}
+
+
+def _zeros(value: Any, alike: Any, param: Any, span: tuple[int, int] | None) -> Any:
+    """The state of another weight, `alike`, before the first step; None if its shape is unknown."""
+    if not isinstance(value, Tensor):
+        return type(value)() if isinstance(value, int | float) else None
+    if not value.dim():
+        return torch.zeros_like(value)
+    if span is not None:
+        return param.new_zeros(span[1] - span[0], dtype=value.dtype)
+    if value.shape == alike.shape:
+        return torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
+    if value.dim() != param.dim() or isinstance(value, DTensor):
+        return None
+    sizes = zip(value.shape, alike.shape, param.shape, strict=True)
+    return value.new_zeros([own if size == other else size for size, other, own in sizes])

@@ -43,7 +43,10 @@ def get_state_dict(
     """Returns the state of a model and of its optimizer, with the names of the unsharded model.
 
         values, state = get_state_dict(train.model, train.optimizer)
-        dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)   # or dcp.async_save
+        dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+
+    dcp.async_save() runs collectives during the next steps: make `group = dist.new_group()` once,
+    and pass process_group=group.
 
     Tensor-parallel layers, pipeline stages, experts, DTensors, and shards of ZeRO and WeightShards
     are parts of full tensors. torch.distributed.checkpoint saves each element once and loads it on

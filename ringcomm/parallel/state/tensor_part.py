@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ringcomm.parallel.flat_collectives import all_gathered, device_of
+from ringcomm.torch_names import make_wrapper, shape_and_offset
 
 Path = tuple[str, ...]
 Read = Callable[[], Tensor]
@@ -59,26 +59,31 @@ class TensorPart(torch.Tensor):
         boxes: the boxes, in row-major order of the full tensor.
         shape: the shape of the full tensor.
         read: returns a tensor like `local`, which is then not kept.
+        is_copy: other ranks have these elements too, cut differently, and save them.
     """
 
     _local: Tensor
     boxes: tuple[Box, ...]
     _read: Read | None
+    is_copy: bool
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, boxes: Iterable[Box], shape: Sequence[int], read: Read | None = None
+        cls,
+        local: Tensor,
+        boxes: Iterable[Box],
+        shape: Sequence[int],
+        read: Read | None = None,
+        is_copy: bool = False,
     ) -> TensorPart:
         """See the class."""
-        made: TensorPart = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
-        )
+        made = make_wrapper(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
         made._local = local if read is None else local.new_empty(local.shape, device="meta")
         made.boxes = tuple(Box(*map(tuple, box)) for box in boxes if 0 not in box.sizes)
-        made._read = read
+        made._read, made.is_copy = read, is_copy
         return made
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         """See the class."""
 
     def to_local(self) -> Tensor:
@@ -87,11 +92,11 @@ class TensorPart(torch.Tensor):
 
     def like(self, local: Tensor) -> TensorPart:
         """The same part of another tensor with the full shape."""
-        return TensorPart(local, self.boxes, self.shape)
+        return TensorPart(local, self.boxes, self.shape, is_copy=self.is_copy)
 
     def stored(self, read: Read) -> TensorPart:
         """The same part with elements that are read on use."""
-        return TensorPart(self.to_local(), self.boxes, self.shape, read)
+        return TensorPart(self.to_local(), self.boxes, self.shape, read, self.is_copy)
 
     def pieces(self) -> list[Tensor]:
         """The elements of each box, in its shape: views of to_local()."""
@@ -143,7 +148,7 @@ class TensorPart(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in ([] if self.is_copy else self.__create_chunk_list__())
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -194,9 +199,7 @@ def part_of(value: Tensor) -> TensorPart:
     if isinstance(value, TensorPart):
         return value
     if isinstance(value, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )
+        sizes, offsets = shape_and_offset(value.shape, value.device_mesh, value.placements)
         return TensorPart(value.to_local(), [Box(tuple(offsets), tuple(sizes))], value.shape)
     return TensorPart(value, [Box((0,) * value.dim(), tuple(value.shape))], value.shape)
 

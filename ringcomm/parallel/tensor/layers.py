@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.ops import shard_range
 from ringcomm.options import checks_targets
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
@@ -22,7 +21,13 @@ from ringcomm.parallel.tensor.regions import (
     gather_from_tp,
     reduce_from_tp,
 )
-from ringcomm.parallel.tensor.splits import Split, SplitModule, take_part
+from ringcomm.parallel.tensor.splits import (
+    Split,
+    SplitModule,
+    ranges_of,
+    take_from_rank0,
+    take_part,
+)
 
 __all__ = [
     "ColumnParallelLinear",
@@ -102,11 +107,14 @@ class _ParallelLinear(SplitModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
-        """Makes this rank's part of an unsharded layer, which must be identical on all ranks.
+        """Makes this rank's part of an unsharded layer.
 
         Args:
-            linear: the layer; this rank's part of it is copied.
+            linear: the layer, of the same size on all ranks; it becomes that of the group's rank 0,
+                and this rank's part of it is copied.
             options: those of the class.
+
+        Collective, unless the layer is on the meta device.
         """
         kind: Any = cls
         has_bias = linear.bias is not None
@@ -121,10 +129,8 @@ class _ParallelLinear(SplitModule):
         if shard_multiple < 1 or num % shard_multiple:
             what = ("out_features", "in_features")[dim]
             raise ValueError(f"{what} must be a multiple of {shard_multiple}, got {num}")
-        num_parts = self.group.size() // num_replicas
-        parts = (shard_range(num // shard_multiple, num_parts, part) for part in range(num_parts))
-        scaled = [(begin * shard_multiple, end * shard_multiple) for begin, end in parts]
-        ranges = tuple(part for part in scaled for _ in range(num_replicas))
+        parts = ranges_of(num, self.group.size() // num_replicas, shard_multiple)
+        ranges = tuple(part for part in parts for _ in range(num_replicas))
         self.splits = {"weight": Split(dim, ranges, self.group.rank(), num_replicas)}
         self.features = ranges[self.group.rank()]
 
@@ -137,6 +143,8 @@ class _ParallelLinear(SplitModule):
     ) -> None:
         """Copies this rank's part of a layer's weights; without a layer draws random values."""
         drawn_on = _device(device) if whole is None else None
+        if whole is not None:
+            take_from_rank0(whole.parameters(), self.group)
         sizes = self.in_features, self.out_features
         whole = whole or nn.Linear(*sizes, has_bias, device="meta", dtype=dtype)
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
@@ -214,6 +222,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self._take(_whole, bias, device, dtype)
         if num_replicas > 1:
             copies = _ranks_in_a_row(self.group, num_replicas)
+            take_from_rank0(self.parameters(), copies)
             for param in self.parameters():
                 all_reduce_grad_(param, copies)
 
@@ -248,6 +257,8 @@ class RowParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: in_features is not a multiple of shard_multiple.
+
+    Collective if it has a bias, which becomes that of rank 0.
     """
 
     def __init__(
@@ -269,6 +280,8 @@ class RowParallelLinear(_ParallelLinear):
         self.in_features, self.out_features = in_features, out_features
         self._split(1, shard_multiple)
         self._take(_whole, bias, device, dtype)
+        if self.bias is not None and _whole is None:
+            take_from_rank0([self.bias], self.group)
         if self.bias is not None and sequence_dim is not None:
             all_reduce_grad_(self.bias, self.group)  # each rank adds it to its own tokens
 
@@ -324,11 +337,12 @@ class VocabParallelEmbedding(SplitModule):
         self.group, self.sequence_dim = resolve_group(group, mesh), sequence_dim
         self.reduce_output = reduce_output
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        rank, num_ranks = self.group.rank(), self.group.size()
-        ranges = tuple(shard_range(num_embeddings, num_ranks, part) for part in range(num_ranks))
+        rank, ranges = self.group.rank(), ranges_of(num_embeddings, self.group.size())
         split = Split(0, ranges, rank)
         begin, end = self.rows = ranges[rank]
         self.splits = {"weight": split}
+        if _whole is not None:
+            take_from_rank0([_whole.weight], self.group)
         drawn_on = _device(device) if _whole is None else None
         whole = _whole or nn.Embedding(
             num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype
@@ -340,10 +354,10 @@ class VocabParallelEmbedding(SplitModule):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, **options: Any) -> Self:
-        """Makes this rank's part of an unsharded layer, which must be identical on all ranks.
+        """Makes this rank's part of an unsharded layer. Collective, as from_linear() of the others.
 
         Args:
-            embedding: the layer; this rank's part of it is copied.
+            embedding: the layer; it becomes that of rank 0, and this rank's part of it is copied.
             options: group, mesh, sequence_dim and reduce_output of the class.
 
         Raises ValueError for max_norm, scale_grad_by_freq and sparse gradients.

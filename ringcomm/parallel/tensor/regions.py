@@ -143,9 +143,9 @@ def all_reduce_grad_(
     Collective in the backward pass, if the parameter has a gradient.
     """
     resolved = resolve_group(group, mesh)
-    name, is_trained = resolved.group_name, param.requires_grad
+    is_trained = param.requires_grad
     param.requires_grad_()  # torch requires this for a tensor with a hook
-    param.register_hook(lambda grad: _all_reduce(grad, "sum", name))
+    param.register_hook(lambda grad: reduce_from_tp(grad, resolved))
     param.requires_grad_(is_trained)
     setattr(param, _SUMMED_OVER, resolved)
 
@@ -164,15 +164,24 @@ class _CopyToTp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        if ctx.inplace and grad.is_contiguous() and not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            return _ReduceFromTp.apply(grad, ctx.group_name, False), None, None
+        if ctx.inplace and grad.is_contiguous():
             _all_reduce_(grad, "sum", ctx.group_name)
             return grad, None, None
         return _all_reduce(grad, "sum", ctx.group_name), None, None
 
 
+def _replicated(grad: Tensor, group_name: str) -> Tensor:
+    """A gradient that is equal on all ranks, whose own gradient is a partial sum on each rank."""
+    again: Tensor = _CopyToTp.apply(grad, group_name, False) if torch.is_grad_enabled() else grad
+    return again
+
+
 class _ReduceFromTp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str, inplace: bool) -> Tensor:
+        ctx.group_name = group_name
         if inplace and x.is_contiguous():
             ctx.mark_dirty(x)
             _all_reduce_(x, "sum", group_name)
@@ -182,7 +191,7 @@ class _ReduceFromTp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None, None
+        return _replicated(grads[0], ctx.group_name), None, None
 
 
 class _GatherFromTp(torch.autograd.Function):
@@ -190,7 +199,8 @@ class _GatherFromTp(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, sizes: tuple[int, ...], group_name: str, rank: int, dim: int
     ) -> Tensor:
-        ctx.begin, ctx.num, ctx.dim = sum(sizes[:rank]), sizes[rank], dim
+        ctx.group_name, ctx.dim = group_name, dim
+        ctx.begin, ctx.num = sum(sizes[:rank]), sizes[rank]
         longest, moved = max(sizes), x.movedim(dim, -1)
         padded = F.pad(moved, (0, longest - sizes[rank])).movedim(-1, 0).contiguous()
         rows = _all_gather(padded, group_name).split(longest)
@@ -199,4 +209,5 @@ class _GatherFromTp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].narrow(ctx.dim, ctx.begin, ctx.num), None, None, None, None
+        grad = _replicated(grads[0], ctx.group_name)
+        return grad.narrow(ctx.dim, ctx.begin, ctx.num), None, None, None, None

@@ -1,20 +1,34 @@
-"""A rank's part of a sharded parameter, and its random initialization."""
+"""A rank's part of a sharded parameter: its type outside the layer, and its values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from ringcomm.ops import shard_range
 from ringcomm.parallel.parts_of_models import register_part
+from ringcomm.torch_names import broadcast_coalesced_
 
-__all__ = ["Split", "SplitModule", "refuse_copy", "split_params", "take_part"]
+__all__ = [
+    "Split",
+    "SplitModule",
+    "ranges_of",
+    "refuse_copy",
+    "split_params",
+    "take_from_rank0",
+    "take_part",
+]
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 # 16 MiB of fp32. torch's CPU generator fills vectors of 16 numbers, and a shorter end differently:
 # blocks have at least 16 rows.
@@ -46,9 +60,71 @@ class Split:
         """A view of this rank's part."""
         return whole.narrow(self.dim, self.begin, self.end - self.begin)
 
+    def as_dtensor(self, part: Tensor, group: dist.ProcessGroup, name: str) -> DTensor:
+        """A part as a DTensor, with the same memory.
+
+        Raises RuntimeError if DTensor cannot describe it.
+        """
+        if isinstance(part, DTensor) or self.ranges != ranges_of(self.total, len(self.ranges)):
+            raise RuntimeError(
+                f"no DTensor describes this rank's part of {name}, which is split between heads or"
+                " sharded twice: use ringcomm.parallel.get_state_dict(model)"
+            )
+        sizes = [*part.shape]
+        sizes[self.dim] = self.total
+        whole = torch.empty(sizes, device="meta")
+        placed = _mesh_of(group, part.device.type), [Shard(self.dim)]
+        return DTensor.from_local(
+            part, *placed, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def own_part(self, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """This rank's part of a full tensor, or of a DTensor as from as_dtensor().
+
+        Raises ValueError for other tensors.
+        """
+        if value.dim() > self.dim and value.shape[self.dim] == self.total:
+            if not isinstance(value, DTensor):
+                return self.cut(value)
+            ranks = value.device_mesh.mesh.flatten().tolist()
+            is_ours = ranks == dist.get_process_group_ranks(group)
+            if is_ours and [*value.placements] == [Shard(self.dim)]:
+                return value.to_local()
+        raise ValueError(
+            f"expected a full tensor of {self.total} in dimension {self.dim}, or a DTensor of these"
+            f" ranks, got a {type(value).__name__} of shape {tuple(value.shape)}: for parts of"
+            " other meshes use ringcomm.parallel.set_state_dict"
+        )
+
+
+def ranges_of(num: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, int], ...]:
+    """[begin, end) of each part: torch.chunk's, as DTensor has them; units are uneven by one."""
+    if multiple > 1:
+        units = (shard_range(num // multiple, num_parts, part) for part in range(num_parts))
+        return tuple((begin * multiple, end * multiple) for begin, end in units)
+    size = -(-num // num_parts)
+    return tuple((min(part * size, num), min((part + 1) * size, num)) for part in range(num_parts))
+
+
+def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The group as a mesh; made once, without communication."""
+    if group not in _meshes:
+        _meshes[group] = DeviceMesh.from_group(group, device_type)
+    return _meshes[group]
+
+
+def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces tensors, except on the meta device, with those of rank 0 of a group. Collective."""
+    given = [tensor for tensor in tensors if not tensor.is_meta]
+    if given and group.size() > 1:
+        broadcast_coalesced_(given, group)
+
 
 class SplitModule(nn.Module):
-    """A module with parameters that are this rank's parts of sharded ones."""
+    """A module with parameters that are this rank's parts of sharded ones.
+
+    state_dict() has them as DTensors; load_state_dict() takes these, or full tensors.
+    """
 
     group: dist.ProcessGroup  # whose ranks have the parts
     splits: dict[str, Split]  # by the parameter's name in the module
@@ -69,6 +145,31 @@ class SplitModule(nn.Module):
                 " zero.shard at stage 1 or 2"
             )
         super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars or self.group.size() == 1:  # the parameters themselves are asked for
+            return
+        for key, split in ((prefix + name, split) for name, split in self.splits.items()):
+            destination[key] = split.as_dtensor(destination[key], self.group, key)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers") and self.group.size() > 1:
+            raise RuntimeError(
+                "load_state_dict(assign=True) would drop the gradient hooks of tensor-parallel"
+                " models: leave assign out, or use ringcomm.parallel.set_state_dict"
+            )
+        given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        for name, split in self.splits.items():
+            if (key := prefix + name) in given:
+                try:
+                    given[key] = split.own_part(given[key], self.group)
+                except ValueError as problem:
+                    given[key] = self.get_parameter(name)
+                    problems[-1].append(f"{key}: {problem}")
+        super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
 
 
 def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitModule, Split]]:

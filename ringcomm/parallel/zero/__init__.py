@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,31 +15,25 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm._renamed import getattr_of
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import check_agreement, device_of
 from ringcomm.parallel.model_axes import StagePart, refuse_piece
+from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import check_can_materialize, materialize
 from ringcomm.parallel.tensor.regions import summed_over
+from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
+from ringcomm.parallel.zero.guards import refuse_hooks, retire
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
-from ringcomm.parallel.zero.optimizer import (
-    OFFLOADED,
-    ShardOptions,
-    ZeroOptimizer,
-    is_offloaded,
-)
+from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage3 import Zero3
+from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, has_late_hooks, root_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
-if not TYPE_CHECKING:
-    __getattr__ = getattr_of(__name__)
-
-_KINDS = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
 # Keyed weakly by parameter: a weak reference to the optimizer that has sharded it.
 _sharded: Any = WeakIdKeyDictionary()
 
@@ -70,7 +64,10 @@ def shard(
 
     Stage 1 shards the optimizer's state, stage 2 also gradients, stage 3 also weights;
     predict_memory() and predict_traffic() predict the cost. Gradients are averaged over the ranks.
-    Weights start from rank 0's and stay bitwise equal on all ranks.
+    Weights and buffers start from rank 0's; weights stay bitwise equal on all ranks. Buffers that
+    the forward pass changes, such as BatchNorm's running statistics, then differ between ranks;
+    DistributedDataParallel would broadcast rank 0's before each forward. Use SyncBatchNorm, or
+    broadcast model.buffers() before evaluating and saving.
 
     At stages 1 and 2 gradients are in the optimizer, and operators on `param.grad` raise: clip by
     optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. Ranks may use
@@ -81,9 +78,12 @@ def shard(
             stage 3 they become DTensors, and fully_shard is applied to the model. It may be on the
             meta device: modules are then initialized by reset_parameters(), at stage 3 unit by
             unit, and rank 0's values are used.
-        optimizer: AdamW or SGD of torch.optim or of ringcomm.parallel.offload, over the model's
-            weights, with any parameter groups and hyper-parameters. Its state is sharded too. Do
-            not use it afterwards: make schedulers for the returned optimizer.
+        optimizer: over the model's weights, with any parameter groups and hyper-parameters: AdamW
+            or SGD of torch.optim or ringcomm.parallel.offload, or any other class that updates each
+            element of a weight by itself. shard() makes three steps of other classes on a small
+            weight and on its parts, and refuses a class whose results differ, or that keeps tensors
+            outside of its state. Step hooks and state move to the returned optimizer. The given one
+            raises afterwards, but has the same parameter groups: schedulers made for it work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
             no_sync(), and stage 3 gathers weights for each.
         mesh: a one-dimensional DeviceMesh, instead of group. At stage 3 also two-dimensional,
@@ -120,12 +120,13 @@ def shard(
         A torch.optim.Optimizer over the same groups.
 
     Raises:
-        TypeError: the optimizer is not supported.
+        TypeError: the optimizer does not update each element by itself.
         ValueError: the model and the optimizer do not match, or the model is wrapped in
-            DistributedDataParallel or already sharded; an option is out of range; ranks have
-            different arguments. Nothing has been changed.
+            DistributedDataParallel or already sharded; a weight has hooks that would not see its
+            gradient; an option is out of range; ranks have different arguments. Nothing has been
+            changed.
 
-    Collective: exchanges one object of options and shapes, with one broadcast per bucket or weight.
+    Collective: exchanges one object of options and shapes, with broadcasts of weights and buffers.
     """
     options = ShardOptions(
         bucket_bytes=bucket_bytes,
@@ -148,7 +149,7 @@ def shard(
             raise ValueError(
                 "a mesh of two dimensions needs stage 3, without group and offload_weights"
             )
-        resolved = mesh._flatten().get_group()
+        resolved = flat_mesh(mesh).get_group()
     else:
         resolved = resolve_group(group, mesh)
     mine = {
@@ -157,17 +158,21 @@ def shard(
         "optimizer": type(optimizer).__name__,
         "shapes": [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups],
         "dtypes": [[str(p.dtype) for p in g["params"]] for g in optimizer.param_groups],
+        "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in model.buffers()],
     }
     check_agreement(mine, resolved)
     state = optimizer.state_dict()
     made: ZeroOptimizer
-    if offload_weights:
+    if offload_weights:  # WeightShards broadcasts buffers
         made = ZeroInfinity(model, optimizer, resolved, options, units)
     elif stage == 3:
         made = Zero3(model, optimizer, resolved, options, units, mesh)
     else:
         materialize(model, list(model.parameters()), device_of(resolved))
         made = FlatZero(model, optimizer, stage, resolved, options)
+    if not offload_weights:
+        broadcast_coalesced_(map(local_of, model.buffers()), resolved)
+    retire(optimizer)
     for param in made.all_params():
         _sharded[param] = weakref.ref(made)
     if state["state"]:
@@ -188,10 +193,9 @@ def _check_model(
     """Raises TypeError or ValueError if they cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model as the first argument, got a {type(model).__name__}")
-    if type(optimizer) not in _KINDS:
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "expected an AdamW or SGD of torch.optim or ringcomm.parallel.offload, got "
-            f"{type(optimizer).__name__}"
+            f"expected an optimizer as the second argument, got a {type(optimizer).__name__}"
         )
     if options.offload_weights and not is_offloaded(optimizer):
         raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
@@ -207,6 +211,7 @@ def _check_model(
         refuse_piece(model)
     _check_params(model, optimizer, options, stage, mesh)
     check_can_materialize(model)
+    check_elementwise(optimizer)
 
 
 def _check_params(
@@ -271,7 +276,7 @@ def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh
         )
     own = param.device_mesh
     shared = set(own.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
-    roots = [found._get_root_mesh().mesh.flatten().tolist() for found in (own, mesh)]
+    roots = [root_mesh(found).mesh.flatten().tolist() for found in (own, mesh)]
     if len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names:
         raise ValueError(
             f"{name} is a DTensor on {own}: mesh= must be other dimensions of the same"
@@ -286,6 +291,13 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, stage: i
         raise ValueError(
             f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which "
             "stage 3 does not support: use stage 1 or 2"
+        )
+    if stage == 3 and not options.offload_weights:
+        refuse_hooks(param, name)
+    if has_late_hooks(param):
+        raise ValueError(
+            f"{name} has a hook of register_post_accumulate_grad_hook(), which would see the"
+            " gradient of one rank and one backward pass: remove it, or use register_hook()"
         )
     takes_half = stage < 3 or options.offload_weights
     allowed = (torch.float32, torch.float16, torch.bfloat16) if takes_half else (torch.float32,)

@@ -7,13 +7,12 @@ pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import (
@@ -22,6 +21,7 @@ from ringcomm.parallel.flat_collectives import (
     reduce_scatter_mean,
 )
 from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks
+from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
 
 
 class Bucket:
@@ -246,6 +246,7 @@ class BackwardPasses:
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
+        self._has_passed = False  # since the last call of joined()
         self.forget()
 
     # ---- by weight
@@ -253,10 +254,10 @@ class BackwardPasses:
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientHooks. In a backward pass collective with `reduces`."""
         idx = self._index[param]
-        is_in_pass = self.reduces and torch._C._current_graph_task_id() != -1
+        is_in_pass = self.reduces and graph_task() != NO_BACKWARD
         if is_in_pass:
             if not self._has_begun:
-                self._has_begun = True
+                self._has_begun = self._has_passed = True
                 self._largest_facts(is_pass=True)
             self._watch()
             self._pass_over(idx)
@@ -269,6 +270,27 @@ class BackwardPasses:
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientHooks."""
         self._buckets[self._index[param]].drop(param)
+
+    def joined(self) -> Callable[[], None]:
+        """A function for all ranks to call after each backward pass of a pipeline's stage.
+
+        A rank whose pass had no gradient for the buckets then takes part in that of other ranks.
+        Otherwise these would wait for its step, and its pipeline for them. Collective.
+        """
+        told = weakref.ref(self)
+
+        def join() -> None:
+            found = told()
+            if found is None or not found.reduces or not found.hooks.nodes:
+                return
+            if not found._has_passed:
+                with torch.no_grad():
+                    found._largest_facts(is_pass=True)
+                    found._reduce_rest()
+                found.forget()
+            found._has_passed = False
+
+        return join
 
     # ---- agreement of all ranks
 
@@ -311,21 +333,21 @@ class BackwardPasses:
 
     def _pass_over(self, idx: int) -> None:
         """Reduces the buckets before `idx` that get no more gradients in this graph task."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         while self._next < idx:
             left, expected = self._left[self._next], self._expected
             if expected and expected[0] == task and expected[1] in left:
                 return
             for param in left:
                 node = self.hooks.nodes.get(param)
-                if node is not None and torch._C._will_engine_execute_node(node):
+                if node is not None and will_run(node):
                     self._expected = task, param
                     return
             self._reduce_next()
 
     def _watch(self) -> None:
         """Makes the engine call _task_ended() at the end of the current graph task."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task in self._tasks:
             return
         self._tasks.add(task)
@@ -335,11 +357,11 @@ class BackwardPasses:
             if (found := told()) is not None:
                 found._task_ended()
 
-        Variable._execution_engine.queue_callback(task_ended)
+        at_end_of_backward(task_ended)
 
     def _task_ended(self) -> None:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
-        outer: Any = torch._C._current_autograd_node()
+        outer: Any = current_node()
         if outer is None:
             with torch.no_grad():
                 self._reduce_rest()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
+from ringcomm.torch_names import tree_map_only
 
 Params = Sequence[nn.Parameter]
 
@@ -37,9 +39,9 @@ class _Gradients(Operands):
 class FlatZero(ZeroOptimizer):
     """ZeRO stages 1, which keeps unsharded gradients until the step, and 2, which keeps shards.
 
-    The parameters of `_inner`, an optimizer of the class that was given, are `_parts`: views of
-    buckets' shards, one for each weight, perhaps empty. States are views of `_buffers` like the
-    shard: neighbours of one rule and one step are updated by one operator.
+    Each weight has a part of its bucket's shard, perhaps empty. torch's AdamW and SGD have states
+    in `_buffers` like the shard: one operator updates neighbours of one rule and one step.
+    Optimizers of other classes run on the parts.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class FlatZero(ZeroOptimizer):
         options: ShardOptions,
     ) -> None:
         """Collective: a broadcast per bucket."""
-        super().__init__(model, optimizer, optimizer.param_groups, group, options)
+        super().__init__(model, optimizer, group, options)
         self.stage = stage
         dtype = options.param_dtype
         self._buckets = [
@@ -64,29 +66,31 @@ class FlatZero(ZeroOptimizer):
         self._passes = BackwardPasses(
             self._buckets, group, self.all_params(), self._late, reduces=stage == 2
         )
+        if isinstance(model, StagePart) and stage == 2:
+            model.after_backward.append(self._passes.joined())
         # Facts of this step that all ranks share, from _agree().
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
-        self._steps = dict.fromkeys(self._bucket_of, 0)
         self._buffers: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in self._buckets}
-        self._make_inner(optimizer)
+        self._has_rules = type(optimizer) in (torch.optim.AdamW, torch.optim.SGD)
+        if self._is_offloaded:
+            self._offload(optimizer)
 
-    def _make_inner(self, optimizer: Any) -> None:
-        """Makes the inner optimizer; an offloaded one keeps masters with its states."""
-        half = [b for b in self._buckets if b.has_master and self._is_offloaded]
-        masters = {bucket: bucket.give_master() for bucket in half}
-        self._parts = {p: b.shard[b.place_in_shard(p)] for p, b in self._bucket_of.items()}
-        groups = [{**g, "params": [self._parts[p] for p in g["params"]]} for g in self.param_groups]
+    def _offload(self, optimizer: Any) -> None:
+        """Makes the inner optimizer, which keeps masters with its states."""
+        masters = {bucket: bucket.give_master() for bucket in self._buckets if bucket.has_master}
+        self._own = {param: self._part_of(param) for param in self._bucket_of}
+        groups = [{**g, "params": [self._own[p] for p in g["params"]]} for g in self.param_groups]
         self._gradients = _Gradients()
-        self._inner = (
-            optimizer.over(groups, operands=self._gradients)
-            if self._is_offloaded
-            else type(optimizer)(groups)
-        )
+        self._inner = optimizer.over(groups, operands=self._gradients)
         for bucket, master in masters.items():
             for param in bucket.params:
                 state = {"step": 0, "master": master[bucket.place_in_shard(param)]}
-                self._inner.set_state_of(self._parts[param], state)
+                self._inner.set_state_of(self._own[param], state)
+
+    def _part_of(self, param: nn.Parameter) -> Tensor:
+        bucket = self._bucket_of[param]
+        return bucket.shard[bucket.place_in_shard(param)]
 
     # ---- gradients
 
@@ -130,6 +134,10 @@ class FlatZero(ZeroOptimizer):
         for param in self._bucket_of:
             param.grad = None
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, for any `set_to_none`."""
+        super().zero_grad()
+
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
         return [tensor for bucket in self._buckets for tensor in bucket.gradient_tensors]
@@ -138,10 +146,9 @@ class FlatZero(ZeroOptimizer):
 
     def _update(self, factor: float) -> None:
         self._states_come()
-        self._take_options()
         rules: dict[nn.Parameter, Rule | None] = {}
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            rule = None if self._is_offloaded else rule_of(self._inner, inner)
+        for group in self.param_groups:
+            rule = rule_of(self._inner, group) if self._has_rules else None
             rules |= dict.fromkeys(group["params"], rule)
         for bucket in list(self._due):
             if self._updated_in_one_pass(bucket, rules, factor):
@@ -154,12 +161,15 @@ class FlatZero(ZeroOptimizer):
         for bucket in reduced:
             bucket.shard_grad = None
             bucket.gather()
+        for param in self._present:
+            self._show_master(param)
 
     def _runs(self, bucket: Bucket, rules: dict[nn.Parameter, Rule | None]) -> list[Any]:
         """(rule, number of the step, neighbours) of the weights that have a gradient."""
 
         def kind(param: nn.Parameter) -> Any:
-            return param in self._present, rules[param], self._steps[param] + 1
+            step = 0 if rules[param] is None else self._num_steps(param)
+            return param in self._present, rules[param], step + 1
 
         runs = groupby(bucket.params, kind)
         return [(rule, step, [*run]) for (has_grad, rule, step), run in runs if has_grad]
@@ -190,14 +200,16 @@ class FlatZero(ZeroOptimizer):
             group=self.group,
             grad_scale=factor,
         )
-        self._stepped(params)
+        self._stepped(params, rule)
         return True
 
     def _updated_by_rules(
         self, bucket: Bucket, rules: dict[nn.Parameter, Rule | None], factor: float
     ) -> bool:
+        if bucket.shard.device.type != "cpu":
+            return False
         runs = self._runs(bucket, rules)
-        if bucket.shard.device.type != "cpu" or any(rule is None for rule, _, _ in runs):
+        if any(rule is None for rule, _, _ in runs):
             return False
         assert bucket.shard_grad is not None
         for rule, step, params in runs:
@@ -211,40 +223,35 @@ class FlatZero(ZeroOptimizer):
                 step=step,
                 grad_scale=factor,
             )
-            self._stepped(params)
+            self._stepped(params, rule)
         return True
 
     def _update_by_inner(self, buckets: list[Bucket], factor: float) -> None:
-        """Updates by the inner optimizer, for rules not in ringcomm.ops and offloaded states."""
+        """Updates by the inner optimizer: other classes, rules not in ringcomm.ops, offloading."""
         params = [p for bucket in buckets for p in bucket.params if p in self._present]
-        grads = {}
+        grads: dict[Any, Tensor] = {}
         for param in params:
             bucket = self._bucket_of[param]
             assert bucket.shard_grad is not None
-            grads[self._parts[param]] = bucket.shard_grad[bucket.place_in_shard(param)]
-        if self._is_offloaded:
-            self._gradients.of = grads
-            self._inner.update(factor)
-            self._gradients.of = {}
-        else:
-            for param, (part, grad) in zip(params, grads.items(), strict=True):
-                part.grad = grad.to(part.dtype)
-                if factor != 1:
-                    part.grad *= factor
-                if "step" in (state := self._inner.state.get(part, {})):
-                    state["step"].fill_(self._steps[param])
-            self._inner.step()
-            self._inner.zero_grad()
-            for param in params:
-                self._adopt_state(param)
-        self._stepped(params)
-
-    def _stepped(self, params: Iterable[nn.Parameter]) -> None:
-        """Counts an update of these weights, which all ranks have made."""
-        for param in params:
-            self._steps[param] += 1
+            grads[param] = bucket.shard_grad[bucket.place_in_shard(param)]
+        if not self._is_offloaded:
+            self._step_inner({param: self._part_of(param) for param in params}, grads, factor)
+            return
+        self._gradients.of = {self._own[param]: grad for param, grad in grads.items()}
+        self._take_options()
+        self._inner.update(factor)
+        self._gradients.of = {}
 
     # ---- state
+
+    def _num_steps(self, param: nn.Parameter) -> int:
+        """The updates of a weight by a rule; of SGD it only matters whether there was one."""
+        state = self._states.get(param, {})
+        return int(state.get("step", state.get("momentum_buffer") is not None))
+
+    def _stepped(self, params: Params, rule: Rule) -> None:
+        if isinstance(rule, ops.AdamWStep):
+            torch._foreach_add_([self._states[param]["step"] for param in params], 1)
 
     def _buffer(self, bucket: Bucket, name: str) -> Tensor:
         found = self._buffers[bucket]
@@ -253,73 +260,46 @@ class FlatZero(ZeroOptimizer):
         return found[name]
 
     def _begun_states(self, bucket: Bucket, params: Params, rule: Rule) -> dict[str, Tensor]:
-        """The buffers of a rule's states; missing states of a weight become zeros."""
+        """The buffers of a rule's states, with all states of the weights; missing ones are zeros.
+
+        Users and load_state_dict() may have replaced states by other tensors.
+        """
         for param in params:
-            state = self._inner.state[self._parts[param]]
+            state, place = self._states.setdefault(param, {}), bucket.place_in_shard(param)
             for name in rule.state_names:
-                if state.get(name) is None:
-                    state[name] = self._buffer(bucket, name)[bucket.place_in_shard(param)].zero_()
-            if isinstance(rule, ops.AdamWStep) and "step" not in state:
-                state["step"] = torch.tensor(0.0)
+                own, value = self._buffer(bucket, name)[place], state.get(name)
+                if value is None:
+                    state[name] = own.zero_()
+                elif value.data_ptr() != own.data_ptr():
+                    state[name] = own.copy_(value)
+            if isinstance(rule, ops.AdamWStep) and not isinstance(state.get("step"), Tensor):
+                state["step"] = torch.tensor(float(state.get("step", 0)))
         return {name: self._buffer(bucket, name) for name in rule.state_names}
 
-    def _adopt_state(self, param: nn.Parameter) -> None:
-        """Moves the state that torch's optimizer made for a weight into the bucket's buffers."""
-        bucket, part = self._bucket_of[param], self._parts[param]
-        state = self._inner.state.get(part, {})
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
-                place = self._buffer(bucket, name)[bucket.place_in_shard(param)]
-                if value.data_ptr() != place.data_ptr():
-                    state[name] = place.copy_(value)
-
     def _state_of(self, param: Any) -> dict[str, Any]:
-        """A weight's flat states, with a separate "step", and "master" for 16-bit weights."""
-        bucket, part, inner = self._bucket_of[param], self._parts[param], self._inner
-        found = inner.state_of(part) if self._is_offloaded else inner.state.get(part, {})
-        state = {key: value for key, value in found.items() if value is not None}
-        if "step" in state:
-            state["step"] = torch.tensor(float(self._steps[param]))
+        """A weight's flat states, and "master" for 16-bit weights."""
+        state, bucket = super()._state_of(param), self._bucket_of[param]
         if bucket.has_master:
-            state["master"] = bucket.shard[bucket.place_in_shard(param)]
+            state["master"] = self._part_of(param)
         return state
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        bucket, part = self._bucket_of[param], self._parts[param]
-        place = bucket.place_in_shard(param)
-        given = {name: value for name, value in state.items() if value is not None}
-        if not bucket.is_half:
-            given.pop("master", None)
-        if bucket.has_master and (master := given.pop("master", None)) is not None:
-            bucket.shard[place] = master
-        # SGD has no step count: it only matters whether there was a step.
-        self._steps[param] = int(given.get("step", bool(given.keys() - {"master"})))
-        if self._is_offloaded:
-            self._inner.set_state_of(part, given)
-            return
-        for name, value in given.items():
-            if isinstance(value, Tensor) and value.dim():
-                given[name] = self._buffer(bucket, name)[place].copy_(value)
-        self._inner.state.pop(part, None)
-        if given:
-            self._inner.state[part] = given
+        bucket, given = self._bucket_of[param], dict(state)
+        if not self._is_offloaded or not bucket.is_half:
+            master = given.pop("master", None)
+            if bucket.has_master and master is not None:
+                self._part_of(param).copy_(master)
+        super()._set_state(param, given)
+        self._show_master(param)
 
-    def has_stepped(self, param: Any) -> bool:
-        """See ZeroOptimizer."""
-        return self._steps[param] > 0
-
-    def forget_steps(self) -> None:
-        """See ZeroOptimizer."""
-        self._steps = dict.fromkeys(self._steps, 0)
+    def _show_master(self, param: nn.Parameter) -> None:
+        """Adds a master to `state`, whose keys torch's flat state dicts have."""
+        if self._bucket_of[param].has_master:
+            self._states.setdefault(param, {})["master"] = self._part_of(param)
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See ZeroOptimizer."""
         return self._bucket_of[param].part_range(param, rank)
-
-    def new_state_of(self, param: Any) -> dict[str, Any]:
-        """See ZeroOptimizer."""
-        part = self._parts[param]
-        return self._inner.new_state_of(part, part) if self._is_offloaded else {}
 
     def _states_come(self) -> None:
         for bucket in self._buckets:
@@ -336,10 +316,10 @@ def _compute_in(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]
     for param in model.parameters():
         if param not in trained and param.is_floating_point():
             param.data = param.data.to(dtype)
+    model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(
-            Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
-        )
 
-    model.register_forward_pre_hook(cast, with_kwargs=True)
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
+    )

@@ -17,16 +17,19 @@ from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
-from ringcomm.parallel.gradient_placeholder import GradientHooks
+from ringcomm.parallel.gradient_placeholder import (
+    GradientHooks,
+    check_same_gradients,
+    progress,
+)
 from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
-from ringcomm.parallel.same_gradients import check_same_gradients, progress
 from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.parallel.zero.home import Home, HomedUnit
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
-
-_NO_BACKWARD = -1  # torch's id outside a graph task
+from ringcomm.parallel.zero.states import States
+from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 
 
 class ZeroInfinity(ZeroOptimizer):
@@ -45,7 +48,7 @@ class ZeroInfinity(ZeroOptimizer):
         units: Iterable[nn.Module] | None,
     ) -> None:
         """Collective: a broadcast per unit."""
-        super().__init__(model, optimizer, optimizer.param_groups, group, options)
+        super().__init__(model, optimizer, group, options)
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights needs a group of backend ringcomm")
         device = self._device()
@@ -65,10 +68,8 @@ class ZeroInfinity(ZeroOptimizer):
             raise
         self._home = Home(self._tier, self._grads, is_filled=options.resume)
         self._weights = _HomedShards(model, group, units, self._home, self._replacing)
-        self._shard_of = {param: self._weights.shard_of(param) for param in self.all_params()}
-        groups = [
-            {**g, "params": [*map(self._shard_of.get, g["params"])]} for g in self.param_groups
-        ]
+        self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
+        groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in self.param_groups]
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
         if options.resume:
             self._resume()
@@ -76,7 +77,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._commit()
         self._hooks = GradientHooks(self.all_params(), self)
         names = {param: name for name, param in model.named_parameters()}
-        self._names = [names[param] for param in self._shard_of]
+        self._names = [names[param] for param in self._own]
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads: dict[nn.Parameter, int] = {}
         self._compared: set[int] = set()
@@ -111,14 +112,14 @@ class ZeroInfinity(ZeroOptimizer):
     def _resume(self) -> None:
         assert isinstance(self._tier, FileTier)
         info = self._tier.store.info
-        shapes = [list(self._home.shape(shard)) for shard in self._shard_of.values()]
+        shapes = [list(self._home.shape(shard)) for shard in self._own.values()]
         if info["shapes"] != shapes:
             raise ValueError("the files are from another model, or from other units")
         for i, unit in enumerate(self._weights.units):
             if unit.packed_row.numel():
                 with self._tier.row(f"packed.{i}") as row:
                     unit.packed_row.copy_(row)
-        steps = zip(self._shard_of.values(), info["steps"], strict=True)
+        steps = zip(self._own.values(), info["steps"], strict=True)
         self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
         if self._scale is not None and info["loss_scale"] is not None:
             self._scale.load(info["loss_scale"])
@@ -129,12 +130,12 @@ class ZeroInfinity(ZeroOptimizer):
         for i, unit in enumerate(self._weights.units):
             if unit.packed_row.numel():
                 self._tier.put(f"packed.{i}", unit.packed_row)
-        steps = [self._inner.steps.get(shard) for shard in self._shard_of.values()]
+        steps = [self._inner.steps.get(shard) for shard in self._own.values()]
         self._tier.store.commit(
             {
                 "num_steps": self.num_steps,
                 "steps": steps,
-                "shapes": [list(self._home.shape(s)) for s in self._shard_of.values()],
+                "shapes": [list(self._home.shape(s)) for s in self._own.values()],
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
@@ -151,25 +152,25 @@ class ZeroInfinity(ZeroOptimizer):
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientHooks; the gradient is offloaded here. Collective."""
-        task = torch._C._current_graph_task_id()
-        if task != _NO_BACKWARD and task not in self._compared:
+        task = graph_task()
+        if task != NO_BACKWARD and task not in self._compared:
             self._compare(task)
         self._num_grads[param] = self._num_grads.get(param, 0) + 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
-        self._home.add_grad(self._shard_of[param], mine)
+        self._home.add_grad(self._own[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientHooks."""
         self._num_grads.pop(param, None)
-        self._home.drop_grad(self._shard_of[param])
+        self._home.drop_grad(self._own[param])
 
-    def _compare(self, task: int = _NO_BACKWARD) -> None:
+    def _compare(self, task: int = NO_BACKWARD) -> None:
         """Raises RuntimeError on all ranks if gradients are of different weights. Collective."""
         self._compared.add(task)
         mine = []
-        for param in self._shard_of:
+        for param in self._own:
             num_before, node = self._num_grads.get(param, 0), self._hooks.nodes[param]
-            is_coming = task != _NO_BACKWARD and torch._C._will_engine_execute_node(node)
+            is_coming = task != NO_BACKWARD and will_run(node)
             is_by_hand = num_before == 0 and param.grad is not None
             mine.append(progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand))
         try:
@@ -188,7 +189,7 @@ class ZeroInfinity(ZeroOptimizer):
     def _agree(self) -> bool:
         self._compare()
         self._hooks.collect()
-        return any(map(self._home.has_grad, self._shard_of.values()))
+        return any(map(self._home.has_grad, self._own.values()))
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:
@@ -198,20 +199,20 @@ class ZeroInfinity(ZeroOptimizer):
             )
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for param, shard in self._shard_of.items():
+        for param, shard in self._own.items():
             if self._home.has_grad(shard):
                 with self._home.gradient(shard) as grad:
                     yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
-        for shard in self._shard_of.values():
+        for shard in self._own.values():
             if self._home.has_grad(shard):
                 with self._home.gradient(shard, is_written=True) as grad:
                     grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
         self._compared.clear()
-        for param in self._shard_of:
+        for param in self._own:
             self.drop_gradient(param)
             param.grad = None
 
@@ -263,24 +264,13 @@ class ZeroInfinity(ZeroOptimizer):
         )
 
     @state.setter
-    def state(self, _: Any) -> None:
-        """torch's constructor sets it."""
-
-    def _state_of(self, param: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._inner.state_of(self._shard_of[param])
-        return found
-
-    def has_stepped(self, param: Any) -> bool:
-        """See ZeroOptimizer."""
-        return self._shard_of[param] in self._inner.steps
+    def state(self, states: Any) -> None:
+        States.state.fset(self, states)  # type: ignore[attr-defined]
 
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
         weight = self._weights.unit_of(param).read_shard(param)
-        return self._inner.new_state_of(self._shard_of[param], weight)
-
-    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        self._inner.set_state_of(self._shard_of[param], state)
+        return self._inner.new_state_of(self._own[param], weight)
 
     def _states_come(self) -> None:
         # A write removes the commit before the last, which may be another rank's last one: all

@@ -6,31 +6,25 @@ import dataclasses
 import math
 import weakref
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm._renamed import object_getattr
 from ringcomm.loss_scale import LossScale, clip_factor
-from ringcomm.parallel import offload
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
+from ringcomm.parallel.model_axes import Axes, Held, axes_of, late_weights
 from ringcomm.parallel.offload.optimizers import local_of
+from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
+from ringcomm.parallel.zero.guards import ForwardGuard
 from ringcomm.parallel.zero.states import States
-
-OFFLOADED = (offload.AdamW, offload.SGD)
-
-
-def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is offloaded."""
-    return isinstance(optimizer, OFFLOADED)
+from ringcomm.torch_names import mark_stepped, move_step_hooks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,25 +71,31 @@ class ShardOptions:
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
 
+def _refuse_copy(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "an optimizer of zero.shard() cannot be copied or pickled: save"
+        " ringcomm.parallel.get_state_dict(model, optimizer) instead"
+    )
+
+
 class ZeroOptimizer(States):
     """A torch optimizer in which each rank updates 1/N of the weights.
 
-    Its parameter groups are those of the given optimizer. A weight without a gradient on any rank
-    is not updated, as in torch's optimizers. At stages 1 and 2, a missing gradient on some ranks
-    counts as zeros in the mean, as with DistributedDataParallel(find_unused_parameters=True).
+    Its parameter groups are the dicts of the given optimizer. `state` has this rank's parts of
+    states and may be modified, except if it is offloaded. Copying and pickling raise. A weight
+    without a gradient on any rank is not updated, as in torch's optimizers. At stages 1 and 2, a
+    missing gradient on some ranks counts as zeros in the mean, as with
+    DistributedDataParallel(find_unused_parameters=True).
 
     Attributes:
         grad_norm: the 2-norm of all gradients before clipping, without the loss scale, in the last
             step that computed it: with clip_grad_norm or a loss scale. None before.
     """
 
-    _inner: Any
-
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
         group: dist.ProcessGroup,
         options: ShardOptions,
     ) -> None:
@@ -106,12 +106,16 @@ class ZeroOptimizer(States):
         self._model = weakref.ref(model)
         self._is_offloaded = is_offloaded(optimizer)
         self._is_made = False
-        _refuse_ddp(model, self)
-        super().__init__([dict(param_group) for param_group in groups], {})
+        self._given = weakref.ref(optimizer)
+        self._inner = None if self._is_offloaded else over_groups(optimizer, [])
+        # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
+        super().__init__(optimizer.param_groups, {})
+        move_step_hooks(optimizer, self)
         self._is_made = True
+        ForwardGuard(model, self)
 
-    if not TYPE_CHECKING:
-        __getattr__ = object_getattr
+    # It refers to the model, hooks and a process group.
+    __deepcopy__ = __reduce_ex__ = _refuse_copy
 
     # ---- what users call
 
@@ -145,6 +149,8 @@ class ZeroOptimizer(States):
         with torch.no_grad():
             if self._agree():
                 self._step()
+        if (given := self._given()) is not None:
+            mark_stepped(given)  # for schedulers that were made for it
         return loss
 
     @contextmanager
@@ -224,7 +230,7 @@ class ZeroOptimizer(States):
     def _late(self) -> frozenset[nn.Parameter]:
         """Weights whose gradients are complete only after the backward passes."""
         model = self._model()
-        return tied_over_stages(model) if model is not None else frozenset()
+        return late_weights(model) if model is not None else frozenset()
 
     @cached_property
     def _axes(self) -> Axes:
@@ -263,9 +269,35 @@ class ZeroOptimizer(States):
                 )
 
     def _take_options(self) -> None:
-        """Copies the hyper-parameters of these groups to the inner optimizer."""
+        """Copies the hyper-parameters of these groups to an offloaded inner optimizer."""
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
+
+    def _step_inner(
+        self, parts: dict[Any, Tensor], grads: dict[Any, Tensor], factor: float
+    ) -> None:
+        """A step of the given class on parts of weights, by their gradients times a factor."""
+        inner = self._inner
+        for param, part in parts.items():
+            part.grad = grads[param].to(part.dtype)
+            if factor != 1:
+                part.grad *= factor
+        inner.param_groups = [
+            {**group, "params": [parts[param] for param in group["params"] if param in parts]}
+            for group in self.param_groups
+        ]
+        states, inner.state = self._states, defaultdict(dict)
+        for param, part in parts.items():
+            state = {key: x for key, x in states.get(param, {}).items() if key != "master"}
+            if state:
+                inner.state[part] = state
+        inner.step()
+        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update({key: value for key, value in own.items() if key != "params"})
+        for param, part in parts.items():
+            if part in inner.state:
+                states[param] = inner.state[part]
+        inner.param_groups, inner.state = [], {}
 
     @property
     def _grad_scale(self) -> float:
@@ -316,18 +348,3 @@ class ZeroOptimizer(States):
     @abstractmethod
     def _forget_gradients(self) -> None:
         """Drops all gradients."""
-
-
-def _refuse_ddp(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    """Makes the model raise when DistributedDataParallel runs it."""
-    told = weakref.ref(optimizer)
-
-    def check(*_: Any) -> None:
-        if DistributedDataParallel._get_active_ddp_module() is not None and told() is not None:
-            raise RuntimeError(
-                "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
-                " which would reduce gradients again: call the model itself. With Accelerate or"
-                " Trainer, call prepare() of ringcomm.integrations"
-            )
-
-    model.register_forward_pre_hook(check)

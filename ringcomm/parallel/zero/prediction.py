@@ -14,7 +14,8 @@ from ringcomm.parallel.model_axes import axes_of
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import default_units, params_of_units, units_apart
 from ringcomm.parallel.zero.bucket import plan_buckets
-from ringcomm.parallel.zero.optimizer import ShardOptions, is_offloaded
+from ringcomm.parallel.zero.elementwise import is_offloaded, num_states
+from ringcomm.parallel.zero.optimizer import ShardOptions
 
 
 class Memory(NamedTuple):
@@ -168,10 +169,8 @@ def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int | Non
     """The number of state values per element; None if they and masters are offloaded."""
     found: dict[nn.Parameter, int | None] = {}
     for group in optimizer.param_groups:
-        num: int | None = 3 if group.get("amsgrad") else 2
-        if isinstance(optimizer, torch.optim.SGD):
-            num = 1 if group["momentum"] else 0
-        found |= dict.fromkeys(group["params"], None if is_offloaded(optimizer) else num)
+        num = None if is_offloaded(optimizer) else num_states(optimizer, group)
+        found |= dict.fromkeys(group["params"], num)
     return found
 
 

@@ -22,8 +22,10 @@ from ringcomm.parallel.shards.units import (
     units_apart,
     watch_whole_weights,
 )
+from ringcomm.parallel.shards.weight_shards import refuse_moves
+from ringcomm.parallel.zero.guards import BackwardGuard, refuse_hooks
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
-from ringcomm.torch_names import reduce_unused
+from ringcomm.torch_names import drop_accumulated, fill_accumulated, fsdp_params, reduce_unused
 
 
 class Zero3(ZeroOptimizer):
@@ -47,13 +49,15 @@ class Zero3(ZeroOptimizer):
         names = {param: name for name, param in model.named_parameters()}
         found = default_units(model) if units is None else units
         _shard_units(model, units_apart(model, found), group, mesh, options)
-        new = dict(model.named_parameters())
-        groups = [
-            {**old, "params": [new[names[param]] for param in old["params"]]}
-            for old in optimizer.param_groups
-        ]
-        super().__init__(model, optimizer, groups, group, options)
-        self._inner = optimizer.over(groups) if self._is_offloaded else type(optimizer)(groups)
+        new: dict[str, Any] = dict(model.named_parameters())
+        for own in optimizer.param_groups:
+            own["params"] = [new[names[param]] for param in own["params"]]
+        super().__init__(model, optimizer, group, options)
+        self._own = {param: param for param in self.all_params()}
+        if self._is_offloaded:
+            self._inner = optimizer.over(self.param_groups)
+        self._backward = BackwardGuard(model)
+        refuse_moves(model)
         self._is_synced = True
         # Weights with a gradient from autograd on this rank since the last step; weights whose
         # gradient no_sync() keeps; and gradients left by fully_shard, which may be zeros.
@@ -119,17 +123,7 @@ class Zero3(ZeroOptimizer):
         model: Any = self._model()
         model.set_requires_gradient_sync(is_on)
         for params in _fsdp_params(model) if is_on else ():
-            # torch reduces all gradients of a unit in one dtype, including accumulated ones with
-            # reduce_dtype, and if a weight has none.
-            if any(param.unsharded_accumulated_grad is not None for param in params):
-                for param in params:
-                    if (
-                        param.unsharded_accumulated_grad is None
-                        and param.sharded_param.requires_grad
-                    ):
-                        param.unsharded_accumulated_grad = torch.zeros_like(
-                            param._unsharded_param, dtype=param.reduce_dtype, requires_grad=False
-                        )
+            fill_accumulated(params)
 
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
@@ -158,10 +152,24 @@ class Zero3(ZeroOptimizer):
             if param.grad is not None:
                 yield param, local_of(param.grad)
 
+    def _check_unchanged(self) -> None:
+        if self._backward.failed:
+            raise RuntimeError(
+                "a backward pass raised an error at stage 3, where fully_shard cannot continue:"
+                " make the model and its optimizer again from a checkpoint, or use stage 1 or 2"
+            )
+        super()._check_unchanged()
+        for param in self.all_params():
+            refuse_hooks(param, "a weight")
+
     def _update(self, factor: float) -> None:
-        self._take_options()
-        self._scale_gradients(factor)
-        self._inner.step()
+        if self._is_offloaded:
+            self._take_options()
+            self._scale_gradients(factor)
+            self._inner.step()
+            return
+        grads = dict(self._shards())
+        self._step_inner({param: local_of(param.data) for param in grads}, grads, factor)
 
     def _forget_gradients(self) -> None:
         self.zero_grad()
@@ -170,9 +178,7 @@ class Zero3(ZeroOptimizer):
         """Drops all gradients, for any `set_to_none`, and those of no_sync()."""
         model = self._model()
         for params in _fsdp_params(model) if self._kept and model is not None else ():
-            for param in params:
-                if hasattr(param, "_unsharded_param"):  # otherwise the unit has never run
-                    param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+            drop_accumulated(params)
         self._kept.clear()
         self._marked.clear()
         self._reduced.clear()
@@ -181,13 +187,7 @@ class Zero3(ZeroOptimizer):
     # ---- state
 
     def _state_of(self, param: Any) -> dict[str, Any]:
-        inner = self._inner
-        state = inner.state_of(param) if self._is_offloaded else inner.state.get(param, {})
-        return {key: _spread(value, param) for key, value in state.items() if value is not None}
-
-    def has_stepped(self, param: Any) -> bool:
-        """See ZeroOptimizer."""
-        return bool(self._state_of(param))
+        return {key: _spread(value, param) for key, value in super()._state_of(param).items()}
 
     def _is_own(self, param: Any, value: DTensor) -> bool:
         is_placed = value.placements == param.placements
@@ -201,16 +201,8 @@ class Zero3(ZeroOptimizer):
 
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
-        if not self._is_offloaded:
-            return {}
-        state = self._inner.new_state_of(param, local_of(param.detach()))
+        state = super().new_state_of(param)
         return {key: _spread(value, param) for key, value in state.items()}
-
-    def forget_steps(self) -> None:
-        """See ZeroOptimizer."""
-        for state in self._inner.state.values():
-            if "step" in state:
-                state["step"].zero_()
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
         """This rank's rows of an unsharded state, or of rows that it already has."""
@@ -221,19 +213,9 @@ class Zero3(ZeroOptimizer):
         return value.to_local()
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        dtype, mine = torch.float32 if self._is_offloaded else param.dtype, {}
-        for key, value in state.items():
-            if key == "master" and not self._is_offloaded:
-                continue  # the weights themselves
-            mine[key] = value
-            if isinstance(value, Tensor) and key != "step":
-                mine[key] = _spread(value.to(device=param.device, dtype=dtype, copy=True), param)
-        if self._is_offloaded:
-            self._inner.set_state_of(param, mine)
-            return
-        self._inner.state.pop(param, None)
-        if mine:
-            self._inner.state[param] = mine
+        if not self._is_offloaded:  # "master" of 16-bit weights: the weights themselves
+            state = {key: local_of(value) for key, value in state.items() if key != "master"}
+        super()._set_state(param, state)
 
     def _states_taken(self) -> None:
         self._tell_scale()  # which has been loaded too
@@ -271,10 +253,7 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
     """fully_shard's objects for the weights of each unit."""
     for module in _fsdp_modules(model):
-        state = module._get_fsdp_state()
-        # One group before torch 2.13.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        yield from (group.fsdp_params for group in groups if group is not None)
+        yield from fsdp_params(module)
 
 
 def _spread(value: Any, param: Any) -> Any:

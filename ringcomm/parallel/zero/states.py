@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import gather_parts
+from ringcomm.parallel.offload.optimizers import StatesView, local_of, numbered_groups
+from ringcomm.torch_names import shape_and_offset
 
 # A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
 SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
@@ -22,19 +23,35 @@ _ROWS = (Shard(0),)
 
 
 class States(torch.optim.Optimizer):
-    """The states for ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint."""
+    """The states for ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint.
+
+    An offloaded `_inner` has the states of the tensors `_own`, by weight.
+    """
 
     group: dist.ProcessGroup
     _scale: LossScale | None
+    _inner: Any
+    _is_offloaded: bool
+    _is_made: bool
+    _own: dict[Any, Any]
+    _states: dict[Any, dict[str, Any]]
 
     @property
     def state(self) -> Any:
-        """This rank's part of each weight's state, by weight; read-only."""
-        return _StatesView(self)
+        """This rank's part of each weight's state, by weight; copies if it is offloaded."""
+        if self._is_offloaded:
+            stepped = [param for param in self.all_params() if self.has_stepped(param)]
+            return StatesView(stepped, self._state_of)
+        return self._states
 
     @state.setter
-    def state(self, _: Any) -> None:
-        """torch's constructor sets it."""
+    def state(self, states: Any) -> None:
+        if self._is_offloaded and self._is_made:
+            raise AttributeError(
+                "the states are offloaded, and `state` has copies: use load_state_dict() to"
+                " replace them"
+            )
+        self._states = states
 
     def all_params(self) -> list[Any]:
         """The parameters of all groups, as torch's state_dict() numbers them."""
@@ -42,14 +59,9 @@ class States(torch.optim.Optimizer):
 
     def numbered_groups(self) -> list[dict[str, Any]]:
         """The parameter groups as in torch's state_dict(), with the loss scale in each."""
-        numbers = {param: number for number, param in enumerate(self.all_params())}
         scale = {} if self._scale is None else self._scale.state()
-        found = []
-        for group in self.param_groups:
-            mine = {key: value for key, value in group.items() if key != "params"}
-            mine |= {SCALE_KEYS[key]: value for key, value in scale.items()}
-            found.append({**mine, "params": [numbers[param] for param in group["params"]]})
-        return found
+        saved = {SCALE_KEYS[key]: value for key, value in scale.items()}
+        return [{**group, **saved} for group in numbered_groups(self)]
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; states are DTensors, of which this rank has rows.
@@ -103,13 +115,13 @@ class States(torch.optim.Optimizer):
             self._states_come()
             for group in self.param_groups:
                 for param in group["params"]:
+                    state = states.get(param, {})
                     mine = {
-                        key: cut(param, value)
-                        if isinstance(value, Tensor) and key != "step"
-                        else value
-                        for key, value in states.get(param, {}).items()
+                        key: _owned(value, param, cut) if isinstance(value, Tensor) else value
+                        for key, value in state.items()
+                        if value is not None
                     }
-                    self._set_state(param, _with_own_step(mine, group, param))
+                    self._set_state(param, self._with_own_step(mine, group, param))
             self._states_taken()
 
     def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
@@ -152,7 +164,7 @@ class States(torch.optim.Optimizer):
     def _is_own(self, param: Any, value: DTensor) -> bool:
         """Whether a partial state is this rank's."""
         mesh = DeviceMesh.from_group(self.group, value.device.type)
-        rows, _ = compute_local_shape_and_global_offset(value.shape, mesh, _ROWS)
+        rows, _ = shape_and_offset(value.shape, mesh, _ROWS)
         return value.placements == _ROWS and tuple(value.to_local().shape) == tuple(rows)
 
     def _row_state(self, param: Any) -> dict[str, Any]:
@@ -168,9 +180,13 @@ class States(torch.optim.Optimizer):
                 state[key] = distribute_tensor(whole, mesh, _ROWS, src_data_rank=None)
         return state
 
-    @abstractmethod
     def _state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state."""
+        if self._is_offloaded:
+            found: dict[str, Any] = self._inner.state_of(self._own[param])
+            return found
+        state = self._states.get(param, {})
+        return {key: value for key, value in state.items() if value is not None}
 
     @abstractmethod
     def range_of(self, param: Any, rank: int | None = None) -> Any:
@@ -184,16 +200,25 @@ class States(torch.optim.Optimizer):
         state = self._state_of(param)
         return {**self.new_state_of(param), **state} if is_new else state
 
-    @abstractmethod
     def new_state_of(self, param: Any) -> dict[str, Any]:
-        """A weight's state before its first step."""
+        """A weight's offloaded state before its first step."""
+        if not self._is_offloaded:
+            return {}
+        own = self._own[param]
+        found: dict[str, Any] = self._inner.new_state_of(own, local_of(own.detach()))
+        return found
 
     def forget_steps(self) -> None:
         """Resets step counts to 0; keeps states."""
+        for state in self._states.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
 
-    @abstractmethod
     def has_stepped(self, param: Any) -> bool:
-        """Whether a weight has been updated."""
+        """Whether a weight has been updated, or its state loaded."""
+        if self._is_offloaded:
+            return bool(self._inner.steps.get(self._own[param], 0) > 0)
+        return bool(self._states.get(param))
 
     def _states_come(self) -> None:
         """Called before the first _set_state()."""
@@ -211,37 +236,35 @@ class States(torch.optim.Optimizer):
                 shape=value.shape,
                 stride=value.stride(),
             ).full_tensor()
-        return value.detach().reshape(-1)[slice(*self.range_of(param))].float()
+        return value.detach().reshape(-1)[slice(*self.range_of(param))]
 
-    @abstractmethod
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         """Replaces this rank's part of a weight's state."""
+        if self._is_offloaded:
+            self._inner.set_state_of(self._own[param], state)
+            return
+        self._states.pop(param, None)
+        if state:
+            self._states[param] = state
+
+    def _with_own_step(
+        self, state: dict[str, Any], group: dict[str, Any], param: Tensor
+    ) -> dict[str, Any]:
+        """Makes the step count a tensor where torch's optimizers need it."""
+        is_torchs = type(self._inner).__module__.startswith("torch.optim")
+        if "step" not in state or not (is_torchs or isinstance(state["step"], Tensor)):
+            return state
+        is_on_device = group.get("fused") or group.get("capturable")
+        device = param.device if is_on_device else torch.device("cpu")
+        return {**state, "step": torch.tensor(float(state["step"]), device=device)}
 
     def _states_taken(self) -> None:
         """Called after the last _set_state(). Collective."""
 
 
-class _StatesView(Mapping[Any, dict[str, Any]]):
-    """The states of updated parameters, created on lookup."""
-
-    def __init__(self, optimizer: States) -> None:
-        self._optimizer = optimizer
-
-    def __getitem__(self, param: Any) -> dict[str, Any]:
-        """The state of a parameter; {} before its first update."""
-        return self._optimizer._state_of(param)
-
-    def __iter__(self) -> Iterator[Any]:
-        return filter(self._optimizer.has_stepped, self._optimizer.all_params())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _with_own_step(state: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """Copies the step count to a separate tensor, where torch's optimizers need it."""
-    if "step" not in state:
-        return state
-    is_on_device = group.get("fused") or group.get("capturable")
-    device = param.device if is_on_device else torch.device("cpu")
-    return {**state, "step": torch.tensor(float(state["step"]), device=device)}
+def _owned(value: Tensor, param: Any, cut: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    """A copy of this rank's part of a loaded value; numbers are the same on all ranks."""
+    if not value.dim():
+        return value.detach().clone()
+    mine = local_of(cut(param, value))
+    return mine.to(device=param.device, dtype=torch.float32, copy=True)

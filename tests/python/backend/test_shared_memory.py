@@ -11,6 +11,8 @@ import itertools
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,46 @@ def test_allocator(rank: int) -> None:
         module.set_allocate_memory_from_process_group_for_comm(True)
     train(model, rank, dist.get_world_size())
     assert num_peer_regions() > 0  # so its collectives were direct
+
+
+# ---- where the kernel may refuse a page at its first access
+
+RESIDENT = """
+import os, re, tempfile
+store = tempfile.mktemp()
+rank = 0 if os.fork() else 1
+import torch, torch.distributed as dist, ringcomm
+dist.init_process_group("ringcomm", f"file://{store}", rank=rank, world_size=2)
+dist.barrier()
+kept = ringcomm.empty_shared(4 << 20, dtype=torch.uint8)
+maps = open("/proc/self/smaps").read()
+found = re.findall(r"memfd:(ringcomm\\S*) .*\\n(?:\\w+: .*\\n)*?Rss: +(\\d+)", maps)
+if rank == 0:
+    print(sum(int(kib) for name, kib in found if name == "ringcomm"))
+    print(sum(int(kib) for name, kib in found if name == "ringcomm-shared"))
+dist.destroy_process_group()
+if rank == 1:
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.parametrize("policy", [0, 2])
+def test_pages_are_taken_early_where_they_may_be_refused(tmp_path: Path, policy: int) -> None:
+    """With vm.overcommit_memory=2 (a file in its place); else unused memory costs nothing."""
+    (tmp_path / "policy").write_text(f"{policy}\n")
+    (tmp_path / "program.py").write_text(RESIDENT)
+    mount = f"mount --bind {tmp_path}/policy /proc/sys/vm/overcommit_memory"
+    shell = f"{mount} || exit 77; exec {sys.executable} {tmp_path}/program.py"
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", shell]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=120)
+    if done.returncode == 77 or (done.returncode == 1 and not done.stdout):
+        pytest.skip("this user may not make namespaces")
+    assert done.returncode == 0
+    group_kib, shared_kib = map(int, done.stdout.split())
+    if policy == 2:
+        assert group_kib >= 2048 + 512  # this rank's board, and its link of a ring
+        assert shared_kib >= 4096
+    else:
+        assert group_kib < 128
+        assert shared_kib < 128

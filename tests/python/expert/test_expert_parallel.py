@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ringcomm
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import WeightShards, expert, zero
+from ringcomm.parallel.expert.dispatch import dispatch, plan_dispatch
 
 
 @in_ranks(4)
@@ -62,6 +63,21 @@ def test_means(rank: int) -> None:
         ValueError, match=r"2 ranks average gradients, but moe.experts has experts over 2"
     ):
         expert.average_gradients(net, net.moe.experts.group)
+
+
+@in_ranks(2)
+def test_the_second_derivative_of_an_exchange(rank: int) -> None:
+    """The gradient of r ** 3 is 3 r ** 2, and that of its square 36 r ** 3, on any rank."""
+    rows = torch.arange(1.0, 7.0).view(3, 2).add(rank).requires_grad_()
+    counts = torch.tensor([1, 2] if rank == 0 else [2, 1])
+    group = dist.group.WORLD
+    assert group is not None
+    plan = plan_dispatch(counts, rows.dtype, group, is_grad_needed=True)
+    loss = dispatch(rows, plan).pow(3).sum()
+    (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
+    torch.testing.assert_close(grad, 3 * rows**2)
+    grad.square().sum().backward()
+    torch.testing.assert_close(rows.grad, 36 * rows.detach() ** 3)
 
 
 def check_accumulation(rank: int) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from ringcomm.parallel import ParallelDims
+from ringcomm.torch_names import backend_of, flat_mesh, timeout_of
 
+TIMEOUT = timedelta(seconds=37)  # which torch does not give to new groups
 AXES = ("pp", "dp", "fsdp", "tp", "batch", "ep", "edp")
 
 
@@ -92,12 +95,16 @@ def sums_over_axes(rank: int) -> dict[str, tuple[list[int], float, int]]:
         mesh = dims[axis]
         found[axis] = mesh.mesh.tolist(), total.item(), mesh.get_local_rank()
     assert dims["hsdp"].mesh_dim_names == ("dp", "fsdp")
+    groups: list[Any] = [dist.group.WORLD, flat_mesh(dims["hsdp"]).get_group()]
+    groups += [dims.group(axis) for axis in AXES]
+    assert {timeout_of(backend_of(group, torch.device("cpu"))) for group in groups} == {TIMEOUT}
     return found
 
 
 def test_groups_are_those_of_the_table() -> None:
     dims = ParallelDims(dp=2, fsdp=2, tp=2, ep=2, world_size=8)
-    for rank, found in enumerate(run_ranks(8, sums_over_axes)):
+    timeout_s = TIMEOUT.total_seconds()
+    for rank, found in enumerate(run_ranks(8, sums_over_axes, group_timeout_s=timeout_s)):
         for axis in AXES:
             ranks = dims.ranks_of(axis, rank)
             assert found[axis] == (ranks, sum(1 << r for r in ranks), ranks.index(rank)), axis

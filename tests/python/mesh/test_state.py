@@ -13,11 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import in_ranks, run_ranks
 from test_parallelize import KINDS, SIZES, ids_of, make, transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
 from torch.distributed.checkpoint.state_dict import set_state_dict as set_by_torch
 from torch.testing import assert_close
 
+from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import (
     ParallelDims,
     get_state_dict,
@@ -213,6 +214,8 @@ def test_a_state_of_another_model_is_refused_before_anything_is_written(rank: in
     values, state = get_state_dict(train, train.optimizer, full=True)
     parts, own = get_state_dict(train, train.optimizer)
     other, _ = trained("tp of copied heads")
+    with pytest.raises(ValueError, match="has blocks of a Pipeline with stages on other ranks"):
+        get_state_dict(next(train.model.children()))
     before = {name: param.detach().clone() for name, param in other.model.named_parameters()}
     name = "model.layers.0.mlp.up_proj.weight"
     without = {n: v for n, v in values.items() if n != name}
@@ -239,3 +242,37 @@ def test_a_state_of_another_model_is_refused_before_anything_is_written(rank: in
     with pytest.raises(ValueError, match="rank0_only needs full=True"):
         get_state_dict(train, rank0_only=True)
     assert all(torch.equal(p, before[n]) for n, p in other.model.named_parameters())
+
+
+def uneven(rank: int, stage: int, folder: Path) -> tuple[Any, Any]:
+    """Parts of 5 and 4 features: tensor-parallel ranks cut the second layer at other elements."""
+    dims = ParallelDims(dp=2, tp=2)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        first, second = nn.Linear(8, 9), nn.Linear(9, 40)
+        split = ColumnParallelLinear.from_linear(first, mesh=dims["tp"], gather_output=True)
+        loss_fn = nn.functional.mse_loss
+        model = nn.Sequential(split, second)
+        return parallelize(model, dims, adamw, loss_fn=loss_fn, zero_stage=stage)
+
+    train, again = made(), made()
+    rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank // 2))
+    for _ in range(2):
+        train.step(rows, torch.ones(2, 40))
+        train.optimizer.step()
+        train.optimizer.zero_grad()
+    values, state = get_state_dict(train, train.optimizer)
+    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+    values, state = get_state_dict(again, again.optimizer)
+    dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(again, again.optimizer, values, state)
+    full = [get_state_dict(each, each.optimizer, full=True) for each in (train, again)]
+    return full[0], full[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_flat_weights_of_uneven_parts(stage: int, tmp_path: Path) -> None:
+    for expected, found in run_ranks(4, uneven, stage, tmp_path):
+        assert expected[1]["state"]
+        assert_same(found, expected)

@@ -132,7 +132,7 @@ def no_class(ops: Any, device: str) -> None:
             cross_entropy(logits, target)
     weight = torch.ones(6, device=device)
     with pytest.raises(ValueError, match=r"(weight|element) for each of the 5 classes"):
-        cross_entropy(logits[:, :6], target, class_weight=weight, vocab_size=5)
+        cross_entropy(logits[:, :6], target, weight=weight, vocab_size=5)
 
 
 def wrong_shards(ops: Any, device: str) -> None:

@@ -26,7 +26,7 @@ def reference(
     *,
     wide: torch.dtype = torch.float64,
     vocab_size: int | None = None,
-    class_weight: Tensor | None = None,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -41,14 +41,14 @@ def reference(
         z = softcap * torch.tanh(z / softcap)
     if target.is_floating_point():
         wanted = target.to(z) * (1 - label_smoothing) + label_smoothing / z.shape[-1]
-        wanted = wanted if class_weight is None else wanted * class_weight.to(z)
+        wanted = wanted if weight is None else wanted * weight.to(z)
         losses = z_loss * torch.logsumexp(z, -1) ** 2 - (wanted * torch.log_softmax(z, -1)).sum(-1)
         num_rows = losses.numel() if num_items is None else float(num_items)
         mean = losses.sum() / torch.tensor(num_rows, dtype=wide)
         return {"none": losses, "sum": losses.sum(), "mean": mean}[reduction], {}
     counted = target != ignore_index
     safe = target.masked_fill(~counted, 0).long()
-    weights = torch.ones(z.shape[-1], dtype=wide) if class_weight is None else class_weight.to(wide)
+    weights = torch.ones(z.shape[-1], dtype=wide) if weight is None else weight.to(wide)
     log_probs, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
     nll = -weights[safe] * log_probs.gather(-1, safe[..., None]).squeeze(-1)
     losses = (1 - label_smoothing) * nll + z_loss * lse**2
@@ -236,7 +236,7 @@ def class_weights(vocab_size: int) -> Tensor:
 OPTION_AXES: dict[str, dict[str, dict[str, Any]]] = {
     "ignore": {"-100": {}, "a class": {"ignore_index": 3}},
     "smoothing": {"0": {}, "0.1": {"label_smoothing": 0.1}, "1": {"label_smoothing": 1.0}},
-    "weight": {"none": {}, "some": {"class_weight": True}},
+    "weight": {"none": {}, "some": {"weight": True}},
     "z_loss": {"0": {}, "0.01": {"z_loss": 1e-2}},
     "softcap": {"none": {}, "5": {"softcap": 5.0}},
     "scale": {"1": {}, "-0.7": {"logit_scale": -0.7}},
@@ -268,8 +268,8 @@ def options_of(case: dict[str, str], num_columns: int) -> dict[str, Any]:
         options |= values[case.get(axis, next(iter(values)))]
     if options.get("vocab_size"):
         options["vocab_size"] = max(1, num_columns - num_columns // 5)
-    if options.get("class_weight") is True:
-        options["class_weight"] = class_weights(options.get("vocab_size", num_columns))
+    if options.get("weight") is True:
+        options["weight"] = class_weights(options.get("vocab_size", num_columns))
     return options
 
 

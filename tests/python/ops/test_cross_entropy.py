@@ -203,6 +203,7 @@ def check_layer(
     x, weight, bias = (tensor.detach().to(device).requires_grad_() for tensor in own)
     call = call_layer_module if case["path"] == "linear module" else linear_cross_entropy
     given = {**loss_oracle.on(device, options), **(how or {}), "outputs": OUTPUTS}
+    given["class_weight"] = given.pop("weight", None)
     updates = torch.zeros(size, HIDDEN, device=device)
     if case["path"] == "fused update":
         given["fused_update"] = lambda rows, grad: updates[rows].copy_(grad)

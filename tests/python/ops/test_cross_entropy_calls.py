@@ -125,13 +125,19 @@ def test_overwritten_logits_are_noticed(inplace: bool) -> None:
         loss.backward()
 
 
-def test_no_second_derivative() -> None:
-    leaf, factor = random_logits((4, 6)).requires_grad_(), torch.tensor(2.0, requires_grad=True)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("factor", [None, torch.tensor(2.0, requires_grad=True)], ids=["1", "2"])
+def test_no_second_derivative(factor: Tensor | None, inplace: bool) -> None:
+    """A gradient penalty would be 0 in silence: the upstream gradient 1 requires no grad."""
+    leaf = random_logits((4, 6)).requires_grad_()
     for target in (torch.zeros(4, dtype=torch.int64), torch.full((4, 6), 1 / 6)):
-        loss = cross_entropy(leaf, target) * factor
-        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            grad.sum().backward()
+        if inplace and target.is_floating_point():
+            continue
+        loss = cross_entropy(leaf.clone(), target, inplace=inplace) * (
+            1 if factor is None else factor
+        )
+        with pytest.raises(RuntimeError, match=r"no second derivative.*functional.cross_entropy"):
+            torch.autograd.grad(loss, leaf, create_graph=True)
 
 
 # ---- torch's own checks
@@ -216,7 +222,7 @@ def test_module() -> None:
     logits, target, weight = random_logits((5, 9)), random_targets((5,), 9), class_weights(9)
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "outputs": ("lse",)}
     module = nn.CrossEntropyLoss(weight, **options)
-    expected = cross_entropy(logits, target, class_weight=weight, num_items=3, **options)
+    expected = cross_entropy(logits, target, weight=weight, num_items=3, **options)
     loss, outputs = module(logits, target, num_items=3)
     oracle.assert_equal(loss, expected[0])
     oracle.assert_equal(outputs["lse"], expected[1]["lse"])
@@ -238,23 +244,24 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
         (TypeError, "float64", (LOGITS.double(), TARGET), {}),
         (TypeError, "int64", (LOGITS.long(), TARGET), {}),
         (TypeError, "int16", (LOGITS, TARGET.short()), {}),
-        (TypeError, "float64", (LOGITS, TARGET), {"class_weight": torch.ones(6).double()}),
+        (TypeError, "float64", (LOGITS, TARGET), {"weight": torch.ones(6).double()}),
         (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
         (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
+        (ValueError, r"last dimension.*movedim\(1, -1\)", (LOGITS[..., None], TARGET[:, None]), {}),
         (ValueError, "meta", (LOGITS, TARGET.to("meta")), {}),
         (ValueError, "0 columns", (LOGITS[:, :0], TARGET), {}),
         (ValueError, "6 columns, but the vocabulary only 7", (LOGITS, TARGET), {"vocab_size": 7}),
         (ValueError, "vocabulary only 0", (LOGITS, TARGET), {"vocab_size": 0}),
         (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
         (ValueError, "6 columns, but the vocabulary only 7", (LOGITS, TARGET),
-         {"class_weight": torch.ones(7)}),
+         {"weight": torch.ones(7)}),
         (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
-         {"class_weight": torch.ones(6), "vocab_size": 5}),
-        (ValueError, r"\(2, 3\)", (LOGITS, TARGET), {"class_weight": torch.ones(2, 3)}),
+         {"weight": torch.ones(6), "vocab_size": 5}),
+        (ValueError, r"\(2, 3\)", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
         (ValueError, "weights get no gradient", (LOGITS, TARGET),
-         {"class_weight": torch.ones(6, requires_grad=True)}),
+         {"weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "weights get no gradient", (LOGITS, PROBABILITIES),
-         {"class_weight": torch.ones(6, requires_grad=True)}),
+         {"weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "1.5", (LOGITS, TARGET), {"label_smoothing": 1.5}),
         (ValueError, "inf", (LOGITS, TARGET), {"z_loss": math.inf}),
         (ValueError, "softcap.*1e-60", (LOGITS, TARGET), {"softcap": 1e-60}),
@@ -275,7 +282,7 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
         (ValueError, "ignore_index=3", (LOGITS, PROBABILITIES), {"ignore_index": 3}),
         (ValueError, "meta", (LOGITS, PROBABILITIES.to("meta")), {}),
         (ValueError, r"6 classes got .* shape \(1,\)", (LOGITS, PROBABILITIES),
-         {"class_weight": torch.ones(1)}),
+         {"weight": torch.ones(1)}),
     ],
 )  # fmt: skip
 def test_wrong_arguments(

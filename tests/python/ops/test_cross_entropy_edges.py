@@ -173,7 +173,7 @@ def test_probabilities_of_one_class(items: Any) -> None:
     logits, classes = random_logits((6, 30)), random_targets((6,), 30, ignored=0)
     logits[0, (int(classes[0]) + 1) % 30] = -math.inf
     options: dict[str, Any] = {"z_loss": 1e-2, "logit_scale": 1.3}
-    options["class_weight"] = loss_oracle.class_weights(30)
+    options["weight"] = loss_oracle.class_weights(30)
     results = []
     for target in (classes, F.one_hot(classes, 30).float()):
         leaf = logits.clone().requires_grad_()

@@ -186,7 +186,7 @@ WRONG: list[tuple[bool, type[Exception], str, Tensor, dict[str, Any]]] = [
     (False, ValueError, "got 0", NONE, {"vocab_size": 0}),
     (False, ValueError, "16777216.*got 99999999", NONE, {"vocab_size": 99_999_999}),
     (False, ValueError, "9 classes, got shape", NONE,
-     {"vocab_size": 9, "class_weight": torch.ones(8)}),
+     {"vocab_size": 9, "weight": torch.ones(8)}),
     (False, ValueError, "do not support group", torch.zeros(2, 4), {}),
     (True, ValueError, "do not add up|must be adjacent", NONE, {"vocab_start": 5}),
     (True, ValueError, "targets must have", NONE, {"sequence_parallel": True}),  # of one rank's

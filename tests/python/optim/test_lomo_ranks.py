@@ -98,6 +98,66 @@ def test_weights_are_reduced_updated_and_gathered_in_one_pass(rank: int) -> None
     assert names == {"all_reduce", "reduce_scatter_update_all_gather"}
 
 
+class Seeded(nn.Module):
+    """Weights and buffers from the seed of a rank, some frozen, and statistics of batches."""
+
+    features: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.register_buffer("features", torch.randn(8, 8), persistent=False)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8)
+        nn.init.normal_(self.norm.running_mean)  # type: ignore[arg-type]
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(torch.tanh(self.up(self.frozen(x @ self.features))))).sum()
+
+
+def train_seeded(rank: int, how: str) -> dict[str, Tensor]:
+    """Weights and buffers after a step in which all ranks have the same rows."""
+    model: Any = Seeded(rank)
+    group, shards = dist.group.WORLD, None
+    if how == "tensor":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        group, over = mesh.get_group(0), mesh.get_group(1)
+        model.up = ColumnParallelLinear.from_linear(model.up, gather_output=True, group=over)
+    elif how == "fully_shard":  # which shards each rank's own weights
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        model = Seeded(0)
+        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        fully_shard(model)
+    elif how == "WeightShards":
+        shards = WeightShards(model)
+    opt = Lomo(model, 0.001, group=group if how in ("replicas", "tensor") else None)
+    model(torch.arange(32.0).view(4, 8) / 8).backward()
+    opt.step()
+    found: Any = weights(model) if shards is None else full_weights(shards)
+    values = {name: whole(value) for name, value in found.items()}
+    return {**values, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
+
+
+@pytest.mark.parametrize("how", ["replicas", "WeightShards", "fully_shard", "tensor"])
+def test_weights_and_buffers_start_from_those_of_rank_0(how: str) -> None:
+    results = run_ranks(4 if how == "tensor" else 2, train_seeded, how)
+    model = Seeded(0)
+    opt = Lomo(model, 0.001)
+    model(torch.arange(32.0).view(4, 8) / 8).backward()
+    opt.step()
+    for name, expected in {**weights(model), **dict(model.named_buffers())}.items():
+        got = [result[name] for result in results]
+        if how == "tensor":  # the parts of a layer are not each other's replicas
+            assert torch.equal(got[2], got[0])
+            assert torch.equal(got[3], got[1])
+            assert name != "up.weight" or not torch.equal(got[0], got[1])
+        else:
+            torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(got[1], expected, rtol=1e-5, atol=1e-6)
+
+
 # ---- what goes wrong on one rank
 
 

@@ -63,13 +63,15 @@ class Table:
         axes: by feature its values.
         refused: what does not go together.
         meaningless: what says nothing together.
-        also: more than two values which were wrong together once.
+        also: more values which were wrong together once.
+        strength: how many values of different axes are tried together: 2 for pairs.
     """
 
     axes: Mapping[str, tuple[str, ...]]
     refused: tuple[Refused, ...]
     meaningless: tuple[Condition, ...]
     also: tuple[Mapping[str, str], ...] = ()
+    strength: int = 2
 
     @property
     def plain(self) -> Case:
@@ -89,10 +91,10 @@ class Table:
         return self.makes_sense(case) and not self.refusals_of(case)
 
     def pairs(self) -> Iterator[Case]:
-        """Every pair of values of two axes."""
-        for (a, a_values), (b, b_values) in itertools.combinations(self.axes.items(), 2):
-            for x, y in itertools.product(a_values, b_values):
-                yield {a: x, b: y}
+        """Every pair of values of two axes, or as many as `strength`."""
+        for axes in itertools.combinations(self.axes, self.strength):
+            for values in itertools.product(*(self.axes[axis] for axis in axes)):
+                yield dict(zip(axes, values, strict=True))
 
     @cached_property
     def covering(self) -> list[Case]:
@@ -146,10 +148,10 @@ class Table:
                 else:
                     found.append(case)
             if found:
-                best = max(found, key=lambda case: len(_pairs_of(case) & left.keys()))
+                best = max(found, key=lambda case: len(self.pairs_of(case) & left.keys()))
                 cases.append({axis: best[axis] for axis in self.axes})
-                for two in _pairs_of(best):
-                    left.pop(two, None)
+                for held in self.pairs_of(best):
+                    left.pop(held, None)
         return cases
 
     def _fill(
@@ -184,7 +186,8 @@ class Table:
         axis = min(choices, key=lambda axis: len(choices[axis]))
 
         def gain(value: str) -> int:
-            return sum(frozenset([(axis, value), item]) in left for item in case.items())
+            others = itertools.combinations(case.items(), self.strength - 1)
+            return sum(frozenset([(axis, value), *items]) in left for items in others)
 
         for value in sorted(choices[axis], key=gain, reverse=True):
             rest = {other: values for other, values in choices.items() if other != axis}
@@ -193,9 +196,9 @@ class Table:
                 return found
         return None
 
-
-def _pairs_of(case: Case) -> set[Pair]:
-    return {frozenset(two) for two in itertools.combinations(case.items(), 2)}
+    def pairs_of(self, case: Case) -> set[Pair]:
+        """Every pair of values that a case holds, or as many as `strength`."""
+        return {frozenset(pair) for pair in itertools.combinations(case.items(), self.strength)}
 
 
 def _matches(when: Condition, case: Mapping[str, str]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -75,9 +77,86 @@ def test_what_is_no_step(rank: int) -> None:
         pipe.step(x, y)
     with pytest.raises(RuntimeError, match=r"call step\(..., record=True\)"):
         pipe.timeline()
+    with pytest.raises(RuntimeError, match=r"a Pipeline cannot be called.* Call step\(\), eval"):
+        pipe.module(x)
+    with pytest.raises(AttributeError, match=r"a Pipeline has no 'generate'.*get_state_dict"):
+        pipe.module.generate()
+    for copied in (copy.deepcopy, pickle.dumps):
+        for value in (pipe, pipe.module):
+            with pytest.raises(RuntimeError, match="cannot be copied or pickled"):
+                copied(value)
+    assert not hasattr(pipe.module, "generate")
     first = pipe.step(x, y)  # nothing of this has done harm
     assert torch.equal(first, pipe.step(x, y))
     assert float(pipe.step(x[:8], y[:8])) != float(first)  # another shape
+
+
+# ---- labels, and arguments of all blocks
+
+
+def uneven_batch() -> tuple[Tensor, Tensor]:
+    """Micro-batches have 6, 0, 5, 6, 6, ... labels."""
+    x, y = token_batch(0)
+    y = y.clone()
+    y[2:4] = y[4, 0] = -100
+    return x, y
+
+
+def summed(logits: Tensor, target: Tensor, num_items_in_batch: float) -> Tensor:
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+@in_ranks(2)
+def test_micro_batches_with_different_numbers_of_labels(rank: int) -> None:
+    x, y = uneven_batch()
+    model = make_tied()
+    expected = tokens_loss(model(x), y)
+    expected.backward()
+    num_items = int((y != -100).sum())
+    cases: list[Any] = [(tokens_loss, {}), (summed, {"num_items": num_items})]
+    for loss_fn, options in cases:
+        pipe = pipeline.Pipeline(make_tied().blocks(), loss_fn, num_microbatches=M)
+        assert float(pipe.evaluate(x, y, **options)) == pytest.approx(expected.item(), rel=1e-6)
+        assert float(pipe.step(x, y, **options)) == pytest.approx(expected.item(), rel=1e-6)
+        for name, param in pipe.named_parameters():
+            grad = model.get_parameter(name).grad
+            torch.testing.assert_close(param.grad, grad, rtol=1e-5, atol=1e-6)
+    text = "loss_fn has a parameter num_items_in_batch" if rank else "rank 1 has ValueError"
+    with pytest.raises(ValueError, match=text):
+        pipe.step(x, y)
+    with pytest.raises(ValueError, match="all are -100" if rank else "rank 1 has ValueError"):
+        pipe.step(x, torch.full_like(y, -100))
+
+
+class Scaled(nn.Linear):
+    """A block that gets an argument which the others do not know."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if scale is None else y * scale[:, None]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@in_ranks(2)
+def test_arguments_of_all_blocks(rank: int, recompute: bool) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(Scaled(8, 8), nn.Tanh(), Scaled(8, 8), nn.Tanh(), Scaled(8, 3))
+    x, y = batch(0)
+    scale = torch.rand(len(x))
+    value = x
+    for block in model:
+        value = block(value, scale) if isinstance(block, Scaled) else block(value)
+    expected = mse(value, y)
+    pipe = make(model, "interleaved", recompute=recompute)
+    found = pipe.step(x, y, kwargs={"scale": scale})
+    assert float(found) == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(pipe.forward(x, kwargs={"scale": scale}), value)
+    assert float(pipe.evaluate(x, y)) != pytest.approx(expected.item(), rel=1e-3)
+    with pytest.raises(TypeError, match="no block of the pipeline has a parameter mask"):
+        pipe.step(x, y, kwargs={"mask": scale})
+    with pytest.raises(ValueError, match="scale is on the meta device"):
+        pipe.step(x, y, kwargs={"scale": scale.to("meta")})
 
 
 def fail(*_: Any) -> None:

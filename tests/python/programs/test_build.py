@@ -1,12 +1,15 @@
 """What the build says on a machine that lacks something (more: test_mistakes.py); kernels."""
 
+import ctypes
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import buildconfig
 import cuda_kernels
 import pytest
+import stand_ins
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,34 @@ def test_new_kernels_are_embedded_anew(kernels: Path) -> None:
     (kernels / "two.cu").write_text("another")
     assert is_touched()
     assert is_touched()  # a build that ended before it got there leaves fatbins that are newer
+
+
+def test_missing_libraries_of_cuda_get_stand_ins(tmp_path: Path) -> None:
+    """One with versions of symbols and one without, linked by a library of torch's name."""
+    code = {
+        "libcudart.so.13": "int cudaGetDeviceCount(void) { return 0; } "
+        "const char* cudaGetErrorString(int code) { return 0; }",
+        "libnccl.so.2": "int ncclGetVersion(void) { return 0; }",
+        "libtorch_cuda.so": "int cudaGetDeviceCount(void), ncclGetVersion(void);"
+        "int sum(void) { return cudaGetDeviceCount() + ncclGetVersion(); }"
+        "const char* cudaGetErrorString(int);"
+        "const char* name(void) { return cudaGetErrorString(1); }",
+    }
+    script = tmp_path / "versions"
+    script.write_text("libcudart.so.13 { global: cudaGetDeviceCount; cudaGetErrorString; };")
+    linked: list[str] = []
+    for name, text in code.items():
+        (tmp_path / "a.c").write_text(text)
+        options = [f"-Wl,-soname,{name}", f"-Wl,-rpath,{tmp_path}"]
+        options += [f"-Wl,--version-script,{script}"] if "cudart" in name else []
+        command = ["cc", "-shared", "-fPIC", *options, "-o", str(tmp_path / name)]
+        subprocess.run([*command, str(tmp_path / "a.c"), *linked], check=True)
+        linked.append(str(tmp_path / name))
+    for path in linked[:2]:
+        os.unlink(path)
+    assert stand_ins.make(tmp_path) == ["libcudart.so.13", "libnccl.so.2"]
+    loaded = ctypes.CDLL(linked[2], os.RTLD_NOW)
+    assert loaded.sum() == 2 * stand_ins.NO_DEVICE
+    loaded.name.restype = ctypes.c_char_p
+    assert loaded.name() == b"a stand-in without a device"
+    assert stand_ins.make(tmp_path) == []

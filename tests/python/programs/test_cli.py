@@ -55,6 +55,14 @@ def start(*command: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
+def length(path: Path) -> int:
+    """Bytes of a file, 0 without one. `exists` first would race with check_writable's removal."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def members(session: int) -> list[int]:
     """The living processes of a session."""
     found = []
@@ -183,7 +191,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -
     line = ["bench", "all_reduce", "--world-size", "3", "--sizes", sizes, "--peers", "none"]
     process = start(*COMMAND, *line, *files, *QUICK, OMP_NUM_THREADS="1")
     deadline = time.monotonic() + TIMEOUT_S
-    while not (page.exists() and page.stat().st_size) and process.poll() is None:
+    while not length(page) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -333,5 +341,16 @@ def test_limits_of_a_cgroup(tmp_path: Path) -> None:
     found = machine.read_limits(write(tmp_path / "proc", {"cgroup": "0::/a/b"}), top)
     assert found["cpu_cores"] == (1.5, str(top / "a/cpu.max"))
     assert found["memory_bytes"] == (3 << 30, str(top / "a/b/memory.max"))
+    # Version 1: a folder per controller. In a container the cgroup may be at the root.
+    top = tmp_path / "v1"
+    files = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
+    files |= {"cpu/a/cpu.cfs_quota_us": "250000", "cpu/a/cpu.cfs_period_us": "100000"}
+    files |= {"memory/memory.limit_in_bytes": str(5 << 30)}
+    files |= {"memory/a/memory.limit_in_bytes": "9223372036854771712"}  # none
+    write(top, files)
+    lines = "4:memory:/a\n3:cpuacct,cpu:/a/gone\n1:name=systemd:/\n0::/a"
+    found = machine.read_limits(write(tmp_path / "proc", {"cgroup": lines}), top)
+    assert found["cpu_cores"] == (2.5, str(top / "cpu/a/cpu.cfs_quota_us"))
+    assert found["memory_bytes"] == (5 << 30, str(top / "memory/memory.limit_in_bytes"))
     found = machine.read_limits(tmp_path / "no proc", top)
     assert (found["cpu_cores"], found["memory_bytes"]) == (None, None)

@@ -1,4 +1,4 @@
-"""Other libraries, two processes each, with RINGCOMM_AS_GLOO=1: the losses are those of Gloo."""
+"""Other libraries, in two processes: losses, tokens and saved weights are those of Gloo and DDP."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 PROGRAM = Path(__file__).parent / "client_job.py"
+PROGRAMS = PROGRAM.with_name("program_job.py")
+SYSTEMS = ("DDP", "zero 2", "Lomo")
 IS_INSTALLED = "ringcomm" in [
     e.name for e in importlib.metadata.entry_points(group="torch.backends")
 ]
 
 
 def train(client: str, as_gloo: str, folder: Path) -> list[dict[str, Any]]:
+    return launch([str(PROGRAM), client], folder, RINGCOMM_AS_GLOO=as_gloo)
+
+
+def launch(program: list[str], folder: Path, **env: str) -> list[dict[str, Any]]:
+    """What two ranks of a program have written to a folder."""
     folder.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), client, str(folder)],
+        [sys.executable, *launcher, *program, str(folder)],
         env={
             **os.environ,
+            **env,
             "OMP_NUM_THREADS": "1",
-            "RINGCOMM_AS_GLOO": as_gloo,
             "ACCELERATE_USE_CPU": "1",
             "HF_HUB_OFFLINE": "1",
         },
@@ -51,3 +59,43 @@ def test_losses_are_those_of_gloo(client: str, tmp_path: Path) -> None:
     assert [report["named"] for report in ours] == [report["named"] for report in gloo]
     assert len(ours[0]["losses"]) == 6
     assert [report["losses"] for report in ours] == [report["losses"] for report in gloo]
+
+
+# ---- programs that generate, save, resume, adapt and average
+
+
+@cache
+def programs(system: str, backend: str, folder: Path) -> list[dict[str, Any]]:
+    """What each rank reports of all programs with one system."""
+    return launch([str(PROGRAMS), system, backend], folder)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "name", ["predict_with_generate", "save and resume", "gather_for_metrics", "LoRA", "EMA"]
+)
+def test_programs_see_what_they_see_with_gloo(name: str, system: str, base: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    oracle = programs("DDP", "gloo", base / "gloo")
+    found = programs(system, "ringcomm", base / system)
+    for rank in range(2):
+        mine, expected = found[rank][name], oracle[rank][name]
+        assert isinstance(expected, dict), expected
+        assert isinstance(mine, dict), mine
+        assert "losses" in mine
+        for key in mine:
+            if system == "DDP" or key == "tokens":
+                assert mine[key] == expected[key], key
+            else:
+                assert mine[key] == pytest.approx(expected[key], rel=1e-4), key
+    if name == "save and resume":
+        report = found[0][name]
+        assert report.get("resumed", report["losses"]) == report["losses"]
+        assert report.get("saved") == report.get("kept")

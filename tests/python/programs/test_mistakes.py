@@ -11,6 +11,7 @@ import datetime
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -229,11 +230,19 @@ def another_raises(rank: int, folder: Path) -> None:
 def another_is_killed(rank: int, folder: Path) -> None:
     init(rank, 3, folder)
     if rank == 1:
-        os._exit(9)
+        os.kill(os.getpid(), signal.SIGKILL)
     all_reduce()
 
 
 def another_ends(rank: int, folder: Path) -> None:
+    init(rank, 3, folder)
+    for _ in range(2 if rank == 1 else 3):
+        all_reduce()
+    if rank == 1:
+        os._exit(0)
+
+
+def another_destroys(rank: int, folder: Path) -> None:
     init(rank, 3, folder)
     for _ in range(2 if rank == 1 else 3):
         all_reduce()
@@ -304,6 +313,7 @@ RANKS: dict[str, tuple[int, Callable[[int, Path], None], int]] = {
     "another rank raised an exception": (3, another_raises, 2),
     "another rank was killed": (3, another_is_killed, 2),
     "another rank ended early": (3, another_ends, 2),
+    "another rank destroyed the group early": (3, another_destroys, 2),
     "ranks that pass different shapes": (2, different_shapes, 0),
     "ranks that call in a different order": (2, different_order, 0),
     "a group used after `destroy_process_group`": (2, use_after_destroy, 0),

@@ -7,8 +7,13 @@ recorder alone: tests/cpp/test_trace.cc.
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,7 +26,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from ringcomm import Options, cli, stats
-from ringcomm.trace import EVENT_BYTES, PAGE_BYTES, recordings
+from ringcomm.trace import EVENT_BYTES, recordings
 from ringcomm.trace.merge import merge
 from ringcomm.trace.timeline import steps
 
@@ -33,6 +38,37 @@ ENVS: dict[str, list[dict[str, str]]] = {
     "hosts": [{"RINGCOMM_HOST_ID": host} for host in "aab"],
 }
 # Of 16 elements a slot, chunks have slices of 16, 16 and 8 elements.
+PAGES = """
+#include <dlfcn.h>
+#include <errno.h>
+#include <stddef.h>
+#include <unistd.h>
+
+template <class F>
+static F* next(F*, const char* name) { return (F*)dlsym((void*)-1L, name); }
+
+extern "C" long sysconf(int name) noexcept {
+  return name == _SC_PAGESIZE ? PAGE_BYTES : next(sysconf, "sysconf")(name);
+}
+extern "C" void* mmap(void* at, size_t size, int prot, int flags, int fd, long offset) noexcept {
+  if (offset % PAGE_BYTES == 0) return next(mmap, "mmap")(at, size, prot, flags, fd, offset);
+  errno = EINVAL;
+  return (void*)-1L;
+}
+"""
+RANKS_THAT_MEET = """
+import os, tempfile
+store = tempfile.mktemp()
+rank = 0 if os.fork() else 1
+import torch, torch.distributed as dist
+dist.init_process_group("ringcomm", f"file://{store}", rank=rank, world_size=2)
+for _ in range(3):
+    dist.barrier()
+dist.destroy_process_group()
+if rank == 1:
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
 CHUNK_ELEMS = 40
 NUM_SLICES = 3
 
@@ -282,6 +318,32 @@ def test_ranks_of_a_group_have_their_numbers_in_the_job(tmp_path: Path) -> None:
     assert sorted(arrows.values()) == [2, 3]
 
 
+def page_size_library(folder: Path, num_bytes: int) -> str:
+    """A library that pretends pages of that size, and refuses to map a file at another offset."""
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if shutil.which(compiler[0]) is None:
+        pytest.skip("no C++ compiler")
+    source, library = folder / "pages.cc", folder / "pages.so"
+    source.write_text(PAGES)
+    flags = ["-shared", "-fPIC", f"-DPAGE_BYTES={num_bytes}"]
+    subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True, timeout=60)
+    return str(library)
+
+
+def test_pages_of_another_size(tmp_path: Path) -> None:
+    """64 KiB, as on some arm64 systems: events are recorded, and read on any machine."""
+    library = page_size_library(tmp_path, 65536)
+    folder = tmp_path / "recorded"
+    env = os.environ | {"LD_PRELOAD": library, "RINGCOMM_TRACE": str(folder)}
+    env |= {"RINGCOMM_TRACE_EVENTS": "64"}
+    subprocess.run([sys.executable, "-c", RANKS_THAT_MEET], env=env, check=True, timeout=120)
+    processes = recordings.read([folder])
+    assert [process.info["page_bytes"] for process in processes] == [65536] * 2
+    for process in processes:
+        (events,) = process.events.values()
+        assert sum(e["kind"] == recordings.COLLECTIVE for e in events) == 3
+
+
 def meet(rank: int, num_times: int) -> None:
     for _ in range(num_times):
         dist.barrier()
@@ -295,8 +357,8 @@ def move_to_another_host(log: Path, shift_ns: int) -> None:
     log.write_text(text.replace('"host": "', '"host": "another-'), encoding="utf-8")
     path = log.with_name(f"{log.name[:-4]}.events")
     data = np.fromfile(path, "u8")
-    first = 2 * PAGE_BYTES // 8
-    number = int(data[PAGE_BYTES // 8])
+    first = 2 * mmap.PAGESIZE // 8
+    number = int(data[mmap.PAGESIZE // 8])
     times = data[first : first + number * EVENT_BYTES // 8].reshape(number, -1)[:, :2]
     times += np.uint64(shift_ns)
     data.tofile(path)
@@ -323,7 +385,7 @@ def test_clocks_of_hosts_are_aligned_by_common_calls(tmp_path: Path) -> None:
         assert first["ts"] <= second["ts"] + second["dur"] + 0.001
         assert second["ts"] <= first["ts"] + first["dur"] + 0.001
     path = log.with_name(f"{log.name[:-4]}.events")
-    path.write_bytes(path.read_bytes()[:PAGE_BYTES])
+    path.write_bytes(path.read_bytes()[: mmap.PAGESIZE])
     with pytest.raises(ValueError, match="have no all_reduce or barrier in common"):
         merge([tmp_path], tmp_path / "trace.json")
 

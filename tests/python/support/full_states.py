@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ringcomm.parallel import get_state_dict, set_state_dict
 def model_of(owner: Any) -> Any:
     """The model of an optimizer of zero.shard() or of WeightShards; what is a model itself."""
     model = owner if isinstance(owner, nn.Module) else getattr(owner, "_model", owner)
-    return model if isinstance(model, nn.Module) or not callable(model) else model()
+    return model() if isinstance(model, weakref.ref) else model
 
 
 def full_weights(owner: Any, **options: Any) -> dict[str, Tensor]:

@@ -169,15 +169,12 @@ def sent_bytes() -> dict[str, int]:
     return found
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def live_bytes(tensors: Any) -> int:
     found = {}
     for tensor in tensors:
         if isinstance(tensor, GradientPlaceholder):  # of no memory
             continue
-        storage = local_of(tensor).untyped_storage()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()  # also of a weight whose memory is freed
         found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -17,6 +17,7 @@ from sharded_net import DIM, loss_of, make
 from torch import Tensor, nn
 
 import ringcomm
+from ringcomm.parallel import offload, zero
 from ringcomm.parallel.shards import WeightShards, find_shards
 
 # ---- gradients and shards
@@ -132,7 +133,7 @@ def test_errors(rank: int) -> None:
         copy.deepcopy(net)
     moves: list[Any] = [net.bfloat16, lambda: net.to(torch.device("cpu", 0)), net.head.double]
     for move in moves:
-        with pytest.raises(RuntimeError, match="call these before WeightShards or offload_weights"):
+        with pytest.raises(RuntimeError, match=r"call these before WeightShards or zero\.shard"):
             move()
     with pytest.raises(RuntimeError, match="weights of this Linear are freed: call the whole"):
         net.head(torch.ones(1, DIM))
@@ -169,3 +170,55 @@ def test_a_rank_that_dies(rank: int, in_backward: bool) -> None:
         die(None)
     with pytest.raises(ringcomm.PeerDiedError, match="rank 1"):
         loss_of(net, 0, rank) if loss is None else loss.backward()
+
+
+# ---- freed weights
+
+
+READS: dict[str, Any] = {
+    "detach": lambda p: p.detach().clone(),
+    "data": lambda p: p.data,
+    "sum": lambda p: p.sum(),
+    "__getitem__": lambda p: p[0, 0],
+    "matmul": lambda p: torch.ones(1, len(p)) @ p,
+    "linear": lambda p: nn.functional.linear(torch.ones(p.shape[1]), p),
+    "__eq__": lambda p: p == p,
+    "constant_": lambda p: nn.init.constant_(p, 1.0),
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.numpy(),
+    "__format__": lambda p: f"{p}",
+    "_foreach_norm": lambda p: torch._foreach_norm([p]),
+    "broadcast": lambda p: dist.broadcast(p, 0),
+    "view": lambda p: nn.utils.parameters_to_vector([p]),
+}
+COPIES: list[Any] = [copy.copy, copy.deepcopy, pickle.dumps, lambda p: torch.save(p, os.devnull)]
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@in_ranks(2)
+def test_reading_a_freed_weight_raises(rank: int, offloads: bool) -> None:
+    """Kernels would read from address 0, and end the process."""
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(200, 200)), nn.Sequential(nn.Linear(200, 3)))
+    plain = copy.deepcopy(model)
+    given = offload.SGD(model.parameters(), lr=0.1)
+    owner: Any = None if offloads else WeightShards(model)
+    if offloads:
+        owner = zero.shard(model, given, 3, offload_weights=True)
+    before = full_weights(model)
+    for _ in range(2):
+        param = model[0][0].weight
+        for name, call in READS.items():
+            with pytest.raises(RuntimeError, match=rf"{name}\(\) of a weight that is sharded and"):
+                call(param)
+        for call in COPIES:
+            with pytest.raises(RuntimeError, match="sharded weights cannot be copied"):
+                call(param)
+        assert repr(param) == "FreedWeight(shape=(200, 200), dtype=torch.float32)"
+        assert torch.zeros_like(param).shape == param.shape == (200, 200)
+        assert isinstance(param, nn.Parameter)
+        model(torch.ones(2, 200)).sum().backward()
+    plain.load_state_dict(before)
+    assert torch.equal(model(torch.ones(2, 200)), plain(torch.ones(2, 200)))
+    owner.close()
+    assert type(param) is nn.Parameter
+    assert torch.equal(param.detach(), before["0.0.weight"])

@@ -1,0 +1,206 @@
+"""The result of parallelize(): steps, evaluation and clipping on a mesh."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.parallel.batches import Batch, PartLoss, count_items, make_batch
+from ringcomm.parallel.clip import clip_grad_norm_
+from ringcomm.parallel.expert.layer import MixtureOfExperts
+from ringcomm.parallel.expert.local_experts import average_gradients
+from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.mesh import ParallelDims
+
+__all__ = ["Parallelized"]
+
+
+class Parallelized:
+    """A model on a mesh, `dims`, and its optimizer; made by parallelize().
+
+    Attributes:
+        model: the given model; with a pipeline this rank's part of it, which cannot be called.
+        optimizer: the optimizer of this rank's parameters; the loop calls step() and zero_grad().
+        pipeline: the Pipeline, or None.
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        pipe: Any,
+        loss: Any,
+        stage: int,
+        num_microbatches: int,
+    ) -> None:
+        """`loss` is a PartLoss, or a LossInModel of transformers."""
+        self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
+        self._num_microbatches = num_microbatches
+        self._in_model = None if isinstance(loss, PartLoss) else loss
+        self._part_loss = loss if self._in_model is None else self._in_model.part_loss
+        self._runs = model
+        self._averages = stage == 0 and dims["batch"].size() > 1
+        if (
+            self._averages
+            and pipe is None
+            and not any(isinstance(module, MixtureOfExperts) for module in model.modules())
+        ):
+            # The weights are equal already. Ranks may use different ones.
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+            self._runs = DistributedDataParallel(
+                model,
+                process_group=dims.group("batch"),
+                init_sync=False,
+                find_unused_parameters=True,
+            )
+            self._averages = False
+
+    def step(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
+        """Forward and backward pass of a batch; gradients are averaged over dims["batch"].
+
+        The loss is the mean over all labels of the batch, on all ranks of dims["batch"] and in all
+        micro-batches, which may have different numbers of them; a rank may have none. Remaining
+        gradients of an earlier step() are not averaged again: call optimizer.step() and zero_grad()
+        after each step().
+
+        Args:
+            inputs: what a data loader gives: for a model of transformers a dict or BatchEncoding
+                with input_ids, labels, and perhaps attention_mask and position_ids; packed
+                sequences have position_ids that restart. Or a tensor, or a tuple of tensors. Rows
+                are in the first dimension, different ones on each rank of dims["batch"];
+                tensor-parallel and pipeline ranks have the same rows.
+            targets: for the loss, with as many rows, if they are not `labels` in a dict; for a
+                model of transformers, the labels.
+
+        Returns:
+            The loss of the batch, the same on all ranks; a scalar tensor without gradient.
+
+        Raises:
+            TypeError: the inputs are of another type.
+            ValueError: there are no labels, rows do not divide into micro-batches, or the model
+                cannot separate packed sequences. It is raised on all ranks of dims["batch"].
+
+        Collective.
+        """
+        batch, num_items = self._prepared(inputs, targets, self._num_microbatches)
+        scale = getattr(self.optimizer, "loss_scale", 1.0)
+        if self.pipeline is not None:
+            loss: Tensor = self.pipeline.step(
+                *(batch.args, batch.targets),
+                kwargs=batch.kwargs,
+                num_items=num_items,
+                loss_scale=scale,
+            )
+        else:
+            loss = self._accumulate(batch, num_items, scale)
+        if self._averages:
+            average_gradients(self.model, self.dims.group("batch"))
+        return self._shared(loss)
+
+    def _accumulate(self, batch: Batch, num_items: float, scale: float) -> Tensor:
+        total = torch.zeros((), device=batch.targets.device)
+        parts = batch.chunk(self._num_microbatches)
+        for idx, (part, num_own) in enumerate(zip(parts, self._counts, strict=True)):
+            waits = isinstance(self._runs, DistributedDataParallel) and idx < len(parts) - 1
+            with self._runs.no_sync() if waits else nullcontext():
+                loss = self._loss_of(part, num_own, num_items)
+                (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    def _loss_of(self, part: Batch, num_own: int, num_items: float) -> Tensor:
+        more: dict[str, Any] = {}
+        if self._in_model is not None:
+            more = self._in_model.arguments(part.targets, num_own, num_items)
+        output = self._runs(*part.args, **part.kwargs, **more)
+        return self._part_loss(output, part.targets, num_own, num_items)
+
+    def evaluate(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
+        """The loss of a batch as of step(), without gradients. Collective."""
+        num = self._num_microbatches if self.pipeline is not None else 1
+        batch, num_items = self._prepared(inputs, targets, num)
+        if self.pipeline is not None:
+            loss: Tensor = self.pipeline.evaluate(
+                *(batch.args, batch.targets), kwargs=batch.kwargs, num_items=num_items
+            )
+            return self._shared(loss)
+        with torch.no_grad():
+            return self._shared(self._loss_of(batch, self._counts[0], num_items))
+
+    def __call__(self, inputs: Any) -> Any:
+        """The model's output for inputs as of step(), without gradients; labels are not used.
+
+        For a model of transformers the logits, over the whole vocabulary. Collective.
+        """
+        num = self._num_microbatches if self.pipeline is not None else 1
+        batch = self._batch_of(inputs, None, num, has_targets=False)
+        if self.pipeline is not None:
+            logits = self.pipeline.forward(batch.args, kwargs=batch.kwargs)
+            return logits if self._in_model is None else self._in_model.gathered(logits)
+        with torch.no_grad():
+            output = self.model(*batch.args, **batch.kwargs)
+        return output if self._in_model is None else output.logits
+
+    # ---- batches
+
+    def _batch_of(self, inputs: Any, targets: Any, num: int, *, has_targets: bool = True) -> Batch:
+        device = next(iter(self.model.parameters())).device
+        batch = make_batch(inputs, targets, num, device, has_targets=has_targets)
+        if self._in_model is not None:
+            return self._in_model.checked(batch, in_pipeline=self.pipeline is not None)
+        if self.pipeline is not None and not batch.args:
+            raise TypeError(
+                "the first block of a pipeline takes a tensor or a tuple of tensors, got a dict"
+            )
+        return batch
+
+    def _prepared(self, inputs: Any, targets: Any, num: int) -> tuple[Batch, float]:
+        """The batch, and the mean number of labels of a rank of dims["batch"]. Collective."""
+        batch, problem = None, None
+        self._counts: list[int] = [0]
+        try:
+            batch = self._batch_of(inputs, targets, num)
+            counted = batch.targets
+            if self._in_model is not None:
+                counted = self._in_model.labels_of(batch)
+            self._counts = count_items(counted, num)
+        except (TypeError, ValueError) as error:
+            problem = error
+        facts = torch.tensor([sum(self._counts), problem is not None])
+        # Ranks without the last stage may have targets without values.
+        for axis, op in (("batch", dist.ReduceOp.SUM), ("pp", dist.ReduceOp.MAX)):
+            if self.dims[axis].size() > 1:
+                group = self.dims.group(axis)
+                facts = facts.to(device_of(group))
+                dist.all_reduce(facts, op, group=group)
+        num_items, num_problems = facts.tolist()
+        if problem is not None:
+            raise problem
+        if num_problems or batch is None:
+            raise ValueError("another rank cannot use its batch; its own error says why")
+        if num_items == 0:
+            raise ValueError(
+                'the batch has no labels on any rank of dims["batch"]: all are -100. Leave it out'
+                " on all ranks"
+            )
+        return batch, num_items / self.dims["batch"].size()
+
+    def _shared(self, loss: Tensor) -> Tensor:
+        """The mean over dims["batch"]. Collective."""
+        loss, group = loss.detach().clone(), self.dims.group("batch")
+        if group.size() > 1:
+            dist.all_reduce(loss, group=group)
+            loss /= group.size()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips by the norm of the whole model's gradient; see parallel.clip_grad_norm_()."""
+        has_own = hasattr(self.optimizer, "clip_grad_norm_")
+        return clip_grad_norm_(self.optimizer if has_own else self.model, max_norm)

@@ -1,0 +1,142 @@
+"""Optimizers of any class on parts of weights: which of them can, and copies of them."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringcomm.parallel import offload
+from ringcomm.torch_names import attributes_of, tree_leaves
+
+OFFLOADED = (offload.AdamW, offload.SGD)
+_KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
+_REFUSED = {
+    "Adafactor": "keeps sums over rows and columns of a weight",
+    "LBFGS": "needs dot products over all weights",
+    "Muon": "orthogonalizes whole matrices",
+    "SparseAdam": "needs sparse gradients",
+}
+# More elements than a block of optimizers with quantized states, in parts of different sizes.
+_SHAPE, _SIZES = (72, 64), (1, 1500, 3107)
+
+
+def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is offloaded."""
+    return isinstance(optimizer, OFFLOADED)
+
+
+def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
+    """A copy of an optimizer over other parameter groups, without state and hooks."""
+    made = object.__new__(type(optimizer))
+    vars(made).update(attributes_of(optimizer))
+    made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+    return made
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raises TypeError unless the optimizer updates parts of weights as it updates whole ones.
+
+    It makes steps of the optimizer's class on a weight of 4,608 elements, and on its parts.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) in _KNOWN:
+        return
+    reasons = [
+        reason
+        for known, reason in _REFUSED.items()
+        if isinstance(optimizer, getattr(torch.optim, known, ()))
+    ]
+    leaves = tree_leaves(attributes_of(optimizer))
+    if any(isinstance(leaf, (Tensor, nn.Module, torch.optim.Optimizer)) for leaf in leaves):
+        reasons.append("keeps tensors, a module or an optimizer outside of its groups and state")
+    if any(
+        isinstance(x, Tensor) and x.is_meta for s in optimizer.state.values() for x in s.values()
+    ):
+        reasons.append("already has state on the meta device")
+    if not reasons:
+        try:
+            reasons += [_difference(optimizer, group) for group in optimizer.param_groups]
+        except Exception as error:
+            reasons.append(f"raises {type(error).__name__} on a part of a weight: {error}")
+    if any(reasons):
+        raise TypeError(
+            f"zero.shard() needs an optimizer that updates each element of a weight by itself, such"
+            f" as AdamW or SGD, but {name} {next(filter(None, reasons))}: use another optimizer, or"
+            " DistributedDataParallel"
+        )
+
+
+def num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """The number of state values per element, from a step on a small weight."""
+    weight = torch.ones(2, 2)
+    state = _steps(optimizer, group, [weight], [[torch.ones_like(weight)]])[0]
+    return sum(1 for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
+    """What a step on parts does differently; "" if nothing."""
+    generator = torch.Generator().manual_seed(0)
+    weight, *grads = (torch.randn(_SHAPE, generator=generator) for _ in range(4))
+    for grad in grads:
+        grad.view(-1)[_SIZES[1] :] *= 30  # norms of parts differ
+    device = next((param.device for param in group["params"] if not param.is_meta), "cpu")
+    weight, grads = weight.to(device), [grad.to(device) for grad in grads]
+    parts = [part.clone() for part in weight.view(-1).split(_SIZES)]
+    of_whole = _steps(optimizer, group, [weight], [[grad] for grad in grads])[0]
+    by_part = [grad.view(-1).split(_SIZES) for grad in grads]
+    of_parts = [
+        _steps(optimizer, group, [part], [[grads[i]] for grads in by_part])[0]
+        for i, part in enumerate(parts)
+    ]
+    values = [("weights", weight, parts)]
+    for key, value in of_whole.items():
+        if isinstance(value, Tensor) and value.dim():
+            if value.shape != weight.shape:
+                return f"keeps a state {key!r} that does not have the weight's shape"
+            values.append((key, value, [state[key] for state in of_parts]))
+    for key, whole, found in values:
+        joined = torch.cat([part.reshape(-1) for part in found]).view(_SHAPE)
+        if not torch.allclose(joined, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
+            return f"gives other {key!r} on parts of a weight than on the whole weight"
+    return ""
+
+
+def _steps(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    weights: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+) -> list[dict[str, Any]]:
+    """Steps of a copy of the optimizer with the options of a group; the states after them."""
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if float(options.get("lr", 1.0)) == 0:  # as a scheduler's warm-up may begin
+        options["lr"] = 1e-3
+    if options.get("capturable"):  # for GPUs only
+        options["capturable"] = False
+    twin = over_groups(optimizer, [{**options, "params": [*weights]}])
+    # Adagrad's state exists before its first step.
+    known = (optimizer.state[param] for param in group["params"] if param in optimizer.state)
+    state: dict[str, Any] = next(known, {})
+    for weight in weights:
+        if state:
+            twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for of_step in grads:
+            for weight, grad in zip(weights, of_step, strict=True):
+                weight.grad = grad.clone()
+            twin.step()
+    return [twin.state.get(weight, {}) for weight in weights]
+
+
+def _like(value: Any, weight: Tensor) -> Any:
+    """A state for another weight; values of the first element."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if not value.dim() or not value.numel():
+        return value.detach().clone()
+    return torch.full_like(weight, float(value.detach().reshape(-1)[0]))

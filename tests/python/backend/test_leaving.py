@@ -1,0 +1,195 @@
+"""Ranks that end right after their last call, and what the others are told of one that ends early.
+
+At every step of a late rank, without torch: tests/cpp/test_deaths.cc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_errors import ENVS, TRANSPORTS, caught
+
+from ringcomm import _C
+
+CLONE_NEWPID = 0x20000000
+
+
+def init_group(rank: int, path: str, world_size: int, timeout_s: float = 30.0) -> None:
+    dist.init_process_group(
+        "ringcomm",
+        store=dist.FileStore(path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+# ---- the last calls: rank 0 is late, and the others need nothing of it
+
+
+def receive_all(num_elems: int, is_any: bool = False) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank > 0:
+        dist.send(torch.full((num_elems,), float(rank)), 0)
+        return
+    time.sleep(0.2)
+    senders = []
+    for peer in range(1, world_size):
+        tensor = torch.zeros(num_elems)
+        sender = dist.recv(tensor, None if is_any else peer)
+        assert (tensor == sender).all()
+        senders.append(sender)
+    assert sorted(senders) == list(range(1, world_size))
+
+
+def gather() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.zeros(3) for _ in range(world_size)] if rank == 0 else None
+    if rank == 0:
+        time.sleep(0.2)
+    dist.gather(torch.full((3,), float(rank)), parts, 0)
+    assert parts is None or [part[0].item() for part in parts] == list(range(world_size))
+
+
+def broadcast() -> None:
+    tensor = torch.full((3,), 7.0 if dist.get_rank() == 1 else 0.0)
+    if dist.get_rank() == 0:
+        time.sleep(0.2)
+    dist.broadcast(tensor, 1)
+    assert tensor.tolist() == [7.0] * 3
+
+
+def all_reduce() -> None:
+    tensor = torch.ones(300_000)
+    dist.all_reduce(tensor)
+    assert (tensor == dist.get_world_size()).all()
+
+
+LAST_CALLS: dict[str, Callable[[], Any]] = {
+    "init_process_group": lambda: None,
+    "send": lambda: receive_all(1),
+    "send_long": lambda: receive_all(50_000),
+    "send_to_any": lambda: receive_all(1, is_any=True),
+    "gather": gather,
+    "broadcast": broadcast,
+    "all_reduce": all_reduce,
+    "barrier": dist.barrier,
+    "new_group": dist.new_group,
+}
+
+
+def call_and_leave(rank: int, path: str, name: str) -> dict[str, Any]:
+    """The error of a rank; a rank other than 0 ends in place of returning that there was none."""
+
+    def make_and_call() -> None:
+        init_group(rank, path, 3)
+        LAST_CALLS[name]()
+
+    error = caught(make_and_call)
+    if rank > 0 and not error:
+        os._exit(0)
+    return error
+
+
+@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize("name", LAST_CALLS)
+def test_a_rank_ends_after_its_last_call(env: str, name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1, 2], "env": ENVS[env]}
+    errors = run_ranks(3, call_and_leave, str(tmp_path / "store"), name, **options)
+    assert errors == [{}, None, None]
+
+
+# ---- ranks that end early
+
+
+def end_early(rank: int, how: str) -> dict[str, Any]:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        time.sleep(0.2)
+        if how == "_exit":
+            os._exit(3)
+        if how == "note":  # as at the end of Python, though the kernel cannot tell
+            _C.say_exit()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught(lambda: dist.all_reduce(torch.ones(4)))
+
+
+@pytest.mark.parametrize("env", TRANSPORTS)
+@pytest.mark.parametrize("how", ["note", "_exit", "kill"])
+def test_an_exit_is_told_apart_from_a_kill(env: str, how: str) -> None:
+    options: dict[str, Any] = {"fresh": True, "may_die": [1], "env": TRANSPORTS[env]}
+    for error in run_ranks(3, end_early, how, **options)[::2]:
+        assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
+        text = error["text"]
+        assert (" died" in text, " has exited" in text) == (how == "kill", how != "kill"), text
+        if how != "kill" and env == "shm":  # over messages it has not said how many
+            assert "it made 1 call fewer: let all ranks make the same calls" in text
+
+
+def fail_alone(rank: int, path: str) -> dict[str, Any]:
+    """Rank 1 comes later, and so is still waiting when rank 0 has given up and ended."""
+    if rank == 1:
+        time.sleep(0.6)
+    error = caught(init_group, rank, f"{path}/store", 4, 1.5)
+    Path(path, f"error-{rank}").write_text(json.dumps(error))
+    os._exit(1)
+
+
+def test_ranks_that_were_not_started_are_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [0, 1]}
+    run_ranks(2, fail_alone, str(tmp_path), **options)
+    for rank in range(2):
+        error = json.loads((tmp_path / f"error-{rank}").read_text())
+        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 2), error
+        assert "ranks 2 and 3 did not join the group" in error["text"]
+
+
+def watch_from_a_namespace(rank: int, path: str) -> int:
+    """Rank 0 is in a PID namespace of its own, in which rank 1 has no pid."""
+    if rank == 1:
+        init_group(rank, f"{path}/store", 2)
+        dist.barrier()
+        Path(path, "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert ctypes.CDLL(None).unshare(CLONE_NEWPID) == 0
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            init_group(rank, f"{path}/store", 2)
+            dist.barrier()
+            error = caught(lambda: dist.recv(torch.zeros(4), 1))
+            Path(path, "error").write_text(json.dumps(error))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace takes root")
+@pytest.mark.parametrize("env", TRANSPORTS)
+def test_a_rank_of_another_pid_namespace_keeps_its_pid(env: str, tmp_path: Path) -> None:
+    probe = os.fork()
+    if probe == 0:
+        os._exit(ctypes.CDLL(None).unshare(CLONE_NEWPID) != 0)
+    if os.waitpid(probe, 0)[1] != 0:
+        pytest.skip("this container may not make a PID namespace")
+    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1]}
+    run_ranks(2, watch_from_a_namespace, str(tmp_path), env=TRANSPORTS[env], **options)
+    error = json.loads((tmp_path / "error").read_text())
+    pid = int((tmp_path / "pid").read_text())
+    assert (error["type"], error["rank"], error["pid"]) == ("PeerDiedError", 1, pid), error
+    assert f"rank 1 (pid {pid} of another PID namespace on " in error["text"], error

@@ -1,0 +1,278 @@
+"""Batches as data loaders give them: padding, packed sequences, and ranks with few labels."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from full_states import full_weights
+from ranks import in_ranks, run_ranks
+from torch import Tensor, nn
+
+from ringcomm.parallel import ParallelDims, get_state_dict, parallelize
+
+transformers = pytest.importorskip("transformers")
+assert transformers.LlamaForCausalLM  # imported before ranks are forked
+
+ROWS, LENGTH, VOCAB, STEPS, LR = 8, 12, 67, 2, 0.3
+CONFIG = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dp": ({"dp": 4}, {}),
+    "dp, micro-batches": ({"dp": 2}, {"num_microbatches": 2}),
+    "dp, tp": ({"dp": 2, "tp": 2}, {}),
+    "dp, pp": ({"dp": 2, "pp": 2}, {"num_microbatches": 4}),
+    "tp, pp": ({"dp": 1, "tp": 2, "pp": 2}, {}),
+    "zero 2, pp": ({"dp": 2, "pp": 2}, {"zero_stage": 2, "recompute": True}),
+    "fsdp, micro-batches": ({"dp": 1, "fsdp": 2}, {"num_microbatches": 2}),
+}
+
+
+def make(seed: int = 0, kind: str = "Llama", **options: Any) -> Any:
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**CONFIG, **options)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def batch_of(kind: str, step: int) -> dict[str, Tensor]:
+    """Padded on the left by 0 to 8 tokens, or packed; the first quarter of rows has no labels."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[: ROWS // 4] = -100
+    if kind == "padded":
+        mask = (torch.arange(LENGTH) >= torch.arange(ROWS).unsqueeze(1)).long()
+        labels[:, 1:].masked_fill_(mask[:, :-1] == 0, -100)  # first tokens too
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    positions = torch.arange(LENGTH).repeat(ROWS, 1)
+    for row, begin in enumerate(range(2, 2 + ROWS)):
+        positions[row, begin:] -= begin
+        labels[row, begin] = -100
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def sequences(batch: dict[str, Tensor]) -> Any:
+    """Each sequence alone, without padding, with its labels."""
+    for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+        if "attention_mask" in batch:
+            begin = int((batch["attention_mask"][row] == 0).sum())
+            yield ids[begin:], labels[begin:]
+            continue
+        begin = int((batch["position_ids"][row] == 0).nonzero()[-1])
+        yield ids[:begin], labels[:begin]
+        yield ids[begin:], labels[begin:]
+
+
+def train_alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = make(), []
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    for step in range(STEPS):
+        total, count = torch.zeros(()), 0
+        for ids, labels in sequences(batch_of(kind, step)):
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            total = total + nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+            count += int((labels[1:] != -100).sum())
+        (total / count).backward()
+        losses.append(float(total) / count)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def train_on_mesh(rank: int, kind: str, mesh: str) -> tuple[list[float], dict[str, Tensor]]:
+    sizes, options = MESHES[mesh]
+    dims, losses = ParallelDims(**sizes), []
+    train = parallelize(make(rank), dims, lambda p: torch.optim.SGD(p, LR), **options)
+    place = dims["batch"].get_local_rank()
+    for step in range(STEPS):
+        whole = batch_of(kind, step)
+        mine = {k: v.chunk(dims["batch"].size())[place] for k, v in whole.items()}
+        batch = transformers.BatchEncoding(mine)
+        before = float(train.evaluate(batch))
+        losses.append(float(train.step(batch)))
+        assert before == pytest.approx(losses[-1], rel=1e-5)
+        train.optimizer.step()
+        train.optimizer.zero_grad()
+    return losses, full_weights(train)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_mean_over_all_labels(mesh: str, kind: str) -> None:
+    """Some ranks and micro-batches have no labels, and all models but rank 0's other weights."""
+    sizes, _ = MESHES[mesh]
+    world = sizes["dp"] * sizes.get("fsdp", 1) * sizes.get("pp", 1) * sizes.get("tp", 1)
+    losses, weights = train_alone(kind)
+    for found, values in run_ranks(world, train_on_mesh, kind, mesh):
+        assert found == pytest.approx(losses, rel=2e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-4, atol=2e-6, msg=name)
+
+
+# ---- losses of one's own
+
+
+def own_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def summed(logits: Tensor, labels: Tensor, num_items_in_batch: float) -> Tensor:
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def own_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
+
+
+def own_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, y = torch.randint(11, (8, 5)), torch.randint(11, (8, 5))
+    y[:2] = -100
+    y[5, 1:] = -100
+    return x, y
+
+
+def own_gradients(rank: int, loss_fn: Any, sizes: dict[str, Any], num: int) -> dict[str, Tensor]:
+    dims = ParallelDims(**sizes)
+    train = parallelize(
+        own_model(rank),
+        dims,
+        lambda p: torch.optim.SGD(p, 1.0),
+        loss_fn=loss_fn,
+        num_microbatches=num,
+    )
+    place, num_ranks = dims["batch"].get_local_rank(), dims["batch"].size()
+    # Ranks have different numbers of rows.
+    edges = [0, 2, 8] if num_ranks == 2 else [0, 8]
+    x, y = (t[edges[place] : edges[place + 1]] for t in own_batch())
+    loss = train.step(x, y)
+    train.optimizer.step()
+    return {"loss": loss, **full_weights(train)}
+
+
+@pytest.mark.parametrize("loss_fn", [own_loss, summed], ids=["mean", "num_items_in_batch"])
+@pytest.mark.parametrize(("sizes", "num"), [({"dp": 2}, 2), ({"pp": 2}, 4)], ids=str)
+def test_a_loss_of_ones_own(loss_fn: Any, sizes: dict[str, Any], num: int) -> None:
+    model = own_model()
+    x, y = own_batch()
+    loss = own_loss(model(x), y)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    for found in run_ranks(2, own_gradients, loss_fn, sizes, num):
+        assert float(found.pop("loss")) == pytest.approx(loss.item(), rel=1e-6)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# ---- outputs, and what ranks start with
+
+
+class Features(nn.Module):
+    """Random features in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: Tensor
+        self.register_buffer("phases", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.cos(x + self.phases)
+
+
+def start(rank: int, sizes: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Any]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(8, 8), Features(), nn.Linear(8, 8), Features())
+    train = parallelize(
+        model,
+        ParallelDims(**sizes),
+        lambda p: torch.optim.SGD(p, 1.0),
+        loss_fn=nn.functional.mse_loss,
+        **options,
+    )
+    return train(torch.ones(4, 8)), get_state_dict(train, full=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp": 4}, {}),
+        ({"dp": 2, "pp": 2}, {}),
+        ({"dp": 1, "fsdp": 2, "pp": 2}, {}),
+        ({"dp": 4}, {"zero_stage": 2}),
+        ({"dp": 2, "fsdp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_weights_and_buffers_start_from_rank_0(
+    sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Features(), nn.Linear(8, 8), Features())
+    for output, values in run_ranks(4, start, sizes, options):
+        torch.testing.assert_close(output, model(torch.ones(4, 8)))
+        for name, value in model.state_dict().items():
+            assert values[name].equal(value), name
+
+
+def logits_on(rank: int, sizes: dict[str, Any]) -> Tensor:
+    train = parallelize(make(rank), ParallelDims(**sizes), lambda p: torch.optim.SGD(p, LR))
+    found: Tensor = train(batch_of("padded", 0))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"fsdp": 2, "dp": 1}], ids=str)
+def test_logits_without_labels(sizes: dict[str, Any]) -> None:
+    batch = batch_of("padded", 0)
+    batch.pop("labels")
+    with torch.no_grad():
+        expected = make()(**batch).logits
+    seen = batch["attention_mask"] == 1
+    for found in run_ranks(2, logits_on, sizes):
+        torch.testing.assert_close(found[seen], expected[seen], rtol=1e-5, atol=1e-5)
+
+
+# ---- what is refused
+
+
+@in_ranks(2)
+def test_batches_that_cannot_be_used(rank: int) -> None:
+    def refused(train: Any, text: str, *args: Any, kind: Any = ValueError) -> None:
+        with pytest.raises(kind, match=re.escape(text)):
+            train.step(*args)
+
+    train = parallelize(make(), ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR))
+    batch = batch_of("padded", 0)
+    unlabelled = {name: value for name, value in batch.items() if name != "labels"}
+    ids, labels = batch["input_ids"], batch["labels"]
+    refused(train, 'no "labels", only input_ids, attention_mask: add', unlabelled)
+    refused(train, 'the batch has "labels": do not pass targets', batch, labels)
+    refused(train, "inputs that are tensors need targets", ids)
+    refused(train, "got a list", ids.tolist(), labels, kind=TypeError)
+    refused(train, "no labels on any rank", ids, torch.full_like(labels, -100))
+    text = "another rank cannot use its batch" if rank else 'no "labels"'
+    refused(train, text, batch if rank else unlabelled)
+    packed = batch_of("packed", 0)
+    refused(train, "leave it out", {**packed, "attention_mask": torch.ones_like(ids)})
+    lengths = {"input_ids": ids, "labels": labels, "cu_seq_lens_q": torch.tensor([0, 4, 12])}
+    refused(train, "cu_seq_lens_q is for flash attention only", lengths)
+    train.model.config._attn_implementation = "flash_attention_2"
+    refused(train, "pack all sequences into one row", packed)
+    train.model.config._attn_implementation = "sdpa"
+    pipe = parallelize(make(), ParallelDims(pp=2), lambda p: torch.optim.SGD(p, LR))
+    refused(pipe, "takes input_ids, attention_mask and position_ids, got", {**packed, "x": ids})
+    refused(pipe, "7 rows do not divide into 4", ids[:7], labels[:7])
+    own = parallelize(
+        own_model(), ParallelDims(pp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=own_loss
+    )
+    refused(own, "the first block of a pipeline takes a tensor", batch, kind=TypeError)
+    assert float(train.step({**batch, "position_ids": torch.arange(LENGTH)[None]})) > 0

@@ -1,0 +1,195 @@
+"""The tables of whole loops: what happens between steps, and ranks of a mesh that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pair_table import Case, Refused, Table, condition
+
+# Of changes of weights, and of what a loop sees, as a share of their norm.
+TOLERANCE = 1e-4
+# Cells that are wrong today, and why: a case that has all of the values must fail. Delete what is
+# mended; a case that passes although it is here fails the test, which names the line.
+PENDING: dict[str, str] = {
+    "system: Lomo or AdaLomo; between steps: exception in backward": (
+        "zero_grad() refuses, and step() does not end with the updates of that pass alone"
+    ),
+    "mesh: fsdp x pp or fsdp x pp x tp or dp x fsdp x pp; zero: 3; schedule: zbv; tied: yes": (
+        "a ValueError: fully_shard would end the tie of two stages on one rank"
+    ),
+}
+
+ACTIONS = (
+    "none",
+    "eval",
+    "input gradient",
+    "deepcopy",
+    "generate",
+    "state_dict",
+    "exception in forward",
+    "exception in backward",
+    "save and load",
+    "freeze",
+)
+
+BETWEEN = Table(
+    axes={
+        "system": (
+            *("zero 1", "zero 2", "zero 3", "infinity", "Lomo", "AdaLomo"),
+            *("tensor", "pipeline", "mesh"),
+        ),
+        "between steps": ACTIONS,
+        "buffers": ("none", "random", "BatchNorm"),
+        "labels": ("full", "padded", "none on a rank"),
+        "scheduler": ("after", "before"),
+        "seeds": ("equal", "per rank"),
+        "optimizer": ("AdamW", "SGD", "Adam", "a user's class"),
+        "leaving": ("together", "one by one"),
+    },
+    refused=(
+        Refused(
+            "system: zero 3; between steps: deepcopy",
+            "AssertionError: FSDP does not support deepcopy",
+            "get_state_dict(model, full=True), and an average of the weights in it",
+        ),
+        Refused(
+            "system: zero 3; between steps: exception in backward",
+            "RuntimeError|ValueError: a backward pass",
+            "a new model and optimizer from a checkpoint; stage 1 or 2 goes on",
+        ),
+        Refused(
+            "system: infinity; between steps: deepcopy",
+            "RuntimeError: cannot be copied",
+            "get_state_dict(model, full=True)",
+        ),
+        Refused(
+            "system: infinity; between steps: state_dict",
+            "RuntimeError: get_state_dict",
+            "ringcomm.parallel.get_state_dict()",
+        ),
+        Refused(
+            "system: infinity; optimizer: Adam or a user's class",
+            r"TypeError|ValueError: ringcomm\.parallel\.offload",
+            "an optimizer of ringcomm.parallel.offload",
+        ),
+        Refused(
+            "system: tensor or mesh; between steps: deepcopy",
+            "RuntimeError: cannot be copied",
+            "get_state_dict(model, full=True)",
+        ),
+        Refused(
+            "system: pipeline; between steps: input gradient or generate",
+            "TypeError|RuntimeError|AttributeError: [Pp]ipeline",
+            "step() and evaluate(): a rank has a part of the model",
+        ),
+        Refused(
+            "system: pipeline; between steps: deepcopy",
+            "TypeError|RuntimeError: copied",
+            "get_state_dict(train, full=True)",
+        ),
+        Refused(
+            "system: pipeline; between steps: exception in forward or exception in backward",
+            "ValueError|RuntimeError|RingcommError: an error of the user's|was aborted|stage",
+            "a new process group and Pipeline: other ranks cannot wait for the stage",
+        ),
+        Refused(
+            "system: pipeline; between steps: freeze",
+            "ValueError: make a new Pipeline",
+            "a new Pipeline of the same blocks",
+        ),
+    ),
+    meaningless=(
+        # Lomo and AdaLomo are the optimizers, and are made of the model.
+        condition("system: Lomo or AdaLomo; optimizer: SGD or Adam or a user's class"),
+        condition("system: Lomo or AdaLomo; scheduler: before"),
+    ),
+)
+
+# Ranks that do different things on a mesh: on four ranks, and on eight.
+_MESH_AXES = {
+    "zero": ("1", "0", "2", "3"),
+    "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv"),
+    "used": ("all", "others on each rank", "one rank alone", "by nobody"),
+    "tied": ("no", "yes"),
+    "sizes": ("even", "uneven"),
+    "between steps": ("none", "save and load"),
+    "seeds": ("equal", "per rank"),
+}
+_WITHOUT_FSDP = "mesh: dp x tp or dp x pp or pp x tp or dp x pp x tp"
+_WITH_FSDP = (
+    "mesh: fsdp x pp or fsdp x tp or dp x fsdp"
+    " or fsdp x pp x tp or dp x fsdp x pp or dp x fsdp x tp"
+)
+_MESH_REFUSED = (
+    Refused(
+        f"{_WITHOUT_FSDP}; zero: 3",
+        "ValueError: shards over fsdp, which is 1",
+        "a larger fsdp and a smaller dp",
+    ),
+    Refused(
+        f"{_WITH_FSDP}; zero: 0",
+        "ValueError: use dp instead of fsdp",
+        "dp instead of fsdp",
+    ),
+)
+_MESH_MEANINGLESS = (
+    condition(
+        "mesh: dp x tp or fsdp x tp or dp x fsdp or dp x fsdp x tp;"
+        " schedule: gpipe or interleaved or zero-bubble or zbv"
+    ),
+    condition("mesh: pp x tp; used: others on each rank or one rank alone"),
+    condition("mesh: dp x pp or fsdp x pp or dp x fsdp or dp x fsdp x pp; sizes: uneven"),
+)
+MESHES = Table(
+    axes={
+        "mesh": ("dp x tp", "dp x pp", "fsdp x pp", "fsdp x tp", "dp x fsdp", "pp x tp"),
+        **_MESH_AXES,
+        "labels": ("full", "padded", "none on a rank"),
+        "optimizer": ("AdamW", "SGD"),
+        "micro-batches": ("2", "4"),
+        "recompute": ("no", "yes"),
+    },
+    refused=_MESH_REFUSED,
+    meaningless=_MESH_MEANINGLESS,
+)
+CUBES = Table(
+    axes={
+        "mesh": ("dp x pp x tp", "fsdp x pp x tp", "dp x fsdp x pp", "dp x fsdp x tp"),
+        **_MESH_AXES,
+        "schedule": ("1f1b", "interleaved", "zbv"),
+    },
+    refused=_MESH_REFUSED,
+    meaningless=_MESH_MEANINGLESS,
+    strength=3,
+)
+TABLES = {
+    "Between steps": BETWEEN,
+    "Meshes whose ranks differ": MESHES,
+    "Meshes of three axes": CUBES,
+}
+
+
+def pending_of(case: Case) -> list[str]:
+    """The lines of PENDING that a case is wrong for."""
+    return [
+        words
+        for words in PENDING
+        if any(
+            all(each.get(axis) in values for axis, values in condition(words).items())
+            for each in views_of(case)
+        )
+    ]
+
+
+def views_of(case: Case) -> Iterator[Case]:
+    """A case, and for each axis of its mesh the system that it is."""
+    yield case
+    if "mesh" not in case or "system" in case:
+        return
+    axes, stage = case["mesh"].split(" x "), case["zero"]
+    systems = [name for axis, name in (("pp", "pipeline"), ("tp", "tensor")) if axis in axes]
+    # fully_shard in a pipeline, with an optimizer of torch, is not zero.shard().
+    if stage != "0" and not (stage == "3" and "pp" in axes):
+        systems.append(f"zero {stage}")
+    for system in systems:
+        yield {**case, "system": system}

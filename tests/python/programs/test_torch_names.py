@@ -1,0 +1,248 @@
+"""Private names of torch: gathered in two files of the package, and there in the running torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm import _extension, torch_names
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "ringcomm"
+GATHERED = {PACKAGE / "torch_names.py", PACKAGE / "parallel" / "pipeline" / "torch_stage.py"}
+
+# Used anywhere: documented, or unchanged since torch 1.x and used by all libraries.
+TENSOR = ("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
+MODULE = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_apply")
+FUNCTIONS = (
+    *("torch._check", "torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_div_"),
+    *("torch._foreach_mul_", "torch._foreach_norm"),
+    *("torch.ops.aten._to_copy", "torch.ops.aten._unsafe_view"),
+)
+# Of named tuples, and of transformers.
+OF_OTHERS = {"_replace", "_attn_implementation", "_mixed_mesh_grads"}
+ANYWHERE = {*TENSOR, *MODULE, *(name.rpartition(".")[2] for name in FUNCTIONS), *OF_OTHERS}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def private(text: str) -> bool:
+    return any(re.match("_(?!_)", part) for part in text.split("."))
+
+
+def names_in(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of private names that a file imports of torch or reads of another object."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, name) for name in whole if private(name))
+        elif isinstance(node, ast.Import):
+            whole = [alias.name for alias in node.names]
+            yield from ((node.lineno, x) for x in whole if x.startswith("torch.") and private(x))
+        elif isinstance(node, ast.Attribute) and private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and private(str(name.value)):
+                yield node.lineno, str(name.value)
+
+
+def is_stored_in_self(node: ast.Attribute) -> bool:
+    owner = node.value
+    return isinstance(node.ctx, ast.Store) and isinstance(owner, ast.Name) and owner.id == "self"
+
+
+def own_names() -> set[str]:
+    """The private names that the package itself defines."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)  # at the top, or in a class
+            elif isinstance(node, ast.Attribute) and is_stored_in_self(node):
+                found.add(node.attr)
+    return found
+
+
+def test_private_names_of_torch_are_gathered() -> None:
+    own, found = own_names() | {"_C"}, []
+    for path in sorted({*PACKAGE.rglob("*.py")} - GATHERED):
+        for line, name in names_in(path):
+            last = name.rpartition(".")[2]
+            is_torchs = name.startswith(("torch.", "dist."))
+            if last not in ANYWHERE and (is_torchs or last not in own):
+                found.append(f"{path.relative_to(ROOT)}:{line}: {name}")
+    text = "\n".join(found)
+    assert not found, f"private names of torch; put them into ringcomm/torch_names.py:\n{text}"
+
+
+def test_no_other_file_overrides_private_methods_of_stages() -> None:
+    of_torch = {name for base in PipelineStage.__mro__ for name in vars(base) if private(name)}
+    for path in {*(PACKAGE / "parallel" / "pipeline").glob("*.py")} - GATHERED:
+        functions = [n.name for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef)]
+        assert not of_torch & set(functions), path
+
+
+def reach(name: str) -> Any:
+    """What a dotted name of torch stands for."""
+    head, *rest = name.split(".")
+    found: Any = {"torch": torch, "dist": dist}[head]
+    for part in rest:
+        found = getattr(found, part)
+    return found
+
+
+def is_reached(name: str) -> bool:
+    try:
+        reach(name)
+    except AttributeError:
+        return False
+    return True
+
+
+IN_TORCH = (
+    *FUNCTIONS,
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    "torch._C._current_autograd_node",
+    "torch._C._current_graph_task_id",
+    "torch._C._disabled_torch_function_impl",
+    "torch._C._distributed_c10d.AllgatherOptions",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+    "torch._C._will_engine_execute_node",
+    "torch._disable_dynamo",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._utils._flatten_dense_tensors",
+    "torch._utils._take_tensors",
+    "torch._utils._unflatten_dense_tensors",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.amp.GradScaler._unscale_grads_",
+    "torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+    "torch.distributed.checkpoint.state_dict._init_optim_state",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    "torch.multiprocessing._prctl_pr_set_pdeathsig",
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map_only",
+    "dist.Backend._plugins",
+    "dist.ProcessGroup._device_types",
+    "dist.ProcessGroup._get_backend",
+    "dist.device_mesh.DeviceMesh._flatten",
+    "dist.device_mesh.DeviceMesh._get_root_mesh",
+    "dist.distributed_c10d._DistributedBackendOptions",
+    "dist.distributed_c10d._new_process_group_helper",
+    "dist.distributed_c10d._resolve_process_group",
+    "dist.distributed_c10d._world.pg_map",
+    "dist._broadcast_coalesced",
+    "dist.c10d_logger._c10d_logger",
+)
+# Found on objects, which the test below makes.
+ON_OBJECTS = {
+    *("_cdata", "_timeout", "_module_parameters", "_ddp_params_and_buffers_to_ignore"),
+    *("_ddp_ignored", "_get_fsdp_state", "_unsharded_param"),
+}
+# Of older versions of torch, which torch_stage.py and torch_names.py ask for by version.
+OF_VERSIONS = {
+    *("_fsdp_param_group", "_fsdp_param_groups"),
+    *("_prepare_forward_infra", "_prepare_backward_infra", "_get_init_p2p_neighbors_ops"),
+    *("_create_grad_recv_info", "_create_grad_send_info"),
+}
+
+
+def test_every_gathered_name_is_checked() -> None:
+    known = {name.rpartition(".")[2] for name in IN_TORCH}
+    known |= {*TENSOR, *MODULE}
+    known |= {part for name in IN_TORCH for part in name.split(".")} | ON_OBJECTS | OF_VERSIONS
+    used = {
+        part
+        for path in GATHERED
+        for _, name in names_in(path)
+        for part in re.findall(r"\b_(?!_)\w+", name)
+    }
+    unknown = used - known - {"_aten", "_ddp", "_utils", "_C"}
+    assert not unknown, f"not in IN_TORCH, ON_OBJECTS or OF_VERSIONS of this file: {unknown}"
+
+
+def test_the_running_torch_has_every_name() -> None:
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.tensor._utils
+
+    gone = [name for name in IN_TORCH if not is_reached(name)]
+    tensor, module = torch.ones(1), nn.Linear(1, 1)
+    gone += [f"Tensor.{name}" for name in TENSOR if not hasattr(tensor, name)]
+    gone += [f"nn.Module.{name}" for name in MODULE if not hasattr(module, name)]
+    if not hasattr(tensor.untyped_storage(), "_cdata"):
+        gone.append("UntypedStorage._cdata")
+    stage = {name for base in PipelineStage.__mro__ for name in vars(base)}
+    gone += [f"PipelineStage.{name}" for name in sorted(OF_VERSIONS - stage) if "infra" in name]
+    assert not gone, f"torch {torch.__version__} has no {', '.join(gone)}: see torch_names.py"
+
+
+@in_ranks(2)
+def test_objects_have_the_names(rank: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    gone = []
+    if not hasattr(torch_names.backend_of(group, torch.device("cpu")).options, "_timeout"):
+        gone.append("Backend.Options._timeout")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch_names.ignore_in_ddp(model, ["1.weight", "1.bias"])
+    if torch_names.ignored_in_ddp(model) != ["1.weight", "1.bias"]:
+        gone.append("_ddp_params_and_buffers_to_ignore")
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch_names.active_ddp()))
+    ddp = DistributedDataParallel(model)
+    ddp(torch.ones(1, 2))
+    if seen != [ddp]:
+        gone.append("DistributedDataParallel._get_active_ddp_module")
+    params = {id(param) for param in torch_names.params_of_ddp(ddp)}
+    if params != {id(param) for param in model[0].parameters()}:
+        gone.append("DistributedDataParallel._module_parameters")
+    if not torch_names.is_ignored_in_ddp(model.get_parameter("1.weight")):
+        gone.append("Parameter._ddp_ignored")
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("a", "b"))
+    assert torch_names.flat_mesh(mesh).size() == dist.get_world_size()
+    assert torch_names.root_mesh(mesh["b"]) == mesh
+    unit: Any = fully_shard(nn.Linear(4, 4), mesh=mesh["b"])
+    unit(torch.ones(1, 4)).sum().backward()
+    for param in (param for params in torch_names.fsdp_params(unit) for param in params):
+        names = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param", "reduce_dtype")
+        gone += [f"FSDPParam.{name}" for name in names if not hasattr(param, name)]
+    assert len(torch_names.fsdp_params(unit)[0]) == 2
+    assert not gone, f"torch {torch.__version__} has no {', '.join(gone)}: see torch_names.py"
+
+
+def test_an_untried_torch_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rank 0 of a job, and by a program without ranks."""
+    monkeypatch.delenv("RANK", raising=False)
+    importlib.reload(_extension)
+    monkeypatch.setattr(torch_names, "NEWEST_TRIED", (2, 10))
+    with pytest.warns(UserWarning, match=r"tried with torch up to 2\.10, .* install torch 2\.10"):
+        importlib.reload(_extension)
+    monkeypatch.setenv("RANK", "1")
+    importlib.reload(_extension)

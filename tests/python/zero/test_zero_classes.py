@@ -1,0 +1,259 @@
+"""zero.shard() with optimizers of other classes than AdamW and SGD, of torch and of users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from full_states import full_state, load_full_state
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, weights
+
+from ringcomm.parallel import zero
+
+HALF = 3  # steps before the states are saved
+STEPS = 6
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, as users write it: an argument without default, a number as `step`."""
+
+    def __init__(self, params: Any, lr: float, *, decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "num_calls": 0})
+        self.decay = decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_calls"] += 1
+            first, second = group["betas"]
+            lr = group["lr"] / group["num_calls"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(param), skipped=None)
+                state["step"] += 1
+                param.mul_(1 - lr * self.decay)
+                mean = state["exp_avg"]
+                param.add_(torch.tanh(30 * mean.lerp(param.grad, 1 - first)), alpha=-lr)
+                mean.lerp_(param.grad, 1 - second)
+
+
+class Damped(torch.optim.AdamW):
+    """A subclass whose step is not AdamW's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.clamp_(-0.1, 0.1)
+        super().step(closure)
+
+
+class Lamb(torch.optim.SGD):
+    """By the norm of a weight's gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad /= param.grad.norm()
+        super().step(closure)
+
+
+class Rows(torch.optim.SGD):
+    """With a state of a weight's rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["rows"] = torch.zeros(len(param))
+
+
+class Shadow(torch.optim.SGD):
+    """With tensors that are no states."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.shadow = [param.detach().clone() for param in self.param_groups[0]["params"]]
+
+
+class Wrapper(torch.optim.SGD):
+    """Around another optimizer, whose step would be the whole weights'."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr)
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "AdamW, amsgrad": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "amsgrad": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01, "betas": (0.5, 0.6)}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 2}),
+    "SGD, maximize": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}),
+    "Lion": (Lion, {"lr": 0.01, "decay": 0.5}),
+    "Damped": (Damped, {"lr": 0.01}),
+}
+ALWAYS = ("Adam", "Lion")  # at every stage; each of the others at one
+UNUSED_FROM = 2  # the step from which the second tower is not used any more
+
+
+def kinds_of(stage: int) -> dict[str, tuple[Any, dict[str, Any]]]:
+    return {k: v for i, (k, v) in enumerate(KINDS.items()) if i % 3 + 1 == stage or k in ALWAYS}
+
+
+def make_towers() -> Any:
+    return Towers(1)
+
+
+def backward(model: Any, optimizer: Any, step: int, rank: int) -> None:
+    """Two micro-batches on each of two ranks."""
+    used = [0] if step >= UNUSED_FROM else [0, 1]
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    for part in torch.randn(2, 3, 6, generator=generator):
+        loss = model(part, used).square().mean()
+        (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
+
+
+def train_towers(model: Any, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        backward(model, optimizer, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_alone(model: Any, optimizer: Any, steps: range, clip: float | None) -> None:
+    """One process that averages the gradients of two halves, as two ranks do."""
+    for step in steps:
+        grads = []
+        for rank in range(2):
+            optimizer.zero_grad()
+            backward(model, None, step, rank)
+            grads.append([param.grad for param in model.parameters()])
+        for param, first, second in zip(model.parameters(), *grads, strict=True):
+            param.grad = None if first is None else (first + second) / 2
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_kinds(rank: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Of each class: the weights; states after some steps, and what another stage makes of them."""
+    found = {}
+    for name, (kind, arguments) in kinds_of(stage).items():
+        model = make_towers()
+        given = kind(model.parameters(), **arguments)
+        optimizer = zero.shard(model, given, stage, bucket_bytes=BUCKET_BYTES, **options)
+        train_towers(model, optimizer, rank, range(HALF))
+        values, state = weights(model), full_state(optimizer)
+        train_towers(model, optimizer, rank, range(HALF, STEPS))
+        again = make_towers()
+        again.load_state_dict(values)
+        given = kind(again.parameters(), **arguments)
+        other = zero.shard(again, given, stage % 3 + 1, bucket_bytes=BUCKET_BYTES, **options)
+        load_full_state(other, state)
+        train_towers(again, other, rank, range(HALF, STEPS))
+        found[name] = values, state, weights(model), weights(again)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(1, {}), (2, {"clip_grad_norm": 0.1, "loss_scale": 1024.0}), (3, {"loss_scale": 1024.0})],
+)
+def test_other_classes(stage: int, options: dict[str, Any]) -> None:
+    """Unused weights, micro-batches; states go to another stage and to one process."""
+    results = run_ranks(2, train_kinds, stage, options, timeout_s=120)[0]
+    clip = options.get("clip_grad_norm")
+    for name, (kind, arguments) in kinds_of(stage).items():
+        values, state, expected, again = results[name]
+        model = make_towers()
+        optimizer = kind(model.parameters(), **arguments)
+        train_alone(model, optimizer, range(HALF), clip)
+        assert_close(values, weights(model))
+        alone = make_towers()
+        alone.load_state_dict(values)
+        resumed = kind(alone.parameters(), **arguments)
+        for group in state["param_groups"]:  # torch loads no keys that it does not know
+            group.pop("loss_scale", None)
+            group.pop("loss_scale_good_steps", None)
+        # No state of the weights that are never used.
+        whole = StateDictOptions(full_state_dict=True, strict=False)
+        set_optimizer_state_dict(alone, resumed, state, options=whole)
+        train_alone(alone, resumed, range(HALF, STEPS), clip)
+        for found in (again, weights(alone)):
+            assert_close(found, expected)
+        expected_state: Any = get_state_dict(model, optimizer)[1]["state"]
+        for weight, of_weight in expected_state.items():
+            assert set(state["state"][weight]) == {k for k, v in of_weight.items() if v is not None}
+
+
+BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "Adafactor": (torch.optim.Adafactor, "Adafactor keeps sums over rows and columns"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS needs dot products over all weights"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
+    "Lamb": (lambda params: Lamb(params, 0.1), "Lamb gives other 'weights' on parts of a weight"),
+    "Rows": (lambda params: Rows(params, 0.1), "state 'rows' that does not have the weight's sh"),
+    "Shadow": (lambda params: Shadow(params, 0.1), "Shadow keeps tensors, a module or an"),
+    "Wrapper": (lambda params: Wrapper(params, 0.1), "Wrapper keeps tensors, a module or an"),
+}
+
+
+def refuse(rank: int, name: str, stage: int) -> None:
+    model = Net()
+    before = weights(model)
+    make, words = BAD[name]
+    optimizer = make(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # lr is 0 at first
+    seed = torch.get_rng_state()
+    with pytest.raises(TypeError, match=words):
+        zero.shard(model, optimizer, stage)
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
+    loss_of(model, *batch(0)).backward()
+    optimizer.zero_grad()  # it still works
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_classes_that_are_refused(stage: int) -> None:
+    for name in BAD:
+        run_ranks(2, refuse, name, stage)
+    layer = nn.Linear(3, 3, bias=False)
+    muon = torch.optim.Muon(layer.parameters())
+    with pytest.raises(TypeError, match="Muon orthogonalizes whole matrices"):
+        zero.shard(layer, muon, stage)
+
+
+def make_adagrad(rank: int) -> Tensor:
+    """Its state exists before the first step, but has no values on the meta device."""
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match="Adagrad already has state on the meta device"):
+        zero.shard(model, torch.optim.Adagrad(model.parameters()), 2)
+    return torch.ones(1)
+
+
+def test_adagrad_on_meta() -> None:
+    run_ranks(2, make_adagrad)
