@@ -224,6 +224,26 @@ def shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[Any, Any]:
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
+class AsDTensor(torch.autograd.Function):
+    """make(part), a DTensor of a local tensor, whose backward takes a missing gradient.
+
+    DistributedDataParallel gives none for an output that the loss does not use, and the backward of
+    DTensor.from_local() takes that from torch 2.13 on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, make: Callable[[Tensor], Any]) -> Any:
+        made = make(part.detach())
+        ctx.set_materialize_grads(False)
+        ctx.placed = made.device_mesh, made.placements
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return None if grad is None else grad.redistribute(*ctx.placed).to_local(), None
+
+
 def init_optim_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes an optimizer have state, by a step with a learning rate of 0."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state

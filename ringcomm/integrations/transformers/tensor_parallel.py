@@ -31,7 +31,7 @@ from ringcomm.parallel.tensor.regions import (
     reduce_from_tp,
 )
 from ringcomm.parallel.tensor.splits import SplitModule, split_params, take_from_rank0
-from ringcomm.torch_names import all_gather_single
+from ringcomm.torch_names import TORCH_VERSION, AsDTensor, all_gather_single
 
 __all__ = ["refuse_embeddings", "tensor_parallelize"]
 
@@ -157,7 +157,9 @@ def _typed_logits(head: ColumnParallelLinear, _: Any, args: Any, output: Any) ->
     key: Any = int(has_loss) if is_tuple else "logits"
     logits, split = output[key], head.splits["weight"]
     if has_loss:
-        logits = replace(split, dim=logits.dim() - 1).as_dtensor(logits, head.group, "the logits")
+        split = replace(split, dim=logits.dim() - 1)
+        make = partial(split.as_dtensor, group=head.group, name="the logits")
+        logits = make(logits) if TORCH_VERSION >= (2, 13) else AsDTensor.apply(logits, make)
     else:
         logits = gather_from_tp(logits, [end - begin for begin, end in split.ranges], head.group)
     if is_tuple:
