@@ -40,6 +40,13 @@ RINGCOMM_HD constexpr std::size_t packet_half(std::uint64_t number) {
   return static_cast<std::size_t>(number / 2 % 2);
 }
 
+/// The number after a call that used `num_used`. After a failure peers still wait for packets of
+/// that call, so all later numbers of this rank are ones whose flags no peer waits for.
+RINGCOMM_HD constexpr std::uint64_t packets_after(std::uint64_t before, std::uint64_t num_used,
+                                                  bool succeeded) {
+  return succeeded ? before + num_used : before | std::uint64_t{1} << 63;
+}
+
 template <class A>
 RINGCOMM_HD void put_packet(A& arch, Packet& packet, std::uint64_t data, std::uint32_t flag) {
   const std::uint64_t above = std::uint64_t{flag} << 32;

@@ -1,6 +1,7 @@
 // Collectives by the kernels of GPUs, on threads: every op, type, reduction and algorithm against
 // the oracle, with few blocks and small staging, so that pieces follow each other.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -280,6 +281,58 @@ TEST_CASE("kernels: a batch that is too large is refused") {
   std::byte byte{};
   const std::vector<cuda::Mail> messages(129, {&byte, 1, 0, 1, true});
   CHECK_THROWS_WITH(cuda::check_batch(messages), doctest::Contains("at most 128, got 129"));
+}
+
+// Rank 0 times out in a call and makes another one before its host could tell rank 1, which arrives
+// late, before the other call or after it. Rank 1 must not take the other call's data for the
+// first's.
+template <class FirstOfRank0, class SecondOfRank0, class FirstOfRank1>
+bool fails_on_late_rank(GpuRanks& ranks, bool is_after, const FirstOfRank0& first,
+                        const SecondOfRank0& second, const FirstOfRank1& late) {
+  ranks.timeout = std::chrono::milliseconds(200);
+  first();
+  CHECK(ranks.control(0).stop == static_cast<std::uint32_t>(Stop::kTimeout));
+  if (is_after) second();
+  std::atomic<bool> has_ended = false;
+  std::thread rank_1([&] { late(), has_ended = true; });
+  while (__atomic_load_n(&ranks.control(1).asked_at, __ATOMIC_RELAXED) == 0 && !has_ended)
+    std::this_thread::yield();
+  if (!is_after) second();
+  rank_1.join();
+  CHECK(ranks.control(0).stop == static_cast<std::uint32_t>(Stop::kTimeout));
+  return ranks.control(1).stop == static_cast<std::uint32_t>(Stop::kTimeout);
+}
+
+TEST_CASE("kernels: after a kernel has failed, a late peer gets no data of the rank's next one") {
+  const Case cases[] = {{.algorithm = Algorithm::kOneShot, .num_elems = 300},
+                        {.algorithm = Algorithm::kTwoShot, .num_elems = 500},
+                        {.algorithm = Algorithm::kRing, .num_elems = 9000},
+                        {.op = OpKind::kReduceScatter, .num_elems = 20'000},
+                        {.op = OpKind::kAllGather, .dtype = DType::kByte, .num_elems = 99'000}};
+  for (const bool is_after : {false, true}) {
+    CAPTURE(is_after);
+    for (const Case& c : cases) {
+      CAPTURE(c.to_text());
+      Case other = c;
+      other.salt = 7;
+      CaseBuffers mine(c, 0, 2), next(other, 0, 2), late(c, 1, 2);
+      GpuRanks ranks(2, facts_of(2, 2), 2);
+      const auto run = [&](int rank, CaseBuffers& buffers) { ranks.run(rank, buffers.call()); };
+      if (!fails_on_late_rank(
+              ranks, is_after, [&] { run(0, mine); }, [&] { run(0, next); }, [&] { run(1, late); }))
+        late.check();
+    }
+    std::vector<std::byte> sent(300'001), other(300'001, std::byte{9}), received(300'001);
+    GpuRanks ranks(2, facts_of(2, 8), 2);
+    const auto exchange = [&](int rank, std::vector<std::byte>& bytes) {
+      ranks.exchange(
+          rank, {{bytes.data(), bytes.size(), 0, static_cast<std::int16_t>(1 - rank), rank == 0}});
+    };
+    if (!fails_on_late_rank(
+            ranks, is_after, [&] { exchange(0, sent); }, [&] { exchange(0, other); },
+            [&] { exchange(1, received); }))
+      CHECK(received == sent);
+  }
 }
 
 // Makes groups of each size on a GPU until there is no room. Together their blocks fit, and leave

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -13,13 +14,32 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "core/test_steps.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/page_bytes.h"
 #include "transport/shm/group.h"
 #include "transport/shm/rank_record.h"
+#include "transport/shm/shared_memory.h"
 #include "transport/shm/unix_socket.h"
+
+namespace {
+thread_local bool gets_pages = true, fetches_late = false;
+}  // namespace
+
+extern "C" {
+int __real_madvise(void* begin, std::size_t num_bytes, int advice);
+
+int __wrap_madvise(void* begin, std::size_t num_bytes, int advice) {
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
+  if (gets_pages || advice != kPopulateWrite) return __real_madvise(begin, num_bytes, advice);
+  errno = EFAULT;
+  return -1;
+}
+}
 
 namespace {
 
@@ -314,6 +334,31 @@ TEST_CASE("memory of another size is refused") {
     expect_error(error, ErrorKind::kTimeout, {"rank 1 did not fetch", "300 ms"});
     expect(error.info().rank == 1, "rank 1 to be blamed");
   });
+}
+
+TEST_CASE("memory that the system refuses to one rank is an error on all, with rank and bytes") {
+  const bool before = std::exchange(may_refuse_pages(), true);
+  test_step = [](const char* what) {
+    if (fetches_late && std::string(what) == "before a request")
+      std::this_thread::sleep_for(milliseconds(50));
+  };
+  for (int refused = 0; refused < 3; ++refused) {
+    MemoryStore store;
+    run_threads(3, [&](int rank) {
+      gets_pages = rank != refused;
+      fetches_late = rank == 2;
+      const Error error = error_of([&] {
+        Communicator communicator(store, rank, 3, {}, testing::kBound);
+        testing::barrier(communicator);
+      });
+      const std::string peer = rank == refused ? "" : ": rank " + std::to_string(refused) + " ";
+      expect_error(error, ErrorKind::kSystem,
+                   {"taking " + std::to_string(4 * page_bytes()) + " bytes of shared memory",
+                    "Cannot allocate memory", peer});
+    });
+  }
+  test_step = nullptr;
+  may_refuse_pages() = before;
 }
 
 TEST_CASE("an aborted group gives the first reason to all ranks") {

@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/shm/board_collectives.h"
-#include "collectives/shm/share_exchange.h"
+#include "collectives/shm/algorithms.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"

@@ -203,10 +203,12 @@ void add_link(std::vector<Region>& regions, const LinkGeometry& link) {
 
 // Addresses are computed but not dereferenced, so the base needs no memory.
 std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std::byte* base) {
-  std::vector<Region> regions = {region_of(&layout.header(base), sizeof(SegmentHeader))};
+  std::vector<Region> regions = {
+      {reinterpret_cast<std::uintptr_t>(&layout.header(base)),
+       reinterpret_cast<std::uintptr_t>(&layout.has_joined(base, world_size))}};
   const BoardGeometry board = layout.board(base);
   for (int rank = 0; rank < world_size; ++rank) {
-    regions.push_back(region_of(&layout.control(base, rank), sizeof(RankControl)));
+    regions.push_back(region_of(&layout.control(base, rank), whole_pages(sizeof(RankControl))));
     CHECK(&board.cursor(0, rank) == &layout.control(base, rank).published);
     for (std::uint64_t phase = 0; phase < 2; ++phase)
       regions.push_back(region_of(board.region(rank, phase), board.region_bytes));

@@ -3,7 +3,7 @@
 
 #include "collectives/owner_update.h"
 #include "collectives/reduction.h"
-#include "collectives/shm/all_reduce.h"
+#include "collectives/shm/algorithms.h"
 #include "collectives/shm/ring_links.h"
 #include "core/chunk_layout.h"
 #include "core/link_primitives.h"

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "collectives/reduction.h"
-#include "collectives/shm/all_reduce.h"
+#include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 #include "core/chunk_layout.h"
 
@@ -36,6 +36,7 @@ class TwoShotPiece {
       sources[static_cast<std::size_t>(peer)] =
           peer == engine_.rank() ? at(call_.inputs[0], begin_elems, element_bytes_)
                                  : at(input_phase.wait(peer), own_.begin_elems, element_bytes_);
+    if (engine_.has_notes()) return;
     std::byte* region = engine_.open();
     std::byte* output = at(call_.outputs[0], begin_elems, element_bytes_);
     const bool is_streaming = engine_.store_kinds().kind() == host::StoreKind::kStreaming;
@@ -95,6 +96,7 @@ std::uint64_t all_reduce_two_shot(Engine& engine, const Collective& call,
                    piece.stage_input(phase.open());
                    engine.publish();
                    piece.reduce_own_chunk(phase);
+                   if (engine.has_notes()) return;
                    engine.publish();
                    piece.gather_results();
                    sent_bytes += piece.sent_bytes();

@@ -1,8 +1,7 @@
-#include "collectives/shm/board_collectives.h"
-
 #include <vector>
 
 #include "collectives/reduction.h"
+#include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 
 namespace ringcomm {
@@ -40,6 +39,7 @@ std::uint64_t reduce_scatter(Engine& engine, const Collective& call, const CallH
               peer == rank ? at(call.inputs[rank], piece.begin_elems, bytes)
                            : at(phase.wait(peer), offset_elems, bytes);
         }
+        if (engine.has_notes()) return;
         op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources.data(),
                    world_size, piece.num_elems, divisor_of(call, world_size));
       });
@@ -62,8 +62,10 @@ std::uint64_t all_gather(Engine& engine, const Collective& call, const CallHeade
                                       piece.num_elems * bytes, result_bytes);
                    for (int distance = 1; distance < world_size; ++distance) {
                      const int peer = (rank + distance) % world_size;
-                     engine.copy_result(at(call.outputs[peer], piece.begin_elems, bytes),
-                                        phase.wait(peer), piece.num_elems * bytes, result_bytes);
+                     const std::byte* staged = phase.wait(peer);
+                     if (!engine.has_notes())
+                       engine.copy_result(at(call.outputs[peer], piece.begin_elems, bytes), staged,
+                                          piece.num_elems * bytes, result_bytes);
                    }
                  });
   return static_cast<std::uint64_t>(world_size - 1) * call.num_bytes();
@@ -86,7 +88,7 @@ std::uint64_t broadcast(Engine& engine, const Collective& call, const CallHeader
         engine.publish();
         for (int peer = 0; phase.is_first && peer < engine.world_size(); ++peer)
           if (peer != engine.rank()) phase.wait(peer);
-        if (!is_root)
+        if (!is_root && !engine.has_notes())
           engine.copy_result(at(call.outputs[0], piece.begin_elems, bytes), phase.wait(call.root),
                              piece.num_elems * bytes, call.num_bytes());
       });

@@ -4,11 +4,8 @@
 #include <string>
 
 #include "collectives/shm/algorithm_choice.h"
-#include "collectives/shm/all_reduce.h"
-#include "collectives/shm/board_collectives.h"
+#include "collectives/shm/algorithms.h"
 #include "collectives/shm/p2p_engine.h"
-#include "collectives/shm/reduce_update_gather.h"
-#include "collectives/shm/share_exchange.h"
 
 namespace ringcomm {
 namespace {

@@ -43,7 +43,7 @@ const std::byte* Engine::wait_header(int peer, CallHeader& theirs) {
 
 const std::byte* Engine::wait_first(int peer, const CallHeader& header) {
   const std::byte* payload = wait(peer);
-  if (!are_headers_known_ && check_header(peer, payload, header).is_given()) throw BuffersNoted{};
+  if (!are_headers_known_ && check_header(peer, payload, header).is_given()) has_notes_ = true;
   return payload;
 }
 
@@ -56,6 +56,7 @@ void Engine::read_notes(const CallHeader& header, const BufferNote& mine, Buffer
   for (int peer = 0; peer < world_size(); ++peer)
     notes[peer] = peer == rank() ? mine : check_header(peer, wait(peer), header);
   are_headers_known_ = true;
+  has_notes_ = false;
 }
 
 std::byte* Engine::open_with_header(const CallHeader& header, const BufferNote& note) {

@@ -50,11 +50,6 @@ struct BufferNote {
   bool is_given() const { return input.is_somewhere(); }
 };
 
-/// Thrown out of the first phase of a staged collective if a peer has staged no data because its
-/// buffers are shared. Every rank sees the same notes, so all ranks continue in the same way
-/// (DirectCollectives).
-struct BuffersNoted {};
-
 /// The state in which collectives of one group run, one after another, on one thread at a time.
 ///
 /// Each collective starts with a board phase whose region begins with the call's header, and checks
@@ -76,13 +71,16 @@ class Engine {
   std::size_t phase_bytes() const { return board_.region_bytes() - kHeaderBytes; }
 
   /// Starts a collective: its first phase will be one with headers.
-  void begin() { are_headers_known_ = false; }
+  void begin() { are_headers_known_ = has_notes_ = false; }
 
   /// Opens the first phase of `header`'s collective: room for its first data.
   std::byte* open_first(const CallHeader& header);
-  /// The data of `peer` in the first phase; throws Mismatched when it made another call, and
-  /// BuffersNoted.
+  /// The data of `peer` in the first phase; throws Mismatched when it made another call.
   const std::byte* wait_first(int peer, const CallHeader& header);
+  /// Whether a peer has staged no data in the first phase because its buffers are shared. A staged
+  /// collective then returns without a result. Every rank sees the same notes, so all ranks
+  /// continue in the same way (DirectCollectives).
+  bool has_notes() const { return has_notes_; }
   /// The same for callers that compare the headers themselves.
   const std::byte* wait_header(int peer, CallHeader& theirs);
 
@@ -136,6 +134,7 @@ class Engine {
   StoreKindChooser store_kinds_;
   std::uint64_t copied_bytes_ = 0;
   bool are_headers_known_ = false;
+  bool has_notes_ = false;
 };
 
 }  // namespace ringcomm

@@ -21,12 +21,13 @@ struct Phase {
 };
 
 /// Runs `body(elems, phase)` over `num_elems` elements, at most `max_elems` at a time, and at least
-/// once, because headers are exchanged even without data.
+/// once, because headers are exchanged even without data. Only once if a peer's buffers are shared;
+/// see Engine::has_notes().
 template <class Body>
 void for_each_piece(Engine& engine, const CallHeader& header, std::size_t num_elems,
                     std::size_t max_elems, const Body& body) {
   const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(num_elems, max_elems));
-  for (std::size_t piece_idx = 0; piece_idx < num_pieces; ++piece_idx)
+  for (std::size_t piece_idx = 0; piece_idx < num_pieces && !engine.has_notes(); ++piece_idx)
     body(slice_of({0, num_elems}, piece_idx, max_elems), Phase{engine, header, piece_idx == 0});
 }
 

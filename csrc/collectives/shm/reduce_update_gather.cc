@@ -1,10 +1,9 @@
-#include "collectives/shm/reduce_update_gather.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "collectives/owner_update.h"
 #include "collectives/reduction.h"
+#include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 
 namespace ringcomm {

@@ -1,9 +1,8 @@
-#include "collectives/shm/share_exchange.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "collectives/reduction.h"
+#include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 #include "collectives/shm/share_sizes.h"
 #include "core/chunk_layout.h"

@@ -85,16 +85,18 @@ RINGCOMM_HD Stop exchange_lane(B& block, const MailCall& call) {
     for (unsigned channel = first_channel; channel < slices.num_channels;
          channel += call.blocks_per_lane) {
       // A thread may not yet see what another one has published for the channel's last message; the
-      // barrier at the end of the claim synchronizes them.
+      // barrier at the end of the claim synchronizes them. After a failure the claim stays: a later
+      // kernel must not send its message as the rest of this one.
       std::uint32_t& busy = call.staging.word_at(
           call.rank, call.staging.layout.busy_mail_offset(static_cast<std::uint32_t>(mail.peer),
                                                           mail.is_send, channel));
       const Claim<B> claim(block, busy);
-      claim.check(block, call);
-      const Stop stop = mail.is_send ? send_channel(block, call, mail, slices, channel)
-                                     : recv_channel(block, call, mail, slices, channel);
-      claim.end(block, busy);
+      Stop stop = block.agree(claim.check(block, call) ? Stop::kNone : Stop::kAborted);
+      if (stop == Stop::kNone)
+        stop = mail.is_send ? send_channel(block, call, mail, slices, channel)
+                            : recv_channel(block, call, mail, slices, channel);
       if (stop != Stop::kNone) return stop;
+      claim.end(block, busy);
     }
   }
   return Stop::kNone;

@@ -105,17 +105,14 @@ class OneShot {
         stop = compare_digest(block_, call_, places_, flag_, static_cast<int>(item));
       else if (item < num_items)
         stop = reduce(item - num_ranks, result);
+      if (first < num_ranks) stop = block_.agree(stop);
       last = stop;
-      if (first < num_ranks) {
-        if (stop = block_.agree(stop); stop != Stop::kNone) return stop;
-      } else if (stop != Stop::kNone) {
-        break;
-      }
+      if (stop != Stop::kNone) break;
       if (item >= num_ranks && item < num_items)
         store_word(call_.outputs[0], begin_ + item - num_ranks, num_bytes_, result);
     }
     if (num_items > block_.num_threads()) last = block_.agree(last);
-    if (last == Stop::kNone && block_.thread_idx() == 0) number_ = calls_before_ + 1;
+    if (block_.thread_idx() == 0) number_ = packets_after(calls_before_, 1, last == Stop::kNone);
     return last;
   }
 

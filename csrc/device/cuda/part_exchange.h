@@ -61,9 +61,9 @@ class PartExchange {
     }
     return waiter_.agree(stop);
   }
-  /// Ends the call after `num_used` numbers; the next call continues after them.
-  RINGCOMM_HD void end(std::uint64_t num_used) {
-    if (thread_idx() == 0) number_ = before_ + num_used;
+  /// Ends the call after `num_used` numbers.
+  RINGCOMM_HD void end(std::uint64_t num_used, Stop stop) {
+    if (thread_idx() == 0) number_ = packets_after(before_, num_used, stop == Stop::kNone);
   }
 
  private:

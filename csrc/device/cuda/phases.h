@@ -62,8 +62,9 @@ class Claim {
  public:
   RINGCOMM_HD Claim(B& block, std::uint32_t& busy)
       : was_free_(block.thread_idx() != 0 || block.claim(busy)) {}
-  RINGCOMM_HD void check(B& block, const GroupFrame& call) const {
+  RINGCOMM_HD bool check(B& block, const GroupFrame& call) const {
     if (!was_free_) tell_alone(block, call, kOverlap, call.rank, NoWords());
+    return was_free_;
   }
   RINGCOMM_HD static void end(B& block, std::uint32_t& busy) {
     block.sync();
@@ -209,11 +210,15 @@ RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
 /// Reports to the host why this kernel has failed, if it has.
 template <Block B>
 RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
+  if (stop == Stop::kAborted && block.thread_idx() == 0)
+    block.claim(call.staging.claim(call.rank));  // so that later kernels report no consequence
   if (stop != Stop::kNone && stop != Stop::kAborted)
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), NoWords());
 }
 
-/// A block's part of a collective, which `Run` is made for.
+/// A block's part of a collective, which `Run` is made for. After a failure, peers may arrive
+/// before the hosts know. They must not take a later call's data for this one's, so no later kernel
+/// of the rank may get past open(): its own cursor is set to a phase that no peer reaches.
 template <class Run, Block B, class... Arguments>
 RINGCOMM_HD void run_collective(B& block, const KernelCall& call, const Arguments&... arguments) {
   const auto busy = [&]() -> std::uint32_t& {
@@ -222,7 +227,10 @@ RINGCOMM_HD void run_collective(B& block, const KernelCall& call, const Argument
   const Claim<B> claim(block, busy());
   Run run(block, call, arguments...);
   claim.check(block, call);
-  finish(block, call, run.run());
+  const Stop stop = run.run();
+  finish(block, call, stop);
+  if (stop != Stop::kNone && block.thread_idx() == 0)
+    call.staging.published(call.rank, call.rank, block.block_idx()).value = ~std::uint64_t{0};
   claim.end(block, busy());
 }
 

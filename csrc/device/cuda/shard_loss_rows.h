@@ -61,6 +61,7 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     block_.drain_stores();
     if (!is_leader()) return;
     if (goes_on) close();
+    exchange_.end(last_number(), stop_);
     finish(waiter_, shard_, stop_);
     Claim<W>::end(waiter_, busy());
   }
@@ -71,6 +72,9 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
     return shard_.staging.busy(shard_.rank, block_.cluster_idx());
   }
   RINGCOMM_HD std::int64_t row(std::int64_t turn) const { return first_ + turn * step_; }
+  RINGCOMM_HD std::uint64_t last_number() const {
+    return static_cast<std::uint64_t>(num_rows_) + 2;
+  }
   RINGCOMM_HD static unsigned slot_of(std::int64_t turn) {
     return static_cast<unsigned>(turn) % kMaxRowSlots;
   }
@@ -124,10 +128,8 @@ class ShardLossRows : LossRows<Logits, kSmooths, B> {
   }
 
   RINGCOMM_HD void close() {
-    const auto number = static_cast<std::uint64_t>(num_rows_) + 2;
-    exchange_.put(number, no_part());
-    stop_ = exchange_.take(number, no_part(), heading().of_ranks);
-    if (stop_ == Stop::kNone) exchange_.end(number);
+    exchange_.put(last_number(), no_part());
+    stop_ = exchange_.take(last_number(), no_part(), heading().of_ranks);
   }
 
   /// Sends the first block's result from the ranks' parts to all blocks; after a stop, with a

@@ -28,7 +28,9 @@ class Where {
   RINGCOMM_HD Stop run() {
     if (block_.thread_idx() == 0)
       reinterpret_cast<std::uint32_t*>(call_.outputs[0])[block_.block_idx()] = multiprocessor();
-    return phases_.rejoin();
+    std::byte* region = nullptr;
+    const Stop stop = phases_.open(region, false);
+    return stop == Stop::kNone ? phases_.rejoin() : stop;
   }
 
  private:

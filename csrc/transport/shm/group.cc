@@ -66,9 +66,10 @@ Group::Group(Rendezvous& rendezvous, const GroupIdentity& identity, const Segmen
   Rendezvous::Meeting meeting = rendezvous.share_memory(ranks, layout_.num_bytes());
   memory_ = std::move(meeting.memory);
   processes_ = std::move(meeting.processes);
+  __atomic_store_n(&layout_.control(memory_.data(), rank_).has_left, 0U, __ATOMIC_RELAXED);
   reserve_own_memory();
   RINGCOMM_STEP("before a rank has joined");
-  __atomic_store_n(&layout_.control(memory_.data(), rank_).has_joined, 1U, __ATOMIC_RELEASE);
+  __atomic_store_n(&layout_.has_joined(memory_.data(), rank_), 1U, __ATOMIC_RELEASE);
   RINGCOMM_STEP("after a rank has joined");
   wait_until_joined(rendezvous);
 }
@@ -81,12 +82,9 @@ void Group::reserve_own_memory() {
     reserve_pages(geometry.region(rank_, 0), 2 * geometry.region_bytes);
     reserve_link(ring_link(rank_));
   } catch (const Error& error) {
-    // Its peers learn of it in their first call, and rank 0 does not wait for this rank.
-    abort({.kind = ErrorKind::kSystem,
-           .origin = whole_rank(rank_),
-           .culprit = -1,
-           .text = error.what()});
-    __atomic_store_n(&layout_.control(memory_.data(), rank_).has_joined, 1U, __ATOMIC_RELEASE);
+    // Its peers learn of it here or in their first call, and rank 0 does not wait for this rank.
+    tell_and_wait_for_the_living(error);
+    __atomic_store_n(&layout_.has_joined(memory_.data(), rank_), 1U, __ATOMIC_RELEASE);
     throw;
   }
 }
@@ -94,7 +92,7 @@ void Group::reserve_own_memory() {
 void Group::reserve_p2p(int to) { reserve_link(p2p_link(rank_, to)); }
 
 bool Group::has_joined(int rank) const {
-  return __atomic_load_n(&layout_.control(memory_.data(), rank).has_joined, __ATOMIC_ACQUIRE) != 0;
+  return __atomic_load_n(&layout_.has_joined(memory_.data(), rank), __ATOMIC_ACQUIRE) != 0;
 }
 
 // -1 when all are there.
@@ -132,7 +130,8 @@ void Group::tell_and_wait_for_the_living(const Error& error) {
          .origin = whole_rank(rank_),
          .culprit = error.info().rank,
          .text = error.what()});
-  if (rank_ != 0 || error.info().kind != ErrorKind::kPeerDied) return;
+  const ErrorKind kind = error.info().kind;
+  if (rank_ != 0 || (kind != ErrorKind::kPeerDied && kind != ErrorKind::kSystem)) return;
   const auto deadline = std::chrono::steady_clock::now() + kFetchGrace;
   const auto is_to_come = [&] {
     for (int rank = 1; rank < world_size_; ++rank)

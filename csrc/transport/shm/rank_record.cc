@@ -21,7 +21,7 @@ namespace {
 // sizes and enum values. Increase the number after the name for a change that these do not show.
 const std::string& version() {
   static const std::string text = [] {
-    std::string joined = "ringcomm-6-" RINGCOMM_VERSION;
+    std::string joined = "ringcomm-7-" RINGCOMM_VERSION;
     for (const std::size_t number :
          {sizeof(SegmentHeader), sizeof(RankControl), sizeof(LinkCursors), kCallHeaderBytes,
           std::size_t{kNumDTypes}, std::size_t{kNumReductions}})

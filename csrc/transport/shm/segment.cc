@@ -18,21 +18,27 @@ SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
       ring_stride_bytes_(link_stride_bytes(config.ring_num_slots, config.ring_slot_bytes)),
       p2p_stride_bytes_(link_stride_bytes(config.p2p_num_slots, config.p2p_slot_bytes)) {
   const auto world = static_cast<std::size_t>(world_size);
-  control_offset_bytes_ = whole_pages(sizeof(SegmentHeader));
-  boards_offset_bytes_ = control_offset_bytes_ + whole_pages(world * sizeof(RankControl));
+  control_offset_bytes_ = whole_pages(sizeof(SegmentHeader) + world * sizeof(std::uint32_t));
+  boards_offset_bytes_ = control_offset_bytes_ + world * whole_pages(sizeof(RankControl));
   rings_offset_bytes_ = boards_offset_bytes_ + world * 2 * board_stride_bytes_;
   p2p_offset_bytes_ = rings_offset_bytes_ + world * ring_stride_bytes_;
   num_bytes_ = p2p_offset_bytes_ + world * (world - 1) * p2p_stride_bytes_;
 }
 
+std::uint32_t& SegmentLayout::has_joined(std::byte* base, int rank) const {
+  return reinterpret_cast<std::uint32_t*>(base + sizeof(SegmentHeader))[rank];
+}
+
 RankControl& SegmentLayout::control(std::byte* base, int rank) const {
-  return reinterpret_cast<RankControl*>(base + control_offset_bytes_)[rank];
+  return *reinterpret_cast<RankControl*>(base + control_offset_bytes_ +
+                                         static_cast<std::size_t>(rank) *
+                                             whole_pages(sizeof(RankControl)));
 }
 
 BoardGeometry SegmentLayout::board(std::byte* base) const {
   return {.world_size = world_size_,
           .published = &control(base, 0).published,
-          .published_stride_bytes = sizeof(RankControl),
+          .published_stride_bytes = whole_pages(sizeof(RankControl)),
           .regions = base + boards_offset_bytes_,
           .region_bytes = board_stride_bytes_};
 }

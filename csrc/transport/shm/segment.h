@@ -30,14 +30,14 @@ struct AbortRecord {
   char text[1024] = {};
 };
 
-/// Words that one rank writes and all others read.
+/// Words that one rank writes and all others read. In pages of its own, which the rank touches
+/// first: then its own NUMA node has them.
 struct RankControl {
   Cursor published;  ///< of its board
   Cursor doorbell;   ///< rung by peers: something on a point-to-point link changed
   /// 1 from the destruction of its side of the group on.
   alignas(kLineBytes) std::uint32_t has_left = 0;
-  std::uint32_t has_joined = 0;  ///< 1 once it has mapped the memory
-  std::uint64_t num_calls = 0;   ///< collectives that it has begun
+  std::uint64_t num_calls = 0;  ///< collectives that it has begun
 };
 
 struct SegmentHeader {
@@ -47,8 +47,8 @@ struct SegmentHeader {
 /// The layout of the memory that a group shares. Every rank computes it from the group's size and
 /// configuration; no address is read from the memory itself.
 ///
-///   header | control of each rank | boards | ring links r -> r + 1 | point-to-point links of each
-///   ordered pair
+///   header, has_joined of each rank | control of each rank | boards | ring links r -> r + 1 |
+///   point-to-point links of each ordered pair
 ///
 /// A zeroed segment is valid and empty. So no rank initializes it, and unused pages are never
 /// touched.
@@ -59,6 +59,8 @@ class SegmentLayout {
   std::size_t num_bytes() const { return num_bytes_; }
 
   SegmentHeader& header(std::byte* base) const { return *reinterpret_cast<SegmentHeader*>(base); }
+  /// 1 once the rank has mapped the memory.
+  std::uint32_t& has_joined(std::byte* base, int rank) const;
   RankControl& control(std::byte* base, int rank) const;
   BoardGeometry board(std::byte* base) const;
   /// The link from `rank` to the next one.

@@ -69,13 +69,17 @@ std::size_t size_of_memfd(int fd) {
   return static_cast<std::size_t>(status.st_size);
 }
 
-void reserve_pages(std::byte* begin, std::size_t num_bytes) {
-  static const bool may_be_refused = [] {
+bool& may_refuse_pages() {
+  static bool may_refuse = [] {
     int policy = 0;
     std::ifstream("/proc/sys/vm/overcommit_memory") >> policy;
     return policy == 2;
   }();
-  if (may_be_refused) populate_pages(begin, num_bytes);
+  return may_refuse;
+}
+
+void reserve_pages(std::byte* begin, std::size_t num_bytes) {
+  if (may_refuse_pages()) populate_pages(begin, num_bytes);
 }
 
 void populate_pages(std::byte* begin, std::size_t num_bytes) {

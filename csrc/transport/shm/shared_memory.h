@@ -35,9 +35,12 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name = "ringcomm");
 /// The size of a memfd. Throws Error.
 std::size_t size_of_memfd(int fd);
 
-/// Takes the pages of `num_bytes` at `begin` from the system now, if it could refuse them later:
-/// with vm.overcommit_memory=2 an access to a page that it refuses is a SIGBUS. Throws Error if it
-/// has no more. Does nothing elsewhere, where memory that is never used costs nothing.
+/// Whether the system may refuse a page when it is first accessed, which is a SIGBUS: with
+/// vm.overcommit_memory=2. Tests set it.
+bool& may_refuse_pages();
+
+/// If the system may refuse the pages of `num_bytes` at `begin` later, takes them now. Throws Error
+/// if it has no more. Does nothing elsewhere, where memory that is never used costs nothing.
 void reserve_pages(std::byte* begin, std::size_t num_bytes);
 /// The same on any system.
 void populate_pages(std::byte* begin, std::size_t num_bytes);
