@@ -7,7 +7,6 @@ by the names of ringcomm.parallel.pipeline.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
@@ -124,10 +123,6 @@ class Job:
     def state_bytes(self) -> int:
         """Bytes per weight: the optimizer's numbers, and a master beside 16-bit weights."""
         return (8 if self.optimizer == "adamw" else 4) + (4 if self.itemsize == 2 else 0)
-
-    def with_sequence(self, context: int) -> Job:
-        """The same with a sequence length. Raises ValueError if that does not divide the tokens."""
-        return dataclasses.replace(self, sequence=self.sequence or min(context, self.tokens))
 
 
 @dataclass(frozen=True)

@@ -51,25 +51,19 @@ def activations_of(
     kv_width = max(1, shape.kv_heads // t) * shape.head_dim
     attention = 2 * e * tokens * shape.query_width // t + 2 * e * tokens * kv_width
     attention += 4 * tokens * shape.heads // t
-    layer = 2 * (norm + normed + masks) + attention + _ffn_bytes(shape, job, t, tokens)
+    inner = (4 if shape.gated else 2) * e * shape.ffn
+    ffn = tokens * inner // t
+    if shape.experts:
+        # The router's probabilities, and for each of a token's experts its input and its output.
+        ffn = tokens * (4 * shape.experts + shape.top_k * (inner // t + 2 * e * shape.hidden))
     logits = e * tokens * -(-shape.vocab // t)
     return Activations(
-        layer=layer,
+        layer=2 * (norm + normed + masks) + attention + ffn,
         boundary=e * width // outside,
         embedding=_TOKEN_ID_BYTES * tokens + masks,
         head=norm + normed + logits + _LOSS_BYTES * tokens,
         logits=logits,
     )
-
-
-def _ffn_bytes(shape: ModelShape, job: Job, tp: int, tokens: int) -> int:
-    """Bytes that the feed-forward layer keeps besides its input."""
-    inner = (4 if shape.gated else 2) * job.itemsize * shape.ffn
-    if not shape.experts:
-        return tokens * inner // tp
-    # The router's probabilities, and for each of a token's experts its input and its output.
-    routed = shape.top_k * (inner // tp + 2 * job.itemsize * shape.hidden)
-    return tokens * (4 * shape.experts + routed)
 
 
 @dataclass(frozen=True)
@@ -93,40 +87,31 @@ class RankMemory:
 def memory_of(candidate: Candidate) -> RankMemory:
     """Memory of the fullest rank: of the first stage, or of the last, which has the logits."""
     stages = sorted({0, candidate.head_stage})
-    found = [memory_of_stage(candidate, stage) for stage in stages]
-    return max(found, key=lambda memory: memory.device)
+    return max((_of_stage(candidate, stage) for stage in stages), key=lambda memory: memory.device)
 
 
-def memory_of_stage(candidate: Candidate, stage: int) -> RankMemory:
-    """Memory of a rank of one stage of the pipeline."""
-    kept = candidate.kept(stage)
-    c, is_host = candidate, candidate.cluster.hardware.is_host
-    acts = activations_of(c.shape, c.job, c.mesh, c.micro_batch, fused_norms=not is_host)
+def _of_stage(candidate: Candidate, stage: int) -> RankMemory:
+    c, is_end = candidate, stage == candidate.head_stage
+    fused_norms = not c.cluster.hardware.is_host
+    acts = activations_of(c.shape, c.job, c.mesh, c.micro_batch, fused_norms=fused_norms)
+    layer = acts.kept(c.checkpointing)
     # Temporary memory: a layer's recomputation or the logits' gradient, and messages.
-    logits = acts.logits if stage == candidate.head_stage else 0
-    passing = max(logits, acts.layer - acts.kept(candidate.checkpointing))
-    if candidate.mesh.pp > 1:
-        passing += 2 * candidate.message_bytes
+    passing = max(acts.logits * is_end, acts.layer - layer)
+    if c.mesh.pp > 1:
+        passing += 2 * c.message_bytes
+    of_one = c.num_layers(stage) * layer + acts.embedding * (stage == 0)
+    of_head = acts.head * is_end
+    num_micro_batches = c.num_micro_batches if c.mesh.pp > 1 else 1
+    live = live_micro_batches(c.schedule, c.mesh.pp, num_micro_batches, stage)
+    # The head's backward pass follows its forward pass, so one micro-batch is live; all with GPipe.
+    live_heads = live if c.schedule == "gpipe" else 1
+    kept = c.kept(stage)
     return RankMemory(
         parameters=kept.parameters,
         gradients=kept.gradients,
         states=kept.states,
-        activations=_alive(candidate, acts, stage),
+        activations=int(live * of_one) + int(live_heads * of_head),
         buffers=kept.buffers + passing,
-        host=kept.elsewhere if candidate.system.states == "host" else 0,
-        disk=kept.elsewhere if candidate.system.states == "disk" else 0,
+        host=kept.elsewhere if c.system.states == "host" else 0,
+        disk=kept.elsewhere if c.system.states == "disk" else 0,
     )
-
-
-def _alive(candidate: Candidate, acts: Activations, stage: int) -> int:
-    """Activations of all micro-batches that a stage has in flight."""
-    pp, schedule = candidate.mesh.pp, candidate.schedule
-    of_one = candidate.num_layers(stage) * acts.kept(candidate.checkpointing)
-    of_one += acts.embedding if stage == 0 else 0
-    m = candidate.num_micro_batches if pp > 1 else 1
-    live = live_micro_batches(schedule, pp, m, stage)
-    # The head's backward pass follows its forward pass, so one micro-batch is live; all with GPipe.
-    of_head = acts.head if stage == candidate.head_stage else 0
-    if schedule == "gpipe":
-        return int(live * (of_one + of_head))
-    return int(live * of_one) + of_head

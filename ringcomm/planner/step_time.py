@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ringcomm.planner.candidate import Candidate, RankPart, kept_by, ring_elems, sent_of_weights
-from ringcomm.planner.hardware import Hardware
 from ringcomm.planner.job import STAGES_PER_RANK, Job, System
-from ringcomm.planner.models import ModelShape, Unit
+from ringcomm.planner.models import ModelShape
 
 BUCKET_BYTES = 25 << 20  # per bucket of gradients: DDP's and zero.shard's default
 _STATS_BYTES = 24  # per token in the vocabulary-parallel loss: ringcomm.ops.cross_entropy
@@ -43,13 +42,16 @@ def traffic_of_stage(candidate: Candidate, stage: int) -> Traffic:
     if c.shape.tied and c.head_stage != 0 and stage in (0, c.head_stage):
         # A tied embedding on two stages: an all_reduce of two ranks.
         data += c.job.itemsize * -(-c.shape.vocab // mesh.tp) * c.shape.hidden
-    expert = _calls_of_experts(c, stage) * c.routed_bytes * (mesh.ep - 1) // mesh.ep
+    # Of a micro-batch: forward to the next stage, and back to the one before. Interleaved stages
+    # are a ring of two rounds; the V form has two of each.
+    ends = (stage == 0) + (stage == mesh.pp - 1)
+    messages = {"interleaved": 4 - ends, "zbv": 2 * (2 - ends)}.get(c.schedule, 2 - ends)
     kept = c.kept(stage)
     return Traffic(
         data=data,
         tensor=m * _tensor_bytes(c, stage),
-        pipeline=m * c.message_bytes * _messages(c, stage),
-        expert=m * expert,
+        pipeline=m * c.message_bytes * messages,
+        expert=m * (_calls_of_experts(c, stage) * c.routed_bytes * (mesh.ep - 1) // mesh.ep),
         offloaded=kept.streamed + m * kept.streamed_each,
     )
 
@@ -64,11 +66,9 @@ def _calls_of_tensor_parallelism(candidate: Candidate, stage: int) -> int:
     mesh = candidate.mesh
     if mesh.tp == 1:
         return 0
-    per_layer = 8
-    if candidate.checkpointing == "full":
-        per_layer += 3 if mesh.is_sequence_split else 2
+    again = (3 if mesh.is_sequence_split else 2) if candidate.checkpointing == "full" else 0
     ends = 2 * ((stage == 0) + (stage == candidate.head_stage))
-    return per_layer * candidate.num_layers(stage) + ends
+    return (8 + again) * candidate.num_layers(stage) + ends
 
 
 def _calls_of_experts(candidate: Candidate, stage: int) -> int:
@@ -90,8 +90,10 @@ def _tensor_bytes(candidate: Candidate, stage: int) -> int:
     e, tokens = job.itemsize, candidate.micro_batch * job.sequence
     if mesh.is_sequence_split:
         sent = halves * (t - 1) * e * tokens // t * shape.hidden
-        sent += num_layers * e * _summed_elems(shape.layer, t)
-        sent += e * _summed_elems(shape.head, t) if is_head else 0
+        # Gradients of norms and biases, which each rank applies to its own tokens.
+        for unit, num_units in ((shape.layer, num_layers), (shape.head, int(is_head))):
+            alike = [w for w in unit if w.split is None and len(w.shape) == 1]
+            sent += e * num_units * sum(ring_elems(weight.num_elems, t) for weight in alike)
     else:
         sent = halves // 2 * e * ring_elems(tokens * shape.hidden, t)
     if is_head:
@@ -101,23 +103,6 @@ def _tensor_bytes(candidate: Candidate, stage: int) -> int:
         elems = 2 * shape.head_dim * (shape.hidden + ("qkv" in shape.biases)) * num_layers
         sent += e * ring_elems(elems, copies)
     return sent
-
-
-def _summed_elems(unit: Unit, tp: int) -> int:
-    """Elements sent for gradients of norms and biases that each rank applies to its own tokens."""
-    alike = [w for w in unit if w.split is None and len(w.shape) == 1]
-    return sum(ring_elems(weight.num_elems, tp) for weight in alike)
-
-
-def _messages(candidate: Candidate, stage: int) -> int:
-    """Of a micro-batch: forward to the next stage, and back to the one before.
-
-    Interleaved stages are a ring of two rounds; the V form has two of each.
-    """
-    ends = (stage == 0) + (stage == candidate.mesh.pp - 1)
-    if candidate.schedule == "interleaved":
-        return 4 - ends
-    return 2 * (2 - ends) if candidate.schedule == "zbv" else 2 - ends
 
 
 @dataclass(frozen=True)
@@ -137,9 +122,7 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """The parts of the step, by name."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        del parts["data_hidden"]
-        return parts
+        return {name: seconds for name, seconds in vars(self).items() if name != "data_hidden"}
 
     @property
     def step(self) -> float:
@@ -167,11 +150,18 @@ def time_of(candidate: Candidate, traffic: Traffic) -> StepTime:
     c, hardware, m = candidate, candidate.cluster.hardware, candidate.num_micro_batches
     rate = hardware.peak_flops[c.job.precision] * hardware.utilisation
     compute = compute_flops(c.shape, c.job, c.checkpointing) / (c.mesh.num_ranks * rate)
-    tensor = m * _tensor_seconds(c)
+    group, size = c.group("tp"), c.message_bytes
+    half = group.half(size) if c.mesh.is_sequence_split else group.all_reduce(size) / 2
+    tensor = m * _calls_of_tensor_parallelism(c, 0) * half
     routed = c.routed_bytes * (c.mesh.ep - 1) / c.mesh.ep
     expert = m * _calls_of_experts(c, 0) * c.group("ep").all_to_all(routed)
     data, may_hide = _data_seconds(c, compute)
     hidden = min(may_hide, data) * hardware.overlap
+    moved = 0.0  # states and masters are read and written, gradients read, weights written
+    for part, num_ranks in c.parts(0):
+        states = kept_by(part, c.system, c.job, num_ranks).states
+        weights = c.job.itemsize * part.num_elems / (num_ranks if c.system.stage else 1)
+        moved += 2 * (states + weights)
     return StepTime(
         compute=compute,
         tensor=tensor,
@@ -180,18 +170,9 @@ def time_of(candidate: Candidate, traffic: Traffic) -> StepTime:
         data=data - hidden,
         data_hidden=hidden,
         offload=traffic.offloaded / offload_rate(c) if c.system.states != "device" else 0.0,
-        update=_update_seconds(c),
+        update=moved / hardware.memory_rate,
         bubble=(compute + tensor + expert) * c.bubble / (1 - c.bubble),
     )
-
-
-def _tensor_seconds(candidate: Candidate) -> float:
-    """Of a micro-batch."""
-    halves = _calls_of_tensor_parallelism(candidate, 0)
-    group, num_bytes = candidate.group("tp"), candidate.message_bytes
-    if candidate.mesh.is_sequence_split:
-        return halves * group.half(num_bytes)
-    return halves / 2 * group.all_reduce(num_bytes)
 
 
 def _pipeline_seconds(candidate: Candidate) -> float:
@@ -213,7 +194,11 @@ def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
     fully_shard overlaps gathers and reductions with all computing. Stages 1 and 2, LOMO and
     offloaded weights block while they communicate.
     """
-    system, m = candidate.system, candidate.num_micro_batches
+    system, m, hardware = candidate.system, candidate.num_micro_batches, candidate.cluster.hardware
+    new = 1 / hardware.new_memory_rate if hardware.new_memory_rate else 0.0
+    # Per byte at stage 3: fully_shard copies what it has gathered, twice, and what it will reduce,
+    # to new memory. WeightShards gathers to such memory, and reduces gradients where they are.
+    copy_s = 2 * new if system.is_lomo else 3 * (2 / hardware.memory_rate + new)
     once = copies = 0.0
     for (part, num_ranks), axis in zip(candidate.parts(0), ("dp", "replicas"), strict=True):
         num_bytes = candidate.job.itemsize * part.num_elems
@@ -223,21 +208,11 @@ def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
         collective = group.half if system.stage else group.all_reduce
         once += calls * collective(num_bytes / calls)
         if system.stage == 3:
-            copies += m * num_bytes * _copy_seconds_per_byte(system, candidate.cluster.hardware)
+            copies += m * num_bytes * copy_s
     halves = {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[system.stage]
     blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
     hiding = compute if system.stage == 3 else compute * 2 / 3 / m
     return halves * once + copies, 0.0 if blocks else hiding
-
-
-def _copy_seconds_per_byte(system: System, hardware: Hardware) -> float:
-    """Of a weight at stage 3, for a micro-batch.
-
-    fully_shard copies what it has gathered, twice, and what it will reduce, to memory that is new;
-    WeightShards gathers to such memory, and reduces gradients where they are.
-    """
-    new = 1 / hardware.new_memory_rate if hardware.new_memory_rate else 0.0
-    return 2 * new if system.is_lomo else 3 * (2 / hardware.memory_rate + new)
 
 
 def _num_calls(part: RankPart, system: System, num_bytes: int) -> int:
@@ -255,14 +230,3 @@ def offload_rate(candidate: Candidate) -> float:
     if candidate.system.states == "host":
         return hardware.host_rate
     return hardware.disk_rate / min(candidate.mesh.num_ranks, cluster.per_host)
-
-
-def _update_seconds(candidate: Candidate) -> float:
-    """States and masters are read and written, gradients read, weights written."""
-    job, system = candidate.job, candidate.system
-    moved = 0.0
-    for part, num_ranks in candidate.parts(0):
-        kept = kept_by(part, system, job, num_ranks)
-        share = num_ranks if system.stage else 1
-        moved += 2 * kept.states + 2 * job.itemsize * part.num_elems / share
-    return moved / candidate.cluster.hardware.memory_rate
