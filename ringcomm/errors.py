@@ -30,11 +30,8 @@ class RingcommError(DistBackendError):
         seq: int = -1,
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.host = host
-        self.pid = pid
-        self.op = op
-        self.seq = seq
+        self.rank, self.host, self.pid = rank, host, pid
+        self.op, self.seq = op, seq
 
 
 class PeerDiedError(RingcommError):

@@ -89,12 +89,19 @@ def make(
     store = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
     # A separate store connection: a blocking wait in one may block other lookups.
     own_store = store.clone()  # type: ignore[attr-defined]
+    opts = new_backend_options()
+    opts.store = own_store
+    opts.group_rank = rank
+    opts.group_size = size
+    opts.timeout = timeout
+    opts.group_id = f"{group_name}/{name}"
+    opts.global_ranks_in_group = global_ranks
     ends: list[Any] = []
 
     def make_own() -> None:
         told = _MADE
         try:
-            ends.append(_make_own(name, own_store, rank, size, timeout, group_name, global_ranks))
+            ends.append(_make_own(name, opts))
         except Exception as error:
             ends.append(error)
             told = str(error) or type(error).__name__
@@ -136,33 +143,19 @@ def _wait_for_ranks(
         pause_s = min(2 * pause_s, 0.05)
 
 
-def _make_own(
-    name: str,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: datetime.timedelta,
-    group_name: str,
-    global_ranks: list[int],
-) -> Any:
+def _make_own(name: str, opts: Any) -> Any:
     """Makes this rank's backend, which may or may not need the other ranks."""
+    place = opts.store, opts.group_rank, opts.group_size
     if name == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    if name == "nccl" and name.upper() not in backend_plugins():
+        return dist.ProcessGroupGloo(*place, timeout=opts.timeout)
+    plugin = backend_plugins().get(name.upper())
+    if plugin is None:
         nccl_opts: Any = dist.ProcessGroupNCCL.Options()
-        set_timeout(nccl_opts, timeout)
-        nccl_opts.group_name = f"{group_name}/{name}"
-        nccl_opts.global_ranks_in_group = global_ranks
-        return dist.ProcessGroupNCCL(store, rank, size, nccl_opts)
-    plugin = backend_plugins()[name.upper()]
+        set_timeout(nccl_opts, opts.timeout)
+        nccl_opts.group_name = opts.group_id
+        nccl_opts.global_ranks_in_group = opts.global_ranks_in_group
+        return dist.ProcessGroupNCCL(*place, nccl_opts)
     if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    opts = new_backend_options()
-    opts.store = store
-    opts.group_rank = rank
-    opts.group_size = size
-    opts.timeout = timeout
-    opts.group_id = f"{group_name}/{name}"
-    opts.global_ranks_in_group = global_ranks
+        return plugin.creator_fn(*place, opts.timeout)
     # shm for this group itself: the environment may select p2p for all groups.
     return plugin.creator_fn(opts, Options(transport="shm") if name == "ringcomm" else None)

@@ -1,12 +1,8 @@
 """Tuning files: JSON files with the measurements of `ringcomm tune`, for use by groups.
 
-    {"schema": 1, "date": ..., "machine": {"cpu", "cores", "kernel"}, "torch", "ringcomm",
-     "worlds": [{"world_size", "alpha_us", "beta_us_per_mib", "overhead_us", "worst_fit",
-                 "quiet", "one_shot_max_bytes",
-                 "points": [{"bytes", "algorithm", "p10_us", "p50_us", "p90_us", "num_calls"}]}]}
-
-Groups use each world's `one_shot_max_bytes`, the planner its `alpha_us`, `beta_us_per_mib` and
-`overhead_us`. The other fields document the measurement.
+A file is a `Tuning` as a JSON object, with its "schema". Groups use each world's
+`one_shot_max_bytes`, the planner its `alpha_us`, `beta_us_per_mib` and `overhead_us`. The other
+fields document the measurement.
 """
 
 from __future__ import annotations
