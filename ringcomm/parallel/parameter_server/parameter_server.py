@@ -139,30 +139,29 @@ class ParameterServer:
         self.keys = owned_keys(self._keys, ranks)
         self.servers = list(self.keys)
         workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
-        self._server = self._make_server(make_optimizer, workers)
+        packings = {
+            server: Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
+            for server, names in self.keys.items()
+        }
+        self._server: Server | None = None
+        rank = self.group.rank()
+        if rank in self.keys:
+            keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
+            values = {name: self._params[name] for name in self.keys[rank]}
+            made = ServerOptimizer(make_optimizer, self._groups, values, keeps_master=keeps_master)
+            is_in_rounds = staleness is not None
+            own = Server(self.group, workers, packings[rank], made, is_in_rounds=is_in_rounds)
+            self._server = own
         self._ports: list[Port] = []  # empty on a rank that is not a worker
-        if self.group.rank() in workers:
+        if rank in workers:
             self._ports = [
-                Port(self.group, server, names, self._packing_of(names), self._server)
+                Port(self.group, server, names, packings[server], self._server)
                 for server, names in self.keys.items()
             ]
             if self._server is not None:
                 self._server.start()
         self._num_pushes = 0
         self._is_closed = False
-
-    def _make_server(self, make: MakeOptimizer, workers: Sequence[int]) -> Server | None:
-        names = self.keys.get(self.group.rank())
-        if names is None:
-            return None
-        keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
-        values = {name: self._params[name] for name in names}
-        optimizer = ServerOptimizer(make, self._groups, values, keeps_master=keeps_master)
-        packing, is_in_rounds = self._packing_of(names), self._staleness is not None
-        return Server(self.group, workers, packing, optimizer, is_in_rounds=is_in_rounds)
-
-    def _packing_of(self, names: Sequence[str]) -> Packing:
-        return Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
 
     # ---- serve, pull and push
 
@@ -176,6 +175,7 @@ class ParameterServer:
             raise RuntimeError("serve() is for dedicated servers; a worker serves without it")
         if self._server is not None:
             self._server.run()
+            self._server.join()
 
     def pull(self, *, fresh: bool = False) -> None:
         """Pulls the model's weights; waits for the version that the staleness bound requires.
@@ -264,8 +264,8 @@ class ParameterServer:
         if self._scale is None:
             return 1.0
         factor = 1 / self._scale.value
-        present = [param.grad for param in self._params.values() if param.grad is not None]
-        has_overflow = not all(bool(gradient.isfinite().all()) for gradient in present)
+        grads = (param.grad for param in self._params.values())
+        has_overflow = not all(grad is None or bool(grad.isfinite().all()) for grad in grads)
         self._scale.update(has_overflow)
         return 0.0 if has_overflow else factor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ __all__ = ["Port", "Server"]
 
 
 # Sends a header, and a message unless None, to the worker of a request; does not wait.
-Answer = Callable[[Header, Tensor | None], None]
+Answer = Callable[[tuple[Header, Tensor | None]], None]
 
 
 class _Gradient(NamedTuple):
@@ -67,7 +68,7 @@ class Server:
 
     def start(self) -> None:
         """Runs the loop in a thread."""
-        self._thread = threading.Thread(target=self._run_in_thread, name="ringcomm-ps", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="ringcomm-ps", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -83,9 +84,7 @@ class Server:
             raise self._error
 
     def run(self) -> None:
-        """The loop, until all workers have closed. An error in it ends the group."""
-        if not self._present:
-            return
+        """The loop, until all workers have closed. An error ends the group; join() raises it."""
         try:
             for worker in self._present - {self._group.rank()}:
                 self._listen(worker)
@@ -98,13 +97,6 @@ class Server:
             if not isinstance(error, RingcommError):
                 self._group.abort()
             self._answers.put(error)
-            raise
-
-    def _run_in_thread(self) -> None:
-        try:
-            self.run()
-        except BaseException:
-            return  # join() and the worker of this process raise it
 
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """See ServerOptimizer.load(); before the first update."""
@@ -117,12 +109,8 @@ class Server:
         """Submits a request of the worker in this process; raises the error that ended the loop."""
         if self._error is not None:
             raise self._error
-
-        def answer(header: Header, message: Tensor | None) -> None:
-            self._answers.put((header, message))
-
-        worker = self._group.rank()
-        self._inbox.put(lambda: self._serve(worker, header, gradient, answer))
+        request = self._group.rank(), header, gradient, self._answers.put
+        self._inbox.put(partial(self._serve, *request))
 
     def next_answer(self) -> tuple[Header, Tensor | None]:
         """Waits for an answer to this process; raises the error that ended the loop."""
@@ -130,17 +118,14 @@ class Server:
         if isinstance(answer, BaseException):
             self._answers.put(answer)  # for the next call
             raise answer
-        header, message = answer
-        return header, message
+        found: tuple[Header, Tensor | None] = answer
+        return found
 
     def _listen(self, worker: int) -> None:
         words = torch.empty(4, dtype=torch.float64)
         work: Any = dist.irecv(words, group=self._group, group_src=worker, tag=Tag.REQUEST)
-
-        def arrived(future: torch.futures.Future[Any]) -> None:
-            self._inbox.put(lambda: self._take(worker, words, future))
-
-        work.get_future().then(arrived)
+        take = partial(self._take, worker, words)
+        work.get_future().then(lambda future: self._inbox.put(partial(take, future)))
 
     def _take(self, worker: int, words: Tensor, future: torch.futures.Future[Any]) -> None:
         future.value()  # raises if the receive has failed
@@ -151,10 +136,10 @@ class Server:
         if header.kind != Kind.CLOSE:
             self._listen(worker)
 
-        def answer(header: Header, message: Tensor | None) -> None:
-            send(self._group, worker, Tag.ANSWER, header)
-            if message is not None:
-                send(self._group, worker, Tag.ANSWERED, message)
+        def answer(parts: tuple[Header, Tensor | None]) -> None:
+            for tag, part in zip((Tag.ANSWER, Tag.ANSWERED), parts, strict=True):
+                if part is not None:
+                    send(self._group, worker, tag, part)
 
         self._serve(worker, header, gradient, answer)
 
@@ -162,7 +147,7 @@ class Server:
         """Serves a request, or keeps a pull until its version is available."""
         if header.kind == Kind.STATE:
             state = packed(self._optimizer.state_dict())
-            answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
+            answer((Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state))
             return
         if header.kind == Kind.PULL:
             self._held.append((header, answer))
@@ -200,12 +185,12 @@ class Server:
             if header.version > self.version:
                 self._held.append((header, answer))
             elif header.has_version == self.version:
-                answer(Header(Kind.ANSWER, self.version), None)
+                answer((Header(Kind.ANSWER, self.version), None))
             else:
                 if self._packed is None:
                     self._packed = self._packing.pack(self._optimizer.weights)
                 num_bytes = self._packed.numel()
-                answer(Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed)
+                answer((Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed))
 
 
 def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
@@ -242,7 +227,7 @@ class Port:
         self._own = own if rank == group.rank() else None
         self._pushed: Tensor | None = None
         self._pushing: Any = None
-        self._received: Tensor | None = None  # reused
+        self._received = torch.empty(0, dtype=torch.uint8)  # reused
 
     def ask(self, header: Header) -> Any:
         """Sends a request without a gradient; does not wait."""
@@ -257,7 +242,7 @@ class Port:
             return
         self._flush()
         self._pushed = self.packing.pack(gradient, self._pushed)
-        send(self._group, self._rank, Tag.REQUEST, header)
+        self.ask(header)
         self._pushing = send(self._group, self._rank, Tag.GRADIENT, self._pushed)
 
     def _flush(self) -> None:
@@ -272,12 +257,11 @@ class Port:
             return int(header.version), message
         words = torch.empty(4, dtype=torch.float64)
         header = Header.decode(receive(self._group, self._rank, Tag.ANSWER, words))
-        version, num_bytes = int(header.version), header.num_bytes
-        if not num_bytes:
-            return version, None
-        if self._received is None or self._received.numel() != num_bytes:
-            self._received = torch.empty(num_bytes, dtype=torch.uint8)
-        return version, receive(self._group, self._rank, Tag.ANSWERED, self._received)
+        message = None
+        if header.num_bytes:
+            self._received = self._received.resize_(header.num_bytes)
+            message = receive(self._group, self._rank, Tag.ANSWERED, self._received)
+        return int(header.version), message
 
     def close(self) -> None:
         """Sends the last request, and waits until everything has been sent."""
