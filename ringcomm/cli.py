@@ -350,7 +350,7 @@ def _tuning_table(world: tuning.World, times: list[Any]) -> str:
         ratio, others = factor(size.ratio), f"{size.others_percent:.0f}"
         rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
     return (
-        f"{columns(rows, 0)}\n{chosen}. alpha {world.alpha_us:.3g} µs per transfer, beta"
+        f"{columns(rows, '')}\n{chosen}. alpha {world.alpha_us:.3g} µs per transfer, beta"
         f" {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per call. The"
         f" largest error of the model is a factor of {world.worst_fit:.2f}."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeVar
 
@@ -116,13 +117,11 @@ def byte_count(value: int) -> str:
     return f"{value:,} B"
 
 
-def columns(rows: Sequence[Sequence[str]], num_words: int) -> str:
-    """Formats rows, headers first: ``num_words`` columns left-aligned, figures right-aligned."""
+def columns(rows: Sequence[Sequence[str]], aligns: str) -> str:
+    """Formats rows, headers first: "<" aligns a column to the left; those after `aligns` right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        words = [cell.ljust(width) for cell, width in zip(row, widths[:num_words], strict=False)]
-        pairs = zip(row[num_words:], widths[num_words:], strict=True)
-        figures = [cell.rjust(width) for cell, width in pairs]
-        lines.append("  ".join([*words, *figures]).rstrip())
+        cells = zip(row, chain(aligns, repeat(">")), widths, strict=False)
+        lines.append("  ".join(f"{cell:{align}{width}}" for cell, align, width in cells).rstrip())
     return "\n".join(lines)

@@ -142,7 +142,7 @@ class Plans:
             row += [f"{value / 1e9:,.{2 if value < 1e10 else 1}f}" for value in gigabytes]
             row += [f"{c.bubble:.0%}" if c.mesh.pp > 1 else "", in_seconds(plan.time.step)]
             rows.append([*row, f"{plan.tokens_per_s:,.0f}", plan.time.largest])
-        return columns(rows, 5)
+        return columns(rows, "<" * 5)
 
     def refusal_lines(self, top: int) -> Iterator[str]:
         """One line per reason and system, with the meshes; all if top is 0."""

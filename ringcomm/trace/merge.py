@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -49,8 +50,9 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     writer = _Writer(processes, now_ns)
     with opened(output, "w") as file:
         file.write('{"displayTimeUnit": "ns",\n')
-        groups = {_about_group(group) for p in processes for group in p.groups.values()}
-        about = {"clock": notes, "groups": sorted(groups)}
+        groups = [group for process in processes for group in process.groups.values()]
+        titles = {f"{g['name']}: ranks {g['ranks']}, {g['transport']}" for g in groups}
+        about = {"clock": notes, "groups": sorted(titles)}
         file.write(f'"otherData": {json.dumps(about)},\n"traceEvents": [\n')
         num_events = 0
         for event in writer.trace():
@@ -73,24 +75,20 @@ class _Writer:
     def __init__(self, processes: list[Process], now_ns: int) -> None:
         self.notes: list[str] = []
         self._processes = processes
-        times = [
-            time + process.shift_ns
-            for process in processes
-            for events in process.events.values()
-            for event in events
-            for time in (event["begin_ns"], event["end_ns"])
-            if time
-        ]
-        times += [p.info["start_ns"] + p.shift_ns for p in processes]
-        here, now = clock_name(), time.monotonic_ns()
-        times += [now + p.shift_ns for p in processes if p.is_running and p.info["clock"] == here]
-        self._start_ns = min(times)
-        self._end_ns = max([*times, now_ns])
+        here, now, times = clock_name(), time.monotonic_ns(), []
+        for p in processes:
+            found = [p.info["start_ns"]]
+            found += [e[key] for e in chain(*p.events.values()) for key in ("begin_ns", "end_ns")]
+            found += [now] if p.is_running and p.info["clock"] == here else []
+            times += [time_ns + p.shift_ns for time_ns in found if time_ns]
+        self._start_ns, self._end_ns = min(times), max([*times, now_ns])
 
     def trace(self) -> Iterator[dict[str, Any]]:
         for process in self._processes:
             yield from self._about(process)
-            ended = _ended_messages(process)
+            # Of a message's two events the first, at the begin, has nothing that the second lacks.
+            messages = (e for e in chain(*process.events.values()) if e["kind"] == MESSAGE)
+            ended = {event["seq"] for event in messages if event["end_ns"]}
             for thread, events in process.events.items():
                 yield from self._about_thread(process, thread)
                 for event in events:
@@ -175,18 +173,8 @@ class _Writer:
                     yield {"ph": phase, "pid": row, "tid": thread, "ts": begin, **about}
 
 
-def _about_group(group: dict[str, Any]) -> str:
-    return f"{group['name']}: ranks {group['ranks']}, {group['transport']}"
-
-
 def _metadata(kind: str, row: int, thread: int = 0, **arguments: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": row, "tid": thread, "args": arguments}
-
-
-def _ended_messages(process: Process) -> set[int]:
-    """Messages with two events: the first, at the begin, has nothing that the second lacks."""
-    events = (event for events in process.events.values() for event in events)
-    return {event["seq"] for event in events if event["kind"] == MESSAGE and event["end_ns"]}
 
 
 def _name(process: Process, event: dict[str, Any]) -> str:
@@ -220,7 +208,6 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
         found |= {"chunk": event["chunk"], "slice": event["slice"]}
     if kind == MESSAGE:
         found["tag"] = event["chunk"] if event["chunk"] >= 0 else "of ringcomm"
-    source = "rank" if kind == WAIT else "from"
-    found |= {"root": process.peer(event, "root"), source: process.peer(event, "from")}
-    found["to"] = process.peer(event, "to")
+    titles = {"root": "root", "from": "rank" if kind == WAIT else "from", "to": "to"}
+    found |= {title: process.peer(event, key) for key, title in titles.items()}
     return {key: value for key, value in found.items() if value is not None}
