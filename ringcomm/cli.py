@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ringcomm import __version__, tuning
-from ringcomm.measure.ranks import MAX_WORLD_SIZE, joined_world_size, run_main
+from ringcomm.measure.ranks import joined_world_size, run_main
 from ringcomm.measure.screen import (
     amount,
     as_option,
@@ -120,8 +120,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
 
 def _doctor(options: argparse.Namespace) -> int:
     error = options.parser.error
-    if not 1 <= options.world_size <= MAX_WORLD_SIZE:
-        error(f"--world-size must be 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
+    if not 1 <= options.world_size <= tuning.MAX_WORLD_SIZE:
+        error(f"--world-size must be 1 to {tuning.MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
         error("--seconds must not be negative")
     if joined_world_size() is not None:
@@ -255,7 +255,7 @@ def _trace(options: argparse.Namespace) -> int:
     if not 64 <= options.events <= 1 << 24:
         error(f"--events must be 64 to {1 << 24}, got {options.events}")
     from ringcomm.trace.command import merge_folders, run_recorded
-    from ringcomm.trace.timeline import steps
+    from ringcomm.trace.merge import steps
 
     if options.steps:
         print(steps(options.steps, options.seq))
@@ -294,8 +294,8 @@ def _add_tune(parser: argparse.ArgumentParser) -> Run:
 def _tune(options: argparse.Namespace) -> int:
     error = options.parser.error
     for world_size in options.world_sizes:
-        if not 2 <= world_size <= MAX_WORLD_SIZE:
-            error(f"--world-sizes must be 2 to {MAX_WORLD_SIZE}, got {world_size}")
+        if not 2 <= world_size <= tuning.MAX_WORLD_SIZE:
+            error(f"--world-sizes must be 2 to {tuning.MAX_WORLD_SIZE}, got {world_size}")
     if len(set(options.sizes)) < 2:  # the cost model has three coefficients
         error("--sizes must have at least 2 different sizes, which the cost model needs")
     if options.seconds < 0 or options.repeats < 0:

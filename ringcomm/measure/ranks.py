@@ -39,7 +39,6 @@ RUN_TIMEOUT_S = 7200.0
 POLL_S = 0.05
 # For this long, a rank that lost its peer lets the peer report the error.
 GRACE_S = 1.0
-MAX_WORLD_SIZE = 64
 # Environment variables of launchers: MPICH and Intel MPI, Open MPI.
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 

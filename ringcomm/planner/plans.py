@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from ringcomm.measure.screen import columns, in_gb, in_seconds
+from ringcomm.planner import costs
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
 from ringcomm.planner.job import (
@@ -24,9 +25,7 @@ from ringcomm.planner.job import (
     System,
     mesh_fault,
 )
-from ringcomm.planner.memory import RankMemory, memory_of
 from ringcomm.planner.models import ModelShape, find_model
-from ringcomm.planner.step_time import StepTime, Traffic, offload_rate, time_of, traffic_of
 
 SCHEMA = 2
 SAME_TIME = 1.02  # steps within this ratio count as equally long
@@ -39,9 +38,9 @@ class Plan:
     """A plan, with its memory, traffic and time."""
 
     candidate: Candidate  # system, mesh, schedule, recomputation and micro-batches
-    memory: RankMemory  # bytes on the rank that needs most
-    traffic: Traffic  # bytes that a rank sends per step
-    time: StepTime  # seconds per step
+    memory: costs.RankMemory  # bytes on the rank that needs most
+    traffic: costs.Traffic  # bytes that a rank sends per step
+    time: costs.StepTime  # seconds per step
 
     @property
     def tokens_per_s(self) -> float:
@@ -186,7 +185,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
             moved = f"{in_gb(sent)} a step, {in_seconds(seconds)}"
             yield f"{axis} {size} {place}: {moved}{more.get(axis, '')}"
     if plan.traffic.offloaded:
-        moved = f"{in_gb(plan.traffic.offloaded)} a step at {in_gb(offload_rate(c))}/s"
+        moved = f"{in_gb(plan.traffic.offloaded)} a step at {in_gb(costs.offload_rate(c))}/s"
         yield f"offload: {moved}, {in_seconds(time.offload)}"
     shown = [f"{k} {in_seconds(v)}" for k, v in time.parts.items() if v > 0.0005 * time.step]
     yield (
@@ -322,13 +321,13 @@ def _best(
                 continue
             of_step = checkpointing, m, sequences // m
             candidate = Candidate(shape, cluster, job, system, mesh, schedule, *of_step)
-            memory = memory_of(candidate)
+            memory = costs.memory_of(candidate)
             why = _does_not_fit(candidate, memory)
             if why is not None:
                 faults.append((memory.device, why))
                 continue
-            traffic = traffic_of(candidate)
-            found.append(Plan(candidate, memory, traffic, time_of(candidate, traffic)))
+            traffic = costs.traffic_of(candidate)
+            found.append(Plan(candidate, memory, traffic, costs.time_of(candidate, traffic)))
             if m >= 4 * mesh.pp or mesh.pp == 1:
                 break  # more micro-batches take longer
     if found:
@@ -350,7 +349,7 @@ def _schedule_fault(shape: ModelShape, pp: int, schedule: str, m: int) -> str | 
     return None
 
 
-def _does_not_fit(candidate: Candidate, memory: RankMemory) -> str | None:
+def _does_not_fit(candidate: Candidate, memory: costs.RankMemory) -> str | None:
     cluster = candidate.cluster
     if memory.device > cluster.usable_bytes:
         parts = {name: getattr(memory, name) for name in DEVICE_PARTS}
