@@ -15,8 +15,6 @@ from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.options import Options
 from ringcomm.torch_names import backend_of
 
-__all__ = ["create", "resolve_group", "stats"]
-
 _log = logging.getLogger("ringcomm")
 
 DEFAULT_SLOT_BYTES = 256 << 10

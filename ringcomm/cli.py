@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ringcomm import __version__, tuning
 from ringcomm.measure.ranks import joined_world_size, run_main
@@ -31,11 +31,6 @@ from ringcomm.measure.screen import (
     whole_numbers,
     words,
 )
-
-if TYPE_CHECKING:
-    from ringcomm.planner import Plans
-
-__all__ = ["OneLineParser", "main", "run"]
 
 Run = Callable[[argparse.Namespace], int]
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -182,10 +177,23 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    error = options.parser.error
+    if options.model is None or options.gpus < 1:
+        error("--model and --gpus are required: --model llama-7b --gpus 8")
+    if options.top < 0:
+        error(f"--top must not be negative, got {options.top}")
+    if options.why < 1:
+        error(f"--why must be 1 or more, got {options.why}")
+    from ringcomm.planner import Cluster, Job, plan
+
     try:
-        plans = _plans(options)
-    except (ValueError, OSError) as error:
-        options.parser.error(str(error))
+        cluster = Cluster(options.gpus, options.hardware, options.memory, options.per_host)
+        if options.tuning is not None:
+            cluster = cluster.tuned(tuning.load(options.tuning).worlds)
+        job = Job(**{field.name: getattr(options, field.name) for field in fields(Job)})
+        plans = plan(options.model, cluster, job)
+    except (ValueError, OSError) as problem:
+        error(str(problem))
     if options.json:
         print(plans.to_json())
         return 0 if plans.ranked else 1
@@ -200,22 +208,6 @@ def _plan(options: argparse.Namespace) -> int:
     for line in plans.refusal_lines(options.top):
         print(f"- {line}")
     return 0 if plans.ranked else 1
-
-
-def _plans(options: argparse.Namespace) -> Plans:
-    from ringcomm.planner import Cluster, Job, plan
-
-    if options.model is None or options.gpus < 1:
-        raise ValueError("--model and --gpus are required: --model llama-7b --gpus 8")
-    if options.top < 0:
-        raise ValueError(f"--top must not be negative, got {options.top}")
-    if options.why < 1:
-        raise ValueError(f"--why must be 1 or more, got {options.why}")
-    cluster = Cluster(options.gpus, options.hardware, options.memory, options.per_host)
-    if options.tuning is not None:
-        cluster = cluster.tuned(tuning.load(options.tuning).worlds)
-    restrictions = {field.name: getattr(options, field.name) for field in fields(Job)}
-    return plan(options.model, cluster, Job(**restrictions))
 
 
 # ---- trace

@@ -5,8 +5,6 @@ Wrong arguments raise ValueError, TypeError or NotImplementedError and leave the
 
 from torch.distributed import DistBackendError
 
-__all__ = ["CollectiveTimeoutError", "MismatchError", "PeerDiedError", "RingcommError"]
-
 
 class RingcommError(DistBackendError):
     """A collective failed. Further calls of the group raise the same error.

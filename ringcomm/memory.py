@@ -10,8 +10,6 @@ from ringcomm import _C
 from ringcomm.backend import resolve_group
 from ringcomm.torch_names import backend_of
 
-__all__ = ["empty_shared", "is_shared"]
-
 
 def empty_shared(
     *size: int | tuple[int, ...] | list[int],

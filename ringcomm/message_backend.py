@@ -17,8 +17,6 @@ import torch.distributed as dist
 from ringcomm.options import Options
 from ringcomm.torch_names import backend_plugins, new_backend_options, set_timeout
 
-__all__ = ["checked", "for_device", "make"]
-
 # What a rank writes to the store after it has made its backend; any other text is an error.
 _MADE = "made"
 
@@ -113,17 +111,10 @@ def make(
         threading.Thread(target=make_own, name="ringcomm-connect", daemon=True).start()
     else:
         make_own()
-    _wait_for_ranks(store, rank, size, ends, goes_on)
-    return ends[0]
-
-
-def _wait_for_ranks(
-    store: dist.Store, rank: int, size: int, ends: list[Any], goes_on: Callable[[int], bool]
-) -> None:
-    """Waits until all ranks have made their backends; errors of peers take precedence."""
     missing = [(rank + 1 + i) % size for i in range(size)]
 
     def has_all() -> bool:
+        """Errors of peers take precedence."""
         for other in tuple(missing):
             if not store.check([f"made/{other}"]):
                 continue
@@ -135,12 +126,11 @@ def _wait_for_ranks(
 
     pause_s = 0.001
     while not has_all():
-        if not goes_on(missing[0]):
-            if has_all():  # a rank may arrive and then end
-                return
+        if not goes_on(missing[0]) and not has_all():  # a rank may arrive and then end
             raise RuntimeError(f"rank {missing[0]} did not arrive")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
+    return ends[0]
 
 
 def _make_own(name: str, opts: Any) -> Any:

@@ -4,11 +4,6 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-__all__ = ["Options"]
-
-AlgorithmName = Literal["auto", "one_shot", "two_shot", "ring"]
-TransportName = Literal["shm", "p2p"]
-
 
 @dataclass(frozen=True)
 class Options:
@@ -37,11 +32,11 @@ class Options:
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
     """
 
-    algorithm: AlgorithmName = "auto"
+    algorithm: Literal["auto", "one_shot", "two_shot", "ring"] = "auto"
     deterministic: Literal["rank_order"] | None = None
     num_slots: int = 2
     slot_bytes: int | None = None
-    transport: TransportName | None = None
+    transport: Literal["shm", "p2p"] | None = None
     p2p_backend: str = "gloo"
     tuning: str | None = None
 

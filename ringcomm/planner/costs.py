@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ringcomm.planner.candidate import Candidate, RankPart, kept_by, ring_elems, sent_of_weights
-from ringcomm.planner.job import STAGES_PER_RANK, Job, Mesh, System, live_micro_batches
+from ringcomm.planner.candidate import Candidate, kept_by, ring_elems, sent_of_weights
+from ringcomm.planner.job import STAGES_PER_RANK, Job, Mesh, live_micro_batches
 from ringcomm.planner.models import ModelShape
 
 _TOKEN_ID_BYTES = 8
@@ -272,29 +272,20 @@ def time_of(candidate: Candidate, traffic: Traffic) -> StepTime:
         states = kept_by(part, c.system, c.job, num_ranks).states
         weights = c.job.itemsize * part.num_elems / (num_ranks if c.system.stage else 1)
         moved += 2 * (states + weights)
+    # Messages through all stages and back; those of later micro-batches may be hidden.
+    rounds = STAGES_PER_RANK.get(c.schedule, 1)
+    hops = 2 * (c.mesh.pp * rounds - 1) + (1 - hardware.overlap) * 2 * rounds * (m - 1)
     return StepTime(
         compute=compute,
         tensor=tensor,
         expert=expert,
-        pipeline=_pipeline_seconds(c),
+        pipeline=hops * c.group("pp").hop(size) if c.mesh.pp > 1 else 0.0,
         data=data - hidden,
         data_hidden=hidden,
         offload=traffic.offloaded / offload_rate(c) if c.system.states != "device" else 0.0,
         update=moved / hardware.memory_rate,
         bubble=(compute + tensor + expert) * c.bubble / (1 - c.bubble),
     )
-
-
-def _pipeline_seconds(candidate: Candidate) -> float:
-    """Messages through all stages and back; those of later micro-batches may be hidden."""
-    pp = candidate.mesh.pp
-    if pp == 1:
-        return 0.0
-    hop = candidate.group("pp").hop(candidate.message_bytes)
-    rounds = STAGES_PER_RANK.get(candidate.schedule, 1)
-    between = 2 * rounds * (candidate.num_micro_batches - 1)
-    overlap = candidate.cluster.hardware.overlap
-    return hop * (2 * (pp * rounds - 1) + (1 - overlap) * between)
 
 
 def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
@@ -314,7 +305,12 @@ def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
         num_bytes = candidate.job.itemsize * part.num_elems
         if not num_bytes or num_ranks == 1:
             continue
-        calls, group = _num_calls(part, system, num_bytes), candidate.group(axis)
+        # Collectives that all weights, or their gradients, take: by bucket, unit, or weight.
+        calls, group = -(-num_bytes // BUCKET_BYTES), candidate.group(axis)
+        if system.stage == 3:
+            calls = part.num_layers + 1
+        elif system.is_lomo:
+            calls = len(part.before) + part.num_layers * len(part.layer) + len(part.after)
         collective = group.half if system.stage else group.all_reduce
         once += calls * collective(num_bytes / calls)
         if system.stage == 3:
@@ -323,15 +319,6 @@ def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
     blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
     hiding = compute if system.stage == 3 else compute * 2 / 3 / m
     return halves * once + copies, 0.0 if blocks else hiding
-
-
-def _num_calls(part: RankPart, system: System, num_bytes: int) -> int:
-    """Collectives that all weights, or their gradients, take: by bucket, unit, or weight."""
-    if system.is_lomo and system.stage == 0:
-        return len(part.before) + part.num_layers * len(part.layer) + len(part.after)
-    if system.stage == 3:
-        return part.num_layers + 1
-    return -(-num_bytes // BUCKET_BYTES)
 
 
 def offload_rate(candidate: Candidate) -> float:

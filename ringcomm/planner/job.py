@@ -201,10 +201,5 @@ def live_micro_batches(schedule: str, num_stages: int, num: int, stage: int) -> 
     ZB-V min(m, p) on every rank.
     """
     p, m = num_stages, Fraction(num)
-    if schedule == "gpipe":
-        return m
-    if schedule == "zbv":
-        return min(m, Fraction(p))
-    if schedule == "interleaved":
-        return min(m, Fraction(3 * p - 2 * stage - 1, 2))
-    return min(m, Fraction(p - stage))
+    live = {"gpipe": m, "zbv": p, "interleaved": Fraction(3 * p - 2 * stage - 1, 2)}
+    return min(m, Fraction(live.get(schedule, p - stage)))

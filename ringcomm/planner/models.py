@@ -103,7 +103,15 @@ class ModelShape:
         keys = values = self._linear(kv, h, "kv_heads", "qkv")
         attention = self._linear(q, h, "heads", "qkv") + keys + values
         attention += self._linear(h, q, "columns", "out")
-        return attention + self._feed_forward() + self._norm() * 2
+        f, num_inner = self.ffn, 2 if self.gated else 1
+        if self.experts:
+            inner = Weight((self.experts, f, h), "rows", is_expert=True)
+            down = Weight((self.experts, h, f), "columns", is_expert=True)
+            ffn: Unit = (Weight((self.experts, h)), *[inner] * num_inner, down)
+        else:
+            ffn = self._linear(f, h, "rows", "ffn") * num_inner
+            ffn += self._linear(h, f, "columns", "ffn")
+        return attention + ffn + self._norm() * 2
 
     @cached_property
     def head(self) -> Unit:
@@ -130,15 +138,6 @@ class ModelShape:
         if bias not in self.biases:
             return (weight,)
         return weight, Weight((rows,), None if split == "columns" else split)
-
-    def _feed_forward(self) -> Unit:
-        h, f, num_inner = self.hidden, self.ffn, 2 if self.gated else 1
-        if self.experts:
-            inner = Weight((self.experts, f, h), "rows", is_expert=True)
-            down = Weight((self.experts, h, f), "columns", is_expert=True)
-            return (Weight((self.experts, h)), *[inner] * num_inner, down)
-        inner_layers = self._linear(f, h, "rows", "ffn") * num_inner
-        return inner_layers + self._linear(h, f, "columns", "ffn")
 
     def _norm(self) -> Unit:
         return (Weight((self.hidden,)),) * (2 if "norm" in self.biases else 1)

@@ -287,16 +287,9 @@ def by_rank(plans: list[Plan]) -> Iterator[Plan]:
         limit = SAME_TIME * left[0].time.step
         alike = [plan for plan in left if plan.time.step <= limit]
         left = left[len(alike) :]
-        limit_bytes = MUCH_MORE * min(plan.traffic.sent for plan in alike)
-        yield from sorted(
-            alike,
-            key=lambda plan: (
-                plan.traffic.sent > limit_bytes,
-                plan.candidate.complexity,
-                plan.traffic.sent,
-                plan.time.step,
-            ),
-        )
+        most = MUCH_MORE * min(plan.traffic.sent for plan in alike)
+        alike.sort(key=lambda p: (p.traffic.sent > most, p.candidate.complexity, p.traffic.sent))
+        yield from alike
 
 
 def _best(

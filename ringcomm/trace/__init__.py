@@ -19,8 +19,6 @@ from pathlib import Path
 
 from ringcomm import _C
 
-__all__ = ["EVENT_BYTES", "clock_name", "start"]
-
 EVENT_BYTES = 64
 
 

@@ -17,8 +17,6 @@ from ringcomm.measure.screen import columns
 from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
 
-__all__ = ["Summary", "merge", "steps"]
-
 _CATEGORIES = ("", "call", "collective", "part", "step", "wait", "message")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from ringcomm.trace import EVENT_BYTES
 
-__all__ = ["Process", "align", "collectives", "read"]
-
 # Event of csrc/collectives/trace.h, and its kinds.
 _FIELDS = (
     *(("begin_ns", "u8"), ("end_ns", "u8"), ("seq", "u8"), ("num_bytes", "u8"), ("group", "u4")),
@@ -106,11 +104,6 @@ def _read(log: Path) -> Process | None:
         return None
     if data[:8] != b"RINGTRC1":
         raise ValueError(f"{log} is not a recording of this version of ringcomm")
-    _read_events(process, data)
-    return process
-
-
-def _read_events(process: Process, data: bytes) -> None:
     import numpy as np
 
     capacity = int(process.info["num_events"])
@@ -127,6 +120,7 @@ def _read_events(process: Process, data: bytes) -> None:
         process.events[thread] = [dict(zip(names, row, strict=True)) for row in rows]
         process.alive_ns[thread] = alive_ns
         process.dropped[thread] = count - kept
+    return process
 
 
 # ---- clocks of several hosts

@@ -14,20 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "Header",
-    "Key",
-    "Kind",
-    "Packing",
-    "Tag",
-    "groups_of_keys",
-    "keys_of",
-    "owned_keys",
-    "receive",
-    "send",
-    "trainable",
-]
-
 
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are sent in wire_dtype."""

@@ -36,8 +36,6 @@ from ringcomm.parallel.parameter_server.state import (
 )
 from ringcomm.torch_names import backend_of, timeout_of
 
-__all__ = ["ParameterServer"]
-
 
 class ParameterServer:
     """Trains a model through servers, each with some of its parameters (Li et al. 2014).
@@ -143,23 +141,22 @@ class ParameterServer:
             server: Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
             for server, names in self.keys.items()
         }
-        self._server: Server | None = None
-        rank = self.group.rank()
+        rank, own = self.group.rank(), None
         if rank in self.keys:
             keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
             values = {name: self._params[name] for name in self.keys[rank]}
             made = ServerOptimizer(make_optimizer, self._groups, values, keeps_master=keeps_master)
             is_in_rounds = staleness is not None
             own = Server(self.group, workers, packings[rank], made, is_in_rounds=is_in_rounds)
-            self._server = own
+        self._server: Server | None = own
         self._ports: list[Port] = []  # empty on a rank that is not a worker
         if rank in workers:
             self._ports = [
-                Port(self.group, server, names, packings[server], self._server)
+                Port(self.group, server, names, packings[server], own if server == rank else None)
                 for server, names in self.keys.items()
             ]
-            if self._server is not None:
-                self._server.start()
+            if own is not None:
+                own.start()
         self._num_pushes = 0
         self._is_closed = False
 

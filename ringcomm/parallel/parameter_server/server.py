@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -16,9 +17,6 @@ from torch import Tensor
 from ringcomm.errors import RingcommError
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, Tag, receive, send
 from ringcomm.parallel.parameter_server.state import ServerOptimizer, packed
-
-__all__ = ["Port", "Server"]
-
 
 # Sends a header, and a message unless None, to the worker of a request; does not wait.
 Answer = Callable[[tuple[Header, Tensor | None]], None]
@@ -207,27 +205,22 @@ def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
     return means
 
 
+@dataclass
 class Port:
     """A worker's connection to one server, which has the keys of these names.
 
-    Nothing is sent to `own`, the server in this process, if it is that one; values are rounded as
-    if they were sent.
+    Nothing is sent to a server in this process; values are rounded as if they were sent.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank: int,
-        names: list[str],
-        packing: Packing,
-        own: Server | None,
-    ) -> None:
-        self.names, self.packing, self.version = names, packing, 0  # of the last pull
-        self._group, self._rank = group, rank
-        self._own = own if rank == group.rank() else None
-        self._pushed: Tensor | None = None
-        self._pushing: Any = None
-        self._received = torch.empty(0, dtype=torch.uint8)  # reused
+    _group: dist.ProcessGroup
+    _rank: int
+    names: list[str]
+    packing: Packing
+    _own: Server | None  # the server if it is in this process
+    version: int = 0  # of the last pull
+    _pushed: Tensor | None = None
+    _pushing: Any = None
+    _received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # reused
 
     def ask(self, header: Header) -> Any:
         """Sends a request without a gradient; does not wait."""

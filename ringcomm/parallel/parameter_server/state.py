@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ringcomm.parallel.parameter_server.messages import Key
 
-__all__ = ["MakeOptimizer", "ServerOptimizer", "merged", "misfit", "packed", "unpacked"]
-
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Groups = Sequence[Mapping[str, Any]]  # of all keys; "params" are names
 
