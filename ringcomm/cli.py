@@ -60,9 +60,6 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-# ---- bench
-
-
 def _add_bench(parser: argparse.ArgumentParser) -> Run:
     """Compares an operation of ringcomm with other backends, in turn, and verifies the results.
 
@@ -92,9 +89,6 @@ def _bench(options: argparse.Namespace) -> int:
         options.parser.error(str(error))
     chosen = options.parser.parse_args(options.arguments)
     return int(chosen.run(chosen))
-
-
-# ---- doctor
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> Run:
@@ -129,9 +123,6 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         print_report(report)
     return 1 if "errors" in report["group"] else 0
-
-
-# ---- plan
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> Run:
@@ -210,9 +201,6 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if plans.ranked else 1
 
 
-# ---- trace
-
-
 def _add_trace(parser: argparse.ArgumentParser) -> Run:
     """Records every rank of a program and writes one trace for https://ui.perfetto.dev.
 
@@ -257,9 +245,6 @@ def _trace(options: argparse.Namespace) -> int:
     if options.merge:
         return merge_folders(options.merge, options.output)
     return run_recorded(command, options.events, options.output)
-
-
-# ---- tune
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> Run:
@@ -347,8 +332,6 @@ def _tuning_table(world: tuning.World, times: list[Any]) -> str:
         f" largest error of the model is a factor of {world.worst_fit:.2f}."
     )
 
-
-# ---- all of them
 
 _COMMANDS = {
     "bench": (_add_bench, "compare an operation with other backends"),

@@ -89,8 +89,8 @@ def _measure_size(
     points = []
     for name, timing in timings.items():
         times = rounded(timing.summary_us())
-        medians = (times[key] for key in ("p10_us", "p50_us", "p90_us"))
-        points.append(Point(buffer.nbytes, name, *medians, timing.num_calls()))
+        p10_us, p50_us, p90_us = (times[key] for key in ("p10_us", "p50_us", "p90_us"))
+        points.append(Point(buffer.nbytes, name, p10_us, p50_us, p90_us, timing.num_calls()))
     ratio = timings["two_shot"].ratio_over(timings["one_shot"])["p50"]
     return SizeTimes(tuple(points), ratio, percent)
 

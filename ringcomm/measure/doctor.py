@@ -58,9 +58,6 @@ def known_variables() -> set[str]:
     return options | set(OTHER_VARIABLES)
 
 
-# ---- in the ranks
-
-
 def _num_all_reduces() -> dict[str, int]:
     """By algorithm."""
     found = ringcomm.stats(dist.group.WORLD)
@@ -150,9 +147,6 @@ def _run_rank(team: Team, seconds: float) -> None:
     tell(others_busy_percent=watch.percent())
     team.share(None)  # a rank that has ended would count for the others
     dist.destroy_process_group()
-
-
-# ---- the report
 
 
 def _notes(report: dict[str, Any], world_size: int) -> Iterator[str]:

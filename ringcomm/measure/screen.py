@@ -11,7 +11,6 @@ from typing import TypeVar
 
 Parsed = TypeVar("Parsed")
 
-POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -74,7 +73,9 @@ def amount(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     count = 0.0
     if match is not None:
-        count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** POWERS[match[2]]
+        count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** " kmgt".index(
+            match[2] or " "
+        )
     if count < 1 or count != int(count):
         raise ValueError(
             f"{text!r} is not a number with an optional unit, such as 4096, 16k, 4M, 80GiB or 80GB"

@@ -119,9 +119,6 @@ def _of_stage(candidate: Candidate, stage: int) -> RankMemory:
     )
 
 
-# ---- traffic and time
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of one rank and step."""

@@ -201,5 +201,5 @@ def live_micro_batches(schedule: str, num_stages: int, num: int, stage: int) -> 
     ZB-V min(m, p) on every rank.
     """
     p, m = num_stages, Fraction(num)
-    live = {"gpipe": m, "zbv": p, "interleaved": Fraction(3 * p - 2 * stage - 1, 2)}
-    return min(m, Fraction(live.get(schedule, p - stage)))
+    live = {"gpipe": m, "zbv": Fraction(p), "interleaved": Fraction(3 * p - 2 * stage - 1, 2)}
+    return min(m, live.get(schedule, Fraction(p - stage)))

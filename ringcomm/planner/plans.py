@@ -195,9 +195,6 @@ def _reasons(plan: Plan) -> Iterator[str]:
     )
 
 
-# ---- the search
-
-
 def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
     """Predicts memory, traffic and time of every system on every mesh; no rank is started.
 

@@ -99,8 +99,6 @@ class _Writer:
     def _us(self, process: Process, time_ns: int) -> float:
         return (time_ns + process.shift_ns - self._start_ns) / 1e3
 
-    # ---- processes and threads
-
     def _about(self, process: Process) -> Iterator[dict[str, Any]]:
         row, title = process.row, process.title()
         about = f"pid {process.info['pid']} on {process.info['host']}"
@@ -134,8 +132,6 @@ class _Writer:
     def _note(self, process: Process, thread: int, time_ns: int, text: str) -> dict[str, Any]:
         place = {"pid": process.row, "tid": thread, "ts": self._us(process, time_ns)}
         return {"ph": "i", "s": "p", "cat": "note", "name": text, **place}
-
-    # ---- events
 
     def _of_event(
         self, process: Process, thread: int, event: dict[str, Any]
@@ -210,9 +206,6 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
     titles = {"root": "root", "from": "rank" if kind == WAIT else "from", "to": "to"}
     found |= {title: process.peer(event, key) for key, title in titles.items()}
     return {key: value for key, value in found.items() if value is not None}
-
-
-# ---- the steps of one ring
 
 
 def steps(path: Path, seq: int | None = None) -> str:

@@ -123,9 +123,6 @@ def _read(log: Path) -> Process | None:
     return process
 
 
-# ---- clocks of several hosts
-
-
 def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:
     """The thread and event of each collective (group, its ranks, attempt, op, seq)."""
     for thread, events in process.events.items():

@@ -123,8 +123,6 @@ class FileStore:
         if found > self._end > 0:  # tensors that were never committed
             os.ftruncate(self._fd, self._end)
 
-    # ---- tensors
-
     @property
     def info(self) -> dict[str, Any]:
         """The `info` of the last commit(); empty before the first."""
@@ -234,8 +232,6 @@ class FileStore:
     def _settle_all(self) -> None:
         for key in list(self._pending):
             self._settle(key)
-
-    # ---- commits
 
     def commit(self, info: dict[str, Any] | None = None) -> None:
         """Commits all put() tensors and `info`: after a crash the store has this state.

@@ -149,8 +149,6 @@ class _Offloaded(torch.optim.Optimizer):
         if hasattr(self, "tier"):
             self._check_group(self.param_groups[-1])
 
-    # ---- the step
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient, chunk by chunk.
@@ -231,8 +229,6 @@ class _Offloaded(torch.optim.Optimizer):
         )
         if on_host is not weights:
             weights.copy_(on_host)
-
-    # ---- state
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.

@@ -125,9 +125,6 @@ def groups_of_keys(
     return groups
 
 
-# ---- messages
-
-
 class Kind(IntEnum):
     """The request of a header."""
 

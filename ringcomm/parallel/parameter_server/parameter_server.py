@@ -30,7 +30,6 @@ from ringcomm.parallel.parameter_server.server import Port, Server
 from ringcomm.parallel.parameter_server.state import (
     MakeOptimizer,
     ServerOptimizer,
-    merged,
     misfit,
     unpacked,
 )
@@ -160,8 +159,6 @@ class ParameterServer:
         self._num_pushes = 0
         self._is_closed = False
 
-    # ---- serve, pull and push
-
     def serve(self) -> None:
         """Serves until all workers have closed. On a dedicated server, once.
 
@@ -266,8 +263,6 @@ class ParameterServer:
         self._scale.update(has_overflow)
         return 0.0 if has_overflow else factor
 
-    # ---- statistics
-
     @property
     def version(self) -> int:
         """The number of updates in a worker's weights, or made by a dedicated server."""
@@ -285,8 +280,6 @@ class ParameterServer:
         """Updates that this rank's server has skipped because a gradient was not finite."""
         return 0 if self._server is None else self._server.num_skipped
 
-    # ---- states, for get_state_dict() and set_state_dict()
-
     def named_state(self) -> dict[str, Any]:
         """The state of one torch optimizer over all parameters, on the CPU, by their names.
 
@@ -300,8 +293,11 @@ class ParameterServer:
             for port in self._ports:
                 port.ask(Header(Kind.STATE))
             answers = [port.answer()[1] for port in self._ports]
-        states = [unpacked(state) for state in answers if state is not None]
-        return merged(states, self._groups, self._keys)
+        parts = [unpacked(state) for state in answers if state is not None]
+        states = {name: values for part in parts for name, values in part["state"].items()}
+        pairs = zip(parts[0]["param_groups"], self._groups, strict=True)
+        whole = [{**hyper, "params": group["params"]} for hyper, group in pairs]
+        return {"state": {k: states[k] for k in self._keys if k in states}, "param_groups": whole}
 
     def problem_of(self, state: Mapping[str, Any]) -> str | None:
         """Why a whole state by names does not fit the keys; None if it does."""
@@ -315,8 +311,6 @@ class ParameterServer:
         if self._server is not None:
             self._server.load(self._params, state)
         dist.barrier(self.group)
-
-    # ---- the end
 
     def close(self) -> None:
         """Ends this rank's participation; a second call does nothing.

@@ -62,8 +62,6 @@ class Server:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    # ---- the loop
-
     def start(self) -> None:
         """Runs the loop in a thread."""
         self._thread = threading.Thread(target=self.run, name="ringcomm-ps", daemon=True)
@@ -101,8 +99,6 @@ class Server:
         with self._lock:
             self._optimizer.load(weights, state)
 
-    # ---- requests
-
     def submit(self, header: Header, gradient: Tensor | None = None) -> None:
         """Submits a request of the worker in this process; raises the error that ended the loop."""
         if self._error is not None:
@@ -116,8 +112,7 @@ class Server:
         if isinstance(answer, BaseException):
             self._answers.put(answer)  # for the next call
             raise answer
-        found: tuple[Header, Tensor | None] = answer
-        return found
+        return answer
 
     def _listen(self, worker: int) -> None:
         words = torch.empty(4, dtype=torch.float64)
@@ -155,40 +150,32 @@ class Server:
         else:  # a worker closes
             self._present.discard(worker)
         while gradients := self._next_update():
-            self._update(gradients)
-        self._answer_held()
-
-    # ---- updates
+            # All servers get the same factors, and skip the same updates.
+            if all(gradient.factor for gradient in gradients):
+                for each in gradients:
+                    self.staleness[self.version - each.version] += 1
+                self._optimizer.step(_mean_of(gradients))
+            else:
+                self.num_skipped += 1
+            self.version += 1
+            self._packed = None
+        held, self._held = self._held, []
+        for pull, answer_pull in held:
+            if pull.version > self.version:
+                self._held.append((pull, answer_pull))
+            elif pull.has_version == self.version:
+                answer_pull((Header(Kind.ANSWER, self.version), None))
+            else:
+                if self._packed is None:
+                    self._packed = self._packing.pack(self._optimizer.weights)
+                num_bytes = self._packed.numel()
+                answer_pull((Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed))
 
     def _next_update(self) -> list[_Gradient]:
         """The gradients of the next update in the order of workers; empty while one is missing."""
         if self._is_in_rounds and not all(self._queues[worker] for worker in self._present):
             return []
         return [queue.popleft() for queue in self._queues.values() if queue]
-
-    def _update(self, gradients: Sequence[_Gradient]) -> None:
-        # All servers get the same factors, and skip the same updates.
-        if all(gradient.factor for gradient in gradients):
-            for gradient in gradients:
-                self.staleness[self.version - gradient.version] += 1
-            self._optimizer.step(_mean_of(gradients))
-        else:
-            self.num_skipped += 1
-        self.version += 1
-        self._packed = None
-
-    def _answer_held(self) -> None:
-        held, self._held = self._held, []
-        for header, answer in held:
-            if header.version > self.version:
-                self._held.append((header, answer))
-            elif header.has_version == self.version:
-                answer((Header(Kind.ANSWER, self.version), None))
-            else:
-                if self._packed is None:
-                    self._packed = self._packing.pack(self._optimizer.weights)
-                num_bytes = self._packed.numel()
-                answer((Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed))
 
 
 def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:

@@ -98,7 +98,7 @@ class ServerOptimizer:
             {**saved, "params": [numbers[name] for name in names]}
             for saved, names in zip(state["param_groups"], self._names, strict=True)
         ]
-        used = {}
+        used: dict[int, Any] = {}
         for name, number in numbers.items():
             values = {k: v for k, v in given.get(name, {}).items() if k != "master"}
             used |= {number: values} if values else {}
@@ -115,18 +115,7 @@ def packed(state: Mapping[str, Any]) -> Tensor:
 def unpacked(message: Tensor) -> dict[str, Any]:
     """The state of packed()."""
     content = ctypes.string_at(message.data_ptr(), message.numel())
-    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-    return state
-
-
-def merged(
-    parts: Sequence[Mapping[str, Any]], groups: Groups, keys: Mapping[str, Key]
-) -> dict[str, Any]:
-    """The whole state, of the servers' parts."""
-    states = {name: values for part in parts for name, values in part["state"].items()}
-    pairs = zip(parts[0]["param_groups"], groups, strict=True)
-    whole = [{**hyper, "params": group["params"]} for hyper, group in pairs]
-    return {"state": {k: states[k] for k in keys if k in states}, "param_groups": whole}
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def misfit(state: Mapping[str, Any], groups: Groups, keys: Mapping[str, Key]) -> str | None:
