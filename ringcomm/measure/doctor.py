@@ -19,16 +19,7 @@ import torch.distributed as dist
 import ringcomm
 from ringcomm import _C, tuning
 from ringcomm.backend import resolve_group
-from ringcomm.measure.machine import (
-    MAX_OTHERS_PERCENT,
-    OthersWatch,
-    identity,
-    mapped_memory,
-    read_limits,
-    rounded,
-    variables,
-    versions,
-)
+from ringcomm.measure import machine
 from ringcomm.measure.ranks import RankError, Team, run_ranks
 from ringcomm.measure.screen import byte_count
 from ringcomm.measure.timing import Contender, measure, open_default_group
@@ -136,12 +127,12 @@ def _run_rank(team: Team, seconds: float) -> None:
     if errors:
         tell(errors=errors)
         return
-    watch = OthersWatch([os.getppid(), *team.share(os.getpid())])
+    watch = machine.OthersWatch([os.getppid(), *team.share(os.getpid())])
     tell(init_s=init_s, all_reduce=_all_reduces(team, seconds))
     backend = backend_of(resolve_group(), torch.device("cpu"))
     pairs = _pairs(team, _C.transport_of(backend))
     # All ranks map the group's shared memory: one segment, charged once.
-    resident = sum(team.share(mapped_memory()["share_bytes"]))
+    resident = sum(team.share(machine.mapped_memory()["share_bytes"]))
     memory = {"mapped_bytes": _C.mapped_bytes(backend), "resident_bytes": resident}
     tell(pairs=pairs, memory=memory)
     tell(others_busy_percent=watch.percent())
@@ -151,14 +142,14 @@ def _run_rank(team: Team, seconds: float) -> None:
 
 def _notes(report: dict[str, Any], world_size: int) -> Iterator[str]:
     """Problems that the parts of a report show."""
-    group, machine, variables = report["group"], report["machine"], report["environment"]
+    group, known, variables = report["group"], report["machine"], report["environment"]
     yield from (f"the group could not be created: {text}" for text in group.get("errors", []))
-    if group.get("others_busy_percent", 0.0) > MAX_OTHERS_PERCENT:
+    if group.get("others_busy_percent", 0.0) > machine.MAX_OTHERS_PERCENT:
         yield (
             f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
             " measurement: times are longer than on an idle machine"
         )
-    num_cores = min(report["cpus"]["num_cores"] or machine["cores"], machine["cores"])
+    num_cores = min(report["cpus"]["num_cores"] or known["cores"], known["cores"])
     if world_size > num_cores:
         yield f"{world_size} ranks on {num_cores} core(s): the ranks have to take turns"
     allowed, file = report["limits"]["cpu_cores"] or (float("inf"), "")
@@ -176,23 +167,23 @@ def _notes(report: dict[str, Any], world_size: int) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"RINGCOMM_TUNING: {error}"
         return
-    yield from (f"RINGCOMM_TUNING: {path}: {text}" for text in found.differences(machine))
+    yield from (f"RINGCOMM_TUNING: {path}: {text}" for text in found.differences(known))
     if found.one_shot_max_bytes(world_size) is None:
         yield f"RINGCOMM_TUNING: {path} has no entry for {world_size} ranks"
 
 
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
     """The report that --json prints; has `group.errors` if the group cannot be made."""
-    limits, machine, memory = read_limits(), identity(), psutil.virtual_memory()
+    limits, known, memory = machine.read_limits(), machine.identity(), psutil.virtual_memory()
     group: dict[str, Any] = {}
     try:
         run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
     except RankError as error:
         group["errors"] = [str(error)]
     report = {
-        "versions": versions(),
+        "versions": machine.versions(),
         "machine": {
-            **machine,
+            **known,
             "total_bytes": memory.total,
             "available_bytes": memory.available,
             "load": psutil.getloadavg(),
@@ -203,11 +194,11 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
             "usable": sorted(os.sched_getaffinity(0)),
         },
         "limits": limits,
-        "environment": variables("RINGCOMM_"),
+        "environment": machine.variables("RINGCOMM_"),
         "world_size": world_size,
         "group": group,
     }
-    return dict(rounded({**report, "notes": list(_notes(report, world_size))}))
+    return dict(machine.rounded({**report, "notes": list(_notes(report, world_size))}))
 
 
 def _words(value: Any) -> str:

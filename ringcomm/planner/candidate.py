@@ -7,7 +7,7 @@ the meta device.
 from __future__ import annotations
 
 import operator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -167,7 +167,7 @@ class Kept:
     streamed_each: int = 0  # moved for every micro-batch
 
     def __add__(self, other: Kept) -> Kept:
-        return Kept(*map(operator.add, astuple(self), astuple(other)))
+        return Kept(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 @lru_cache(maxsize=4096)
@@ -181,8 +181,8 @@ def kept_by(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
         # All layers add the same, so large models need not be built.
         one, two = (kept_by(replace(part, num_layers=n), system, job, world_size) for n in (1, 2))
         more = part.num_layers - 2
-        all_layers = (b + more * (b - a) for a, b in zip(astuple(one), astuple(two), strict=True))
-        return replace(Kept(*all_layers), buffers=two.buffers)
+        pairs = zip(vars(one).values(), vars(two).values(), strict=True)
+        return replace(Kept(*(b + more * (b - a) for a, b in pairs)), buffers=two.buffers)
     memory = _zero("predict_memory", part, system, job, world_size)
     states, buffers = memory.states, memory.buffers
     if system.stage == 0 and job.itemsize == 2:

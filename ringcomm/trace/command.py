@@ -14,9 +14,6 @@ from pathlib import Path
 from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from ringcomm.trace.merge import merge
 
-# Seconds after Ctrl-C until the command is signalled again, and until it is killed.
-_GRACE_S = (1.0, 10.0)
-
 
 def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
     """Runs a command and writes the trace of its ranks; returns its exit status.
@@ -36,7 +33,7 @@ def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
         try:
             status = process.wait()
         except KeyboardInterrupt:  # which the command has also received from the terminal
-            for grace_s, number in zip(_GRACE_S, (signal.SIGTERM, signal.SIGKILL), strict=True):
+            for grace_s, number in ((1.0, signal.SIGTERM), (10.0, signal.SIGKILL)):
                 try:
                     process.wait(grace_s)
                 except subprocess.TimeoutExpired:

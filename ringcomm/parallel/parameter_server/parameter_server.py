@@ -17,15 +17,8 @@ from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.parameter_server.messages import (
-    Header,
-    Kind,
-    Packing,
-    groups_of_keys,
-    keys_of,
-    owned_keys,
-    trainable,
-)
+from ringcomm.parallel.parameter_server import messages
+from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
 from ringcomm.parallel.parameter_server.server import Port, Server
 from ringcomm.parallel.parameter_server.state import (
     MakeOptimizer,
@@ -124,16 +117,16 @@ class ParameterServer:
                 f"wire_dtype must be a floating-point dtype such as bfloat16, got {wire_dtype}"
             )
         self._scale = None if loss_scale is None else LossScale(loss_scale)
-        self._model, self._params, self._staleness = model, trainable(model), staleness
-        self._keys = keys_of(self._params, wire_dtype)
-        self._groups = groups_of_keys(param_groups, self._params)
+        self._model, self._params, self._staleness = model, messages.trainable(model), staleness
+        self._keys = messages.keys_of(self._params, wire_dtype)
+        self._groups = messages.groups_of_keys(param_groups, self._params)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
             "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},
             "parameter groups": [group["params"] for group in self._groups],
         }
         self.group = _meet(resolved, model, mine)
-        self.keys = owned_keys(self._keys, ranks)
+        self.keys = messages.owned_keys(self._keys, ranks)
         self.servers = list(self.keys)
         workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
         packings = {
@@ -239,7 +232,7 @@ class ParameterServer:
             raise
 
     def _check_unchanged(self) -> None:
-        found = trainable(self._model)
+        found = messages.trainable(self._model)
         for name in self._params.keys() | found.keys():
             if found.get(name) is not self._params.get(name):
                 raise ValueError(
