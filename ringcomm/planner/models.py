@@ -104,13 +104,11 @@ class ModelShape:
         attention = self._linear(q, h, "heads", "qkv") + keys + values
         attention += self._linear(h, q, "columns", "out")
         f, num_inner = self.ffn, 2 if self.gated else 1
+        ffn = self._linear(f, h, "rows", "ffn") * num_inner + self._linear(h, f, "columns", "ffn")
         if self.experts:
             inner = Weight((self.experts, f, h), "rows", is_expert=True)
             down = Weight((self.experts, h, f), "columns", is_expert=True)
-            ffn: Unit = (Weight((self.experts, h)), *[inner] * num_inner, down)
-        else:
-            ffn = self._linear(f, h, "rows", "ffn") * num_inner
-            ffn += self._linear(h, f, "columns", "ffn")
+            ffn = (Weight((self.experts, h)), *[inner] * num_inner, down)
         return attention + ffn + self._norm() * 2
 
     @cached_property
