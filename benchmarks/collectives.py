@@ -22,7 +22,7 @@ from placement import LAYOUTS, count_devices, preload
 from point import make_bench, measure_point
 from report import BUSY, Report, before_after, comparison, make_table, state_of
 
-from ringcomm.measure.ranks import MAX_WORLD_SIZE, Team, joined_world_size, mpi_world_size
+from ringcomm.measure.ranks import Team, joined_world_size, mpi_world_size
 from ringcomm.measure.screen import (
     as_option,
     byte_counts,
@@ -30,6 +30,7 @@ from ringcomm.measure.screen import (
     microseconds,
     words,
 )
+from ringcomm.tuning import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from rich.table import Table

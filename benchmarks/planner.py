@@ -36,7 +36,7 @@ from ringcomm import planner
 from ringcomm.measure.algorithms import measure_algorithms, world_of
 from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.timing import Contender, measure, open_default_group
-from ringcomm.planner.step_time import compute_flops
+from ringcomm.planner.costs import compute_flops
 
 COMPUTE, UPDATE, NEW_MEMORY = "forward, backward", "update", "new memory"
 # More than an allocator keeps.

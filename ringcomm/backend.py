@@ -15,8 +15,6 @@ from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.options import Options
 from ringcomm.torch_names import backend_of
 
-__all__ = ["create", "resolve_group", "stats"]
-
 _log = logging.getLogger("ringcomm")
 
 DEFAULT_SLOT_BYTES = 256 << 10
@@ -104,10 +102,14 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
             'deterministic of ringcomm.Options must be None or "rank_order", got '
             f"{options.deterministic!r}"
         )
-    slot_bytes = options.slot_bytes
+    slot_bytes = device_slot_bytes = options.slot_bytes
     if slot_bytes is None:
         slot_bytes = DEFAULT_MESSAGE_BYTES if options.transport == "p2p" else DEFAULT_SLOT_BYTES
+        device_slot_bytes = DEFAULT_DEVICE_MESSAGE_BYTES
     tuned = tuning.load(options.tuning).one_shot_max_bytes(world_size) if options.tuning else None
+    # The backend for messages between ranks without shared memory: a group on one host needs none.
+    has_gloo = options.p2p_backend != "gloo" or dist.is_gloo_available()
+    has_messages = options.transport == "p2p" or (options.transport is None and has_gloo)
     return {
         "algorithm": options.algorithm,
         "is_rank_ordered": options.deterministic == "rank_order",
@@ -115,24 +117,12 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
         "slot_bytes": _whole("slot_bytes", slot_bytes),
         "one_shot_max_bytes": tuned or 0,
         "transport": options.transport or "",
-        "p2p_backend": _p2p_backend(options),
-        "device_slot_bytes": _whole(
-            "slot_bytes",
-            DEFAULT_DEVICE_MESSAGE_BYTES if options.slot_bytes is None else options.slot_bytes,
-        ),
+        "p2p_backend": message_backend.checked(options.p2p_backend) if has_messages else "",
+        "device_slot_bytes": _whole("slot_bytes", device_slot_bytes),
     }
 
 
-def _p2p_backend(options: Options) -> str:
-    """The backend for messages between ranks without shared memory; empty if there is none."""
-    if options.transport == "shm":
-        return ""
-    if options.transport is None and options.p2p_backend == "gloo" and not dist.is_gloo_available():
-        return ""  # a group on one host needs none
-    return message_backend.checked(options.p2p_backend)
-
-
-def _whole(name: str, value: int) -> int:
+def _whole(name: str, value: Any) -> int:
     """The value as a whole number within the range of the engine, which checks it further."""
     if not isinstance(value, int):
         raise TypeError(f"{name} of ringcomm.Options must be a whole number, got {value!r}")

@@ -12,12 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ringcomm import __version__, tuning
-from ringcomm.measure.ranks import MAX_WORLD_SIZE, joined_world_size, run_main
+from ringcomm.measure.ranks import joined_world_size, run_main
 from ringcomm.measure.screen import (
     amount,
     as_option,
@@ -30,11 +31,6 @@ from ringcomm.measure.screen import (
     whole_numbers,
     words,
 )
-
-if TYPE_CHECKING:
-    from ringcomm.planner import Plans
-
-__all__ = ["OneLineParser", "main", "run"]
 
 Run = Callable[[argparse.Namespace], int]
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -49,15 +45,19 @@ _WANTED_FOR = {
 }
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults of options with a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Reports an error in one line; `--help` has the rest."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with status 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-# ---- bench
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> Run:
@@ -88,11 +88,7 @@ def _bench(options: argparse.Namespace) -> int:
     except ValueError as error:
         options.parser.error(str(error))
     chosen = options.parser.parse_args(options.arguments)
-    status: int = chosen.run(chosen)
-    return status
-
-
-# ---- doctor
+    return int(chosen.run(chosen))
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> Run:
@@ -104,22 +100,17 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     """
     add = parser.add_argument
     num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
-    about = "ranks to start, 1 to 64 (default: one per CPU, 2 to 4)"
+    about = "ranks to start, 1 to 64; by default one per CPU, 2 to 4"
     add("--world-size", type=int, default=num_ranks, help=about)
-    add(
-        "--seconds",
-        type=float,
-        default=0.3,
-        help="seconds of measurement per size (default: %(default)s)",
-    )
+    add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
     return _doctor
 
 
 def _doctor(options: argparse.Namespace) -> int:
     error = options.parser.error
-    if not 1 <= options.world_size <= MAX_WORLD_SIZE:
-        error(f"--world-size must be 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
+    if not 1 <= options.world_size <= tuning.MAX_WORLD_SIZE:
+        error(f"--world-size must be 1 to {tuning.MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
         error("--seconds must not be negative")
     if joined_world_size() is not None:
@@ -134,9 +125,6 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if "errors" in report["group"] else 0
 
 
-# ---- plan
-
-
 def _add_plan(parser: argparse.ArgumentParser) -> Run:
     """Ranks training systems and meshes for a model by predicted step time.
 
@@ -147,92 +135,70 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     add = parser.add_argument
     add("--model", help="a known name such as llama-7b, or the path of a config.json")
     add("--gpus", type=int, default=0, help="total number of devices over all hosts")
-    add("--tokens", default="4M", help="tokens per step over all ranks (default: %(default)s)")
-    add("--sequence", default="0", help="tokens per sequence (default: the model's context)")
-    add("--top", type=int, default=10, help="plans to print; 0 for all (default: %(default)s)")
-    add("--why", type=int, default=1, help="number of the plan to explain (default: the first)")
+    add("--tokens", type=as_option(amount), default="4M", help="tokens per step over all ranks")
+    about = "tokens per sequence; by default the model's context"
+    or_none = as_option(lambda text: amount(text) if text != "0" else 0)
+    add("--sequence", type=or_none, default=0, help=about)
+    add("--top", type=int, default=10, help="plans to print; 0 for all")
+    add("--why", type=int, default=1, help="number of the plan to explain")
     add("--json", action="store_true", help="print all plans as one JSON object")
     add = parser.add_argument_group("machines").add_argument
-    add("--hardware", default="h100", help="a known name, or a JSON file (default: h100)")
-    add(
-        "--tuning",
-        type=Path,
-        metavar="FILE",
-        help="a file of `ringcomm tune`, from which link times are taken",
-    )
-    add("--memory", help="memory per device, such as 80GiB or 80GB (default: the hardware's)")
-    add("--per-host", type=int, default=0, help="devices per host (default: the hardware's)")
-    add = parser.add_argument_group("plans to consider").add_argument
+    add("--hardware", default="h100", help="a known name, or a JSON file")
+    about = "a file of `ringcomm tune`, from which link times are taken"
+    add("--tuning", type=Path, metavar="FILE", help=about)
+    about = "memory per device, such as 80GiB or 80GB; by default the hardware's"
+    add("--memory", type=as_option(amount), default=0, help=about)
+    add("--per-host", type=int, default=0, help="devices per host; by default the hardware's")
+    # Their names in the namespace are those of Job's fields.
+    add = parser.add_argument_group("plans to consider, by default all").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
-        add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism (default: all)")
-    several: dict[str, Any] = {"type": as_option(words), "default": [], "metavar": "NAMES"}
-    add("--systems", help="training systems, separated by commas (default: all)", **several)
-    add("--schedules", help="pipeline schedules (default: all)", **several)
-    add("--checkpointing", help="activation checkpointing: none, full (default: both)", **several)
+        add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism")
+    names = as_option(lambda text: tuple(words(text)))
+    several: dict[str, Any] = {"type": names, "default": (), "metavar": "NAMES"}
+    add("--systems", help="training systems, separated by commas", **several)
+    add("--schedules", help="pipeline schedules", **several)
+    about = "activation checkpointing: none, full"
+    add("--checkpointing", dest="checkpointings", help=about, **several)
     add("--precision", default="bf16", help="bf16 (with float32 master weights) or fp32")
     add("--optimizer", default="adamw", help="adamw or sgd")
-    is_split: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-    is_split["help"] = "split tokens over ranks of tp (default: where they divide sequences)"
-    add("--sequence-parallel", **is_split)
+    about = "split tokens over ranks of tp; by default where they divide sequences"
+    is_flag = argparse.BooleanOptionalAction
+    add("--sequence-parallel", dest="is_sequence_split", action=is_flag, help=about)
     return _plan
 
 
 def _plan(options: argparse.Namespace) -> int:
-    try:
-        plans = _plans(options)
-    except (ValueError, OSError) as error:
-        options.parser.error(str(error))
-    if options.json:
-        print(plans.to_json())
-    else:
-        _print_plans(plans, options.top, options.why)
-    return 0 if plans.best is not None else 1
-
-
-def _plans(options: argparse.Namespace) -> Plans:
+    error = options.parser.error
+    if options.model is None or options.gpus < 1:
+        error("--model and --gpus are required: --model llama-7b --gpus 8")
+    if options.top < 0:
+        error(f"--top must not be negative, got {options.top}")
+    if options.why < 1:
+        error(f"--why must be 1 or more, got {options.why}")
     from ringcomm.planner import Cluster, Job, plan
 
-    if options.model is None or options.gpus < 1:
-        raise ValueError("--model and --gpus are required: --model llama-7b --gpus 8")
-    if options.top < 0:
-        raise ValueError(f"--top must not be negative, got {options.top}")
-    if options.why < 1:
-        raise ValueError(f"--why must be 1 or more, got {options.why}")
-    cluster = Cluster(
-        options.gpus,
-        options.hardware,
-        memory_bytes=amount(options.memory) if options.memory else 0,
-        per_host=options.per_host,
-    )
-    if options.tuning is not None:
-        cluster = cluster.tuned(tuning.load(options.tuning).worlds)
-    names = ("precision", "optimizer", "dp", "pp", "tp", "ep")
-    job = Job(
-        tokens=amount(options.tokens),
-        sequence=0 if options.sequence == "0" else amount(options.sequence),
-        is_sequence_split=options.sequence_parallel,
-        systems=tuple(options.systems),
-        schedules=tuple(options.schedules),
-        checkpointings=tuple(options.checkpointing),
-        **{name: getattr(options, name) for name in names},
-    )
-    return plan(options.model, cluster, job)
-
-
-def _print_plans(plans: Plans, top: int, why: int) -> None:
+    try:
+        cluster = Cluster(options.gpus, options.hardware, options.memory, options.per_host)
+        if options.tuning is not None:
+            cluster = cluster.tuned(tuning.load(options.tuning).worlds)
+        job = Job(**{field.name: getattr(options, field.name) for field in fields(Job)})
+        plans = plan(options.model, cluster, job)
+    except (ValueError, OSError) as problem:
+        error(str(problem))
+    if options.json:
+        print(plans.to_json())
+        return 0 if plans.ranked else 1
     print(plans.headline())
-    if plans.best is not None:
-        print(plans.table(top))
-        chosen = plans.ranked[min(why, len(plans.ranked)) - 1]
+    if plans.ranked:
+        print(plans.table(options.top))
+        chosen = plans.ranked[min(options.why, len(plans.ranked)) - 1]
         print(f"Why {chosen.candidate.name}:")
         for reason in chosen.reasons:
             print(f"- {reason}")
     print("Rejected plans:")
-    for line in plans.refusal_lines(top):
+    for line in plans.refusal_lines(options.top):
         print(f"- {line}")
-
-
-# ---- trace
+    return 0 if plans.ranked else 1
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> Run:
@@ -247,27 +213,15 @@ def _add_trace(parser: argparse.ArgumentParser) -> Run:
     recordings into a trace. The third prints the steps of a ring collective. See
     docs/how-to/trace.md.
     """
-    default = "(default: %(default)s)"
-    path = Path("ringcomm-trace.json")
     add = parser.add_argument
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        default=path,
-        help=f"trace to write, replacing an existing file {default}",
-    )
-    about = f"newest events to keep for each thread {default}"
+    of_file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    about = "trace to write, replacing an existing file"
+    add("-o", "--output", default=Path("ringcomm-trace.json"), help=about, **of_file)
+    about = "newest events to keep for each thread"
     add("--events", type=int, metavar="N", default=1 << 16, help=about)
-    add(
-        "--merge",
-        type=Path,
-        nargs="+",
-        metavar="FOLDER",
-        help="folders of recordings, of all hosts",
-    )
-    add("--steps", type=Path, metavar="FILE", help="print the ring steps of this trace")
+    about = "folders of recordings, of all hosts"
+    add("--merge", type=Path, nargs="+", metavar="FOLDER", help=about)
+    add("--steps", help="print the ring steps of this trace", **of_file)
     add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
     return _trace
@@ -281,7 +235,7 @@ def _trace(options: argparse.Namespace) -> int:
     if not 64 <= options.events <= 1 << 24:
         error(f"--events must be 64 to {1 << 24}, got {options.events}")
     from ringcomm.trace.command import merge_folders, run_recorded
-    from ringcomm.trace.timeline import steps
+    from ringcomm.trace.merge import steps
 
     if options.steps:
         print(steps(options.steps, options.seq))
@@ -293,48 +247,32 @@ def _trace(options: argparse.Namespace) -> int:
     return run_recorded(command, options.events, options.output)
 
 
-# ---- tune
-
-
 def _add_tune(parser: argparse.ArgumentParser) -> Run:
     """Measures the algorithms of all_reduce on this machine and writes a tuning file for groups.
 
     For each number of ranks the file has a cost model (alpha per transfer, beta per MiB) and the
     size up to which one_shot is the fastest algorithm. Run it on an idle machine.
     """
-    default = "(default: %(default)s)"
-    numbers, sizes = as_option(whole_numbers), as_option(byte_counts)
-    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
-    path = Path("ringcomm-tuning.json")
     add = parser.add_argument
-    add(
-        "--world-sizes",
-        type=numbers,
-        default="2,4",
-        help=f"numbers of ranks to measure, 2 to 64 {default}",
-    )
-    add("--sizes", type=sizes, default=some_sizes, help=f"buffer sizes in bytes {default}")
-    add(
-        "--seconds",
-        type=float,
-        default=0.6,
-        help=f"seconds of measurement for each size and number of ranks {default}",
-    )
-    add(
-        "--repeats",
-        type=int,
-        default=2,
-        help=f"repeats of a measurement that other programs disturbed {default}",
-    )
-    add("--json", type=Path, metavar="FILE", default=path, help=f"the file to write {default}")
+    numbers, sizes = as_option(whole_numbers), as_option(byte_counts)
+    about = "numbers of ranks to measure, 2 to 64"
+    add("--world-sizes", type=numbers, default="2,4", help=about)
+    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
+    add("--sizes", type=sizes, default=some_sizes, help="buffer sizes in bytes")
+    about = "seconds of measurement for each size and number of ranks"
+    add("--seconds", type=float, default=0.6, help=about)
+    about = "repeats of a measurement that other programs disturbed"
+    add("--repeats", type=int, default=2, help=about)
+    path = Path("ringcomm-tuning.json")
+    add("--json", type=Path, metavar="FILE", default=path, help="the file to write")
     return _tune
 
 
 def _tune(options: argparse.Namespace) -> int:
     error = options.parser.error
     for world_size in options.world_sizes:
-        if not 2 <= world_size <= MAX_WORLD_SIZE:
-            error(f"--world-sizes must be 2 to {MAX_WORLD_SIZE}, got {world_size}")
+        if not 2 <= world_size <= tuning.MAX_WORLD_SIZE:
+            error(f"--world-sizes must be 2 to {tuning.MAX_WORLD_SIZE}, got {world_size}")
     if len(set(options.sizes)) < 2:  # the cost model has three coefficients
         error("--sizes must have at least 2 different sizes, which the cost model needs")
     if options.seconds < 0 or options.repeats < 0:
@@ -389,13 +327,11 @@ def _tuning_table(world: tuning.World, times: list[Any]) -> str:
         ratio, others = factor(size.ratio), f"{size.others_percent:.0f}"
         rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
     return (
-        f"{columns(rows, 0)}\n{chosen}. alpha {world.alpha_us:.3g} µs per transfer, beta"
+        f"{columns(rows, '')}\n{chosen}. alpha {world.alpha_us:.3g} µs per transfer, beta"
         f" {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per call. The"
         f" largest error of the model is a factor of {world.worst_fit:.2f}."
     )
 
-
-# ---- all of them
 
 _COMMANDS = {
     "bench": (_add_bench, "compare an operation with other backends"),
@@ -414,7 +350,7 @@ def run(argv: list[str]) -> int:
     choices = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (add_arguments, about) in _COMMANDS.items():
         sub = choices.add_parser(name, help=about, description=inspect.getdoc(add_arguments))
-        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        sub.formatter_class = _HelpFormatter
         sub.set_defaults(parser=sub, run=add_arguments(sub))
     options = parser.parse_args(argv)
     try:

@@ -5,8 +5,6 @@ Wrong arguments raise ValueError, TypeError or NotImplementedError and leave the
 
 from torch.distributed import DistBackendError
 
-__all__ = ["CollectiveTimeoutError", "MismatchError", "PeerDiedError", "RingcommError"]
-
 
 class RingcommError(DistBackendError):
     """A collective failed. Further calls of the group raise the same error.
@@ -30,11 +28,8 @@ class RingcommError(DistBackendError):
         seq: int = -1,
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.host = host
-        self.pid = pid
-        self.op = op
-        self.seq = seq
+        self.rank, self.host, self.pid = rank, host, pid
+        self.op, self.seq = op, seq
 
 
 class PeerDiedError(RingcommError):

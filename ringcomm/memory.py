@@ -10,8 +10,6 @@ from ringcomm import _C
 from ringcomm.backend import resolve_group
 from ringcomm.torch_names import backend_of
 
-__all__ = ["empty_shared", "is_shared"]
-
 
 def empty_shared(
     *size: int | tuple[int, ...] | list[int],
@@ -67,7 +65,12 @@ def empty_shared(
     index: int | None = place.index
     if index is None:
         place = torch.device(place.type, torch.accelerator.current_device_index())
-    backend = _backend_of(group, place)
+    backend: Any = backend_of(resolve_group(group), place)
+    if not isinstance(backend, _C.ProcessGroupRingcomm):
+        raise ValueError(
+            f"ringcomm.empty_shared on {place} needs a group whose backend for {place.type}"
+            f" tensors is ringcomm, got one with {backend.name()}"
+        )
     return _C.empty_shared_on(backend, place, sizes, dtype).requires_grad_(requires_grad)
 
 
@@ -78,17 +81,6 @@ def is_shared(tensor: Tensor) -> bool:
     belong to the parent, and for empty tensors, which have no memory.
     """
     return _C.is_shared(tensor)
-
-
-def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """The ringcomm backend of a group for tensors on the device."""
-    backend: Any = backend_of(resolve_group(group), device)
-    if not isinstance(backend, _C.ProcessGroupRingcomm):
-        raise ValueError(
-            f"ringcomm.empty_shared on {device} needs a group whose backend for {device.type}"
-            f" tensors is ringcomm, got one with {backend.name()}"
-        )
-    return backend
 
 
 def _whole(size: object) -> int:

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from ringcomm.options import Options
 from ringcomm.torch_names import backend_plugins, new_backend_options, set_timeout
 
-__all__ = ["checked", "for_device", "make"]
-
 # What a rank writes to the store after it has made its backend; any other text is an error.
 _MADE = "made"
 
@@ -89,12 +87,19 @@ def make(
     store = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
     # A separate store connection: a blocking wait in one may block other lookups.
     own_store = store.clone()  # type: ignore[attr-defined]
+    opts = new_backend_options()
+    opts.store = own_store
+    opts.group_rank = rank
+    opts.group_size = size
+    opts.timeout = timeout
+    opts.group_id = f"{group_name}/{name}"
+    opts.global_ranks_in_group = global_ranks
     ends: list[Any] = []
 
     def make_own() -> None:
         told = _MADE
         try:
-            ends.append(_make_own(name, own_store, rank, size, timeout, group_name, global_ranks))
+            ends.append(_make_own(name, opts))
         except Exception as error:
             ends.append(error)
             told = str(error) or type(error).__name__
@@ -106,17 +111,10 @@ def make(
         threading.Thread(target=make_own, name="ringcomm-connect", daemon=True).start()
     else:
         make_own()
-    _wait_for_ranks(store, rank, size, ends, goes_on)
-    return ends[0]
-
-
-def _wait_for_ranks(
-    store: dist.Store, rank: int, size: int, ends: list[Any], goes_on: Callable[[int], bool]
-) -> None:
-    """Waits until all ranks have made their backends; errors of peers take precedence."""
     missing = [(rank + 1 + i) % size for i in range(size)]
 
     def has_all() -> bool:
+        """Errors of peers take precedence."""
         for other in tuple(missing):
             if not store.check([f"made/{other}"]):
                 continue
@@ -128,41 +126,26 @@ def _wait_for_ranks(
 
     pause_s = 0.001
     while not has_all():
-        if not goes_on(missing[0]):
-            if has_all():  # a rank may arrive and then end
-                return
+        if not goes_on(missing[0]) and not has_all():  # a rank may arrive and then end
             raise RuntimeError(f"rank {missing[0]} did not arrive")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
+    return ends[0]
 
 
-def _make_own(
-    name: str,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: datetime.timedelta,
-    group_name: str,
-    global_ranks: list[int],
-) -> Any:
+def _make_own(name: str, opts: Any) -> Any:
     """Makes this rank's backend, which may or may not need the other ranks."""
+    place = opts.store, opts.group_rank, opts.group_size
     if name == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    if name == "nccl" and name.upper() not in backend_plugins():
+        return dist.ProcessGroupGloo(*place, timeout=opts.timeout)
+    plugin = backend_plugins().get(name.upper())
+    if plugin is None:
         nccl_opts: Any = dist.ProcessGroupNCCL.Options()
-        set_timeout(nccl_opts, timeout)
-        nccl_opts.group_name = f"{group_name}/{name}"
-        nccl_opts.global_ranks_in_group = global_ranks
-        return dist.ProcessGroupNCCL(store, rank, size, nccl_opts)
-    plugin = backend_plugins()[name.upper()]
+        set_timeout(nccl_opts, opts.timeout)
+        nccl_opts.group_name = opts.group_id
+        nccl_opts.global_ranks_in_group = opts.global_ranks_in_group
+        return dist.ProcessGroupNCCL(*place, nccl_opts)
     if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    opts = new_backend_options()
-    opts.store = store
-    opts.group_rank = rank
-    opts.group_size = size
-    opts.timeout = timeout
-    opts.group_id = f"{group_name}/{name}"
-    opts.global_ranks_in_group = global_ranks
+        return plugin.creator_fn(*place, opts.timeout)
     # shm for this group itself: the environment may select p2p for all groups.
     return plugin.creator_fn(opts, Options(transport="shm") if name == "ringcomm" else None)

@@ -1,18 +1,8 @@
-"""The options of a group, and the environment variables that Python reads.
-
-The C++ side reads RINGCOMM_SIMD and RINGCOMM_HOST_ID, and the build has its own;
-docs/reference/environment.md lists all.
-"""
+"""The options of a group; docs/reference/environment.md lists all environment variables."""
 
 import os
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal
-
-__all__ = ["Options"]
-
-AlgorithmName = Literal["auto", "one_shot", "two_shot", "ring"]
-TransportName = Literal["shm", "p2p"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +32,11 @@ class Options:
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
     """
 
-    algorithm: AlgorithmName = "auto"
+    algorithm: Literal["auto", "one_shot", "two_shot", "ring"] = "auto"
     deterministic: Literal["rank_order"] | None = None
     num_slots: int = 2
     slot_bytes: int | None = None
-    transport: TransportName | None = None
+    transport: Literal["shm", "p2p"] | None = None
     p2p_backend: str = "gloo"
     tuning: str | None = None
 
@@ -69,24 +59,6 @@ class Options:
                 )
             found[field.name] = int(text) if is_number else text
         return replace(self, **found)
-
-
-def trace_settings() -> tuple[Path, int] | None:
-    """The folder that this process records to, and events per thread; None if it does not.
-
-    Raises:
-        ValueError: a variable has no valid form.
-    """
-    folder = os.environ.get("RINGCOMM_TRACE")
-    text = os.environ.get("RINGCOMM_TRACE_EVENTS") or "65536"
-    if not folder:
-        return None
-    if not text.isdecimal() or not 64 <= int(text) <= 1 << 24:
-        raise ValueError(
-            "the environment variable RINGCOMM_TRACE_EVENTS must be a whole number from 64 to"
-            f" {1 << 24}, got {text!r}"
-        )
-    return Path(folder), int(text)
 
 
 def checks_targets() -> bool:

@@ -1,12 +1,8 @@
 """Tuning files: JSON files with the measurements of `ringcomm tune`, for use by groups.
 
-    {"schema": 1, "date": ..., "machine": {"cpu", "cores", "kernel"}, "torch", "ringcomm",
-     "worlds": [{"world_size", "alpha_us", "beta_us_per_mib", "overhead_us", "worst_fit",
-                 "quiet", "one_shot_max_bytes",
-                 "points": [{"bytes", "algorithm", "p10_us", "p50_us", "p90_us", "num_calls"}]}]}
-
-Groups use each world's `one_shot_max_bytes`, the planner its `alpha_us`, `beta_us_per_mib` and
-`overhead_us`. The other fields document the measurement.
+A file is a `Tuning` as a JSON object, with its "schema". Groups use each world's
+`one_shot_max_bytes`, the planner its `alpha_us`, `beta_us_per_mib` and `overhead_us`. The other
+fields document the measurement.
 """
 
 from __future__ import annotations
@@ -96,8 +92,18 @@ def load(path: str | PathLike[str]) -> Tuning:
         ValueError: it is not a tuning file; names the file, the field and the expected value.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return _read(json.loads(text))
+        fields = {**json.loads(Path(path).read_text(encoding="utf-8"))}
+        if (schema := fields.pop("schema")) != SCHEMA:
+            raise ValueError(
+                f"schema must be {SCHEMA} for this version of ringcomm, got {schema!r}"
+            )
+        worlds = sorted(map(_read_world, fields.pop("worlds")), key=lambda world: world.world_size)
+        sizes = [world.world_size for world in worlds]
+        if not sizes or len(set(sizes)) < len(sizes):
+            raise ValueError(
+                f"worlds must have one entry for each of one or more sizes, got {sizes}"
+            )
+        return Tuning(**{**fields, "machine": dict(fields["machine"]), "worlds": tuple(worlds)})
     except FileNotFoundError:
         raise FileNotFoundError(
             f"the tuning file {str(path)!r} does not exist; `ringcomm tune --json FILE` writes one"
@@ -111,19 +117,6 @@ def load(path: str | PathLike[str]) -> Tuning:
     except ValueError as error:
         why = str(error)
     raise ValueError(f"tuning file {str(path)!r}: {why}")
-
-
-def _read(content: dict[str, Any]) -> Tuning:
-    """Raises KeyError, TypeError, AttributeError or ValueError for another object."""
-    fields = dict(content)
-    schema = fields.pop("schema")
-    if schema != SCHEMA:
-        raise ValueError(f"schema must be {SCHEMA} for this version of ringcomm, got {schema!r}")
-    worlds = sorted(map(_read_world, fields.pop("worlds")), key=lambda world: world.world_size)
-    sizes = [world.world_size for world in worlds]
-    if not sizes or len(set(sizes)) < len(sizes):
-        raise ValueError(f"worlds must have one entry for each of one or more sizes, got {sizes}")
-    return Tuning(**{**fields, "machine": dict(fields["machine"]), "worlds": tuple(worlds)})
 
 
 def _read_world(fields: dict[str, Any]) -> World:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,13 +29,10 @@ from ringcomm.tuning import Point, World
 # The ring is measured to show what it costs; it is never chosen in shared memory.
 TUNED: tuple[Any, ...] = ("one_shot", "two_shot", "ring")
 MIB = 1 << 20
-# A piece of one_shot and two_shot, see docs/design/collectives.md.
-PIECE_BYTES = MIB
-# For a crossover between two measured sizes: more digits would be noise.
-CROSS_OVER_UNIT_BYTES = 256
+PIECE_BYTES = MIB  # of one_shot and two_shot, see docs/design/collectives.md
+CROSS_OVER_UNIT_BYTES = 256  # between two measured sizes: more digits would be noise
 NEVER_BYTES = 1
-# Values for the verification of sums: exact in float32 for any number of ranks.
-NUM_VALUES = 4093
+NUM_VALUES = 4093  # in verified sums: exact in float32 for any number of ranks
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,14 @@ def _measure_size(
         if percent <= MAX_OTHERS_PERCENT:
             break
     _check(team, groups, buffer)
-    percent, timings = min(attempts, key=lambda attempt: attempt[0])
+    percent, timings = min(attempts, key=itemgetter(0))
     if timings is None:
         return None
     points = []
     for name, timing in timings.items():
-        us = timing.summary_us()
-        times = rounded({key: us[key] for key in ("p10_us", "p50_us", "p90_us")})
-        points.append(Point(buffer.nbytes, name, **times, num_calls=timing.num_calls()))
+        times = rounded(timing.summary_us())
+        p10_us, p50_us, p90_us = (times[key] for key in ("p10_us", "p50_us", "p90_us"))
+        points.append(Point(buffer.nbytes, name, p10_us, p50_us, p90_us, timing.num_calls()))
     ratio = timings["two_shot"].ratio_over(timings["one_shot"])["p50"]
     return SizeTimes(tuple(points), ratio, percent)
 
@@ -187,7 +185,7 @@ def cross_over_bytes(ratios: dict[int, float]) -> int:
     sizes = sorted(ratios)
     gains = [math.log(ratios[size]) for size in sizes]  # by one_shot
     totals = list(itertools.accumulate(gains, initial=0.0))
-    num_won = max(range(len(totals)), key=lambda count: totals[count])
+    num_won = max(range(len(totals)), key=totals.__getitem__)
     if num_won == 0:
         return NEVER_BYTES
     if num_won == len(sizes):

@@ -18,16 +18,8 @@ import torch.distributed as dist
 
 import ringcomm
 from ringcomm import _C, tuning
-from ringcomm.measure.machine import (
-    MAX_OTHERS_PERCENT,
-    OthersWatch,
-    identity,
-    mapped_memory,
-    read_limits,
-    rounded,
-    variables,
-    versions,
-)
+from ringcomm.backend import resolve_group
+from ringcomm.measure import machine
 from ringcomm.measure.ranks import RankError, Team, run_ranks
 from ringcomm.measure.screen import byte_count
 from ringcomm.measure.timing import Contender, measure, open_default_group
@@ -55,15 +47,6 @@ def known_variables() -> set[str]:
     """The names of all environment variables that ringcomm reads."""
     options = {f"RINGCOMM_{field.name.upper()}" for field in fields(ringcomm.Options)}
     return options | set(OTHER_VARIABLES)
-
-
-# ---- in the ranks
-
-
-def _own_backend() -> Any:
-    group = dist.group.WORLD
-    assert group is not None
-    return backend_of(group, torch.device("cpu"))
 
 
 def _num_all_reduces() -> dict[str, int]:
@@ -104,10 +87,11 @@ def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
     return 1e6 * median(seconds[1:]) / 2
 
 
-def _pairs(team: Team) -> list[dict[str, Any]]:
-    """Transport and message times of every pair, or of neighbours if there are many. Collective."""
-    # In the engine's words: "shm: one host, ..." or "p2p over gloo, as asked for; ...".
-    said = _C.transport_of(_own_backend())
+def _pairs(team: Team, said: str) -> list[dict[str, Any]]:
+    """Transport and message times of every pair, or of neighbours if there are many. Collective.
+
+    `said` are the engine's words: "shm: one host, ..." or "p2p over gloo, as asked for; ...".
+    """
     transport, why = said[:3], said[3:].strip(": ")
     found = []
     for first, second in combinations(range(team.world_size), 2):
@@ -123,12 +107,6 @@ def _pairs(team: Team) -> list[dict[str, Any]]:
             entry["gb_per_s"] = BANDWIDTH_BYTES / us[BANDWIDTH_BYTES] / 1e3
         found.append(entry)
     return found
-
-
-def _memory(team: Team) -> dict[str, int]:
-    """The group's shared memory, which all its ranks map: one segment, charged once. Collective."""
-    resident = sum(team.share(mapped_memory()["share_bytes"]))
-    return {"mapped_bytes": _C.mapped_bytes(_own_backend()), "resident_bytes": resident}
 
 
 def _run_rank(team: Team, seconds: float) -> None:
@@ -149,71 +127,63 @@ def _run_rank(team: Team, seconds: float) -> None:
     if errors:
         tell(errors=errors)
         return
-    watch = OthersWatch([os.getppid(), *team.share(os.getpid())])
+    watch = machine.OthersWatch([os.getppid(), *team.share(os.getpid())])
     tell(init_s=init_s, all_reduce=_all_reduces(team, seconds))
-    tell(pairs=_pairs(team), memory=_memory(team))
+    backend = backend_of(resolve_group(), torch.device("cpu"))
+    pairs = _pairs(team, _C.transport_of(backend))
+    # All ranks map the group's shared memory: one segment, charged once.
+    resident = sum(team.share(machine.mapped_memory()["share_bytes"]))
+    memory = {"mapped_bytes": _C.mapped_bytes(backend), "resident_bytes": resident}
+    tell(pairs=pairs, memory=memory)
     tell(others_busy_percent=watch.percent())
     team.share(None)  # a rank that has ended would count for the others
     dist.destroy_process_group()
 
 
-# ---- notes
-
-
-def _tuning_notes(path: str | None, machine: dict[str, Any], world_size: int) -> Iterator[str]:
-    if path is None:
+def _notes(report: dict[str, Any], world_size: int) -> Iterator[str]:
+    """Problems that the parts of a report show."""
+    group, known, variables = report["group"], report["machine"], report["environment"]
+    yield from (f"the group could not be created: {text}" for text in group.get("errors", []))
+    if group.get("others_busy_percent", 0.0) > machine.MAX_OTHERS_PERCENT:
+        yield (
+            f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
+            " measurement: times are longer than on an idle machine"
+        )
+    num_cores = min(report["cpus"]["num_cores"] or known["cores"], known["cores"])
+    if world_size > num_cores:
+        yield f"{world_size} ranks on {num_cores} core(s): the ranks have to take turns"
+    allowed, file = report["limits"]["cpu_cores"] or (float("inf"), "")
+    if allowed < min(world_size, len(os.sched_getaffinity(0))):
+        yield (
+            f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
+            " throttled"
+        )
+    for name in sorted(variables.keys() - known_variables()):
+        yield f"{name} is set, but ringcomm has no such variable"
+    if (path := variables.get("RINGCOMM_TUNING")) is None:
         return
     try:
         found = tuning.load(path)
     except (OSError, ValueError) as error:
         yield f"RINGCOMM_TUNING: {error}"
         return
-    yield from (f"RINGCOMM_TUNING: {path}: {text}" for text in found.differences(machine))
+    yield from (f"RINGCOMM_TUNING: {path}: {text}" for text in found.differences(known))
     if found.one_shot_max_bytes(world_size) is None:
         yield f"RINGCOMM_TUNING: {path} has no entry for {world_size} ranks"
 
 
-def _limit_notes(num_cores: int, limits: dict[str, Any], world_size: int) -> Iterator[str]:
-    if world_size > num_cores:
-        yield f"{world_size} ranks on {num_cores} core(s): the ranks have to take turns"
-    allowed, file = limits["cpu_cores"] or (float("inf"), "")
-    if allowed < min(world_size, len(os.sched_getaffinity(0))):
-        yield (
-            f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
-            " throttled"
-        )
-
-
-def _group_notes(group: dict[str, Any]) -> Iterator[str]:
-    yield from (f"the group could not be created: {text}" for text in group.get("errors", []))
-    if group.get("others_busy_percent", 0.0) > MAX_OTHERS_PERCENT:
-        yield (
-            f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
-            " measurement: times are longer than on an idle machine"
-        )
-
-
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
     """The report that --json prints; has `group.errors` if the group cannot be made."""
-    limits, machine, memory = read_limits(), identity(), psutil.virtual_memory()
-    set_variables = variables("RINGCOMM_")
-    num_cores = min(psutil.cpu_count(logical=False) or machine["cores"], machine["cores"])
+    limits, known, memory = machine.read_limits(), machine.identity(), psutil.virtual_memory()
     group: dict[str, Any] = {}
     try:
         run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
     except RankError as error:
         group["errors"] = [str(error)]
-    unknown = sorted(set_variables.keys() - known_variables())
-    notes = [
-        *_group_notes(group),
-        *_limit_notes(num_cores, limits, world_size),
-        *(f"{name} is set, but ringcomm has no such variable" for name in unknown),
-        *_tuning_notes(set_variables.get("RINGCOMM_TUNING"), machine, world_size),
-    ]
     report = {
-        "versions": versions(),
+        "versions": machine.versions(),
         "machine": {
-            **machine,
+            **known,
             "total_bytes": memory.total,
             "available_bytes": memory.available,
             "load": psutil.getloadavg(),
@@ -224,15 +194,11 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
             "usable": sorted(os.sched_getaffinity(0)),
         },
         "limits": limits,
-        "environment": set_variables,
+        "environment": machine.variables("RINGCOMM_"),
         "world_size": world_size,
         "group": group,
-        "notes": notes,
     }
-    return dict(rounded(report))
-
-
-# ---- for people
+    return dict(machine.rounded({**report, "notes": list(_notes(report, world_size))}))
 
 
 def _words(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -20,8 +21,6 @@ from torch.utils import collect_env
 import ringcomm
 from ringcomm import _C
 
-CGROUPS = Path("/sys/fs/cgroup")
-MAPPED = "/memfd:ringcomm"
 # If other programs use more than this share of all cores, a measured ratio is not reliable.
 MAX_OTHERS_PERCENT = 10.0
 
@@ -62,23 +61,12 @@ def mapped_memory() -> dict[str, int]:
 
     A page that n processes map counts 1/n in the share.
     """
-    ours = [m for m in psutil.Process().memory_maps(grouped=False) if MAPPED in m.path]
+    ours = [m for m in psutil.Process().memory_maps(grouped=False) if "/memfd:ringcomm" in m.path]
     return {
         "mapped_bytes": sum(m.size for m in ours),
         "resident_bytes": sum(m.rss for m in ours),
         "share_bytes": sum(m.pss for m in ours),
     }
-
-
-def _process_seconds(pid: int) -> float:
-    """CPU seconds of a process and of its children that it has waited for.
-
-    0 if it has ended: its time then counts as that of other programs, which is the safe side.
-    """
-    try:
-        return sum(psutil.Process(pid).cpu_times()[:4])
-    except psutil.Error:
-        return 0.0
 
 
 class OthersWatch:
@@ -99,7 +87,11 @@ class OthersWatch:
         # Interrupts are left out, because our own loopback traffic is not charged to a process.
         times = psutil.cpu_times()
         busy_s = times.user + times.nice + times.system + times.steal
-        return time.monotonic(), busy_s - sum(map(_process_seconds, self._pids))
+        for pid in self._pids:
+            # The time of a process that has ended counts as that of others: the safe side.
+            with contextlib.suppress(psutil.Error):
+                busy_s -= sum(psutil.Process(pid).cpu_times()[:4])  # also of its children
+        return time.monotonic(), busy_s
 
     def percent(self) -> float:
         """Percent of all cores that others used since the start, in [0, 100]."""
@@ -108,15 +100,17 @@ class OthersWatch:
         return 100 * min(1.0, max(0.0, (busy_s - self._start[1]) / elapsed_s))
 
 
-def read_limits(proc: Path = Path("/proc/self"), cgroups: Path = CGROUPS) -> dict[str, Any]:
+def read_limits(
+    proc: Path = Path("/proc/self"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> dict[str, Any]:
     """The smallest limits of this process's cgroup (v1 or v2) and its ancestors.
 
     Returns:
         `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,
         each as (value, file), or None without a limit; `max_fds`, open files of a process.
     """
-    limits: dict[str, Any] = dict(_C.cgroup_limits(str(proc), str(cgroups)))
-    return limits | {"max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
+    max_fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {**_C.cgroup_limits(str(proc), str(cgroups)), "max_fds": max_fds}
 
 
 def versions() -> dict[str, Any]:

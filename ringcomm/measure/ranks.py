@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from types import FrameType
 from typing import Any, NoReturn
@@ -39,7 +40,6 @@ RUN_TIMEOUT_S = 7200.0
 POLL_S = 0.05
 # For this long, a rank that lost its peer lets the peer report the error.
 GRACE_S = 1.0
-MAX_WORLD_SIZE = 64
 # Environment variables of launchers: MPICH and Intel MPI, Open MPI.
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
@@ -64,48 +64,34 @@ def joined_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if is_rank else mpi_world_size()
 
 
+@dataclass
 class Team:
-    """One rank's view of all: a side channel that sleeps while it waits.
+    """One rank's view of all: a side channel that sleeps while it waits."""
 
-    Attributes:
-        open_store: a fresh c10d store by name, for a process group; the same on all ranks.
-        report: hands a message to the process that prints and writes; for rank 0 alone.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        peers: Sequence[Any],
-        report: Callable[[Any], None],
-        open_store: Callable[[str], dist.Store],
-    ) -> None:
-        """``peers``: connections; on rank 0 to each other rank, in order; elsewhere to rank 0."""
-        self.rank = rank
-        self.world_size = world_size
-        self.open_store = open_store
-        self.report = report
-        self._peers = peers
+    rank: int
+    world_size: int
+    peers: Sequence[Any]  # connections; on rank 0 to each other rank, in order; elsewhere to rank 0
+    report: Callable[[Any], None]  # to the process that prints and writes; for rank 0 alone
+    open_store: Callable[[str], dist.Store]  # a fresh one by name, the same on all ranks
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every rank's value by rank, on rank 0; None elsewhere. Collective."""
         if self.rank != 0:
-            self._send(self._peers[0], value)
+            self._send(self.peers[0], value)
             return None
-        return [value, *(self._receive(peer) for peer in self._peers)]
+        return [value, *(self._receive(peer) for peer in self.peers)]
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value, on all. Collective; blocks until rank 0 calls it."""
         if self.rank != 0:
-            return self._receive(self._peers[0])
-        for peer in self._peers:
+            return self._receive(self.peers[0])
+        for peer in self.peers:
             self._send(peer, value)
         return value
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value by rank, on all ranks. Collective; returns after all have arrived."""
-        shared: list[Any] = self.agree(self.gather(value))
-        return shared
+        return self.agree(self.gather(value))
 
     @staticmethod
     def _send(peer: Any, value: Any) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeVar
 
 Parsed = TypeVar("Parsed")
 
-POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -73,7 +73,9 @@ def amount(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     count = 0.0
     if match is not None:
-        count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** POWERS[match[2]]
+        count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** " kmgt".index(
+            match[2] or " "
+        )
     if count < 1 or count != int(count):
         raise ValueError(
             f"{text!r} is not a number with an optional unit, such as 4096, 16k, 4M, 80GiB or 80GB"
@@ -116,13 +118,11 @@ def byte_count(value: int) -> str:
     return f"{value:,} B"
 
 
-def columns(rows: Sequence[Sequence[str]], num_words: int) -> str:
-    """Formats rows, headers first: ``num_words`` columns left-aligned, figures right-aligned."""
+def columns(rows: Sequence[Sequence[str]], aligns: str) -> str:
+    """Formats rows, headers first: "<" aligns a column to the left; those after `aligns` right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        words = [cell.ljust(width) for cell, width in zip(row, widths[:num_words], strict=False)]
-        pairs = zip(row[num_words:], widths[num_words:], strict=True)
-        figures = [cell.rjust(width) for cell, width in pairs]
-        lines.append("  ".join([*words, *figures]).rstrip())
+        cells = zip(row, chain(aligns, repeat(">")), widths, strict=False)
+        lines.append("  ".join(f"{cell:{align}{width}}" for cell, align, width in cells).rstrip())
     return "\n".join(lines)

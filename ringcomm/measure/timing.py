@@ -66,10 +66,8 @@ class Timings:
         """
         pairs = zip(self.blocks, other.blocks, strict=True)
         found = percentiles((median(mine) / median(theirs) for mine, theirs in pairs), "ratio")
-        return {
-            **{name: found[f"{name}_ratio"] for name in ("p50", "p10", "p90")},
-            "num_pairs": len(self.blocks),
-        }
+        points = {name: found[f"{name}_ratio"] for name in ("p50", "p10", "p90")}
+        return {**points, "num_pairs": len(self.blocks)}
 
 
 def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIMEOUT) -> None:
@@ -143,21 +141,17 @@ def measure(
         begin = time.monotonic()
         num_rounds = 0
         while team.agree(num_rounds < MIN_ROUNDS or time.monotonic() - begin < seconds):
-            start = num_rounds % len(labels)
-            for label in labels[start:] + labels[:start]:
+            for label in labels:
                 mine[label].append(contenders[label].block())
+            labels.append(labels.pop(0))
             num_rounds += 1
     finally:
         gc.enable()
     by_rank = team.gather(mine)
     if by_rank is None:
         return None
-    return {
-        label: Timings(
-            [
-                [max(calls) for calls in zip(*blocks, strict=True)]
-                for blocks in zip(*(rank[label] for rank in by_rank), strict=True)
-            ]
-        )
-        for label in labels
-    }
+    found = {}
+    for label in contenders:
+        rounds = zip(*(rank[label] for rank in by_rank), strict=True)
+        found[label] = Timings([[*map(max, zip(*blocks, strict=True))] for blocks in rounds])
+    return found

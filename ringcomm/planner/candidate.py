@@ -7,7 +7,7 @@ the meta device.
 from __future__ import annotations
 
 import operator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -167,7 +167,7 @@ class Kept:
     streamed_each: int = 0  # moved for every micro-batch
 
     def __add__(self, other: Kept) -> Kept:
-        return Kept(*map(operator.add, astuple(self), astuple(other)))
+        return Kept(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 @lru_cache(maxsize=4096)
@@ -181,14 +181,8 @@ def kept_by(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
         # All layers add the same, so large models need not be built.
         one, two = (kept_by(replace(part, num_layers=n), system, job, world_size) for n in (1, 2))
         more = part.num_layers - 2
-        all_layers = (b + more * (b - a) for a, b in zip(astuple(one), astuple(two), strict=True))
-        return replace(Kept(*all_layers), buffers=two.buffers)
-    if system.weights != "device":
-        return _of_infinity(part, system, job, world_size)
-    return _of_zero(part, system, job, world_size)
-
-
-def _of_zero(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
+        pairs = zip(vars(one).values(), vars(two).values(), strict=True)
+        return replace(Kept(*(b + more * (b - a) for a, b in pairs)), buffers=two.buffers)
     memory = _zero("predict_memory", part, system, job, world_size)
     states, buffers = memory.states, memory.buffers
     if system.stage == 0 and job.itemsize == 2:
@@ -197,8 +191,21 @@ def _of_zero(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
         buffers += memory.gradients  # DDP's buckets, without gradient_as_bucket_view
     if system.states == "device":
         return Kept(memory.parameters, memory.gradients, states, buffers)
-    buffers += min(NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes, states)
-    return Kept(memory.parameters, memory.gradients, 0, buffers, states, streamed=2 * states)
+    weights = gradients = 0  # shards of them elsewhere
+    if system.weights != "device":
+        shard = -(-part.num_elems // world_size)
+        states, weights = shard * job.state_bytes, shard * job.itemsize
+        gradients = 4 * shard  # zero.shard() accumulates and reduces in float32
+    return Kept(
+        memory.parameters,
+        memory.gradients,
+        buffers=buffers + min(NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes, states),
+        elsewhere=states + weights + gradients,
+        # States and weights move both ways. Both passes read weights. A gradient is written, then
+        # read to add the next one or to update.
+        streamed=2 * states + 2 * weights,
+        streamed_each=2 * weights + 2 * gradients,
+    )
 
 
 def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
@@ -214,23 +221,6 @@ def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
     return Kept(-(-e * part.num_elems // world_size), gradient, buffers=gathered)
 
 
-def _of_infinity(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
-    memory = _zero("predict_memory", part, system, job, world_size)
-    shard = -(-part.num_elems // world_size)
-    states, weights = shard * job.state_bytes, shard * job.itemsize
-    gradients = 4 * shard  # zero.shard() accumulates and reduces in float32
-    return Kept(
-        memory.parameters,
-        memory.gradients,
-        buffers=memory.buffers + min(NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes, states),
-        elsewhere=states + weights + gradients,
-        # States and weights move both ways. Both passes read weights. A gradient is written, then
-        # read to add the next one or to update.
-        streamed=2 * states + 2 * weights,
-        streamed_each=2 * weights + 2 * gradients,
-    )
-
-
 @lru_cache(maxsize=4096)
 def sent_of_weights(
     part: RankPart, system: System, job: Job, world_size: int, num_micro_batches: int
@@ -243,9 +233,8 @@ def sent_of_weights(
     if not part.num_elems or world_size == 1:
         return 0
     if not system.is_lomo and system.stage:
-        options = {"num_backwards": num_micro_batches}
-        sent: int = _zero("predict_traffic", part, system, job, world_size, **options)
-        return sent
+        times = {"num_backwards": num_micro_batches}
+        return int(_zero("predict_traffic", part, system, job, world_size, **times))
     elems = ring_elems(part.num_elems, world_size)
     if not system.is_lomo:
         return job.itemsize * elems
@@ -277,20 +266,15 @@ def _model(part: RankPart, itemsize: int, optimizer: str) -> Any:
 
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
 
-    class Unit(nn.Module):
-        def __init__(self, shapes: Shapes) -> None:
-            super().__init__()
-            for i, shape in enumerate(shapes):
-                empty = torch.empty(shape, dtype=dtype, device="meta")
-                self.register_parameter(f"weight{i}", nn.Parameter(empty))
-
+    class Unit(nn.ParameterList):
         def forward(self) -> None:
             """A unit is something that one can call."""
 
-    model = Unit(())
-    model.before = Unit(part.before)
-    model.layers = nn.ModuleList(Unit(part.layer) for _ in range(part.num_layers))
-    model.after = Unit(part.after)
+    def unit(shapes: Shapes) -> Unit:
+        return Unit(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+
+    layers = nn.ModuleList(unit(part.layer) for _ in range(part.num_layers))
+    model = nn.Sequential(unit(part.before), layers, unit(part.after))
     if optimizer == "adamw":
         return model, torch.optim.AdamW(model.parameters(), 1e-3)
     return model, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)

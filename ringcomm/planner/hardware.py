@@ -52,12 +52,10 @@ class Hardware:
             raise ValueError(
                 f"hardware {self.name}: peak_flops must be an object with bf16 and fp32"
             )
-        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("name", "is_host", "peak_flops"):
-            del numbers[name]
-        for name, value in {**numbers, **peaks}.items():
-            least = 0 if name in _MAY_BE_ZERO else 1e-30
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        for name, value in {**vars(self), **peaks}.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_in_range = is_number and value >= (0 if name in _MAY_BE_ZERO else 1e-30)
+            if not is_in_range and name not in ("name", "peak_flops", "is_host"):
                 raise ValueError(
                     f"hardware {self.name}: {name} must be a positive number, got {value!r}"
                 )
@@ -93,14 +91,12 @@ def _gpu(name: str, bf16: float, fp32: float, memory_bytes: int, **rest: Any) ->
 
 _H100: dict[str, Any] = {"inside_rate": 450 * _NVLINK4, "outside_rate": 50 * _NIC}
 _H100 |= {"host_rate": 64 * _PCIE, "utilisation": 0.40}
-_A100: dict[str, Any] = {"inside_rate": 300 * _NVLINK3, "outside_rate": 25 * _NIC}
 _PCIE4: dict[str, Any] = {"host_rate": 32 * _PCIE}
+_A100 = _PCIE4 | {"inside_rate": 300 * _NVLINK3, "outside_rate": 25 * _NIC}
 _KNOWN = (
     _gpu("h100", 989, 67, 80 << 30, memory_rate=3350, **_H100),
     _gpu("h200", 989, 67, 141 * 10**9, memory_rate=4800, **_H100),
-    _gpu(
-        "a100", 312, 19.5, 80 << 30, memory_rate=2040, host_memory_bytes=1 << 40, **_A100, **_PCIE4
-    ),
+    _gpu("a100", 312, 19.5, 80 << 30, memory_rate=2040, host_memory_bytes=1 << 40, **_A100),
     _gpu("4090", 165, 83, 24 << 30, memory_rate=1010, host_memory_bytes=1 << 39, **_PCIE4),
     _gpu("l4", 121, 30, 24 << 30, memory_rate=300, host_memory_bytes=1 << 38, **_PCIE4),
     Hardware(
@@ -171,7 +167,7 @@ class Group:
     num_hosts: int
     inside: Link  # between ranks of a host
     outside: Link  # between hosts
-    call_s: float = 0.0  # latency per collective
+    call_s: float = 0.0  # latency per collective; 0 for one rank
 
     @property
     def num_ranks(self) -> int:
@@ -180,15 +176,11 @@ class Group:
 
     def all_reduce(self, num_bytes: float) -> float:
         """Seconds, by the fastest of ring, levels and trees."""
-        if self.num_ranks == 1:
-            return 0.0
         halves = 2 * min(self.ring(num_bytes), self.levels(num_bytes))
         return min(halves, self.trees(num_bytes)) + self.call_s
 
     def half(self, num_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather; bytes of the whole buffer."""
-        if self.num_ranks == 1:
-            return 0.0
         return min(self.ring(num_bytes), self.levels(num_bytes)) + self.call_s
 
     def ring(self, num_bytes: float) -> float:
@@ -224,9 +216,7 @@ class Group:
 
     def all_to_all(self, num_bytes: float) -> float:
         """Seconds in which each rank sends so many bytes, evenly, to the others."""
-        if self.num_ranks == 1:
-            return 0.0
-        away = (self.num_ranks - self.per_host) / (self.num_ranks - 1)
+        away = (self.num_ranks - self.per_host) / max(1, self.num_ranks - 1)
         inside = self.inside.seconds(self.per_host - 1, num_bytes * (1 - away))
         outside = self.outside.seconds(self.num_ranks - self.per_host, num_bytes * away)
         return max(inside, outside) + self.call_s
@@ -257,13 +247,11 @@ class Cluster:
         hardware = self.hardware
         if not isinstance(hardware, Hardware):
             hardware = find_hardware(str(hardware))
-        values = {
-            "hardware": hardware,
-            "memory_bytes": self.memory_bytes or hardware.memory_bytes,
-            "per_host": self.per_host or min(hardware.per_host, self.num_gpus),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            hardware=hardware,
+            memory_bytes=self.memory_bytes or hardware.memory_bytes,
+            per_host=self.per_host or min(hardware.per_host, self.num_gpus),
+        )
         if self.num_gpus % self.per_host:
             raise ValueError(
                 f"{self.num_gpus} gpus are not a whole number of hosts of {self.per_host}: set"
@@ -306,5 +294,5 @@ class Cluster:
             size // per_host,
             Link(hardware.inside_alpha_s, hardware.inside_rate),
             Link(hardware.outside_alpha_s, hardware.outside_rate),
-            hardware.call_s,
+            hardware.call_s if size > 1 else 0.0,
         )

@@ -7,7 +7,6 @@ by the names of ringcomm.parallel.pipeline.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
@@ -125,10 +124,6 @@ class Job:
         """Bytes per weight: the optimizer's numbers, and a master beside 16-bit weights."""
         return (8 if self.optimizer == "adamw" else 4) + (4 if self.itemsize == 2 else 0)
 
-    def with_sequence(self, context: int) -> Job:
-        """The same with a sequence length. Raises ValueError if that does not divide the tokens."""
-        return dataclasses.replace(self, sequence=self.sequence or min(context, self.tokens))
-
 
 @dataclass(frozen=True)
 class Mesh:
@@ -206,10 +201,5 @@ def live_micro_batches(schedule: str, num_stages: int, num: int, stage: int) -> 
     ZB-V min(m, p) on every rank.
     """
     p, m = num_stages, Fraction(num)
-    if schedule == "gpipe":
-        return m
-    if schedule == "zbv":
-        return min(m, Fraction(p))
-    if schedule == "interleaved":
-        return min(m, Fraction(3 * p - 2 * stage - 1, 2))
-    return min(m, Fraction(p - stage))
+    live = {"gpipe": m, "zbv": Fraction(p), "interleaved": Fraction(3 * p - 2 * stage - 1, 2)}
+    return min(m, live.get(schedule, Fraction(p - stage)))

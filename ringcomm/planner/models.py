@@ -7,7 +7,7 @@ import json
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Bias = Literal["qkv", "out", "ffn", "norm"]
 # How tensor parallelism cuts a weight: the rows by heads or by groups of heads, all rows, or
@@ -100,13 +100,16 @@ class ModelShape:
     def layer(self) -> Unit:
         """One layer, in the order of transformers' Llama."""
         h, q, kv = self.hidden, self.query_width, self.kv_width
-        attention = [
-            *self._linear(q, h, "heads", "qkv"),
-            *self._linear(kv, h, "kv_heads", "qkv"),
-            *self._linear(kv, h, "kv_heads", "qkv"),
-            *self._linear(h, q, "columns", "out"),
-        ]
-        return (*attention, *self._feed_forward(), *self._norm(), *self._norm())
+        keys = values = self._linear(kv, h, "kv_heads", "qkv")
+        attention = self._linear(q, h, "heads", "qkv") + keys + values
+        attention += self._linear(h, q, "columns", "out")
+        f, num_inner = self.ffn, 2 if self.gated else 1
+        ffn = self._linear(f, h, "rows", "ffn") * num_inner + self._linear(h, f, "columns", "ffn")
+        if self.experts:
+            inner = Weight((self.experts, f, h), "rows", is_expert=True)
+            down = Weight((self.experts, h, f), "columns", is_expert=True)
+            ffn = (Weight((self.experts, h)), *[inner] * num_inner, down)
+        return attention + ffn + self._norm() * 2
 
     @cached_property
     def head(self) -> Unit:
@@ -134,36 +137,21 @@ class ModelShape:
             return (weight,)
         return weight, Weight((rows,), None if split == "columns" else split)
 
-    def _feed_forward(self) -> Unit:
-        h, f, num_inner = self.hidden, self.ffn, 2 if self.gated else 1
-        if self.experts:
-            inner = Weight((self.experts, f, h), "rows", is_expert=True)
-            down = Weight((self.experts, h, f), "columns", is_expert=True)
-            return (Weight((self.experts, h)), *[inner] * num_inner, down)
-        return (
-            *self._linear(f, h, "rows", "ffn") * num_inner,
-            *self._linear(h, f, "columns", "ffn"),
-        )
-
     def _norm(self) -> Unit:
         return (Weight((self.hidden,)),) * (2 if "norm" in self.biases else 1)
 
 
-_GPT_BIASES: frozenset[Bias] = frozenset(("qkv", "out", "ffn", "norm"))
-
-
-def _llama(
-    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any
-) -> ModelShape:
-    sizes = {"vocab": 32000, "context": 4096, **more}
-    return ModelShape(name, layers, hidden, heads, kv_heads, ffn, **sizes)
+def _llama(name: str, *sizes: Any, **more: Any) -> ModelShape:
+    """`sizes` are layers, hidden, heads, kv_heads and ffn."""
+    return ModelShape(name, *sizes, **{"vocab": 32000, **more})
 
 
 def _gpt(
     name: str, layers: int, hidden: int, heads: int, vocab: int, context: int, **more: Any
 ) -> ModelShape:
     options = {"ffn": 4 * hidden, "tied": True, "dropout": True, **more}
-    options |= {"context": context, "positions": context, "gated": False, "biases": _GPT_BIASES}
+    options |= {"context": context, "positions": context, "gated": False}
+    options["biases"] = frozenset(get_args(Bias))
     return ModelShape(name, layers, hidden, heads, heads, vocab=vocab, **options)
 
 
@@ -232,22 +220,20 @@ def find_model(name: str) -> ModelShape:
 
 def _of_llama(config: dict[str, Any], name: str) -> ModelShape:
     biases: set[Bias] = {"qkv"} if config["model_type"] == "qwen2" else set()
-    if config.get("attention_bias"):
-        biases |= {"qkv", "out"}
-    if config.get("mlp_bias"):
-        biases |= {"ffn"}
+    biases |= {"qkv", "out"} if config.get("attention_bias") else set()
+    biases |= {"ffn"} if config.get("mlp_bias") else set()
     has_experts = config["model_type"] == "mixtral"
-    return _llama(
+    return ModelShape(
         name,
         config["num_hidden_layers"],
         config["hidden_size"],
         config["num_attention_heads"],
         config.get("num_key_value_heads") or config["num_attention_heads"],
         config["intermediate_size"],
-        vocab=config["vocab_size"],
-        context=config.get("max_position_embeddings", 2048),
-        head_dim=config.get("head_dim") or 0,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        config["vocab_size"],
+        config.get("max_position_embeddings", 2048),
+        config.get("head_dim") or 0,
+        tied=bool(config.get("tie_word_embeddings")),
         biases=frozenset(biases),
         experts=config["num_local_experts"] if has_experts else 0,
         top_k=config["num_experts_per_tok"] if has_experts else 0,

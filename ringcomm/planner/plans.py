@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 from ringcomm.measure.screen import columns, in_gb, in_seconds
+from ringcomm.planner import costs
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
 from ringcomm.planner.job import (
@@ -21,9 +25,7 @@ from ringcomm.planner.job import (
     System,
     mesh_fault,
 )
-from ringcomm.planner.memory import RankMemory, memory_of
 from ringcomm.planner.models import ModelShape, find_model
-from ringcomm.planner.step_time import StepTime, Traffic, offload_rate, time_of, traffic_of
 
 SCHEMA = 2
 SAME_TIME = 1.02  # steps within this ratio count as equally long
@@ -36,9 +38,9 @@ class Plan:
     """A plan, with its memory, traffic and time."""
 
     candidate: Candidate  # system, mesh, schedule, recomputation and micro-batches
-    memory: RankMemory  # bytes on the rank that needs most
-    traffic: Traffic  # bytes that a rank sends per step
-    time: StepTime  # seconds per step
+    memory: costs.RankMemory  # bytes on the rank that needs most
+    traffic: costs.Traffic  # bytes that a rank sends per step
+    time: costs.StepTime  # seconds per step
 
     @property
     def tokens_per_s(self) -> float:
@@ -47,7 +49,7 @@ class Plan:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The explanation: weights, activations, memory, traffic, time."""
+        """The explanation, in the order of the calculation: memory, activations, traffic, time."""
         return tuple(_reasons(self))
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,15 +57,15 @@ class Plan:
         candidate = self.candidate
         return {
             "system": candidate.system.name,
-            "mesh": dataclasses.asdict(candidate.mesh),
+            "mesh": vars(candidate.mesh),
             "schedule": candidate.schedule or None,
             "checkpointing": candidate.checkpointing,
             "num_micro_batches": candidate.num_micro_batches,
             "micro_batch_sequences": candidate.micro_batch,
-            "memory_bytes": {**dataclasses.asdict(self.memory), "device": self.memory.device},
-            "traffic_bytes": {**dataclasses.asdict(self.traffic), "sent": self.traffic.sent},
+            "memory_bytes": {**vars(self.memory), "device": self.memory.device},
+            "traffic_bytes": {**vars(self.traffic), "sent": self.traffic.sent},
             "bubble": candidate.bubble,
-            "seconds": {**dataclasses.asdict(self.time), "step": self.time.step},
+            "seconds": {**vars(self.time), "step": self.time.step},
             "tokens_per_s": self.tokens_per_s,
             "reasons": list(self.reasons),
         }
@@ -99,15 +101,14 @@ class Plans:
 
     def to_json(self) -> str:
         """One object with everything: bytes, seconds."""
-        shape = dataclasses.asdict(self.shape)
-        shape["biases"] = sorted(self.shape.biases)
+        shape = {**dataclasses.asdict(self.shape), "biases": sorted(self.shape.biases)}
         content = {
             "schema": SCHEMA,
             "model": {**shape, "num_params": self.shape.num_params},
             "cluster": dataclasses.asdict(self.cluster),
-            "job": dataclasses.asdict(self.job),
+            "job": vars(self.job),
             "plans": [plan.as_dict() for plan in self.ranked],
-            "refused": [dataclasses.asdict(refusal) for refusal in self.refused],
+            "refused": [vars(refusal) for refusal in self.refused],
         }
         return json.dumps(content, indent=1, allow_nan=False)
 
@@ -140,7 +141,7 @@ class Plans:
             row += [f"{value / 1e9:,.{2 if value < 1e10 else 1}f}" for value in gigabytes]
             row += [f"{c.bubble:.0%}" if c.mesh.pp > 1 else "", in_seconds(plan.time.step)]
             rows.append([*row, f"{plan.tokens_per_s:,.0f}", plan.time.largest])
-        return columns(rows, 5)
+        return columns(rows, "<" * 5)
 
     def refusal_lines(self, top: int) -> Iterator[str]:
         """One line per reason and system, with the meshes; all if top is 0."""
@@ -167,39 +168,31 @@ def _reasons(plan: Plan) -> Iterator[str]:
     m = c.num_micro_batches
     tokens = f"{c.micro_batch} × {c.job.sequence} tokens"
     yield f"activations: {m} micro-batches of {tokens}; {recompute} recomputed"
-    for axis, part in (("tp", "tensor"), ("dp", "data"), ("ep", "expert"), ("pp", "pipeline")):
-        size, group = getattr(c.mesh, axis), c.group(axis)
-        if size > 1:
-            place = "inside a host" if group.num_hosts == 1 else f"over {group.num_hosts} hosts"
-            yield (
-                f"{axis} {size} {place}: {in_gb(getattr(plan.traffic, part))} a step,"
-                f" {in_seconds(getattr(time, part))}"
-                + (f" and {in_seconds(time.data_hidden)} hidden by computing" * (axis == "dp"))
-                + (_pipeline(c) if axis == "pp" else "")
-            )
-    hardware = c.cluster.hardware
-    if plan.traffic.offloaded:
-        moved = f"{in_gb(plan.traffic.offloaded)} a step at {in_gb(offload_rate(c))}/s"
-        yield f"offload: {moved}, {in_seconds(time.offload)}"
-    shown = [f"{k} {in_seconds(v)}" for k, v in time.parts.items() if v > 0.0005 * time.step]
-    yield (
-        f"time: {in_seconds(time.step)} = {' + '.join(shown)}, computing at"
-        f" {hardware.utilisation:.0%} of the peak; {time.largest} dominates with"
-        f" {time.parts[time.largest] / time.step:.0%}"
-    )
-
-
-def _pipeline(candidate: Candidate) -> str:
-    p, m = candidate.mesh.pp, candidate.num_micro_batches
-    why = "2p to 4p"
+    p, why = c.mesh.pp, "2p to 4p"
     if m > 4 * p:
         why = "more than 4p, because fewer do not fit or do not divide"
     elif m < 2 * p:
         why = "less than 2p: the batch has no more"
-    return f"; {candidate.schedule} with {m} micro-batches ({why}), bubble {candidate.bubble:.1%}"
-
-
-# ---- the search
+    more = {
+        "dp": f" and {in_seconds(time.data_hidden)} hidden by computing",
+        "pp": f"; {c.schedule} with {m} micro-batches ({why}), bubble {c.bubble:.1%}",
+    }
+    for axis, part in (("tp", "tensor"), ("dp", "data"), ("ep", "expert"), ("pp", "pipeline")):
+        size, group = getattr(c.mesh, axis), c.group(axis)
+        if size > 1:
+            place = "inside a host" if group.num_hosts == 1 else f"over {group.num_hosts} hosts"
+            sent, seconds = getattr(plan.traffic, part), getattr(time, part)
+            moved = f"{in_gb(sent)} a step, {in_seconds(seconds)}"
+            yield f"{axis} {size} {place}: {moved}{more.get(axis, '')}"
+    if plan.traffic.offloaded:
+        moved = f"{in_gb(plan.traffic.offloaded)} a step at {in_gb(costs.offload_rate(c))}/s"
+        yield f"offload: {moved}, {in_seconds(time.offload)}"
+    shown = [f"{k} {in_seconds(v)}" for k, v in time.parts.items() if v > 0.0005 * time.step]
+    yield (
+        f"time: {in_seconds(time.step)} = {' + '.join(shown)}, computing at"
+        f" {c.cluster.hardware.utilisation:.0%} of the peak; {time.largest} dominates with"
+        f" {time.parts[time.largest] / time.step:.0%}"
+    )
 
 
 def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
@@ -216,7 +209,7 @@ def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
             of devices, or its tokens are not a whole number of sequences.
     """
     shape = model if isinstance(model, ModelShape) else find_model(model)
-    job = job.with_sequence(shape.context)
+    job = dataclasses.replace(job, sequence=job.sequence or min(shape.context, job.tokens))
     num_sequences = job.tokens // job.sequence
     inside: list[Plan] = []
     outside: list[Plan] = []  # tensor parallelism over hosts ranks last
@@ -265,17 +258,17 @@ def _meshes_of(shape: ModelShape, cluster: Cluster, job: Job) -> Iterator[Mesh]:
     if total % wanted or (are_all_set and wanted != total):
         sizes = ", ".join(f"{name} {getattr(job, name)}" for name in ("dp", "pp", "tp"))
         raise ValueError(f"{sizes.replace(' 0', ' any')} do not multiply to {total} gpus")
-    for tp in [job.tp] if job.tp else _divisors(total):
-        for pp in [job.pp] if job.pp else _divisors(total // tp):
-            if total % (tp * pp) or (job.dp and job.dp * tp * pp != total):
-                continue
-            dp = total // (tp * pp)
-            eps = [ep for ep in _divisors(dp) if shape.experts and shape.experts % ep == 0]
-            for ep in [job.ep] if job.ep else eps or [1]:
-                is_split = job.is_sequence_split
-                if is_split is None:
-                    is_split = tp > 1 and job.sequence % tp == 0
-                yield Mesh(dp, pp, tp, ep, is_split)
+    for tp, pp in product(_divisors(total), repeat=2):
+        dp = total // (tp * pp)
+        asked = ((job.dp, dp), (job.pp, pp), (job.tp, tp))
+        if dp * tp * pp != total or any(size and size != own for size, own in asked):
+            continue
+        is_split = job.is_sequence_split
+        if is_split is None:
+            is_split = tp > 1 and job.sequence % tp == 0
+        eps = [ep for ep in _divisors(dp) if shape.experts and shape.experts % ep == 0]
+        for ep in [job.ep] if job.ep else eps or [1]:
+            yield Mesh(dp, pp, tp, ep, is_split)
     if total > 1 and not (job.dp or job.pp or job.tp or job.ep):
         yield Mesh()
 
@@ -291,60 +284,48 @@ def by_rank(plans: list[Plan]) -> Iterator[Plan]:
         limit = SAME_TIME * left[0].time.step
         alike = [plan for plan in left if plan.time.step <= limit]
         left = left[len(alike) :]
-        limit_bytes = MUCH_MORE * min(plan.traffic.sent for plan in alike)
-        yield from sorted(
-            alike,
-            key=lambda plan: (
-                plan.traffic.sent > limit_bytes,
-                plan.candidate.complexity,
-                plan.traffic.sent,
-                plan.time.step,
-            ),
-        )
+        most = MUCH_MORE * min(plan.traffic.sent for plan in alike)
+        alike.sort(key=lambda p: (p.traffic.sent > most, p.candidate.complexity, p.traffic.sent))
+        yield from alike
 
 
 def _best(
     shape: ModelShape, cluster: Cluster, job: Job, system: System, mesh: Mesh, schedule: str
 ) -> Plan | Refusal:
-    """The fastest recomputation and number of micro-batches that fit; or why none does."""
-    found: list[Plan] = []
-    leanest: tuple[int, str] | None = None
-    fault: str | None = None
-    for checkpointing in job.checkpointings or CHECKPOINTINGS:
-        for m, b in _micro_batches(job, system, mesh):
-            why = _schedule_fault(shape, mesh.pp, schedule, m)
-            if why is not None:
-                fault = why
-                continue
-            candidate = Candidate(shape, cluster, job, system, mesh, schedule, checkpointing, m, b)
-            memory = memory_of(candidate)
-            why = _does_not_fit(candidate, memory)
-            if why is None:
-                traffic = traffic_of(candidate)
-                found.append(Plan(candidate, memory, traffic, time_of(candidate, traffic)))
-                if m >= 4 * mesh.pp or mesh.pp == 1:
-                    break  # more micro-batches take longer
-            elif leanest is None or memory.device < leanest[0]:
-                leanest = memory.device, why
-    if found:
-        return max(found, key=lambda plan: plan.tokens_per_s)
-    reason = str(leanest[1] if leanest is not None else fault)
-    if system.is_lomo:
-        reason += "; an update inside the backward pass allows one micro-batch"
-    return Refusal(system.name, f"{mesh}, {schedule}" if schedule else str(mesh), reason)
+    """The fastest recomputation and number of micro-batches that fit; or why none does.
 
-
-def _micro_batches(job: Job, system: System, mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """Their number, ascending, and sequences of each: of a pipeline at least 2p, if there are.
-
-    All numbers up to 4p are considered, and more if memory requires it. Without a pipeline the
-    first one that fits is the best, and an update inside the backward pass allows only one.
+    A pipeline has at least 2p micro-batches, if there are. All numbers up to 4p are considered, and
+    more if memory requires it. Without a pipeline the first one that fits is the best.
     """
     sequences = job.tokens // job.sequence // mesh.dp
     counts = [1] if system.is_lomo else _divisors(sequences)
     if mesh.pp > 1:
         counts = [m for m in counts if m >= 2 * mesh.pp] or counts[-1:]
-    yield from ((m, sequences // m) for m in counts)
+    found: list[Plan] = []
+    faults = [(math.inf, "")]  # with the bytes that are needed
+    for checkpointing in job.checkpointings or CHECKPOINTINGS:
+        for m in counts:
+            why = _schedule_fault(shape, mesh.pp, schedule, m)
+            if why is not None:
+                faults[0] = math.inf, why
+                continue
+            of_step = checkpointing, m, sequences // m
+            candidate = Candidate(shape, cluster, job, system, mesh, schedule, *of_step)
+            memory = costs.memory_of(candidate)
+            why = _does_not_fit(candidate, memory)
+            if why is not None:
+                faults.append((memory.device, why))
+                continue
+            traffic = costs.traffic_of(candidate)
+            found.append(Plan(candidate, memory, traffic, costs.time_of(candidate, traffic)))
+            if m >= 4 * mesh.pp or mesh.pp == 1:
+                break  # more micro-batches take longer
+    if found:
+        return max(found, key=lambda plan: plan.tokens_per_s)
+    _, reason = min(faults, key=itemgetter(0))
+    if system.is_lomo:
+        reason += "; an update inside the backward pass allows one micro-batch"
+    return Refusal(system.name, f"{mesh}, {schedule}" if schedule else str(mesh), reason)
 
 
 def _schedule_fault(shape: ModelShape, pp: int, schedule: str, m: int) -> str | None:
@@ -358,7 +339,7 @@ def _schedule_fault(shape: ModelShape, pp: int, schedule: str, m: int) -> str | 
     return None
 
 
-def _does_not_fit(candidate: Candidate, memory: RankMemory) -> str | None:
+def _does_not_fit(candidate: Candidate, memory: costs.RankMemory) -> str | None:
     cluster = candidate.cluster
     if memory.device > cluster.usable_bytes:
         parts = {name: getattr(memory, name) for name in DEVICE_PARTS}

@@ -2,7 +2,7 @@
 
 A process records to two files: NAME.events, ring buffers that csrc/collectives/trace.cc maps, and
 NAME.log, lines of JSON for rare events. Both can be read at any time, also after a SIGKILL.
-recordings.py reads them, merge.py writes one trace of all, timeline.py prints the steps of a ring.
+recordings.py reads them, merge.py writes one trace of all and prints the steps of a ring in it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from multiprocessing import util
 from pathlib import Path
 
 from ringcomm import _C
-from ringcomm.options import trace_settings
-
-__all__ = ["EVENT_BYTES", "clock_name", "start"]
 
 EVENT_BYTES = 64
 
@@ -32,14 +29,20 @@ def start() -> None:
         ValueError: RINGCOMM_TRACE_EVENTS has no valid form.
         OSError: the folder cannot be written.
     """
-    if trace_settings() is not None:
+    if os.environ.get("RINGCOMM_TRACE"):
         _start(os.getpid())
 
 
 @functools.cache
 def _start(pid: int) -> None:
-    folder, num_events = trace_settings() or (Path(), 0)
-    host = socket.gethostname()
+    folder = Path(os.environ["RINGCOMM_TRACE"])
+    text = os.environ.get("RINGCOMM_TRACE_EVENTS") or "65536"
+    if not text.isdecimal() or not 64 <= int(text) <= 1 << 24:
+        raise ValueError(
+            "the environment variable RINGCOMM_TRACE_EVENTS must be a whole number from 64 to"
+            f" {1 << 24}, got {text!r}"
+        )
+    num_events, host = int(text), socket.gethostname()
     name = folder / f"{host}-{pid}-{time.monotonic_ns()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:

@@ -14,11 +14,6 @@ from pathlib import Path
 from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from ringcomm.trace.merge import merge
 
-__all__ = ["merge_folders", "run_recorded"]
-
-# Seconds after Ctrl-C until the command is signalled again, and until it is killed.
-_GRACE_S = (1.0, 10.0)
-
 
 def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
     """Runs a command and writes the trace of its ranks; returns its exit status.
@@ -37,21 +32,16 @@ def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
             return EXIT_BAD_INPUT
         try:
             status = process.wait()
-        except KeyboardInterrupt:
-            _end(process)
+        except KeyboardInterrupt:  # which the command has also received from the terminal
+            for grace_s, number in ((1.0, signal.SIGTERM), (10.0, signal.SIGKILL)):
+                try:
+                    process.wait(grace_s)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(number)
+            process.wait()
             status = EXIT_INTERRUPTED
         merged = merge_folders([Path(folder)], output, time.monotonic_ns())
     return merged if status == EXIT_OK else status if status > 0 else 128 - status
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command, which has also received the terminal's Ctrl-C."""
-    for grace_s, number in zip(_GRACE_S, (signal.SIGTERM, signal.SIGKILL), strict=True):
-        try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(number)
-    process.wait()
 
 
 def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""One trace of all ranks, in the trace event format that Perfetto and Chrome open."""
+"""One trace of all ranks, in the format of Perfetto and Chrome, and the steps of a ring in it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from ringcomm.measure.screen import columns
 from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
-
-__all__ = ["Summary", "merge", "opened"]
 
 _CATEGORIES = ("", "call", "collective", "part", "step", "wait", "message")
 
@@ -47,10 +47,11 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
         raise ValueError("nothing was recorded: no rank made a group of backend ringcomm")
     notes = recordings.align(processes)
     writer = _Writer(processes, now_ns)
-    with opened(output, "w") as file:
+    with _opened(output, "w") as file:
         file.write('{"displayTimeUnit": "ns",\n')
-        groups = {_about_group(group) for p in processes for group in p.groups.values()}
-        about = {"clock": notes, "groups": sorted(groups)}
+        groups = [group for process in processes for group in process.groups.values()]
+        titles = {f"{g['name']}: ranks {g['ranks']}, {g['transport']}" for g in groups}
+        about = {"clock": notes, "groups": sorted(titles)}
         file.write(f'"otherData": {json.dumps(about)},\n"traceEvents": [\n')
         num_events = 0
         for event in writer.trace():
@@ -60,7 +61,7 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     return Summary(len({p.rank for p in processes}), num_events, [*notes[1:], *writer.notes])
 
 
-def opened(path: Path, mode: Literal["r", "w"]) -> IO[str]:
+def _opened(path: Path, mode: Literal["r", "w"]) -> IO[str]:
     """A text file, compressed if its name ends in .gz."""
     if path.suffix == ".gz":
         return io.TextIOWrapper(gzip.GzipFile(path, mode), encoding="utf-8")
@@ -73,24 +74,20 @@ class _Writer:
     def __init__(self, processes: list[Process], now_ns: int) -> None:
         self.notes: list[str] = []
         self._processes = processes
-        times = [
-            time + process.shift_ns
-            for process in processes
-            for events in process.events.values()
-            for event in events
-            for time in (event["begin_ns"], event["end_ns"])
-            if time
-        ]
-        times += [p.info["start_ns"] + p.shift_ns for p in processes]
-        here, now = clock_name(), time.monotonic_ns()
-        times += [now + p.shift_ns for p in processes if p.is_running and p.info["clock"] == here]
-        self._start_ns = min(times)
-        self._end_ns = max([*times, now_ns])
+        here, now, times = clock_name(), time.monotonic_ns(), []
+        for p in processes:
+            found = [p.info["start_ns"]]
+            found += [e[key] for e in chain(*p.events.values()) for key in ("begin_ns", "end_ns")]
+            found += [now] if p.is_running and p.info["clock"] == here else []
+            times += [time_ns + p.shift_ns for time_ns in found if time_ns]
+        self._start_ns, self._end_ns = min(times), max([*times, now_ns])
 
     def trace(self) -> Iterator[dict[str, Any]]:
         for process in self._processes:
             yield from self._about(process)
-            ended = _ended_messages(process)
+            # Of a message's two events the first, at the begin, has nothing that the second lacks.
+            messages = (e for e in chain(*process.events.values()) if e["kind"] == MESSAGE)
+            ended = {event["seq"] for event in messages if event["end_ns"]}
             for thread, events in process.events.items():
                 yield from self._about_thread(process, thread)
                 for event in events:
@@ -101,8 +98,6 @@ class _Writer:
 
     def _us(self, process: Process, time_ns: int) -> float:
         return (time_ns + process.shift_ns - self._start_ns) / 1e3
-
-    # ---- processes and threads
 
     def _about(self, process: Process) -> Iterator[dict[str, Any]]:
         row, title = process.row, process.title()
@@ -137,8 +132,6 @@ class _Writer:
     def _note(self, process: Process, thread: int, time_ns: int, text: str) -> dict[str, Any]:
         place = {"pid": process.row, "tid": thread, "ts": self._us(process, time_ns)}
         return {"ph": "i", "s": "p", "cat": "note", "name": text, **place}
-
-    # ---- events
 
     def _of_event(
         self, process: Process, thread: int, event: dict[str, Any]
@@ -175,18 +168,8 @@ class _Writer:
                     yield {"ph": phase, "pid": row, "tid": thread, "ts": begin, **about}
 
 
-def _about_group(group: dict[str, Any]) -> str:
-    return f"{group['name']}: ranks {group['ranks']}, {group['transport']}"
-
-
 def _metadata(kind: str, row: int, thread: int = 0, **arguments: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": row, "tid": thread, "args": arguments}
-
-
-def _ended_messages(process: Process) -> set[int]:
-    """Messages with two events: the first, at the begin, has nothing that the second lacks."""
-    events = (event for events in process.events.values() for event in events)
-    return {event["seq"] for event in events if event["kind"] == MESSAGE and event["end_ns"]}
 
 
 def _name(process: Process, event: dict[str, Any]) -> str:
@@ -220,7 +203,67 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
         found |= {"chunk": event["chunk"], "slice": event["slice"]}
     if kind == MESSAGE:
         found["tag"] = event["chunk"] if event["chunk"] >= 0 else "of ringcomm"
-    source = "rank" if kind == WAIT else "from"
-    found |= {"root": process.peer(event, "root"), source: process.peer(event, "from")}
-    found["to"] = process.peer(event, "to")
+    titles = {"root": "root", "from": "rank" if kind == WAIT else "from", "to": "to"}
+    found |= {title: process.peer(event, key) for key, title in titles.items()}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def steps(path: Path, seq: int | None = None) -> str:
+    """The steps of a ring in the order in which they began, a column for each rank.
+
+    Times are in µs from the first rank's begin. "2 → chunk 1 → 0" in the column of a rank: it
+    receives chunk 1 from rank 2 and sends it to rank 0.
+
+    Args:
+        path: a trace from merge().
+        seq: the call's number in its group; None means the first ring collective.
+
+    Raises:
+        ValueError: the file is not a trace, or has no such ring collective.
+        OSError: it cannot be read.
+    """
+    try:
+        with _opened(path, "r") as file:
+            events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is not a trace written by `ringcomm trace`") from None
+    found = [e for e in events if e.get("cat") == "step" and seq in (None, e["args"].get("seq"))]
+    if not found:
+        raise ValueError(
+            f"{path} has no ring collective" + ("" if seq is None else f" of call #{seq}")
+        )
+    found.sort(key=lambda event: event["ts"])
+    first_us, call = found[0]["ts"], _call_of(found[0])
+    found = [event for event in found if _call_of(event) == call]
+    (whole, *_) = [e for e in events if e.get("cat") == "collective" and _call_of(e) == call]
+    waits = [e for e in events if e.get("cat") == "wait" and _call_of(e) == call]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    rows = sorted({event["pid"] for event in found})
+    table = [["begin", "end", "waits", "slice", "step", *(names[row] for row in rows)]]
+    for event in found:
+        place, begin, end = _place(event), event["ts"], event["ts"] + event["dur"]
+        inside = [e for e in waits if _place(e) == place and begin <= e["ts"] < end]
+        times = [begin - first_us, end - first_us, sum(e["dur"] for e in inside)]
+        cells = [_path(event) if row == event["pid"] else "" for row in rows]
+        slice_number = str(event["args"]["slice"])
+        table.append([*(f"{time:.1f}" for time in times), slice_number, event["name"], *cells])
+    about = whole["args"]
+    words = [str(about[key]) for key in ("op", "dtype", "algorithm") if key in about]
+    words += [f"{about['bytes']} bytes", f"{len(rows)} ranks", f"{len(found)} steps"]
+    title = f"{whole['name']} #{about['seq']}: {', '.join(words)}; times in µs"
+    return f"{title}\n{columns(table, '>>>>' + '<' * (1 + len(rows)))}"
+
+
+def _call_of(event: dict[str, Any]) -> tuple[Any, Any]:
+    return event["args"].get("group"), event["args"].get("seq")
+
+
+def _place(event: dict[str, Any]) -> tuple[Any, Any]:
+    return event["pid"], event["tid"]
+
+
+def _path(event: dict[str, Any]) -> str:
+    arguments = event["args"]
+    source = f"{arguments['from']} → " if "from" in arguments else ""
+    target = f" → {arguments['to']}" if "to" in arguments else ""
+    return f"{source}chunk {arguments['chunk']}{target}"

@@ -12,8 +12,6 @@ from typing import Any
 
 from ringcomm.trace import EVENT_BYTES
 
-__all__ = ["Process", "align", "collectives", "read"]
-
 # Event of csrc/collectives/trace.h, and its kinds.
 _FIELDS = (
     *(("begin_ns", "u8"), ("end_ns", "u8"), ("seq", "u8"), ("num_bytes", "u8"), ("group", "u4")),
@@ -73,7 +71,9 @@ def read(folders: Sequence[Path]) -> list[Process]:
         ValueError: a file is not a recording.
         OSError: a folder or a file cannot be read.
     """
-    found = (_read(log) for folder in folders for log in sorted(folder.iterdir()) if _is_log(log))
+    paths = (path for folder in folders for path in sorted(folder.iterdir()))
+    logs = [path for path in paths if path.suffix == ".log"]
+    found = (_read(log) for log in logs if log.with_suffix(".events").exists())
     processes = [process for process in found if process is not None]
     processes.sort(key=lambda process: (process.rank, process.info["start_ns"]))
     for row, process in enumerate(processes):
@@ -82,14 +82,10 @@ def read(folders: Sequence[Path]) -> list[Process]:
     return processes
 
 
-def _is_log(path: Path) -> bool:
-    return path.suffix == ".log" and path.with_name(f"{path.name[:-4]}.events").exists()
-
-
 def _read(log: Path) -> Process | None:
     """Reads a recording; None for a process that has made no group."""
     # Read before the log: the log has what an event refers to before the event is written.
-    data = log.with_name(f"{log.name[:-4]}.events").read_bytes()
+    data = log.with_suffix(".events").read_bytes()
     with log.open("rb") as file:
         lines = file.read().split(b"\n")[:-1]  # a line that a full disk has truncated
         process = Process(json.loads(lines[0]) if lines else {})
@@ -97,30 +93,17 @@ def _read(log: Path) -> Process | None:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             process.is_running = True
-    left = set()
-    for line in lines[1:]:
-        entry = json.loads(line)
-        if "label" in entry:
-            process.labels[entry["label"]] = entry["text"]
-        elif "thread" in entry:
-            process.threads[entry["thread"]] = entry["name"]
-        elif "group" in entry:
-            process.groups[entry["group"]] = entry
-        elif "left" in entry:
-            left.add(entry["left"])
-        elif "failure" in entry:
-            process.failures.append(entry)
-        process.has_ended |= "end_ns" in entry
-    process.has_ended |= left == process.groups.keys()
+    entries = [json.loads(line) for line in lines[1:]]
+    process.labels = {entry["label"]: entry["text"] for entry in entries if "label" in entry}
+    process.threads = {entry["thread"]: entry["name"] for entry in entries if "thread" in entry}
+    process.groups = {entry["group"]: entry for entry in entries if "group" in entry}
+    process.failures = [entry for entry in entries if "failure" in entry]
+    has_left = {entry["left"] for entry in entries if "left" in entry} == process.groups.keys()
+    process.has_ended = has_left or any("end_ns" in entry for entry in entries)
     if not process.groups:
         return None
     if data[:8] != b"RINGTRC1":
         raise ValueError(f"{log} is not a recording of this version of ringcomm")
-    _read_events(process, data)
-    return process
-
-
-def _read_events(process: Process, data: bytes) -> None:
     import numpy as np
 
     capacity = int(process.info["num_events"])
@@ -137,9 +120,7 @@ def _read_events(process: Process, data: bytes) -> None:
         process.events[thread] = [dict(zip(names, row, strict=True)) for row in rows]
         process.alive_ns[thread] = alive_ns
         process.dropped[thread] = count - kept
-
-
-# ---- clocks of several hosts
+    return process
 
 
 def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,25 +111,20 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
             places = (block.take(num_bytes, kept) for block in self._blocks)
             place = next((place for place in places if place is not None), None)
             if place is None:
-                place = self._grown(num_bytes).take(num_bytes, kept)
+                before = self.reserved_bytes
+                self._blocks.append(_Block(max(self._block_bytes, num_bytes), self.device))
+                place = self._blocks[-1].take(num_bytes, kept)
+                if len(self._blocks) == 2:
+                    _log.warning(
+                        "an arena of %d bytes has no room for %d more and grows to %d. Set"
+                        " block_bytes to the bytes that a step saves, so that one block suffices",
+                        *(before, num_bytes, self.reserved_bytes),
+                    )
         assert place is not None
         kept.flat = place[: flat.nbytes].view(flat.dtype).copy_(flat)
 
     def _restore(self, kept: Kept) -> Tensor:
         return kept.viewed(kept.flat.clone())
-
-    def _grown(self, num_bytes: int) -> _Block:
-        before = self.reserved_bytes
-        self._blocks.append(_Block(max(self._block_bytes, num_bytes), self.device))
-        if len(self._blocks) == 2:
-            _log.warning(
-                "an arena of %d bytes has no room for %d more and grows to %d. Set block_bytes"
-                " to the bytes that a step saves, so that one block suffices",
-                before,
-                num_bytes,
-                self.reserved_bytes,
-            )
-        return self._blocks[-1]
 
 
 def gradient_arena(params: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -155,9 +151,8 @@ def gradient_arena(params: Iterable[nn.Parameter]) -> list[Tensor]:
     moved. It cannot be combined with DistributedDataParallel's gradient_as_bucket_view or
     zero.shard(), which place gradients themselves.
     """
-    trained = [param for param in dict.fromkeys(params) if param.requires_grad]
     kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for param in trained:
+    for param in filter(lambda param: param.requires_grad, dict.fromkeys(params)):
         if not (param.is_leaf and type(param.data) is Tensor):
             raise TypeError(
                 f"an arena holds the gradients of plain parameters, got a {type(param.data)} or a"
@@ -169,22 +164,19 @@ def gradient_arena(params: Iterable[nn.Parameter]) -> list[Tensor]:
         sizes = [param.numel() for param in alike]
         buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
         for param, place in zip(alike, buffers[-1].split(sizes), strict=True):
-            move = _mover(Kept(param.detach()).viewed(place))
+            move = partial(_move, Kept(param.detach()).viewed(place))
             move(param)
             param.register_post_accumulate_grad_hook(move)
     return buffers
 
 
-def _mover(view: Tensor) -> Callable[[Tensor], None]:
-    def move(param: Tensor) -> None:
-        grad = param.grad
-        if grad is None or grad is view or grad.layout != torch.strided:
-            return
-        # A graph of second order goes through a gradient that requires one.
-        if grad.dtype != view.dtype or grad.requires_grad:
-            return
-        if grad.data_ptr() != view.data_ptr() or view.numel() == 0:
-            view.copy_(grad)
-        param.grad = view
-
-    return move
+def _move(view: Tensor, param: Tensor) -> None:
+    grad = param.grad
+    if grad is None or grad is view or grad.layout != torch.strided:
+        return
+    # A graph of second order goes through a gradient that requires one.
+    if grad.dtype != view.dtype or grad.requires_grad:
+        return
+    if grad.data_ptr() != view.data_ptr() or view.numel() == 0:
+        view.copy_(grad)
+    param.grad = view

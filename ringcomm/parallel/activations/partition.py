@@ -112,8 +112,16 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
 
     def _keep(self, kept: Kept) -> None:
         """Collective with `check`."""
-        if self._checks:
-            self._check_equal(kept)
+        found = gather_ints(_digest(kept), self._group) if self._checks else []
+        other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
+        if other is not None:
+            raise ValueError(
+                "partition() shards saved tensors that are equal on all ranks, but one of shape"
+                f" {tuple(kept.shape)} differs between rank 0 and rank {other}. Tensors differ"
+                " inside tensor-parallel layers and under sequence or data parallelism: put"
+                " torch.utils.checkpoint.checkpoint() around each block whose input is the same"
+                " on all ranks, or enter partition() for fewer layers"
+            )
         begin, end = shard_range(kept.flat.numel(), self._group.size(), self._group.rank())
         kept.flat, kept.is_shard = kept.flat[begin:end], True
         if self._goes_to_host:
@@ -133,18 +141,6 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         flat[begin:end].copy_(kept.flat)
         all_gather_shards(flat, self._group)
         return kept.viewed(flat)
-
-    def _check_equal(self, kept: Kept) -> None:
-        found = gather_ints(_digest(kept), self._group)
-        other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
-        if other is not None:
-            raise ValueError(
-                "partition() shards saved tensors that are equal on all ranks, but one of shape"
-                f" {tuple(kept.shape)} differs between rank 0 and rank {other}. Tensors differ"
-                " inside tensor-parallel layers and under sequence or data parallelism: put"
-                " torch.utils.checkpoint.checkpoint() around each block whose input is the same"
-                " on all ranks, or enter partition() for fewer layers"
-            )
 
 
 def _digest(kept: Kept) -> Tensor:
@@ -245,21 +241,8 @@ class auto(partition):  # noqa: N801
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self.choice is None and error[0] is None and not self._entered:
-            self._choose()
-
-    def _keep(self, kept: Kept) -> None:
-        if self.choice is None:
-            # The choice depends only on sizes and their order, so it is the same on all ranks.
-            self.whole_bytes += kept.flat.nbytes
-            if self.whole_bytes <= self.limit_bytes:
-                return
-        super()._keep(kept)
-
-    def _restore(self, kept: Kept) -> Tensor:
-        return super()._restore(kept) if kept.is_shard else kept.viewed(kept.flat)
-
-    def _choose(self) -> None:
+        if self.choice is not None or error[0] is not None or self._entered:
+            return
         plan = self.whole_bytes = self._highest(self.whole_bytes)
         shard_bytes = -(-plan // self._group.size())
         if plan <= self.limit_bytes:
@@ -271,12 +254,20 @@ class auto(partition):  # noqa: N801
             _log.warning(
                 "checkpoints of %d bytes do not fit in %d: activations.auto() keeps 1/%d of them"
                 " on each rank, %d bytes%s",
-                plan,
-                self.limit_bytes,
-                self._group.size(),
-                shard_bytes,
+                *(plan, self.limit_bytes, self._group.size(), shard_bytes),
                 ", in host memory" if self._goes_to_host else "",
             )
+
+    def _keep(self, kept: Kept) -> None:
+        if self.choice is None:
+            # The choice depends only on sizes and their order, so it is the same on all ranks.
+            self.whole_bytes += kept.flat.nbytes
+            if self.whole_bytes <= self.limit_bytes:
+                return
+        super()._keep(kept)
+
+    def _restore(self, kept: Kept) -> Tensor:
+        return super()._restore(kept) if kept.is_shard else kept.viewed(kept.flat)
 
     def _highest(self, number: int) -> int:
         """The largest value of the ranks. Collective."""

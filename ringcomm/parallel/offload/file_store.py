@@ -111,11 +111,8 @@ class FileStore:
     def _load(self, index: Index) -> None:
         self._index = index
         self._failed, self._dirty = {}, {}
-        ends = [
-            offset + aligned_size(entry.num_bytes)
-            for entry in index.entries.values()
-            for offset in entry.offsets
-        ]
+        entries = index.entries.values()
+        ends = (max(entry.offsets) + aligned_size(entry.num_bytes) for entry in entries)
         self._end = max(ends, default=0)
         found = os.fstat(self._fd).st_size
         if found < self._end:
@@ -125,8 +122,6 @@ class FileStore:
             )
         if found > self._end > 0:  # tensors that were never committed
             os.ftruncate(self._fd, self._end)
-
-    # ---- tensors
 
     @property
     def info(self) -> dict[str, Any]:
@@ -162,7 +157,16 @@ class FileStore:
             raise ValueError(f"a FileStore needs CPU tensors, got one on {tensor.device}")
         self._settle(key)
         self._failed.pop(key, None)
-        entry = self._index.entries.get(key) or self._add(key, tensor)
+        entry = self._index.entries.get(key)
+        if entry is None:
+            size, num_places = aligned_size(tensor.nbytes), 2 if self._keeps else 1
+            if size:
+                with self._naming(f"no disk space for {key}, {size * num_places} bytes,"):
+                    os.posix_fallocate(self._fd, self._end, size * num_places)
+            offsets = [self._end + place * size for place in range(num_places)]
+            self._end += size * num_places
+            entry = Entry(tensor.dtype, tuple(tensor.shape), offsets)
+            self._index.entries[key] = entry
         _check_same(key, entry, tensor)
         if self._keeps and key not in self._dirty:
             if not self._dirty:
@@ -171,8 +175,7 @@ class FileStore:
                 with self._naming("writing"):
                     self._files.forget(self.generation - 1)
             self._dirty[key] = 1 - entry.current if entry.current is not None else 0
-        source = tensor.detach().contiguous()
-        memory = source
+        memory = source = tensor.detach().contiguous()
         if self.is_direct and not is_aligned(source):
             memory = empty_aligned(source.nbytes)
             memory[: source.nbytes].copy_(source.view(-1).view(torch.uint8))
@@ -207,10 +210,8 @@ class FileStore:
     ) -> Transfer:
         num_bytes = aligned_size(tensor.nbytes) if self.is_direct else tensor.nbytes
         handle = self._engine.start(is_write, self._fd, memory.data_ptr(), num_bytes, offset)
-        if is_write:
-            self.written_bytes += num_bytes
-        else:
-            self.read_bytes += num_bytes
+        self.written_bytes += num_bytes * is_write
+        self.read_bytes += num_bytes * (not is_write)
         what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
         for other in [k for k, transfer in self._pending.items() if transfer.is_done()]:
             self._settle(other)
@@ -231,20 +232,6 @@ class FileStore:
     def _settle_all(self) -> None:
         for key in list(self._pending):
             self._settle(key)
-
-    def _add(self, key: str, tensor: Tensor) -> Entry:
-        size = aligned_size(tensor.nbytes)
-        num_places = 2 if self._keeps else 1
-        if size:
-            with self._naming(f"no disk space for {key}, {size * num_places} bytes,"):
-                os.posix_fallocate(self._fd, self._end, size * num_places)
-        offsets = [self._end + place * size for place in range(num_places)]
-        self._end += size * num_places
-        entry = Entry(tensor.dtype, tuple(tensor.shape), offsets)
-        self._index.entries[key] = entry
-        return entry
-
-    # ---- commits
 
     def commit(self, info: dict[str, Any] | None = None) -> None:
         """Commits all put() tensors and `info`: after a crash the store has this state.

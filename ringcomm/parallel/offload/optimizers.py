@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -70,12 +70,8 @@ class StatesView(Mapping[Any, dict[str, Any]]):
 
 def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The parameter groups as in torch's state_dict()."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = {param: number for number, param in enumerate(params)}
-    return [
-        {**group, "params": [numbers[param] for param in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    number, groups = count(), optimizer.param_groups
+    return [{**group, "params": [next(number) for _ in group["params"]]} for group in groups]
 
 
 class _Chunk(NamedTuple):
@@ -153,8 +149,6 @@ class _Offloaded(torch.optim.Optimizer):
         if hasattr(self, "tier"):
             self._check_group(self.param_groups[-1])
 
-    # ---- the step
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient, chunk by chunk.
@@ -208,8 +202,7 @@ class _Offloaded(torch.optim.Optimizer):
         names = _state_names(rule, param)
         for begin in range(0, num_elems, self._chunk_elems):
             end = min(begin + self._chunk_elems, num_elems)
-            key = f"state.{idx}.{begin}"
-            yield _Chunk(param, rule, names, begin, end, key, step)
+            yield _Chunk(param, rule, names, begin, end, f"state.{idx}.{begin}", step)
 
     def _fetch(self, chunk: _Chunk) -> Loan:
         if chunk.key in self.tier:
@@ -236,8 +229,6 @@ class _Offloaded(torch.optim.Optimizer):
         )
         if on_host is not weights:
             weights.copy_(on_host)
-
-    # ---- state
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
         """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.

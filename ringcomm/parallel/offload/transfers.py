@@ -139,10 +139,8 @@ class BufferPool:
         Raises OSError if the write of its former contents failed.
         """
         num_bytes = num_elems * dtype.itemsize
-        idle = self._idle.get(aligned_size(num_bytes))
-        if not idle:
-            return empty_row(num_elems, dtype)
-        is_free = idle[0][0] is None or idle[0][0].is_done()
+        idle = self._idle.get(aligned_size(num_bytes), deque())
+        is_free = bool(idle) and (idle[0][0] is None or idle[0][0].is_done())
         if not is_free and len(idle) < _MAX_IDLE:
             return empty_row(num_elems, dtype)
         return _oldest(idle)[:num_bytes].view(dtype)

@@ -14,20 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "Header",
-    "Key",
-    "Kind",
-    "Packing",
-    "Tag",
-    "groups_of_keys",
-    "keys_of",
-    "owned_keys",
-    "receive",
-    "send",
-    "trainable",
-]
-
 
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are sent in wire_dtype."""
@@ -87,25 +73,18 @@ class Packing:
 
     def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
         self._kinds = list(kinds)
-        self._begins = [0] * len(self._kinds)
-        self.num_bytes = 0
-        order = sorted(range(len(self._kinds)), key=lambda index: -self._kinds[index][1].itemsize)
-        for index in order:
-            shape, dtype = self._kinds[index]
-            self._begins[index] = self.num_bytes
-            self.num_bytes += math.prod(shape) * dtype.itemsize
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._kinds]
+        self._order = sorted(range(len(sizes)), key=lambda index: -self._kinds[index][1].itemsize)
+        self._sizes = [sizes[index] for index in self._order]
 
     def new_buffer(self) -> Tensor:
-        """For one set of tensors: uint8 [num_bytes] on the CPU."""
-        return torch.empty(self.num_bytes, dtype=torch.uint8)
+        """For one set of tensors: uint8, one-dimensional, on the CPU."""
+        return torch.empty(sum(self._sizes), dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, in the order of their shapes; they share its memory."""
-        found = []
-        for begin, (shape, dtype) in zip(self._begins, self._kinds, strict=True):
-            num_bytes = math.prod(shape) * dtype.itemsize
-            found.append(buffer[begin : begin + num_bytes].view(dtype).view(shape))
-        return found
+        parts = dict(zip(self._order, buffer.split(self._sizes), strict=True))
+        return [parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(self._kinds)]
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor | None = None) -> Tensor:
@@ -128,8 +107,10 @@ def groups_of_keys(
     given = [dict(group) if isinstance(group, dict) else group for group in param_groups]
     groups = torch.optim.Optimizer(given, {}).param_groups
     name_of = {param: name for name, param in params.items()}
-    found = [[name_of.get(param) for param in group["params"]] for group in groups]
-    every = [name for names in found for name in names]
+    for group in groups:
+        group["params"] = [name_of.get(param) for param in group["params"]]
+        group.pop("param_names", None)
+    every = [name for group in groups for name in group["params"]]
     missing = [name for name in params if name not in every]
     if missing:
         raise ValueError(
@@ -141,13 +122,7 @@ def groups_of_keys(
             "param_groups must have each parameter of the model that requires grad exactly once;"
             " one is not in the model, frozen, or repeated"
         )
-    rest = [
-        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups
-    ]
-    return [{**own, "params": names} for own, names in zip(rest, found, strict=True)]
-
-
-# ---- messages
+    return groups
 
 
 class Kind(IntEnum):

@@ -17,26 +17,16 @@ from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.parameter_server.messages import (
-    Header,
-    Kind,
-    Packing,
-    groups_of_keys,
-    keys_of,
-    owned_keys,
-    trainable,
-)
+from ringcomm.parallel.parameter_server import messages
+from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
 from ringcomm.parallel.parameter_server.server import Port, Server
 from ringcomm.parallel.parameter_server.state import (
     MakeOptimizer,
     ServerOptimizer,
-    merged,
     misfit,
     unpacked,
 )
 from ringcomm.torch_names import backend_of, timeout_of
-
-__all__ = ["ParameterServer"]
 
 
 class ParameterServer:
@@ -127,44 +117,40 @@ class ParameterServer:
                 f"wire_dtype must be a floating-point dtype such as bfloat16, got {wire_dtype}"
             )
         self._scale = None if loss_scale is None else LossScale(loss_scale)
-        self._model, self._params, self._staleness = model, trainable(model), staleness
-        self._keys = keys_of(self._params, wire_dtype)
-        self._groups = groups_of_keys(param_groups, self._params)
+        self._model, self._params, self._staleness = model, messages.trainable(model), staleness
+        self._keys = messages.keys_of(self._params, wire_dtype)
+        self._groups = messages.groups_of_keys(param_groups, self._params)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
             "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},
             "parameter groups": [group["params"] for group in self._groups],
         }
         self.group = _meet(resolved, model, mine)
-        self.keys = owned_keys(self._keys, ranks)
+        self.keys = messages.owned_keys(self._keys, ranks)
         self.servers = list(self.keys)
         workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
-        self._server = self._make_server(make_optimizer, workers)
+        packings = {
+            server: Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
+            for server, names in self.keys.items()
+        }
+        rank, own = self.group.rank(), None
+        if rank in self.keys:
+            keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
+            values = {name: self._params[name] for name in self.keys[rank]}
+            made = ServerOptimizer(make_optimizer, self._groups, values, keeps_master=keeps_master)
+            is_in_rounds = staleness is not None
+            own = Server(self.group, workers, packings[rank], made, is_in_rounds=is_in_rounds)
+        self._server: Server | None = own
         self._ports: list[Port] = []  # empty on a rank that is not a worker
-        if self.group.rank() in workers:
+        if rank in workers:
             self._ports = [
-                Port(self.group, server, names, self._packing_of(names), self._server)
+                Port(self.group, server, names, packings[server], own if server == rank else None)
                 for server, names in self.keys.items()
             ]
-            if self._server is not None:
-                self._server.start()
+            if own is not None:
+                own.start()
         self._num_pushes = 0
         self._is_closed = False
-
-    def _make_server(self, make: MakeOptimizer, workers: Sequence[int]) -> Server | None:
-        names = self.keys.get(self.group.rank())
-        if names is None:
-            return None
-        keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
-        values = {name: self._params[name] for name in names}
-        optimizer = ServerOptimizer(make, self._groups, values, keeps_master=keeps_master)
-        packing, is_in_rounds = self._packing_of(names), self._staleness is not None
-        return Server(self.group, workers, packing, optimizer, is_in_rounds=is_in_rounds)
-
-    def _packing_of(self, names: Sequence[str]) -> Packing:
-        return Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
-
-    # ---- serve, pull and push
 
     def serve(self) -> None:
         """Serves until all workers have closed. On a dedicated server, once.
@@ -176,6 +162,7 @@ class ParameterServer:
             raise RuntimeError("serve() is for dedicated servers; a worker serves without it")
         if self._server is not None:
             self._server.run()
+            self._server.join()
 
     def pull(self, *, fresh: bool = False) -> None:
         """Pulls the model's weights; waits for the version that the staleness bound requires.
@@ -245,7 +232,7 @@ class ParameterServer:
             raise
 
     def _check_unchanged(self) -> None:
-        found = trainable(self._model)
+        found = messages.trainable(self._model)
         for name in self._params.keys() | found.keys():
             if found.get(name) is not self._params.get(name):
                 raise ValueError(
@@ -264,12 +251,10 @@ class ParameterServer:
         if self._scale is None:
             return 1.0
         factor = 1 / self._scale.value
-        present = [param.grad for param in self._params.values() if param.grad is not None]
-        has_overflow = not all(bool(gradient.isfinite().all()) for gradient in present)
+        grads = (param.grad for param in self._params.values())
+        has_overflow = not all(grad is None or bool(grad.isfinite().all()) for grad in grads)
         self._scale.update(has_overflow)
         return 0.0 if has_overflow else factor
-
-    # ---- statistics
 
     @property
     def version(self) -> int:
@@ -288,8 +273,6 @@ class ParameterServer:
         """Updates that this rank's server has skipped because a gradient was not finite."""
         return 0 if self._server is None else self._server.num_skipped
 
-    # ---- states, for get_state_dict() and set_state_dict()
-
     def named_state(self) -> dict[str, Any]:
         """The state of one torch optimizer over all parameters, on the CPU, by their names.
 
@@ -303,8 +286,11 @@ class ParameterServer:
             for port in self._ports:
                 port.ask(Header(Kind.STATE))
             answers = [port.answer()[1] for port in self._ports]
-        states = [unpacked(state) for state in answers if state is not None]
-        return merged(states, self._groups, self._keys)
+        parts = [unpacked(state) for state in answers if state is not None]
+        states = {name: values for part in parts for name, values in part["state"].items()}
+        pairs = zip(parts[0]["param_groups"], self._groups, strict=True)
+        whole = [{**hyper, "params": group["params"]} for hyper, group in pairs]
+        return {"state": {k: states[k] for k in self._keys if k in states}, "param_groups": whole}
 
     def problem_of(self, state: Mapping[str, Any]) -> str | None:
         """Why a whole state by names does not fit the keys; None if it does."""
@@ -318,8 +304,6 @@ class ParameterServer:
         if self._server is not None:
             self._server.load(self._params, state)
         dist.barrier(self.group)
-
-    # ---- the end
 
     def close(self) -> None:
         """Ends this rank's participation; a second call does nothing.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -16,11 +18,8 @@ from ringcomm.errors import RingcommError
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, Tag, receive, send
 from ringcomm.parallel.parameter_server.state import ServerOptimizer, packed
 
-__all__ = ["Port", "Server"]
-
-
 # Sends a header, and a message unless None, to the worker of a request; does not wait.
-Answer = Callable[[Header, Tensor | None], None]
+Answer = Callable[[tuple[Header, Tensor | None]], None]
 
 
 class _Gradient(NamedTuple):
@@ -63,11 +62,9 @@ class Server:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    # ---- the loop
-
     def start(self) -> None:
         """Runs the loop in a thread."""
-        self._thread = threading.Thread(target=self._run_in_thread, name="ringcomm-ps", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="ringcomm-ps", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -83,9 +80,7 @@ class Server:
             raise self._error
 
     def run(self) -> None:
-        """The loop, until all workers have closed. An error in it ends the group."""
-        if not self._present:
-            return
+        """The loop, until all workers have closed. An error ends the group; join() raises it."""
         try:
             for worker in self._present - {self._group.rank()}:
                 self._listen(worker)
@@ -98,31 +93,18 @@ class Server:
             if not isinstance(error, RingcommError):
                 self._group.abort()
             self._answers.put(error)
-            raise
-
-    def _run_in_thread(self) -> None:
-        try:
-            self.run()
-        except BaseException:
-            return  # join() and the worker of this process raise it
 
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """See ServerOptimizer.load(); before the first update."""
         with self._lock:
             self._optimizer.load(weights, state)
 
-    # ---- requests
-
     def submit(self, header: Header, gradient: Tensor | None = None) -> None:
         """Submits a request of the worker in this process; raises the error that ended the loop."""
         if self._error is not None:
             raise self._error
-
-        def answer(header: Header, message: Tensor | None) -> None:
-            self._answers.put((header, message))
-
-        worker = self._group.rank()
-        self._inbox.put(lambda: self._serve(worker, header, gradient, answer))
+        request = self._group.rank(), header, gradient, self._answers.put
+        self._inbox.put(partial(self._serve, *request))
 
     def next_answer(self) -> tuple[Header, Tensor | None]:
         """Waits for an answer to this process; raises the error that ended the loop."""
@@ -130,17 +112,13 @@ class Server:
         if isinstance(answer, BaseException):
             self._answers.put(answer)  # for the next call
             raise answer
-        header, message = answer
-        return header, message
+        return answer
 
     def _listen(self, worker: int) -> None:
         words = torch.empty(4, dtype=torch.float64)
         work: Any = dist.irecv(words, group=self._group, group_src=worker, tag=Tag.REQUEST)
-
-        def arrived(future: torch.futures.Future[Any]) -> None:
-            self._inbox.put(lambda: self._take(worker, words, future))
-
-        work.get_future().then(arrived)
+        take = partial(self._take, worker, words)
+        work.get_future().then(lambda future: self._inbox.put(partial(take, future)))
 
     def _take(self, worker: int, words: Tensor, future: torch.futures.Future[Any]) -> None:
         future.value()  # raises if the receive has failed
@@ -151,10 +129,10 @@ class Server:
         if header.kind != Kind.CLOSE:
             self._listen(worker)
 
-        def answer(header: Header, message: Tensor | None) -> None:
-            send(self._group, worker, Tag.ANSWER, header)
-            if message is not None:
-                send(self._group, worker, Tag.ANSWERED, message)
+        def answer(parts: tuple[Header, Tensor | None]) -> None:
+            for tag, part in zip((Tag.ANSWER, Tag.ANSWERED), parts, strict=True):
+                if part is not None:
+                    send(self._group, worker, tag, part)
 
         self._serve(worker, header, gradient, answer)
 
@@ -162,7 +140,7 @@ class Server:
         """Serves a request, or keeps a pull until its version is available."""
         if header.kind == Kind.STATE:
             state = packed(self._optimizer.state_dict())
-            answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
+            answer((Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state))
             return
         if header.kind == Kind.PULL:
             self._held.append((header, answer))
@@ -172,40 +150,32 @@ class Server:
         else:  # a worker closes
             self._present.discard(worker)
         while gradients := self._next_update():
-            self._update(gradients)
-        self._answer_held()
-
-    # ---- updates
+            # All servers get the same factors, and skip the same updates.
+            if all(gradient.factor for gradient in gradients):
+                for each in gradients:
+                    self.staleness[self.version - each.version] += 1
+                self._optimizer.step(_mean_of(gradients))
+            else:
+                self.num_skipped += 1
+            self.version += 1
+            self._packed = None
+        held, self._held = self._held, []
+        for pull, answer_pull in held:
+            if pull.version > self.version:
+                self._held.append((pull, answer_pull))
+            elif pull.has_version == self.version:
+                answer_pull((Header(Kind.ANSWER, self.version), None))
+            else:
+                if self._packed is None:
+                    self._packed = self._packing.pack(self._optimizer.weights)
+                num_bytes = self._packed.numel()
+                answer_pull((Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed))
 
     def _next_update(self) -> list[_Gradient]:
         """The gradients of the next update in the order of workers; empty while one is missing."""
         if self._is_in_rounds and not all(self._queues[worker] for worker in self._present):
             return []
         return [queue.popleft() for queue in self._queues.values() if queue]
-
-    def _update(self, gradients: Sequence[_Gradient]) -> None:
-        # All servers get the same factors, and skip the same updates.
-        if all(gradient.factor for gradient in gradients):
-            for gradient in gradients:
-                self.staleness[self.version - gradient.version] += 1
-            self._optimizer.step(_mean_of(gradients))
-        else:
-            self.num_skipped += 1
-        self.version += 1
-        self._packed = None
-
-    def _answer_held(self) -> None:
-        held, self._held = self._held, []
-        for header, answer in held:
-            if header.version > self.version:
-                self._held.append((header, answer))
-            elif header.has_version == self.version:
-                answer(Header(Kind.ANSWER, self.version), None)
-            else:
-                if self._packed is None:
-                    self._packed = self._packing.pack(self._optimizer.weights)
-                num_bytes = self._packed.numel()
-                answer(Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed)
 
 
 def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
@@ -222,27 +192,22 @@ def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
     return means
 
 
+@dataclass
 class Port:
     """A worker's connection to one server, which has the keys of these names.
 
-    Nothing is sent to `own`, the server in this process, if it is that one; values are rounded as
-    if they were sent.
+    Nothing is sent to a server in this process; values are rounded as if they were sent.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank: int,
-        names: list[str],
-        packing: Packing,
-        own: Server | None,
-    ) -> None:
-        self.names, self.packing, self.version = names, packing, 0  # of the last pull
-        self._group, self._rank = group, rank
-        self._own = own if rank == group.rank() else None
-        self._pushed: Tensor | None = None
-        self._pushing: Any = None
-        self._received: Tensor | None = None  # reused
+    _group: dist.ProcessGroup
+    _rank: int
+    names: list[str]
+    packing: Packing
+    _own: Server | None  # the server if it is in this process
+    version: int = 0  # of the last pull
+    _pushed: Tensor | None = None
+    _pushing: Any = None
+    _received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # reused
 
     def ask(self, header: Header) -> Any:
         """Sends a request without a gradient; does not wait."""
@@ -257,7 +222,7 @@ class Port:
             return
         self._flush()
         self._pushed = self.packing.pack(gradient, self._pushed)
-        send(self._group, self._rank, Tag.REQUEST, header)
+        self.ask(header)
         self._pushing = send(self._group, self._rank, Tag.GRADIENT, self._pushed)
 
     def _flush(self) -> None:
@@ -272,12 +237,11 @@ class Port:
             return int(header.version), message
         words = torch.empty(4, dtype=torch.float64)
         header = Header.decode(receive(self._group, self._rank, Tag.ANSWER, words))
-        version, num_bytes = int(header.version), header.num_bytes
-        if not num_bytes:
-            return version, None
-        if self._received is None or self._received.numel() != num_bytes:
-            self._received = torch.empty(num_bytes, dtype=torch.uint8)
-        return version, receive(self._group, self._rank, Tag.ANSWERED, self._received)
+        message = None
+        if header.num_bytes:
+            self._received = self._received.resize_(header.num_bytes)
+            message = receive(self._group, self._rank, Tag.ANSWERED, self._received)
+        return int(header.version), message
 
     def close(self) -> None:
         """Sends the last request, and waits until everything has been sent."""

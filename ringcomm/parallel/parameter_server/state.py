@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ringcomm.parallel.parameter_server.messages import Key
 
-__all__ = ["MakeOptimizer", "ServerOptimizer", "merged", "misfit", "packed", "unpacked"]
-
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Groups = Sequence[Mapping[str, Any]]  # of all keys; "params" are names
 
@@ -79,12 +77,10 @@ class ServerOptimizer:
         for name, param in self._params.items():
             if self._keeps_master:
                 state.setdefault(name, {})["master"] = param.detach()
-        groups = [
-            {**saved, "params": names}
-            for saved, names in zip(own["param_groups"], self._names, strict=True)
-        ]
+        for group, names in zip(own["param_groups"], self._names, strict=True):
+            group["params"] = names
         used = {name: values for name, values in state.items() if values}
-        return {"state": used, "param_groups": groups}
+        return {"state": used, "param_groups": own["param_groups"]}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -97,17 +93,15 @@ class ServerOptimizer:
             param.copy_(given.get(name, {}).get("master", weights[name]))
         if not state.get("param_groups"):
             return
-        order = list(chain(*self._names))
+        numbers = {name: number for number, name in enumerate(chain(*self._names))}
         groups = [
-            {**saved, "params": [order.index(name) for name in names]}
+            {**saved, "params": [numbers[name] for name in names]}
             for saved, names in zip(state["param_groups"], self._names, strict=True)
         ]
-        of_numbers = {
-            number: {k: v for k, v in given[name].items() if k != "master"}
-            for number, name in enumerate(order)
-            if name in given
-        }
-        used = {number: values for number, values in of_numbers.items() if values}
+        used: dict[int, Any] = {}
+        for name, number in numbers.items():
+            values = {k: v for k, v in given.get(name, {}).items() if k != "master"}
+            used |= {number: values} if values else {}
         self._optimizer.load_state_dict({"state": used, "param_groups": groups})
 
 
@@ -121,21 +115,7 @@ def packed(state: Mapping[str, Any]) -> Tensor:
 def unpacked(message: Tensor) -> dict[str, Any]:
     """The state of packed()."""
     content = ctypes.string_at(message.data_ptr(), message.numel())
-    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-    return state
-
-
-def merged(
-    parts: Sequence[Mapping[str, Any]], groups: Groups, keys: Mapping[str, Key]
-) -> dict[str, Any]:
-    """The whole state, of the servers' parts."""
-    states = {name: values for part in parts for name, values in part["state"].items()}
-    whole = [
-        {**hyper, "params": group["params"]}
-        for hyper, group in zip(parts[0]["param_groups"], groups, strict=True)
-    ]
-    state = {name: states[name] for name in keys if name in states}
-    return {"state": state, "param_groups": whole}
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def misfit(state: Mapping[str, Any], groups: Groups, keys: Mapping[str, Key]) -> str | None:

@@ -54,7 +54,8 @@ def test_the_page_lists_the_environment_variables_that_are_read() -> None:
             if path.suffix in (".cc", ".h"):
                 text = path.read_text(encoding="utf-8")
                 read |= set(re.findall(r'getenv\("(RINGCOMM_\w+)"', text))
-    for path in (ROOT / "ringcomm" / "options.py", ROOT / "_ringcomm_autoload.py"):
+    for name in ("ringcomm/options.py", "ringcomm/trace/__init__.py", "_ringcomm_autoload.py"):
+        path = ROOT / name
         read |= set(re.findall(r'"(RINGCOMM_\w+)"', path.read_text(encoding="utf-8")))
     read |= {f"RINGCOMM_{field.name.upper()}" for field in fields(Options)}
     for path in (ROOT / "setup.py", *(ROOT / "tools").glob("*.py")):

@@ -27,8 +27,7 @@ from ranks import run_ranks
 
 from ringcomm import Options, cli, stats
 from ringcomm.trace import EVENT_BYTES, recordings
-from ringcomm.trace.merge import merge
-from ringcomm.trace.timeline import steps
+from ringcomm.trace.merge import merge, steps
 
 Event = dict[str, Any]
 RING = Options(algorithm="ring", slot_bytes=64)
