@@ -33,10 +33,6 @@ def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
 class _EagerStage(PipelineStage):
     """Allocates memory when it waits for a message; the last reference frees it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._without_memory: dict[Any, Tensor] = {}
-
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
         self._drop(chain(*self.args_recv_info.values()))
@@ -77,14 +73,13 @@ class _EagerStage(PipelineStage):
                 )
 
     def _drop(self, infos: Iterable[Any]) -> None:
-        """Frees messages; leaves placeholders with their shape and no memory."""
+        """Frees messages; leaves a placeholder with the shape and no memory for each."""
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and not buffer.is_meta:
-                kind = (buffer.shape, buffer.dtype, buffer.requires_grad)
-                if kind not in self._without_memory:
-                    self._without_memory[kind] = meta_like(buffer, buffer.requires_grad)
-                info.buffer = self._without_memory[kind]
+                if not hasattr(info, "placeholder"):
+                    info.placeholder = meta_like(buffer, buffer.requires_grad)
+                info.buffer = info.placeholder
 
 
 class _OldStage(_EagerStage):
