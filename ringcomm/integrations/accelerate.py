@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringcomm.optim import InBackwardOptimizer
+from ringcomm.parallel.model_axes import tensor_groups_of
 from ringcomm.parallel.zero import ZeroOptimizer
 
 __all__ = ["prepare"]
@@ -44,16 +45,19 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         TypeError: there is not exactly one such optimizer.
         ValueError: Accelerate uses FSDP, DeepSpeed or similar, or a GradScaler; Lomo has different
             accumulation_steps; the optimizer's group has different processes from the accelerator;
-            weights are not on the device of the accelerator.
+            the model has tensor-parallel layers; weights are not on the device of the accelerator.
     """
     optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
     if len(optimizers) != 1:
         raise TypeError(f"prepare() takes one optimizer, got {len(optimizers)}")
-    adopt(accelerator, optimizers[0], accelerator.gradient_accumulation_steps)
+    models = [obj for obj in objects if isinstance(obj, nn.Module)]
+    adopt(accelerator, optimizers[0], accelerator.gradient_accumulation_steps, models)
     return accelerator.prepare(*objects)
 
 
-def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
+def adopt(
+    accelerator: Any, optimizer: Any, num_micro_batches: int, models: Iterable[nn.Module]
+) -> None:
     """Makes an Accelerator leave gradients to an optimizer that reduces them; see prepare()."""
     if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
         raise TypeError(
@@ -77,6 +81,11 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
                 f"a weight is on {param.device}, but the accelerator on {accelerator.device}:"
                 f" move the model there before you make {name}"
             )
+    if tensor_groups_of(models):
+        raise ValueError(
+            "the model has tensor-parallel layers, whose ranks need the same rows, but Accelerate"
+            " and Trainer give each process its own: train it with ringcomm.parallel.parallelize()"
+        )
     _check_ranks(accelerator, optimizer)
     if isinstance(optimizer, InBackwardOptimizer):
         options = optimizer.options

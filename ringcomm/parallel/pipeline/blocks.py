@@ -124,6 +124,7 @@ def wrap_stages(
             " stage 1 or 2 instead of fully_shard"
         )
     part.tied = {part.get_parameter(name): ranks for name, ranks in tied.items()}
+    part.num_stages = len(modules)
     part.own(block for module in modules.values() for block in module.blocks)
     has_halves = any(work.kind == "W" for order in plan.orders for work in order)
     part.late = set(part.parameters() if has_halves else part.tied)
