@@ -11,16 +11,6 @@ from torch import Tensor
 
 from ringcomm.torch_names import tree_leaves, tree_map_only
 
-__all__ = [
-    "Batch",
-    "PartLoss",
-    "StepLoss",
-    "check_rows",
-    "count_items",
-    "make_batch",
-    "parameters_of",
-]
-
 IGNORED = -100  # torch's default ignore_index
 
 
@@ -146,7 +136,12 @@ class Batch(NamedTuple):
         """Equal parts of the rows."""
         if num == 1:
             return [self]
-        return [tree_map_only(Tensor, lambda x, i=i: x.chunk(num)[i], self) for i in range(num)]
+
+        def part(idx: int) -> Batch:
+            found: Batch = tree_map_only(Tensor, lambda x: x.chunk(num)[idx], self)
+            return found
+
+        return [part(idx) for idx in range(num)]
 
 
 def make_batch(

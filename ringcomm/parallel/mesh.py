@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringcomm.torch_names import backend_of, flat_mesh, timeout_of
 
-__all__ = ["ParallelDims"]
-
 # From the outermost to the innermost axis: ranks that communicate most are neighbours.
 _AXES = ("pp", "dp", "fsdp", "tp")
 _TRAFFIC = {

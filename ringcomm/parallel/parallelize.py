@@ -24,8 +24,6 @@ from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 from ringcomm.torch_names import broadcast_coalesced_, reduce_unused
 
-__all__ = ["parallelize"]
-
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[..., Tensor]
 
@@ -114,37 +112,33 @@ def parallelize(
 
         tensor_parallelize(model, dims.group("tp"), sequence_parallel=sequence_parallel)
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
-    in_model = None
     if loss_fn is None:
         from ringcomm.integrations.transformers.batches import LossInModel
 
-        in_model = LossInModel(model, dims.group("tp"))
+        loss: Any = LossInModel(model, dims.group("tp"))
+    else:
+        loss = PartLoss(loss_fn)
     pipe = None
     if dims.pp > 1:
         was_meta = any(param.is_meta for param in whole.parameters())
-        wrap_mesh = data_mesh if stage == 3 else None
-        wrap = partial(_wrap_stage, dims=dims, mesh=wrap_mesh, was_meta=was_meta)
-        row: Any = model, loss_fn
-        if in_model is not None:
+        mesh = data_mesh if stage == 3 else None
+        wrap = partial(_wrap_stage, dims=dims, mesh=mesh, was_meta=was_meta)
+        row: tuple[Any, Any] = model, loss_fn
+        if loss_fn is None:
             from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 
-            row = pipeline_blocks(model), in_model.loss_of_logits(model)
-        pipe = Pipeline(
-            *(*row, schedule, num),
-            group=dims.group("pp"),
-            recompute=recompute,
-            wrap=wrap,
-        )
+            row = pipeline_blocks(model), loss.loss_of_logits(model)
+        group = dims.group("pp")
+        pipe = Pipeline(*row, schedule, num, group=group, recompute=recompute, wrap=wrap)
         model = pipe.module
     elif recompute:
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    made = optimizer(pipe.parameters() if pipe is not None else model.parameters())
+    made = optimizer(model.parameters())
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):
         made = zero.shard(model, made, stage, group=dims.group("batch"), **shard_options)
-    loss = in_model if loss_fn is None else PartLoss(loss_fn)
     return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 

@@ -15,8 +15,6 @@ from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.shards import find_shards
 
-__all__ = ["causal_lm_loss", "loss_options_of", "patch_loss", "prepare"]
-
 
 def patch_loss(
     model: Any, *, inplace: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0

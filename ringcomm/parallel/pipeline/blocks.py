@@ -21,20 +21,6 @@ from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.pipeline.schedules import Log, Plan
 from ringcomm.parallel.shards.units import check_can_materialize
 
-__all__ = [
-    "Blocks",
-    "StageModule",
-    "copy_tied_from_first",
-    "cut",
-    "cut_blocks",
-    "default_costs",
-    "named_blocks",
-    "part_of",
-    "problem_of",
-    "tied_gradients_summed",
-    "wrap_stages",
-]
-
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 
 
@@ -113,11 +99,12 @@ def wrap_stages(
     plan: Plan,
 ) -> dict[int, nn.Module]:
     """Wraps this rank's stages for data parallelism; may replace their parameters. Collective."""
-    num_before = len(list(part.parameters()))
+    before, own = set(part.parameters()), [set(m.parameters()) for m in modules.values()]
+    is_tied = sum(map(len, own)) > len(before)
     tied = {name: part.tied[p] for name, p in part.named_parameters() if p in part.tied}
     wrapped = {s: wrap(m) if wrap else m for s, m in modules.items()}
-    # fully_shard replaces a parameter in one stage only.
-    if any(all_gathered(len(list(part.parameters())) != num_before, part.group)):
+    ends_tie = is_tied and before != set(part.parameters())  # as fully_shard does, in each stage
+    if any(all_gathered(ends_tie, part.group)):
         raise ValueError(
             f"{plan.schedule} puts two stages with a tied parameter on one rank, and `wrap`"
             " replaced parameters, which ends the tie: use another schedule, such as 1f1b, or ZeRO"
@@ -238,15 +225,13 @@ def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
 
     A weight costs six operations per token, a table none; a head that is tied to a table counts.
     """
-    costs = []
-    for block in blocks:
-        tables = {
-            module.weight
-            for module in block.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        }
-        costs.append(1.0 + sum(p.numel() for p in block.parameters() if p not in tables))
-    return costs
+
+    def cost(block: nn.Module) -> float:
+        kinds = nn.Embedding | nn.EmbeddingBag
+        tables = {module.weight for module in block.modules() if isinstance(module, kinds)}
+        return 1.0 + sum(p.numel() for p in block.parameters() if p not in tables)
+
+    return [cost(block) for block in blocks]
 
 
 # ---- weights tied between stages on several ranks

@@ -29,17 +29,9 @@ from ringcomm.parallel.pipeline.blocks import (
     wrap_stages,
 )
 from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
-from ringcomm.parallel.pipeline.stage import (
-    Metas,
-    Stage,
-    find_boundaries,
-    forward_only,
-    meta_like,
-    shown,
-)
+from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
+from ringcomm.parallel.pipeline.torch_stage import meta_like
 from ringcomm.parallel.shards.units import materialize
-
-__all__ = ["Pipeline"]
 
 Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -371,10 +363,9 @@ class Pipeline:
         if len(self._made) > MAX_SHAPES:
             del self._made[next(iter(self._made))]
         chunks = [value.to(self.device).chunk(num) for value in kwargs.values()]
+        parts = [dict(zip(kwargs, part, strict=True)) for part in zip(*chunks, strict=True)]
         for module in self._modules.values():
-            module.kwargs = [
-                dict(zip(kwargs, parts, strict=True)) for parts in zip(*chunks, strict=True)
-            ]
+            module.kwargs = parts
         return batch, made
 
     def _make(self, metas: Metas, names: Collection[str]) -> _Made:

@@ -14,8 +14,6 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-__all__ = ["SCHEDULES", "Log", "Plan", "Timeline", "Work", "make_plan", "simulate"]
-
 Kind = Literal["F", "B", "I", "W"]
 Time = float | Fraction
 Times = Time | Sequence[Time]

@@ -17,8 +17,6 @@ from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
 from ringcomm.torch_names import FakeTensorMode
 
-__all__ = ["Metas", "Stage", "find_boundaries", "forward_only", "meta_like", "shown"]
-
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 
 
@@ -163,7 +161,7 @@ class Stage(TorchStage):
         """Raises ValueError if the output's shape differs from that when stages were made."""
         self._own.micro_batch = fwd_chunk_id
         try:
-            result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+            result = self._timed("F", super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             raise error.__cause__ or error  # noqa: B904  # torch tells of tensors only
         tensors = result if isinstance(result, tuple) else (result,)
@@ -178,12 +176,8 @@ class Stage(TorchStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a micro-batch, or its half for the inputs."""
-        is_full = kwargs.get("full_backward", True)
-        # As if `with autocast()` ended before loss.backward().
-        with torch.autocast(self.device.type, enabled=False):
-            run = super().backward_one_chunk
-            self._timed("B" if is_full else "I", bwd_chunk_id, run, *args, **kwargs)
-        self._note_used()
+        kind: Kind = "B" if kwargs.get("full_backward", True) else "I"
+        self._run_backward(kind, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
         for call in self._after_backward:
             call()
         if bwd_chunk_id in self.bwd_cache:  # gradients become messages
@@ -192,11 +186,14 @@ class Stage(TorchStage):
                 grad.contiguous() if isinstance(grad, Tensor) else grad for grad in grads
             )
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """The half of the backward pass for the weights."""
+        self._run_backward("W", super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _run_backward(self, kind: Kind, call: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        """As if `with autocast()` ended before loss.backward()."""
         with torch.autocast(self.device.type, enabled=False):
-            run = super().backward_weight_one_chunk
-            self._timed("W", bwd_chunk_id, run, *args, **kwargs)
+            self._timed(kind, call, *args, **kw)
         self._note_used()
 
     def perform_reduce_grad(self, *args: Any) -> None:
@@ -226,13 +223,11 @@ class Stage(TorchStage):
             log[-1] = (*log[-1][:4], self._now_us())
         return result
 
-    def _timed(
-        self, kind: Kind, chunk: int, call: Callable[..., Any], *args: Any, **kw: Any
-    ) -> Any:
+    def _timed(self, kind: Kind, run: Callable[..., Any], chunk: int, *args: Any, **kw: Any) -> Any:
         if (log := self._own.log) is None:
-            return call(chunk, *args, **kw)
+            return run(chunk, *args, **kw)
         begin_us = self._now_us()
-        result = call(chunk, *args, **kw)
+        result = run(chunk, *args, **kw)
         log.append((kind, self.stage_index, chunk, begin_us, self._now_us()))
         return result
 

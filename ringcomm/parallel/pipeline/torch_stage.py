@@ -19,8 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from ringcomm.torch_names import TORCH_VERSION
 
-__all__ = ["HAS_HALVES", "TorchStage", "meta_like"]
-
 HAS_HALVES = TORCH_VERSION >= (2, 13)
 
 
@@ -64,6 +62,7 @@ class _EagerStage(PipelineStage):
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and buffer.is_meta:
+                info.placeholder = buffer
                 # empty_like() of a tensor on the meta device takes ten times as long.
                 info.buffer = torch.empty(
                     buffer.shape,
@@ -93,10 +92,9 @@ class _OldStage(_EagerStage):
         return [op for op in ops if op.group_peer != self.group_rank]
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """Stages are made for the inputs' shapes."""
+        """Stage checks shapes itself."""
 
-    def _validate_fwd_outputs(self, *_: Any) -> None:
-        """Stage does so itself."""
+    _validate_fwd_outputs = _validate_fwd_input
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         had_backward, self.has_backward = self.has_backward, False  # integers require no grad
