@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringcomm.optim import InBackwardOptimizer
+from ringcomm.parallel.model_axes import tensor_groups_of
 from ringcomm.parallel.zero import ZeroOptimizer
 
 __all__ = ["prepare"]
@@ -44,16 +45,19 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         TypeError: there is not exactly one such optimizer.
         ValueError: Accelerate uses FSDP, DeepSpeed or similar, or a GradScaler; Lomo has different
             accumulation_steps; the optimizer's group has different processes from the accelerator;
-            weights are not on the device of the accelerator.
+            the model has tensor-parallel layers; weights are not on the device of the accelerator.
     """
     optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
     if len(optimizers) != 1:
         raise TypeError(f"prepare() takes one optimizer, got {len(optimizers)}")
-    adopt(accelerator, optimizers[0], accelerator.gradient_accumulation_steps)
+    models = [obj for obj in objects if isinstance(obj, nn.Module)]
+    adopt(accelerator, optimizers[0], accelerator.gradient_accumulation_steps, models)
     return accelerator.prepare(*objects)
 
 
-def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
+def adopt(
+    accelerator: Any, optimizer: Any, num_micro_batches: int, models: Iterable[nn.Module]
+) -> None:
     """Makes an Accelerator leave gradients to an optimizer that reduces them; see prepare()."""
     if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
         raise TypeError(
@@ -77,21 +81,30 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
                 f"a weight is on {param.device}, but the accelerator on {accelerator.device}:"
                 f" move the model there before you make {name}"
             )
+    if tensor_groups_of(models):
+        raise ValueError(
+            "the model has tensor-parallel layers, whose ranks need the same rows, but Accelerate"
+            " and Trainer give each process its own: train it with ringcomm.parallel.parallelize()"
+        )
     _check_ranks(accelerator, optimizer)
     if isinstance(optimizer, InBackwardOptimizer):
-        options = optimizer.options
-        if options.accumulation_steps != num_micro_batches:
+        own = optimizer.options.accumulation_steps
+        if own != num_micro_batches:
             raise ValueError(
                 f"gradient_accumulation_steps is {num_micro_batches}, but accumulation_steps of"
-                f" {name} is {options.accumulation_steps}: make them equal"
+                f" {name} is {own}: make them equal"
             )
         accelerator.backward = partial(_backward, accelerator, optimizer)
     else:
-        accelerator.backward = partial(_scaled_backward, accelerator.backward, optimizer)
+        run = accelerator.backward
+        accelerator.backward = lambda loss, **options: run(optimizer.scale(loss), **options)
         accelerator.save_state = _refuse_save
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer)
     accelerator.clip_grad_value_ = partial(_clip_value, optimizer)
-    accelerator.prepare_model = partial(_prepare_model, accelerator.prepare_model)
+    # evaluation_mode only leaves out the wrapper that reduces gradients.
+    placed = {"device_placement": False, "evaluation_mode": True}
+    own_prepare = accelerator.prepare_model
+    accelerator.prepare_model = lambda model, *_, **__: own_prepare(model, **placed)
 
 
 def _check_ranks(accelerator: Any, optimizer: Any) -> None:
@@ -109,21 +122,12 @@ def _check_ranks(accelerator: Any, optimizer: Any) -> None:
         )
 
 
-def _prepare_model(prepare_model: Any, model: Any, *_: Any, **__: Any) -> Any:
-    """evaluation_mode only leaves out the wrapper that reduces gradients; weights are not moved."""
-    return prepare_model(model, device_placement=False, evaluation_mode=True)
-
-
 def _backward(
     accelerator: Any, optimizer: InBackwardOptimizer, loss: Tensor, **options: Any
 ) -> None:
     if options:
         raise ValueError(f"backward() with Lomo takes only the loss, got {sorted(options)}")
     optimizer.backward(loss / accelerator.gradient_accumulation_steps)
-
-
-def _scaled_backward(backward: Any, optimizer: ZeroOptimizer, loss: Tensor, **options: Any) -> None:
-    backward(optimizer.scale(loss), **options)
 
 
 def _clip_grad_norm(
@@ -133,8 +137,10 @@ def _clip_grad_norm(
     norm_type: float = 2,
 ) -> Tensor | None:
     """Clips; raises ValueError if Lomo's step() would clip differently."""
-    _check_whole(optimizer, parameters)
     name = type(optimizer).__name__
+    given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+    if any(param not in given for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(f"{name} clips by the norm of all its weights: pass model.parameters()")
     if norm_type != 2:
         raise ValueError(
             f"{name} clips by the 2-norm of all gradients: norm_type must be 2, got {norm_type}"
@@ -154,15 +160,6 @@ def _clip_value(optimizer: Any, parameters: Iterable[Tensor] | Tensor, clip_valu
         raise ValueError(
             f"clip_grad_value_() finds no gradients, because {type(optimizer).__name__} has"
             " applied them; use the option clip_grad_value= of Lomo and AdaLomo"
-        )
-
-
-def _check_whole(optimizer: Any, parameters: Iterable[Tensor] | Tensor) -> None:
-    given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
-    if any(param not in given for group in optimizer.param_groups for param in group["params"]):
-        raise ValueError(
-            f"{type(optimizer).__name__} clips by the norm of all its weights: pass"
-            " model.parameters()"
         )
 
 

@@ -30,6 +30,8 @@ class GradientPath:
         axes: the axes over which norms are summed.
         loss_scale: None where losses are not scaled.
         is_scaled: whether this step's loss was.
+        waits_for_step: whether replicas reduce in step() only, because a micro-batch has several
+            backward passes.
         grad_norm: of the last step that computed it.
     """
 
@@ -48,6 +50,7 @@ class GradientPath:
         self.axes = Axes({}, (), None)
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
         self.grad_norm: float | None = None
+        self.waits_for_step = False
         self._pass = "plain"  # of a backward() with two passes: "facts", then "update"
         self._factor = 1.0  # of gradients that are applied in the backward pass
         self._forget_gradients()
@@ -118,7 +121,8 @@ class GradientPath:
 
     def _arrived_on_replica(self, replicas: Replicas, slot: Slot) -> None:
         if not replicas.came(slot):
-            if slot.num_arrived < self._num_parts or not replicas.is_over:
+            is_last = slot.num_arrived == self._num_parts
+            if self.waits_for_step or not is_last or not replicas.is_over:
                 return  # a later gradient of this pass ends its step, or step() does
             replicas.agree(self.slots, slot)
             if not slot.is_nested:

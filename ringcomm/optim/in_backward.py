@@ -246,6 +246,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
             is_overlapped = not on_cpu if options.overlap is None else options.overlap
             path.replicas = Replicas(options.group, is_overlapped)
+            path.waits_for_step = weights.has_several_stages
         _check_dtypes(slots, options)
         for slot in new:
             self._lr_of(slot)  # before there is a hook

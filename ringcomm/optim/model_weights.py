@@ -17,7 +17,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
+from ringcomm.parallel.model_axes import (
+    Axes,
+    Held,
+    axes_of,
+    has_several_stages,
+    tied_over_stages,
+)
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import watch_whole_weights
 from ringcomm.parallel.tensor.splits import split_params
@@ -49,6 +55,7 @@ class ModelWeights:
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         self._names: dict[nn.Parameter, str] = {}
         self.parts: dict[nn.Parameter, Any] = {}  # of tensor-parallel layers
+        self.has_several_stages = has_several_stages(model)
         if model is None:
             return
         self._names = {param: name for name, param in model.named_parameters()}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringcomm.torch_names import tree_leaves
-
-__all__ = ["Batch", "PartLoss", "count_items", "make_batch", "parameters_of"]
+from ringcomm.torch_names import tree_leaves, tree_map_only
 
 IGNORED = -100  # torch's default ignore_index
 
@@ -56,12 +54,75 @@ class PartLoss:
         return sum((x.sum() * 0 for x in outputs), start=torch.zeros((), device=targets.device))
 
 
+class StepLoss:
+    """The losses of a step's parts, one after the other.
+
+    Attributes:
+        scale: a factor of the losses for the gradients.
+        parts: the losses so far, detached and without `scale`.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Tensor], reduction: str) -> None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction must be "mean" or "sum", got {reduction!r}')
+        self._is_sum = reduction == "sum"
+        self._part_loss = PartLoss(loss_fn)
+        self.scale = 1.0
+        self.parts: list[Tensor] = []
+
+    def begin(self, targets: tuple[Tensor, ...], num_parts: int, num_items: float | None) -> None:
+        """Counts the labels of one tensor of targets, if losses are to be computed."""
+        self.parts = []
+        self._as_mean = self._is_sum or num_items is None
+        counts = [1] * num_parts  # of a sum
+        if targets and not self._is_sum:
+            counts = count_items(targets[0], num_parts)
+            if num_items is None and not sum(counts):
+                raise ValueError("no label in the target counts: all are -100")
+            if num_items is None and self._part_loss.takes_num_items and len(set(counts)) > 1:
+                raise ValueError(
+                    f"micro-batches have {counts} labels, and loss_fn has a parameter"
+                    " num_items_in_batch: pass num_items=, the number of labels that it counts"
+                )
+        self._num_own = counts
+        self._num_items = 1 if self._is_sum else sum(counts) if num_items is None else num_items
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss of the next part."""
+        num_own = self._num_own[len(self.parts)]
+        loss = self._part_loss(output, target, num_own, self._num_items, as_mean=self._as_mean)
+        if loss.dim() != 0:
+            raise ValueError(
+                f"loss_fn must return a scalar, got shape {tuple(loss.shape)}: does it have "
+                'reduction="none"?'
+            )
+        self.parts.append(loss.detach())
+        return loss * self.scale
+
+
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
     """The parameters of a function, by name."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return {}
+
+
+def check_rows(named: Sequence[tuple[str, Any]], num_parts: int) -> None:
+    """Raises TypeError or ValueError if values are not tensors with equal parts of as many rows."""
+    for name, value in named:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be tensors, got a {type(value).__name__}")
+        num_rows = value.shape[0] if value.dim() else 0
+        if num_rows == 0 or num_rows % num_parts:
+            below = num_rows - num_rows % num_parts
+            fit = f"{below} or {below + num_parts}" if below else f"{num_parts}"
+            raise ValueError(
+                f"{num_rows} rows of {name} do not divide into {num_parts} micro-batches: use {fit}"
+                " rows, or another num_microbatches"
+            )
+        if num_rows != (first := named[0][1].shape[0]):
+            raise ValueError(f"the {name} have {num_rows} rows, but the inputs {first}")
 
 
 class Batch(NamedTuple):
@@ -75,12 +136,12 @@ class Batch(NamedTuple):
         """Equal parts of the rows."""
         if num == 1:
             return [self]
-        args = [arg.chunk(num) for arg in self.args]
-        kwargs = {name: value.chunk(num) for name, value in self.kwargs.items()}
-        return [
-            Batch(tuple(a[i] for a in args), {n: v[i] for n, v in kwargs.items()}, targets)
-            for i, targets in enumerate(self.targets.chunk(num))
-        ]
+
+        def part(idx: int) -> Batch:
+            found: Batch = tree_map_only(Tensor, lambda x: x.chunk(num)[idx], self)
+            return found
+
+        return [part(idx) for idx in range(num)]
 
 
 def make_batch(
@@ -134,8 +195,6 @@ def make_batch(
         elif rows != num_rows and (num_parts > 1 or name in ("inputs", "input_ids")):
             raise ValueError(f"{name} must be a tensor with {num_rows} rows, got {rows} rows")
 
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
-
-    kwargs = {name: moved(value) for name, value in kwargs.items()}
-    return Batch(tuple(map(moved, args)), kwargs, moved(targets) if has_targets else None)
+    batch = Batch(args, kwargs, targets if has_targets else None)
+    moved: Batch = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(device), batch)
+    return moved

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringcomm.torch_names import backend_of, flat_mesh, timeout_of
 
-__all__ = ["ParallelDims"]
-
 # From the outermost to the innermost axis: ranks that communicate most are neighbours.
 _AXES = ("pp", "dp", "fsdp", "tp")
 _TRAFFIC = {
@@ -112,15 +110,10 @@ class ParallelDims:
         """
         if axis in _AXES:
             return self.mesh[axis]
-        if axis == "hsdp":
-            return self._hsdp
-        if axis == "batch":
-            return self._batch
+        self.ranks_of(axis)
         if axis in ("ep", "edp"):
             return self._experts[axis]
-        raise KeyError(
-            f"the axis must be one of {', '.join(_AXES)}, ep, edp, batch, hsdp; got {axis!r}"
-        )
+        return self._hsdp if axis == "hsdp" else self._batch
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of an axis; see __getitem__."""
@@ -137,16 +130,15 @@ class ParallelDims:
         return mesh
 
     @cached_property
-    def _experts(self) -> DeviceMesh:
-        """The mesh ("edp", "ep"): the "batch" of this rank; each row has all experts."""
+    def _experts(self) -> dict[str, DeviceMesh]:
         self._check_world()
-        names, groups = ("edp", "ep"), []
-        for axis in names:
+        found = {}
+        for axis in ("edp", "ep"):
             lines = {tuple(self.ranks_of(axis, rank)) for rank in range(self.world_size)}
-            groups.append(dist.new_subgroups_by_enumeration([[*line] for line in sorted(lines)])[0])
-        box = torch.tensor(self.ranks_of("batch", dist.get_rank())).view(-1, self.ep)
-        made = DeviceMesh.from_group(groups, self._device_type, mesh=box, mesh_dim_names=names)
-        return _timed(made)
+            group, _ = dist.new_subgroups_by_enumeration([[*line] for line in sorted(lines)])
+            mesh = DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(axis,))
+            found[axis] = _timed(mesh)
+        return found
 
     def _check_world(self) -> None:
         found = dist.get_world_size() if dist.is_initialized() else 0
@@ -181,13 +173,13 @@ class ParallelDims:
         ranks = torch.arange(self.world_size)
         if axis in ("ep", "edp"):
             box, dim = ranks.view(self.pp, -1, self.ep, self.tp), 2 if axis == "ep" else 1
-        elif axis == "batch":
+        elif axis in ("batch", "hsdp"):
             box, dim = ranks.view(self.pp, -1, self.tp), 1
         elif axis in _AXES:
             box, dim = ranks.view(self.pp, self.dp, self.fsdp, self.tp), _AXES.index(axis)
         else:
             raise KeyError(
-                f"the axis must be one of {', '.join(_AXES)}, ep, edp, batch; got {axis!r}"
+                f"the axis must be one of {', '.join(_AXES)}, ep, edp, batch, hsdp; got {axis!r}"
             )
         lines = box.movedim(dim, -1).reshape(-1, box.shape[dim])
         line: list[int] = lines[(lines == rank).any(dim=1)][0].tolist()

@@ -24,9 +24,11 @@ __all__ = [
     "Held",
     "StagePart",
     "axes_of",
+    "has_several_stages",
     "late_weights",
     "refuse_piece",
     "refuse_stage_copy",
+    "tensor_groups_of",
     "tied_over_stages",
 ]
 
@@ -55,6 +57,7 @@ class StagePart(nn.Module):
     Attributes:
         tied: this rank's parameters that other ranks of the pipeline have too, with all their
             ranks.
+        num_stages: on this rank.
         late: the parameters whose gradients are complete only when Pipeline.step() returns: tied
             ones, and all of them if the schedule splits backward passes, because torch adds the
             gradients of weights itself then.
@@ -70,6 +73,7 @@ class StagePart(nn.Module):
         register_part(self)
         self.tensor_groups = tensor_groups_of(blocks)
         self.tied: dict[nn.Parameter, list[int]] = {}
+        self.num_stages = 1
         self.late: set[nn.Parameter] = set()
         self.after_backward: list[Callable[[], None]] = []
         self.first_names: dict[str, str] = {}
@@ -179,6 +183,11 @@ def axes_of(model: nn.Module) -> Axes:
 def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
     """Tied weights of a pipeline stage, whose gradients are summed when Pipeline.step() returns."""
     return frozenset(model.tied) if isinstance(model, StagePart) else frozenset()
+
+
+def has_several_stages(model: nn.Module | None) -> bool:
+    """Whether a model is a rank's stages of a pipeline, which have a backward pass each."""
+    return isinstance(model, StagePart) and model.num_stages > 1
 
 
 def late_weights(model: nn.Module) -> frozenset[nn.Parameter]:

@@ -24,8 +24,6 @@ from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 from ringcomm.torch_names import broadcast_coalesced_, reduce_unused
 
-__all__ = ["parallelize"]
-
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[..., Tensor]
 
@@ -63,8 +61,8 @@ def parallelize(
             made for dims["tp"] and dims["ep"]; for a pipeline it must be an nn.Sequential, or a
             dict of blocks by name.
         dims: the mesh.
-        optimizer: a function that returns a torch optimizer for this rank's parameters; AdamW or
-            SGD with ZeRO.
+        optimizer: a function that returns a torch optimizer for this rank's parameters; with ZeRO
+            it must update each element of a weight by itself, as AdamW and SGD do.
         loss_fn: a function of the model's output and the targets; a mean over labels: elements
             other than -100 of targets of integers, or rows of other targets. With a parameter
             num_items_in_batch it must return a sum divided by it, as Trainer's compute_loss_func.
@@ -98,65 +96,61 @@ def parallelize(
         num = 2 * dims.pp if dims.pp > 1 else 1
     elif num < 1:
         raise ValueError(f"num_microbatches must be a positive number, got {num}")
-    _check_options(dims, stage, sequence_parallel, dict(shard_options))
-    _check_model(model, dims, loss_fn, (stage, sequence_parallel, schedule, num, recompute))
-    _start_equal(model, dims)
+    _check_options(dims, stage, sequence_parallel, shard_options)
+    whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
+    options = stage, sequence_parallel, schedule, num, recompute
+    _check_model(whole, dims, options, _problem_of(model, whole, dims, loss_fn))
+    _start_equal(whole, dims)
     # With all experts on each tensor-parallel rank, layers have groups of one rank.
-    if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(model):
+    if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(whole):
         from ringcomm.integrations.transformers import expert_parallelize
 
         replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
         expert_parallelize(model, group=dims.group("ep"), replica_group=replicas)
-    if dims.tp > 1 and not _has_layers(model, SplitModule):
+    if dims.tp > 1 and not _has(whole, SplitModule):
         from ringcomm.integrations.transformers import tensor_parallelize
 
         tensor_parallelize(model, dims.group("tp"), sequence_parallel=sequence_parallel)
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
-    in_model = None
     if loss_fn is None:
         from ringcomm.integrations.transformers.batches import LossInModel
 
-        in_model = LossInModel(model, dims.group("tp"))
+        loss: Any = LossInModel(model, dims.group("tp"))
+    else:
+        loss = PartLoss(loss_fn)
     pipe = None
     if dims.pp > 1:
-        was_meta = any(p.is_meta for m in _modules_of(model) for p in m.parameters(False))
-        wrap_mesh = data_mesh if stage == 3 else None
-        wrap = partial(_wrap_stage, dims=dims, mesh=wrap_mesh, was_meta=was_meta)
-        row: Any = model, loss_fn
-        if in_model is not None:
+        was_meta = any(param.is_meta for param in whole.parameters())
+        mesh = data_mesh if stage == 3 else None
+        wrap = partial(_wrap_stage, dims=dims, mesh=mesh, was_meta=was_meta)
+        row: tuple[Any, Any] = model, loss_fn
+        if loss_fn is None:
             from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 
-            row = pipeline_blocks(model), in_model.loss_of_logits(model)
-        pipe = Pipeline(
-            *(*row, schedule, num),
-            group=dims.group("pp"),
-            recompute=recompute,
-            wrap=wrap,
-        )
+            row = pipeline_blocks(model), loss.loss_of_logits(model)
+        group = dims.group("pp")
+        pipe = Pipeline(*row, schedule, num, group=group, recompute=recompute, wrap=wrap)
         model = pipe.module
     elif recompute:
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    made = optimizer(pipe.parameters() if pipe is not None else model.parameters())
+    made = optimizer(model.parameters())
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):
         made = zero.shard(model, made, stage, group=dims.group("batch"), **shard_options)
-    loss = in_model if loss_fn is None else PartLoss(loss_fn)
     return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 
 def _start_equal(
-    model: Any, dims: ParallelDims, axes: Sequence[str] = ("tp", "batch", "pp")
+    model: nn.Module, dims: ParallelDims, axes: Sequence[str] = ("tp", "batch", "pp")
 ) -> None:
     """Replaces what ranks have in common by rank 0's weights and buffers. Collective."""
-    tops = [*model.values()] if isinstance(model, Mapping) else [model]
-    tensors = dict.fromkeys(t for m in tops for t in (*m.parameters(), *m.buffers()))
-    sharded = {param for top in tops for _, param, *_ in split_params(top)}
+    tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
+    sharded = {param for _, param, *_ in split_params(model)}
     experts = {
         tensor
-        for top in tops
-        for layer in split_experts(top).values()
+        for layer in split_experts(model).values()
         for tensor in (*layer.parameters(), *layer.buffers())
     }
     for axis in axes:
@@ -182,25 +176,19 @@ def _wrap_stage(stage: nn.Module, *, dims: ParallelDims, mesh: Any, was_meta: bo
     return stage
 
 
-def _modules_of(model: Any) -> list[nn.Module]:
-    """All modules of a model or of a dict of blocks."""
-    tops = model.values() if isinstance(model, Mapping) else [model]
-    return [module for top in tops for module in top.modules()]
+def _has(model: nn.Module, *kinds: type[nn.Module]) -> bool:
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
-def _has_layers(model: Any, kind: type[nn.Module]) -> bool:
-    return any(isinstance(module, kind) for module in _modules_of(model))
-
-
-def _has_mixtral(model: Any) -> bool:
-    return any(type(module).__name__ == "MixtralSparseMoeBlock" for module in _modules_of(model))
+def _has_mixtral(model: nn.Module) -> bool:
+    return any(type(module).__name__ == "MixtralSparseMoeBlock" for module in model.modules())
 
 
 # ---- checks: before anything is changed
 
 
 def _check_options(
-    dims: ParallelDims, stage: int, sequence_parallel: bool, shard_options: dict[str, Any]
+    dims: ParallelDims, stage: int, sequence_parallel: bool, shard_options: Any
 ) -> None:
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {stage!r}")
@@ -237,13 +225,13 @@ def _check_options(
         raise ValueError(f"{names} is an option of zero.shard(), which is not used with {where}")
 
 
-def _check_model(model: Any, dims: ParallelDims, loss_fn: Loss | None, options: Any) -> None:
+def _check_model(
+    whole: nn.Module, dims: ParallelDims, options: Any, problem: Exception | None
+) -> None:
     """Raises the same error on all ranks. Collective."""
-    tops = model.values() if isinstance(model, Mapping) else [model]
-    params = [item for module in tops for item in module.named_parameters()]
-    problem = _problem_of(model, dims, loss_fn)
     facts = {"mesh": repr(dims), "options": repr(options), "problem of the model": repr(problem)}
-    if not any(_has_layers(model, kind) for kind in (SplitModule, MixtureOfExperts)):
+    if not _has(whole, SplitModule, MixtureOfExperts):
+        params = whole.named_parameters()
         shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in params]
         digest = zlib.crc32(repr(shapes).encode())
         facts["names, shapes and dtypes of parameters"] = f"{len(shapes)} of digest {digest:08x}"
@@ -252,21 +240,23 @@ def _check_model(model: Any, dims: ParallelDims, loss_fn: Loss | None, options: 
         raise problem
 
 
-def _problem_of(model: Any, dims: ParallelDims, loss_fn: Loss | None) -> Exception | None:
-    devices = sorted({str(p.device) for m in _modules_of(model) for p in m.parameters(False)})
+def _problem_of(
+    model: Any, whole: nn.Module, dims: ParallelDims, loss_fn: Loss | None
+) -> Exception | None:
+    devices = sorted({str(param.device) for param in whole.parameters()})
     if len(devices) > 1:
         return ValueError(f"the model is on {' and '.join(devices)}: move it to one device")
     config = getattr(getattr(model, "base_model", None), "config", None)
     name = type(model).__name__
     if loss_fn is None and config is None:
         return ValueError(f"{name} is not a model of transformers and has no loss: pass loss_fn")
-    has_tp = _has_layers(model, SplitModule) or getattr(config, "base_model_tp_plan", None)
+    has_tp = _has(whole, SplitModule) or getattr(config, "base_model_tp_plan", None)
     if dims.tp > 1 and not has_tp:
         return TypeError(
             f"tp is {dims.tp}, but {name} has neither a tensor-parallel plan nor layers such as"
             " ringcomm.nn.ColumnParallelLinear"
         )
-    if dims.ep > 1 and not (_has_mixtral(model) or _has_layers(model, MixtureOfExperts)):
+    if dims.ep > 1 and not (_has_mixtral(whole) or _has(whole, MixtureOfExperts)):
         return TypeError(
             f"ep is {dims.ep}, but {name} has neither experts of Mixtral nor layers of"
             " ringcomm.nn.MixtureOfExperts"

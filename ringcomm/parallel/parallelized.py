@@ -18,8 +18,6 @@ from ringcomm.parallel.expert.local_experts import average_gradients
 from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.mesh import ParallelDims
 
-__all__ = ["Parallelized"]
-
 
 class Parallelized:
     """A model on a mesh, `dims`, and its optimizer; made by parallelize().

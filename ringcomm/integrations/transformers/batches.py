@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,6 @@ from torch import Tensor
 from ringcomm.integrations.transformers.training import loss_options_of
 from ringcomm.parallel.batches import Batch, PartLoss, parameters_of
 from ringcomm.parallel.tensor.regions import gather_from_tp
-
-__all__ = ["LossInModel"]
 
 _IN_PIPELINE = ("input_ids", "attention_mask", "position_ids")
 
@@ -30,11 +29,10 @@ class LossInModel:
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
         """Of a model whose layers may be tensor-parallel over the group."""
         self._model_config, self._group = model.config, group
-        try:
+        self.is_shifted = False
+        with suppress(TypeError, ValueError):
             loss_options_of(model)
             self.is_shifted = True
-        except (TypeError, ValueError):
-            self.is_shifted = False
         takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters_of(model.forward).values())
         # The routers' loss, which is a mean, is weighted together with that of the tokens.
         has_routers = getattr(model.config, "output_router_logits", False)

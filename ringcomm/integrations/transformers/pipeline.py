@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
 from ringcomm.parallel.tensor.layers import RowParallelLinear
 
-__all__ = ["pipeline_blocks"]
-
 
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     """The modules of a causal language model by name, in the order in which a pipeline runs them.
@@ -31,15 +29,14 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     if not plan or head is None or "layers" not in plan:
         raise TypeError(f"{type(model).__name__} has no pipeline plan in its config")
     others = [name for name in plan if name != "layers"]
-    layers = list(base.layers)
     blocks = {}
     for name in plan:
         if name != "layers":
             blocks[f"{model.base_model_prefix}.{name}"] = getattr(base, name)
             continue
-        for idx, layer in enumerate(layers):
+        for idx, layer in enumerate(base.layers):
             blocks[f"{model.base_model_prefix}.layers.{idx}"] = layer
-            layer.forward = _alone(base, others, layer, idx, len(layers))
+            layer.forward = _alone(base, others, layer, idx)
     head_name = next(name for name, module in model.named_modules() if module is head)
     head.forward = _output(model, head_name, head.forward)
     return {**blocks, head_name: head}
@@ -53,22 +50,18 @@ class _Call(nn.Module):
         self.forward = function
 
 
-def _alone(
-    base: Any, others: list[str], layer: Any, idx: int, num_layers: int
-) -> Callable[..., Tensor]:
+def _alone(base: Any, others: list[str], layer: Any, idx: int) -> Callable[..., Tensor]:
     """The forward of a layer as the idx-th of its model, whose other modules do nothing."""
-    run = layer.forward
+    run, num_layers = layer.forward, len(base.layers)
 
     def forward(
         hidden: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        shell = _shell_of(base)
-        for name in others:
-            shell._modules[name] = nn.Identity()
-        shell._modules["layers"] = nn.ModuleList(
+        layers = nn.ModuleList(
             _Call((lambda _, **more: run(hidden, **more)) if other == idx else (lambda x, **_: x))
             for other in range(num_layers)
         )
+        shell = _shell_of(base, {**dict.fromkeys(others, nn.Identity()), "layers": layers})
         # Masks and positions are those of all tokens; a rank may have only some of the tokens.
         rows, num_tokens, width = hidden.shape
         tokens = hidden.new_empty(()).expand(rows, num_tokens * _sequence_ranks(layer), width)
@@ -89,20 +82,19 @@ def _output(model: Any, head_name: str, run: Callable[[Tensor], Tensor]) -> Any:
     def forward(hidden: Tensor) -> Tensor:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        shell = _shell_of(model)
         made = MoeModelOutputWithPast(last_hidden_state=hidden)
-        shell._modules[model.base_model_prefix] = _Call(lambda *_, **__: made)
-        shell._modules[head_name] = _Call(run)
+        base = _Call(lambda *_, **__: made)
+        shell = _shell_of(model, {model.base_model_prefix: base, head_name: _Call(run)})
         logits: Tensor = shell().logits
         return logits
 
     return forward
 
 
-def _shell_of(module: Any) -> Any:
-    """A shallow copy with the same submodules and parameters; its submodules may be replaced."""
+def _shell_of(module: Any, replaced: dict[str, nn.Module]) -> Any:
+    """A shallow copy with the same parameters and submodules, some of which are replaced."""
     shell = copy.copy(module)
-    shell._modules = dict(module._modules)
+    shell._modules = {**module._modules, **replaced}
     shell._forward_hooks = OrderedDict()
     shell._forward_pre_hooks = OrderedDict(
         (key, hook)

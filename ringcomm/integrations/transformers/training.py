@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ringcomm.integrations.accelerate import adopt
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
-
-__all__ = ["causal_lm_loss", "loss_options_of", "patch_loss", "prepare"]
+from ringcomm.parallel.shards import find_shards
 
 
 def patch_loss(
@@ -119,9 +119,26 @@ def prepare(trainer: Any) -> Any:
     Raises:
         TypeError: the trainer has no such optimizer.
         ValueError: max_grad_norm is neither 0 nor clip_grad_norm of Lomo; process 0 alone would
-            save an optimizer of zero.shard(); or as ringcomm.integrations.accelerate.prepare().
+            save an optimizer of zero.shard(), or sharded weights; weights are sharded and
+            predict_with_generate is set; or as ringcomm.integrations.accelerate.prepare().
     """
     args, optimizer = trainer.args, trainer.optimizer
+    groups = getattr(optimizer, "param_groups", [])
+    params = [param for group in groups for param in group["params"]]
+    is_sharded = trainer.accelerator.num_processes > 1 and any(
+        isinstance(param, DTensor) or find_shards(param) is not None for param in params
+    )
+    if is_sharded and args.save_strategy != "no":
+        raise ValueError(
+            "Trainer would save the weights of process 0 only, which has only its own shards; set"
+            ' save_strategy="no", and save ringcomm.parallel.get_state_dict(full=True) yourself'
+        )
+    if is_sharded and getattr(args, "predict_with_generate", False):
+        raise ValueError(
+            "predict_with_generate runs the model a different number of times on each process, but"
+            " each call gathers sharded weights on all of them: use zero.shard() at stage 1 or 2,"
+            " or predict_with_generate=False"
+        )
     if isinstance(optimizer, InBackwardOptimizer):
         own = optimizer.options.clip_grad_norm
         if args.max_grad_norm > 0 and args.max_grad_norm != own:
@@ -135,7 +152,7 @@ def prepare(trainer: Any) -> Any:
             "Trainer would save the optimizer of process 0 only, which has only its own shards; "
             "set save_only_model=True, and save ringcomm.parallel.get_state_dict() yourself"
         )
-    adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps)
+    adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps, [trainer.model])
     # Trainer would compute norms itself, but some gradients are DTensors and others already freed.
     trainer._mixed_mesh_grads = False
     return trainer

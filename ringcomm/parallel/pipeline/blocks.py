@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,24 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel.batches import parameters_of
+from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.pipeline.schedules import Log, Plan
 from ringcomm.parallel.shards.units import check_can_materialize
-
-__all__ = [
-    "Blocks",
-    "StageModule",
-    "copy_tied_from_first",
-    "cut",
-    "default_costs",
-    "named_blocks",
-    "part_of",
-    "problem_of",
-    "tied_gradients_summed",
-    "ties_stages",
-]
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 
@@ -61,27 +51,40 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
     return found
 
 
+def cut_blocks(
+    named: Mapping[str, nn.Module], costs: Sequence[float] | None, num_stages: int
+) -> list[list[str]]:
+    """The names of each stage's blocks, by costs or an estimate of them; see cut()."""
+    if costs is not None and len(costs) != len(named):
+        raise ValueError(
+            f"costs must have one element per block, got {len(costs)} for {len(named)} blocks"
+        )
+    found = default_costs(list(named.values())) if costs is None else costs
+    names = list(named)
+    return [names[blocks.start : blocks.stop] for blocks in cut(found, num_stages)]
+
+
 def part_of(
     named: Mapping[str, nn.Module],
-    owned: Sequence[Mapping[str, nn.Module]],
+    owned: Sequence[Sequence[str]],
     group: dist.ProcessGroup,
 ) -> StagePart:
-    """A rank's blocks, of all blocks and those that each rank owns."""
+    """This rank's blocks, of all blocks and the names of those that each rank owns."""
     part = StagePart(group, named.values())
-    for name, block in owned[group.rank()].items():
+    for name in owned[group.rank()]:
         parent: nn.Module = part
         *outer, last = name.split(".")
         for key in outer:
             if key not in parent._modules:
                 parent.add_module(key, nn.Module())
             parent = parent.get_submodule(key)
-        parent.add_module(last, block)
+        parent.add_module(last, named[name])
     first: dict[nn.Parameter, str] = {}
     for name, block in named.items():
         for inside, param in block.named_parameters():
             first.setdefault(param, f"{name}.{inside}")
     part.first_names = {name: first[param] for name, param in part.named_parameters()}
-    params_of = [{p for block in own.values() for p in block.parameters()} for own in owned]
+    params_of = [{p for name in names for p in named[name].parameters()} for names in owned]
     for param in part.parameters():
         ranks = [rank for rank, params in enumerate(params_of) if param in params]
         if len(ranks) > 1:
@@ -89,12 +92,35 @@ def part_of(
     return part
 
 
-def ties_stages(
-    named: Mapping[str, nn.Module], stages: Sequence[Sequence[str]], own: Iterable[int]
-) -> bool:
-    """Whether a parameter is in several of the stages `own`; `stages` has the blocks of each."""
-    params_of = [{p for name in stages[idx] for p in named[name].parameters()} for idx in own]
-    return sum(map(len, params_of)) > len(set().union(*params_of))
+def wrap_stages(
+    part: StagePart,
+    modules: Mapping[int, StageModule],
+    wrap: Callable[[nn.Module], nn.Module] | None,
+    plan: Plan,
+) -> dict[int, nn.Module]:
+    """Wraps this rank's stages for data parallelism; may replace their parameters. Collective."""
+    before, own = set(part.parameters()), [set(m.parameters()) for m in modules.values()]
+    is_tied = sum(map(len, own)) > len(before)
+    tied = {name: part.tied[p] for name, p in part.named_parameters() if p in part.tied}
+    wrapped = {s: wrap(m) if wrap else m for s, m in modules.items()}
+    ends_tie = is_tied and before != set(part.parameters())  # as fully_shard does, in each stage
+    if any(all_gathered(ends_tie, part.group)):
+        raise ValueError(
+            f"{plan.schedule} puts two stages with a tied parameter on one rank, and `wrap`"
+            " replaced parameters, which ends the tie: use another schedule, such as 1f1b, or ZeRO"
+            " stage 1 or 2 instead of fully_shard"
+        )
+    part.tied = {part.get_parameter(name): ranks for name, ranks in tied.items()}
+    part.num_stages = len(modules)
+    part.own(block for module in modules.values() for block in module.blocks)
+    has_halves = any(work.kind == "W" for order in plan.orders for work in order)
+    part.late = set(part.parameters() if has_halves else part.tied)
+    if has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
+        raise ValueError(
+            f"DistributedDataParallel does not see the gradients of {plan.schedule}, whose backward"
+            " passes are split: average them after step(), or call zero.shard() on Pipeline.module"
+        )
+    return wrapped
 
 
 def problem_of(module: nn.Module) -> str:
@@ -115,26 +141,29 @@ class StageModule(nn.Module):
     Its result is sent as a message.
 
     Attributes:
+        recompute: whether only the blocks' inputs are kept.
         kwargs: for each micro-batch, keyword arguments of those blocks that have such parameters.
         micro_batch: the next one to run.
+        log: what the stage computes, if that is recorded.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], recompute: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self._recompute = recompute
+        self.recompute = recompute
         self._names = [set(parameters_of(block.forward)) for block in blocks]
         self.kwargs: Sequence[Mapping[str, Tensor]] = ()
         self.micro_batch = 0
+        self.log: Log | None = None
 
     def forward(self, *inputs: Any) -> Any:
-        """The last block's result; with `recompute` only the blocks' inputs are kept."""
+        """The last block's result."""
         value: Any = inputs
         given = self.kwargs[self.micro_batch] if self.kwargs else {}
         for block, names in zip(self.blocks, self._names, strict=True):
             args = value if isinstance(value, tuple) else (value,)
             kwargs: dict[str, Any] = {name: given[name] for name in given if name in names}
-            if self._recompute and torch.is_grad_enabled():
+            if self.recompute and torch.is_grad_enabled():
                 value = checkpoint(block, *args, use_reentrant=False, **kwargs)
             else:
                 value = block(*args, **kwargs)
@@ -196,15 +225,13 @@ def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
 
     A weight costs six operations per token, a table none; a head that is tied to a table counts.
     """
-    costs = []
-    for block in blocks:
-        tables = {
-            module.weight
-            for module in block.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        }
-        costs.append(1.0 + sum(p.numel() for p in block.parameters() if p not in tables))
-    return costs
+
+    def cost(block: nn.Module) -> float:
+        kinds = nn.Embedding | nn.EmbeddingBag
+        tables = {module.weight for module in block.modules() if isinstance(module, kinds)}
+        return 1.0 + sum(p.numel() for p in block.parameters() if p not in tables)
+
+    return [cost(block) for block in blocks]
 
 
 # ---- weights tied between stages on several ranks
@@ -238,18 +265,14 @@ def tied_gradients_summed(part: StagePart) -> Iterator[None]:
             continue
         has_grad = torch.tensor([param.grad is not None], dtype=torch.uint8, device=param.device)
         if any(_exchange(has_grad, ranks, part.group)):
-            _sum_tied(param, ranks, part.group)
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            # Data-parallel ranks of other stages have the same part of a DTensor.
+            mine = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            first, *others = _exchange(mine, ranks, part.group)
+            mine.copy_(sum(others, start=first.clone()))
         if (earlier := before[param]) is not None:
             param.grad = earlier if param.grad is None else earlier.add_(param.grad)
-
-
-def _sum_tied(param: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    # Data-parallel ranks of other stages have the same part of a DTensor.
-    mine = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-    first, *others = _exchange(mine, ranks, group)
-    mine.copy_(sum(others, start=first.clone()))
 
 
 def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.batches import PartLoss, count_items, parameters_of
-from ringcomm.parallel.flat_collectives import check_agreement, device_of, gather_ints
+from ringcomm.parallel.batches import StepLoss, check_rows, parameters_of
+from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
 from ringcomm.parallel.model_axes import refuse_stage_copy
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
     copy_tied_from_first,
-    cut,
-    default_costs,
+    cut_blocks,
     named_blocks,
     part_of,
     problem_of,
     tied_gradients_summed,
-    ties_stages,
+    wrap_stages,
 )
-from ringcomm.parallel.pipeline.schedules import Action, Plan, Timeline, make_plan
-from ringcomm.parallel.pipeline.stage import (
-    Log,
-    Metas,
-    Stage,
-    find_boundaries,
-    forward_only,
-    meta_like,
-    shown,
-)
+from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
+from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
+from ringcomm.parallel.pipeline.torch_stage import meta_like
 from ringcomm.parallel.shards.units import materialize
-
-__all__ = ["Pipeline"]
 
 Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -54,7 +44,6 @@ class _Made(NamedTuple):
     """The cached state for one shape of inputs."""
 
     boundaries: list[Metas]
-    stages: list[Stage]
     schedule: Any
     trained: list[bool]  # this rank's weights
 
@@ -116,7 +105,7 @@ class Pipeline:
             a block on the meta device has no reset_parameters(), ranks have different arguments, or
             the schedule does not support the result of `wrap`.
 
-    Collective: exchanges one object, and the values of shared parameters.
+    Collective: exchanges two objects, and the values of shared parameters.
     """
 
     def __init__(
@@ -135,31 +124,16 @@ class Pipeline:
         device: torch.device | str | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         named = named_blocks(blocks)
         self.group = resolve_group(group, mesh)
-        rank, num_ranks = self.group.rank(), self.group.size()
-        ranks = range(num_ranks)
-        self.plan = make_plan(schedule, num_ranks, num_microbatches, num_stages_per_rank)
-        if costs is not None and len(costs) != len(named):
-            raise ValueError(
-                f"costs must have one element per block, got {len(costs)} for {len(named)} blocks"
-            )
-        found = default_costs(list(named.values())) if costs is None else costs
-        names = list(named)
-        self.stages = [
-            [names[idx] for idx in blocks_of] for blocks_of in cut(found, self.plan.num_stages)
-        ]
-        owned = [
-            {name: named[name] for stage in self.plan.stages_of(r) for name in self.stages[stage]}
-            for r in ranks
-        ]
-        self._own = owned[rank]
-        self.module = part_of(named, owned, self.group)
-        is_tied = any(ties_stages(named, self.stages, self.plan.stages_of(r)) for r in ranks)
-        options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
+        rank, ranks = self.group.rank(), range(self.group.size())
+        self.plan = make_plan(schedule, len(ranks), num_microbatches, num_stages_per_rank)
+        self._loss = StepLoss(loss_fn, loss_reduction)
+        self.stages = cut_blocks(named, costs, self.plan.num_stages)
+        own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
+        self.module = part_of(named, own, self.group)
         problem = problem_of(self.module)
+        options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         mine = {
             "options": options,
             "stages": self.stages,
@@ -171,55 +145,20 @@ class Pipeline:
         check_agreement(mine, self.group)
         if problem != "ready":
             raise ValueError(problem)
-        made = [p.device for p in self.module.parameters() if not p.is_meta]
-        self.device = torch.device(device or (made[0] if made else "cpu"))
-        materialize(self.module, list(self.module.parameters()), self.device)
+        params = list(self.module.parameters())
+        found = (p.device for p in params if not p.is_meta)
+        self.device = torch.device(device or next(found, "cpu"))
+        materialize(self.module, params, self.device)
         self.module.to(self.device)
         copy_tied_from_first(self.module)
-        self._recompute, self._loss_fn = recompute, loss_fn
-        self._part_loss = PartLoss(loss_fn) if loss_reduction == "mean" else None
-        self._num_own: list[int] = []  # labels in each micro-batch
-        self._num_items: float | None = None
         self._names = {name for b in named.values() for name in parameters_of(b.forward)}
         self._modules = {
-            stage: StageModule([self._own[name] for name in self.stages[stage]], recompute)
-            for stage in self.plan.stages_of(rank)
+            idx: StageModule([named[name] for name in self.stages[idx]], recompute)
+            for idx in self.plan.stages_of(rank)
         }
-        self._wrapped = self._wrap(wrap, is_tied)
+        self._wrapped = wrap_stages(self.module, self._modules, wrap, self.plan)
         self._made: dict[Any, _Made] = {}
-        self._has_run = False
-        self._loss_scale = 1.0
-        self._losses: list[Tensor] = []  # of this step's micro-batches
         self._log: Log = []
-
-    def _wrap(
-        self, wrap: Callable[[nn.Module], nn.Module] | None, is_tied: bool
-    ) -> dict[int, nn.Module]:
-        """Wraps this rank's stages for data parallelism; may replace their parameters.
-
-        With is_tied some rank has a parameter in several of its stages.
-        """
-        part = self.module
-        before = set(part.parameters())
-        tied = {name: part.tied[p] for name, p in part.named_parameters() if p in part.tied}
-        wrapped = {s: wrap(m) if wrap else m for s, m in self._modules.items()}
-        if is_tied and before != set(part.parameters()):  # as fully_shard does, for each stage
-            raise ValueError(
-                f"{self.plan.schedule} puts two stages with a tied parameter on one rank, and"
-                " `wrap` replaced parameters, which ends the tie: use another schedule, such as"
-                " 1f1b, or ZeRO stage 1 or 2 instead of fully_shard"
-            )
-        part.tied = {part.get_parameter(name): ranks for name, ranks in tied.items()}
-        part.own(self._own.values())
-        has_halves = any(work.kind == "W" for order in self.plan.orders for work in order)
-        part.late = set(part.parameters() if has_halves else part.tied)
-        if has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
-            raise ValueError(
-                f"DistributedDataParallel does not see the gradients of {self.plan.schedule},"
-                " whose backward passes are split: average them after step(), or call"
-                " zero.shard() on Pipeline.module"
-            )
-        return wrapped
 
     # ---- this rank's part
 
@@ -279,14 +218,20 @@ class Pipeline:
             )
         self._log = []
         with tied_gradients_summed(self.module):
-            batch, made = self._prepared(inputs, (target,), kwargs or {}, num_items)
-            self._guarded(self._check_trained, made)
-            for stage in made.stages:
-                stage.log = self._log if record else None
-            self._loss_scale = loss_scale
+            batch, made = self._prepared(inputs, (target,), kwargs, num_items)
+            for module in self._modules.values():
+                module.log = self._log if record else None
+            self._loss.scale = loss_scale
             args = [value.to(self.device) for value in batch] if self._has(0) else []
             options = {"target": target.to(self.device)} if self._has(-1) else {}
-            self._guarded(made.schedule.step, *args, **options, return_outputs=False)
+            with self._aborted_on_failure():
+                if self._trained() != made.trained:
+                    raise ValueError(
+                        "weights were frozen, unfrozen or added after the first step, in which"
+                        " stages agreed on the weights that get gradients: make a new Pipeline of"
+                        " the same blocks"
+                    )
+                made.schedule.step(*args, **options, return_outputs=False)
             return self._shared_loss()
 
     @torch.no_grad()
@@ -302,12 +247,12 @@ class Pipeline:
 
         The mode of modules is not changed: call `pipe.module.eval()` before. Collective.
         """
-        batch, made = self._prepared(inputs, (target,), kwargs or {}, num_items)
-        outputs = self._run_forward(batch, made)
+        outputs, _ = self._run_forward(inputs, (target,), kwargs, num_items)
         if self._has(-1):
             wanted = target.to(self.device).chunk(self.plan.num_microbatches)
-            for output, part in zip(outputs, wanted, strict=True):
-                self._guarded(self._loss_of, output, part)
+            with self._aborted_on_failure():
+                for output, part in zip(outputs, wanted, strict=True):
+                    self._loss(output, part)
         return self._shared_loss()
 
     @torch.no_grad()
@@ -317,26 +262,27 @@ class Pipeline:
         The arguments are those of step(). The mode of modules is not changed. Raises TypeError if
         the last block returns several tensors. Collective: broadcasts the output.
         """
-        batch, made = self._prepared(inputs, (), kwargs or {})
-        outputs = self._run_forward(batch, made)
-        if len(metas := made.boundaries[-1]) != 1:
+        outputs, metas = self._run_forward(inputs, (), kwargs)
+        if len(metas) != 1:
             raise TypeError(f"the last block must return one tensor, it returns {len(metas)}")
         shape = metas[0].shape[0] * self.plan.num_microbatches, *metas[0].shape[1:]
         whole = torch.empty(shape, dtype=metas[0].dtype, device=self.device)
         if self._has(-1):
             torch.cat(outputs, out=whole)
-        dist.broadcast(whole, group=self.group, group_src=self._last_rank)
+        dist.broadcast(whole, group=self.group, group_src=self.plan.rank_of(-1))
         return whole
 
-    def _run_forward(self, batch: tuple[Tensor, ...], made: _Made) -> list[Any]:
+    def _run_forward(self, *args: Any) -> tuple[list[Any], Metas]:
+        """The last rank's outputs of micro-batches, and their shape; arguments of _prepared()."""
+        batch, made = self._prepared(*args)
         num = self.plan.num_microbatches
         chunks = [x.to(self.device).chunk(num) for x in batch] if self._has(0) else []
         first = list(zip(*chunks, strict=True))
-        outputs: list[Any] = self._guarded(
-            forward_only,
-            *(self.plan, self._modules, made.boundaries, first, self.group, self.device),
-        )
-        return outputs
+        with self._aborted_on_failure():
+            outputs = forward_only(
+                self.plan, self._modules, made.boundaries, first, self.group, self.device
+            )
+        return outputs, made.boundaries[-1]
 
     def timeline(self) -> Timeline:
         """The timeline of all ranks in the last recorded step. All ranks must be on one host.
@@ -346,8 +292,7 @@ class Pipeline:
 
         Collective: exchanges one object.
         """
-        everyone: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(everyone, self._log, group=self.group)
+        everyone = all_gathered(self._log, self.group)
         if not all(everyone):
             raise RuntimeError("the last step was not recorded: call step(..., record=True)")
         actions = [Action(rank, *entry) for rank, log in enumerate(everyone) for entry in log]
@@ -356,42 +301,23 @@ class Pipeline:
     def _has(self, stage: int) -> bool:
         return stage % self.plan.num_stages in self._modules
 
-    def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _aborted_on_failure(self) -> Iterator[None]:
         """Aborts the group after a failure, so that other ranks do not wait for messages."""
         try:
-            return call(*args, **kwargs)
+            yield
         except RingcommError:
             raise
         except Exception:
             self.group.abort()
             raise
 
-    @property
-    def _last_rank(self) -> int:
-        return self.plan.rank_of(self.plan.num_stages - 1)
-
-    def _loss_of(self, output: Any, target: Tensor) -> Tensor:
-        """The loss of the next micro-batch."""
-        if self._part_loss is None:
-            loss = self._loss_fn(output, target)
-        else:
-            num_own, given = self._num_own[len(self._losses)], self._num_items
-            num_items = sum(self._num_own) if given is None else given
-            loss = self._part_loss(output, target, num_own, num_items, as_mean=given is None)
-        if loss.dim() != 0:
-            raise ValueError(
-                f"loss_fn must return a scalar, got shape {tuple(loss.shape)}: does it have "
-                'reduction="none"?'
-            )
-        self._losses.append(loss.detach())
-        return loss * self._loss_scale
-
     def _shared_loss(self) -> Tensor:
         total = torch.zeros((), device=self.device)
-        losses, self._losses = self._losses, []
         if self._has(-1):
-            total += torch.stack(losses).float().sum()
-        dist.broadcast(total, group=self.group, group_src=self._last_rank)
+            total += torch.stack(self._loss.parts).float().sum()
+            self._loss.parts.clear()
+        dist.broadcast(total, group=self.group, group_src=self.plan.rank_of(-1))
         return total
 
     # ---- preparation
@@ -400,122 +326,66 @@ class Pipeline:
         self,
         inputs: Inputs,
         targets: tuple[Tensor, ...],
-        kwargs: Mapping[str, Tensor],
+        kwargs: Mapping[str, Tensor] | None,
         num_items: float | None = None,
     ) -> tuple[tuple[Tensor, ...], _Made]:
         """The inputs, and the stages for them; raises TypeError or ValueError on all ranks."""
         num, kind = self.plan.num_microbatches, self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        batch, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), kwargs or {}
         metas: Metas = ()
         problem: Exception | None = None
         try:
-            self._check_batch(batch, targets, kwargs)
+            if unknown := kwargs.keys() - self._names:
+                raise TypeError(f"no block of the pipeline has a parameter {sorted(unknown)[0]}")
+            named = [*(("inputs", x) for x in batch), *kwargs.items()]
+            check_rows([*named, *(("target", y) for y in targets)], num)
+            for name, value in kwargs.items():
+                if value.is_meta:
+                    raise ValueError(
+                        f"{name} is on the meta device, but every stage needs its values"
+                    )
             metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
-            self._count(targets, num_items)
+            self._loss.begin(targets if self._has(-1) else (), num, num_items)
         except (TypeError, ValueError) as error:
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         key = (words, autocast)
         digest = torch.tensor([zlib.crc32(repr(key).encode())], device=device_of(self.group))
         if len(set(gather_ints(digest, self.group))) > 1:
-            try:
-                check_agreement(
-                    {"inputs of a micro-batch": words, "autocast": autocast}, self.group
-                )
-            except ValueError as error:
-                raise problem or error from None
+            facts = {"inputs of a micro-batch": words, "autocast": autocast}
+            with nullcontext() if problem is None else suppress(ValueError):
+                check_agreement(facts, self.group)
         if problem is not None:
             raise problem
-        split = len(batch)
-        made = self._made.pop(key, None)
-        if made is None:
-            made = self._make(metas[:split], dict(zip(kwargs, metas[split:], strict=True)))
+        made = self._made.pop(key, None) or self._make(metas, kwargs)
         self._made[key] = made  # most recently used last
         if len(self._made) > MAX_SHAPES:
             del self._made[next(iter(self._made))]
-        chunks = [[*value.to(self.device).chunk(num)] for value in kwargs.values()]
+        chunks = [value.to(self.device).chunk(num) for value in kwargs.values()]
+        parts = [dict(zip(kwargs, part, strict=True)) for part in zip(*chunks, strict=True)]
         for module in self._modules.values():
-            module.kwargs = [
-                dict(zip(kwargs, parts, strict=True)) for parts in zip(*chunks, strict=True)
-            ]
-        self._losses = []
+            module.kwargs = parts
         return batch, made
 
-    def _check_batch(
-        self,
-        batch: tuple[Tensor, ...],
-        targets: tuple[Tensor, ...],
-        kwargs: Mapping[str, Tensor],
-    ) -> None:
-        unknown = kwargs.keys() - self._names
-        if unknown:
-            raise TypeError(f"no block of the pipeline has a parameter {sorted(unknown)[0]}")
-        named = [*(("inputs", x) for x in batch), *kwargs.items()]
-        _check_rows([*named, *(("target", y) for y in targets)], self.plan)
-        for name, value in kwargs.items():
-            if value.is_meta:
-                raise ValueError(f"{name} is on the meta device, but every stage needs its values")
-
-    def _count(self, targets: tuple[Tensor, ...], num_items: float | None) -> None:
-        """Counts the labels of micro-batches on the rank that computes losses."""
-        self._num_own, self._num_items = [], num_items
-        if not targets or self._part_loss is None or not self._has(-1):
-            return
-        counts = self._num_own = count_items(targets[0], self.plan.num_microbatches)
-        if num_items is not None:
-            return
-        if not sum(counts):
-            raise ValueError("no label in the target counts: all are -100")
-        if self._part_loss.takes_num_items and len(set(counts)) > 1:
-            raise ValueError(
-                f"micro-batches have {counts} labels, and loss_fn has a parameter"
-                " num_items_in_batch: pass num_items=, the number of labels that it counts"
-            )
-
-    def _make(self, inputs: Metas, kwargs: Mapping[str, Tensor]) -> _Made:
+    def _make(self, metas: Metas, names: Collection[str]) -> _Made:
+        """The stages for inputs and keyword arguments, which have the last of the metas."""
         place = self.device, self.group
+        num_inputs = len(metas) - len(names)
+        kwargs = dict(zip(names, metas[num_inputs:], strict=True))
         boundaries = find_boundaries(
-            self.plan, self._modules, inputs, kwargs, *place, computes=not self._has_run
+            *(self.plan, self._modules, metas[:num_inputs], kwargs, *place), computes=not self._made
         )
-        self._has_run = True
-        num = self.plan.num_stages
         stages = [
             Stage(
-                *(self._modules[idx], module, idx, num, *place),
-                *(boundaries[idx], boundaries[idx + 1], self._recompute),
-                self.module.after_backward,
+                *(self._modules[idx], module, idx, self.plan.num_stages, *place),
+                *(boundaries[idx], boundaries[idx + 1], self.module.after_backward),
             )
             for idx, module in self._wrapped.items()
         ]
         last = stages[-1]
-        schedule = self.plan.start(stages, lambda *args: last.extend_forward(self._loss_of, *args))
-        return _Made(boundaries, stages, schedule, self._trained())
+        schedule = self.plan.start(stages, lambda *args: last.extend_forward(self._loss, *args))
+        return _Made(boundaries, schedule, self._trained())
 
     def _trained(self) -> list[bool]:
         return [p.requires_grad for m in self._modules.values() for p in m.parameters()]
-
-    def _check_trained(self, made: _Made) -> None:
-        if self._trained() != made.trained:
-            raise ValueError(
-                "weights were frozen, unfrozen or added after the first step, in which stages"
-                " agreed on the weights that get gradients: make a new Pipeline of the same"
-                " blocks"
-            )
-
-
-def _check_rows(named: Sequence[tuple[str, Any]], plan: Plan) -> None:
-    num = plan.num_microbatches
-    for name, value in named:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be tensors, got a {type(value).__name__}")
-        num_rows = value.shape[0] if value.dim() else 0
-        if num_rows == 0 or num_rows % num:
-            below = num_rows - num_rows % num
-            fit = f"{below} or {below + num}" if below else f"{num}"
-            raise ValueError(
-                f"{num_rows} rows of {name} do not divide into {num} micro-batches: use {fit}"
-                " rows, or another num_microbatches"
-            )
-        if num_rows != (first := named[0][1].shape[0]):
-            raise ValueError(f"the {name} have {num_rows} rows, but the inputs {first}")

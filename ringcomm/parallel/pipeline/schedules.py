@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-__all__ = ["SCHEDULES", "Plan", "Timeline", "Work", "make_plan", "simulate"]
-
 Kind = Literal["F", "B", "I", "W"]
 Time = float | Fraction
 Times = Time | Sequence[Time]
+# (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
+Log = list[tuple[Kind, int, int, float, float]]
 
 
 class Work(NamedTuple):
@@ -72,7 +72,8 @@ class Plan:
         return [row * p + (p - 1 - rank if is_v and row % 2 else rank) for row in rows]
 
     def rank_of(self, stage: int) -> int:
-        """The rank of a stage."""
+        """The rank of a stage; -1 is the last."""
+        stage %= self.num_stages
         return next(r for r in range(self.num_ranks) if stage in self.stages_of(r))
 
     def start(self, stages: Sequence[Any], loss_fn: Any = None) -> Any:

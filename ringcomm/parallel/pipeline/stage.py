@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
 from ringcomm.torch_names import FakeTensorMode
 
-__all__ = ["Log", "Metas", "Stage", "find_boundaries", "forward_only", "meta_like", "shown"]
-
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
-# (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
-Log = list[tuple[Kind, int, int, float, float]]
 
 
 def zeros(metas: Metas, device: torch.device) -> tuple[Tensor, ...]:
@@ -88,18 +84,10 @@ def _metas_of(value: Any) -> Metas:
 
 def _computed(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
     """Computes them, and restores buffers and generators."""
-    places = [(part, dict(part._buffers)) for part in module.modules()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices):
-            return _metas_of(module(*zeros(inputs, device)))
-    finally:
-        for part, buffers in places:
-            part._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, before in values:
-                buffer.copy_(before)
+    with torch.enable_grad(), torch.random.fork_rng(devices):
+        return _metas_of(functional_call(module, buffers, zeros(inputs, device)))
 
 
 def _inferred(module: nn.Module, inputs: Metas, device: torch.device) -> Metas | None:
@@ -147,12 +135,11 @@ class Stage(TorchStage):
         group: dist.ProcessGroup,
         inputs: Metas,
         outputs: Metas,
-        recompute: bool,
         after_backward: Sequence[Callable[[], None]] = (),
     ) -> None:
         # The input half of a backward then also computes the weight half. torch would recompute a
         # checkpoint once for each group of weights, and find no weights after frozen blocks.
-        has_no_halves = recompute or not HAS_HALVES or not any(m.requires_grad for m in inputs)
+        has_no_halves = own.recompute or not HAS_HALVES or not any(m.requires_grad for m in inputs)
         super().__init__(
             module,
             stage_idx,
@@ -166,7 +153,6 @@ class Stage(TorchStage):
         self._own = own  # the module without its wrapper
         self._after_backward = after_backward
         self._used: set[int] = set()  # indices of weights with a gradient on this rank
-        self.log: Log | None = None  # what it computed, if that is recorded
         self._expected = outputs
 
     # ---- computing
@@ -175,7 +161,7 @@ class Stage(TorchStage):
         """Raises ValueError if the output's shape differs from that when stages were made."""
         self._own.micro_batch = fwd_chunk_id
         try:
-            result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+            result = self._timed("F", super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             raise error.__cause__ or error  # noqa: B904  # torch tells of tensors only
         tensors = result if isinstance(result, tuple) else (result,)
@@ -190,11 +176,8 @@ class Stage(TorchStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a micro-batch, or its half for the inputs."""
-        is_full = kwargs.get("full_backward", True)
-        with self._without_autocast():
-            run = super().backward_one_chunk
-            self._timed("B" if is_full else "I", bwd_chunk_id, run, *args, **kwargs)
-        self._note_used()
+        kind: Kind = "B" if kwargs.get("full_backward", True) else "I"
+        self._run_backward(kind, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
         for call in self._after_backward:
             call()
         if bwd_chunk_id in self.bwd_cache:  # gradients become messages
@@ -203,11 +186,14 @@ class Stage(TorchStage):
                 grad.contiguous() if isinstance(grad, Tensor) else grad for grad in grads
             )
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """The half of the backward pass for the weights."""
-        with self._without_autocast():
-            run = super().backward_weight_one_chunk
-            self._timed("W", bwd_chunk_id, run, *args, **kwargs)
+        self._run_backward("W", super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _run_backward(self, kind: Kind, call: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        """As if `with autocast()` ended before loss.backward()."""
+        with torch.autocast(self.device.type, enabled=False):
+            self._timed(kind, call, *args, **kw)
         self._note_used()
 
     def perform_reduce_grad(self, *args: Any) -> None:
@@ -230,27 +216,19 @@ class Stage(TorchStage):
             params = enumerate(self.submod.parameters())
             self._used |= {idx for idx, param in params if param.grad is not None}
 
-    def _without_autocast(self) -> AbstractContextManager[Any]:
-        """Disables autocast, as if `with autocast()` ended before loss.backward()."""
-        kind = self.device.type
-        is_on = torch.is_autocast_enabled(kind)
-        return torch.autocast(kind, enabled=False) if is_on else nullcontext()
-
     def extend_forward(self, call: Callable[..., Any], *args: Any) -> Any:
         """Extends the last forward pass by the loss."""
         result = call(*args)
-        if self.log is not None:
-            self.log[-1] = (*self.log[-1][:4], self._now_us())
+        if (log := self._own.log) is not None:
+            log[-1] = (*log[-1][:4], self._now_us())
         return result
 
-    def _timed(
-        self, kind: Kind, chunk: int, call: Callable[..., Any], *args: Any, **kw: Any
-    ) -> Any:
-        if self.log is None:
-            return call(chunk, *args, **kw)
+    def _timed(self, kind: Kind, run: Callable[..., Any], chunk: int, *args: Any, **kw: Any) -> Any:
+        if (log := self._own.log) is None:
+            return run(chunk, *args, **kw)
         begin_us = self._now_us()
-        result = call(chunk, *args, **kw)
-        self.log.append((kind, self.stage_index, chunk, begin_us, self._now_us()))
+        result = run(chunk, *args, **kw)
+        log.append((kind, self.stage_index, chunk, begin_us, self._now_us()))
         return result
 
     def _now_us(self) -> float:

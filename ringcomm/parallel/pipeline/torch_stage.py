@@ -19,8 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from ringcomm.torch_names import TORCH_VERSION
 
-__all__ = ["HAS_HALVES", "TorchStage", "meta_like"]
-
 HAS_HALVES = TORCH_VERSION >= (2, 13)
 
 
@@ -32,10 +30,6 @@ def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 class _EagerStage(PipelineStage):
     """Allocates memory when it waits for a message; the last reference frees it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._without_memory: dict[Any, Tensor] = {}
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
@@ -68,6 +62,7 @@ class _EagerStage(PipelineStage):
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and buffer.is_meta:
+                info.placeholder = buffer
                 # empty_like() of a tensor on the meta device takes ten times as long.
                 info.buffer = torch.empty(
                     buffer.shape,
@@ -77,14 +72,13 @@ class _EagerStage(PipelineStage):
                 )
 
     def _drop(self, infos: Iterable[Any]) -> None:
-        """Frees messages; leaves placeholders with their shape and no memory."""
+        """Frees messages; leaves a placeholder with the shape and no memory for each."""
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and not buffer.is_meta:
-                kind = (buffer.shape, buffer.dtype, buffer.requires_grad)
-                if kind not in self._without_memory:
-                    self._without_memory[kind] = meta_like(buffer, buffer.requires_grad)
-                info.buffer = self._without_memory[kind]
+                if not hasattr(info, "placeholder"):
+                    info.placeholder = meta_like(buffer, buffer.requires_grad)
+                info.buffer = info.placeholder
 
 
 class _OldStage(_EagerStage):
@@ -98,10 +92,9 @@ class _OldStage(_EagerStage):
         return [op for op in ops if op.group_peer != self.group_rank]
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """Stages are made for the inputs' shapes."""
+        """Stage checks shapes itself."""
 
-    def _validate_fwd_outputs(self, *_: Any) -> None:
-        """Stage does so itself."""
+    _validate_fwd_outputs = _validate_fwd_input
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         had_backward, self.has_backward = self.has_backward, False  # integers require no grad

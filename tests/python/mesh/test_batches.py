@@ -230,7 +230,7 @@ def logits_on(rank: int, sizes: dict[str, Any]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"fsdp": 2, "dp": 1}], ids=str)
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"fsdp": 2, "dp": 1}], ids=str)
 def test_logits_without_labels(sizes: dict[str, Any]) -> None:
     batch = batch_of("padded", 0)
     batch.pop("labels")

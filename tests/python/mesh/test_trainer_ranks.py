@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
+from ringcomm.nn import ColumnParallelLinear
 from ringcomm.optim import Lomo
 from ringcomm.parallel import zero
 
@@ -93,6 +94,14 @@ def test_what_accelerate_would_do_wrong(rank: int) -> None:
         prepare(accelerate.Accelerator(cpu=True), other, sharded)
     with pytest.raises(TypeError, match=r"give other optimizers to accelerator\.prepare\(\)"):
         prepare(accelerate.Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), LR))
+    for make in (
+        lambda m: Lomo(m, LR, group="none"),
+        lambda m: zero.shard(m, torch.optim.SGD(m.parameters(), LR), 3, group=alone),
+    ):
+        linear = ColumnParallelLinear.from_linear(nn.Linear(6, 8), group=dist.group.WORLD)
+        split = nn.Sequential(linear)
+        with pytest.raises(ValueError, match=r"train it with ringcomm\.parallel\.parallelize"):
+            prepare(accelerate.Accelerator(cpu=True), split, make(split))
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     accelerator = accelerate.Accelerator(cpu=True)
@@ -152,4 +161,12 @@ def test_what_trainer_would_do_wrong(rank: int, tmp_path: Path) -> None:
     trainer = trainer_of(folder, lambda m: zero.shard(m, sgd(m.parameters(), LR), 1), model)
     trainer.args.save_strategy = "steps"
     with pytest.raises(ValueError, match="set save_only_model=True"):
+        prepare(trainer)
+    trainer = trainer_of(folder, lambda m: zero.shard(m, sgd(m.parameters(), LR), 3), ForTrainer())
+    trainer.args.save_strategy = "steps"
+    with pytest.raises(ValueError, match='set save_strategy="no"'):
+        prepare(trainer)
+    trainer.args.save_strategy = "no"
+    trainer.args.predict_with_generate = True  # as Seq2SeqTrainingArguments have it
+    with pytest.raises(ValueError, match=r"use zero\.shard\(\) at stage 1 or 2, or predict"):
         prepare(trainer)

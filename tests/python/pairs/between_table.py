@@ -14,9 +14,6 @@ PENDING: dict[str, str] = {
     "system: Lomo or AdaLomo; between steps: exception in backward": (
         "zero_grad() refuses, and step() does not end with the updates of that pass alone"
     ),
-    "mesh: fsdp x pp or fsdp x pp x tp or dp x fsdp x pp; zero: 3; schedule: zbv; tied: yes": (
-        "a ValueError: fully_shard would end the tie of two stages on one rank"
-    ),
 }
 
 ACTIONS = (
@@ -130,6 +127,11 @@ _MESH_REFUSED = (
         f"{_WITH_FSDP}; zero: 0",
         "ValueError: use dp instead of fsdp",
         "dp instead of fsdp",
+    ),
+    Refused(
+        "mesh: fsdp x pp or fsdp x pp x tp or dp x fsdp x pp; zero: 3; schedule: zbv; tied: yes",
+        "ValueError: which ends the tie",
+        "another schedule, such as 1f1b, or stage 1 or 2",
     ),
 )
 _MESH_MEANINGLESS = (

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from curves import Run, assert_weights, sgd
 from full_states import full_weights
-from pipeline_models import CLIP_NORM, STEPS, Case, M, alone, make_deep, mse
+from pipeline_models import (
+    CLIP_NORM,
+    STEPS,
+    VOCAB,
+    WIDTH,
+    Case,
+    M,
+    alone,
+    make_deep,
+    make_tied,
+    mse,
+    token_batch,
+    tokens_loss,
+)
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import clip_grad_norm_, pipeline
 from ringcomm.parallel.pipeline import pipeline as pipeline_module
 
@@ -150,3 +166,58 @@ def test_ddp_does_not_see_backwards_in_halves(rank: int) -> None:
     wrap = lambda stage: DistributedDataParallel(stage, process_group=alone)  # noqa: E731
     with pytest.raises(ValueError, match="DistributedDataParallel does not see the grad"):
         pipeline.Pipeline(make_deep(), mse, "zero-bubble", M, wrap=wrap)
+
+
+# ---- optimizers in the backward pass
+
+
+def make_untied() -> Any:
+    model = make_tied()
+    model.head = nn.Linear(WIDTH, VOCAB)
+    return model
+
+
+def train_in_backward(rank: int, kind: Any, schedule: str, num_stages: int | None) -> Run:
+    """Two stages, each on two data-parallel ranks."""
+    rows = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    columns = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    pipe = pipeline.Pipeline(
+        *(make_untied().blocks(), tokens_loss, schedule, M // 2),
+        group=rows[rank // 2],
+        num_stages_per_rank=num_stages,
+    )
+    optimizer = kind(
+        pipe.module, 0.1, group=columns[rank % 2], accumulation_steps=M // 2, weight_decay=0.01
+    )
+    losses = []
+    for step in range(STEPS):
+        x, y = (part.chunk(2)[rank // 2] for part in token_batch(step))
+        losses.append(float(pipe.step(x, y)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, full_weights(pipe))
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "num_stages"),
+    [(Lomo, "interleaved", 2), (AdaLomo, "zero-bubble", 2), (Lomo, "zbv", None)],
+)
+def test_updates_in_the_backward_pass(kind: Any, schedule: str, num_stages: int | None) -> None:
+    """Also of backward passes in halves, in which torch sets gradients of weights itself."""
+    model = make_untied()
+    optimizer = kind(model, 0.1, accumulation_steps=M, weight_decay=0.01)
+    losses = []
+    for step in range(STEPS):
+        parts = zip(*(part.chunk(M) for part in token_batch(step)), strict=True)
+        found = [tokens_loss(model(x), y) for x, y in parts]
+        for loss in found:
+            optimizer.backward(loss / M)
+        losses.append(float(sum(found) / M))
+        optimizer.step()
+        optimizer.zero_grad()
+    runs = run_ranks(4, train_in_backward, kind, schedule, num_stages)
+    for first, second in ((runs[0], runs[2]), (runs[1], runs[3])):
+        pairs = zip(first.losses, second.losses, strict=True)
+        assert [sum(pair) / 2 for pair in pairs] == pytest.approx(losses, rel=1e-5)
+    for run in runs:
+        assert_weights(run.weights, model.state_dict(), atol=1e-5)

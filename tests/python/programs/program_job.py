@@ -147,7 +147,13 @@ def save_and_resume(system: str, folder: Path) -> Report:
 
     data: Any = rows(24)
     is_model_only = system.startswith("zero")  # docs/programs.md: the state of zero.shard()
-    saves = {"save_strategy": "steps", "save_steps": 3, "save_only_model": is_model_only}
+    saves: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_only_model": is_model_only,
+    }
+    if system == "zero 3":  # whose weights are sharded: get_state_dict(full=True)
+        saves = {"save_strategy": "no"}
 
     def made() -> Any:
         args = arguments(TrainingArguments, folder, **saves)
@@ -160,7 +166,7 @@ def save_and_resume(system: str, folder: Path) -> Report:
         again = made()
         again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
         report["resumed"] = losses_of(again)
-    if system != "zero 3":  # whose weights are sharded: get_state_dict(full=True)
+    if system != "zero 3":
         trainer.save_model(str(folder / "saved"))
         dist.barrier()
         loaded = LlamaForCausalLM.from_pretrained(folder / "saved")

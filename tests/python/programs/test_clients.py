@@ -16,7 +16,11 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "client_job.py"
 PROGRAMS = PROGRAM.with_name("program_job.py")
-SYSTEMS = ("DDP", "zero 2", "Lomo")
+SYSTEMS = ("DDP", "zero 2", "zero 3", "Lomo")
+REFUSED = {
+    ("zero 3", "predict_with_generate"): "use zero.shard() at stage 1 or 2, or predict_with",
+    ("zero 3", "EMA"): "FSDP does not support deepcopy",
+}
 IS_INSTALLED = "ringcomm" in [
     e.name for e in importlib.metadata.entry_points(group="torch.backends")
 ]
@@ -85,6 +89,9 @@ def test_programs_see_what_they_see_with_gloo(name: str, system: str, base: Path
     pytest.importorskip("accelerate")
     oracle = programs("DDP", "gloo", base / "gloo")
     found = programs(system, "ringcomm", base / system)
+    if reason := REFUSED.get((system, name)):
+        assert all(reason in report[name] for report in found)
+        return
     for rank in range(2):
         mine, expected = found[rank][name], oracle[rank][name]
         assert isinstance(expected, dict), expected
