@@ -85,18 +85,6 @@ def all_gather_shards(
         shard.copy_(row[: shard.numel()])
 
 
-def gather_parts(part: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Concatenates all ranks' one-dimensional parts in rank order.
-
-    Collective, unless all parts are empty.
-    """
-    whole = part.new_empty(sum(sizes))
-    begin = sum(sizes[: group.rank()])
-    whole[begin : begin + part.numel()] = part
-    all_gather_shards(whole, group, sizes)
-    return whole
-
-
 def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
     """The concatenated shards, each padded to the longest."""
     if sizes[-1] == sizes[0]:

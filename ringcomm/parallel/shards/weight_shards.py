@@ -87,7 +87,7 @@ class WeightShards:
     Collective: one broadcast per unit.
     """
 
-    _takes_meta = False
+    _home: Any = None  # of ZeRO-Infinity
 
     def __init__(
         self,
@@ -102,16 +102,16 @@ class WeightShards:
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is already sharded: close() its WeightShards first")
         refuse_experts(model, "WeightShards")
-        check_params(model, allow_meta=self._takes_meta)
+        check_params(model, allow_meta=self._home is not None)
         check_can_materialize(model)
         found = params_of_units(model, default_units(model) if units is None else units)
         self._model = model
         self._reads_freed = False
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
-        self.units = []
+        self.units: list[ShardedUnit] = []
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
-            self.units.append(self._new_unit(module, params))
+            self.units.append(ShardedUnit(module, params, self.group, self._home))
         broadcast_coalesced_(model.buffers(), self.group)
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
@@ -127,9 +127,6 @@ class WeightShards:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
         refuse_moves(model)
-
-    def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
-        return ShardedUnit(module, params, self.group)
 
     # ---- shards
 

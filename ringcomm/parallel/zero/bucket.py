@@ -6,8 +6,7 @@ pass.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ringcomm.parallel.flat_collectives import (
     device_of,
     reduce_scatter_mean,
 )
-from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks
+from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
 
 
@@ -50,8 +49,8 @@ class Bucket:
         values = torch.cat([param.detach().reshape(-1) for param in params])
         dist.broadcast(values, group=group, group_src=0)
         self.weights = values if dtype is None else values.to(dtype)
-        mine = slice(*self.shard_range)
-        self.has_master = self.is_half
+        mine = slice(*shard_range(values.numel(), group.size(), group.rank()))
+        self._mine, self.has_master = mine, self.is_half
         self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
         begin = 0
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
@@ -67,18 +66,13 @@ class Bucket:
         self._reduced: set[nn.Parameter] = set()
 
     @property
-    def shard_range(self) -> tuple[int, int]:
-        """The elements [begin, end) of this rank."""
-        return shard_range(self.weights.numel(), self._group.size(), self._group.rank())
-
-    @property
     def is_half(self) -> bool:
         """Whether the weights have 16 bits."""
         return self.weights.dtype != torch.float32
 
     def give_master(self) -> Tensor:
         """Returns the float32 shard to its new owner; `shard` has 16 bits from now on."""
-        master, self.shard = self.shard, self.weights[slice(*self.shard_range)]
+        master, self.shard = self.shard, self.weights[self._mine]
         self.has_master = False
         return master
 
@@ -106,7 +100,7 @@ class Bucket:
     def place_in_shard(self, param: nn.Parameter, last: nn.Parameter | None = None) -> slice:
         """The range in `shard` of this rank's part of a weight, or of weights up to `last`."""
         first, end = self._places[param][0], self._places[param if last is None else last][1]
-        begin, num_elems = self.shard_range[0], self.shard.numel()
+        begin, num_elems = self._mine.start, self.shard.numel()
         edges = [min(max(edge - begin, 0), num_elems) for edge in (first, end)]
         return slice(*edges)
 
@@ -178,7 +172,7 @@ class Bucket:
     def see_written_weights(self) -> None:
         """Updates masters after 16-bit weights were modified, as by a loaded state_dict."""
         if self.has_master:
-            mine = self.weights[slice(*self.shard_range)]
+            mine = self.weights[self._mine]
             is_written = mine != self.shard.to(mine.dtype)
             if is_written.any():
                 self.shard[is_written] = mine[is_written].float()
@@ -186,7 +180,7 @@ class Bucket:
     def gather(self) -> None:
         """Gathers the new weights on all ranks. Collective."""
         if self.has_master:
-            self.weights[slice(*self.shard_range)] = self.shard
+            self.weights[self._mine] = self.shard
         all_gather_shards(self.weights, self._group)
 
 
@@ -246,7 +240,7 @@ class BackwardPasses:
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
-        self._has_passed = False  # since the last call of joined()
+        self._has_passed = False  # since the last call of join()
         self.forget()
 
     # ---- by weight
@@ -271,26 +265,20 @@ class BackwardPasses:
         """See GradientHooks."""
         self._buckets[self._index[param]].drop(param)
 
-    def joined(self) -> Callable[[], None]:
-        """A function for all ranks to call after each backward pass of a pipeline's stage.
+    def join(self) -> None:
+        """To be called by all ranks after each backward pass of a pipeline's stage.
 
-        A rank whose pass had no gradient for the buckets then takes part in that of other ranks.
+        A rank whose pass had no gradient for the buckets takes part in that of other ranks.
         Otherwise these would wait for its step, and its pipeline for them. Collective.
         """
-        told = weakref.ref(self)
-
-        def join() -> None:
-            found = told()
-            if found is None or not found.reduces or not found.hooks.nodes:
-                return
-            if not found._has_passed:
-                with torch.no_grad():
-                    found._largest_facts(is_pass=True)
-                    found._reduce_rest()
-                found.forget()
-            found._has_passed = False
-
-        return join
+        if not self.reduces or not self.hooks.nodes:
+            return
+        if not self._has_passed:
+            with torch.no_grad():
+                self._largest_facts(is_pass=True)
+                self._reduce_rest()
+            self.forget()
+        self._has_passed = False
 
     # ---- agreement of all ranks
 
@@ -345,19 +333,12 @@ class BackwardPasses:
                     return
             self._reduce_next()
 
-    def _watch(self) -> None:
+    def _watch(self, *_: Any) -> None:
         """Makes the engine call _task_ended() at the end of the current graph task."""
         task = graph_task()
-        if task in self._tasks:
-            return
-        self._tasks.add(task)
-        told = weakref.ref(self)
-
-        def task_ended() -> None:
-            if (found := told()) is not None:
-                found._task_ended()
-
-        at_end_of_backward(task_ended)
+        if task not in self._tasks:
+            self._tasks.add(task)
+            at_end_of_backward(weakly(self._task_ended))
 
     def _task_ended(self) -> None:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
@@ -368,15 +349,9 @@ class BackwardPasses:
             self.forget()
             return
         # A node of the outer task has run this one. Later nodes run in the outer task.
-        told = weakref.ref(self)
-
-        def outer_runs(_: Any) -> None:
-            if (found := told()) is not None:
-                found._watch()
-
         for node, _ in outer.next_functions:
             if node is not None:
-                self._outer_hooks.append(node.register_prehook(outer_runs))
+                self._outer_hooks.append(node.register_prehook(weakly(self._watch)))
 
     def forget(self) -> None:
         """Resets the state for a new pass, also after a failed one."""

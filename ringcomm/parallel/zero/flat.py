@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import takes_uneven
-from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.gradient_placeholder import weakly
+from ringcomm.parallel.model_axes import StagePart, late_weights
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
@@ -64,10 +65,10 @@ class FlatZero(ZeroOptimizer):
         if dtype is not None:
             _compute_in(model, dtype, set(self._bucket_of))
         self._passes = BackwardPasses(
-            self._buckets, group, self.all_params(), self._late, reduces=stage == 2
+            self._buckets, group, self.all_params(), late_weights(model), reduces=stage == 2
         )
         if isinstance(model, StagePart) and stage == 2:
-            model.after_backward.append(self._passes.joined())
+            model.after_backward.append(weakly(self._passes.join))
         # Facts of this step that all ranks share, from _agree().
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in
-from ringcomm.torch_names import active_ddp, at_end_of_backward, graph_task, has_hooks, untraced
+from ringcomm.torch_names import active_ddp, at_end_of_backward, graph_task, untraced
+
+# Keyed weakly by parameter: a weak reference to the optimizer that has sharded it.
+_optimizers: Any = WeakIdKeyDictionary()
+
+# Of a weight with hooks of users that gradients at stage 3 do not pass.
+HOOK_AT_STAGE_3 = (
+    "has a hook of register_hook(), which stage 3 would never call, because gradients belong to"
+    " gathered weights: remove it, or use stage 1 or 2"
+)
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
@@ -27,32 +37,24 @@ def _refuse_use(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-class ForwardGuard:
-    """Raises if DistributedDataParallel runs the model; copies of the model do not have it."""
-
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        model.register_forward_pre_hook(self)
-
-    def __call__(self, *_: Any) -> None:
-        """A forward pre-hook."""
-        if active_ddp() is not None and self._optimizer() is not None:
-            raise RuntimeError(
-                "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
-                " which would reduce gradients again: call the model itself. With Accelerate or"
-                " Trainer, call prepare() of ringcomm.integrations"
-            )
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
+def mark_sharded(params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Makes is_sharded() true as long as the optimizer exists."""
+    _optimizers.update(dict.fromkeys(params, weakref.ref(optimizer)))
 
 
-def _nothing() -> Callable[..., None]:
-    return _ignore
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether an optimizer of zero.shard() has the parameter."""
+    return param in _optimizers and _optimizers[param]() is not None
 
 
-def _ignore(*_: Any) -> None:
-    """The guard of a copy."""
+def refuse_ddp(model: nn.Module, *_: Any) -> None:
+    """A forward pre-hook; raises if DistributedDataParallel runs the model, but not its copies."""
+    if active_ddp() is not None and any(map(is_sharded, model.parameters())):
+        raise RuntimeError(
+            "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
+            " which would reduce gradients again: call the model itself. With Accelerate or"
+            " Trainer, call prepare() of ringcomm.integrations"
+        )
 
 
 class BackwardGuard:
@@ -83,12 +85,3 @@ class BackwardGuard:
         if task not in self._running:
             self._running.add(task)
             at_end_of_backward(lambda: self._running.discard(task))
-
-
-def refuse_hooks(param: Any, name: str) -> None:
-    """Raises ValueError for hooks of users that gradients at stage 3 do not pass."""
-    if has_hooks(param):
-        raise ValueError(
-            f"{name} has a hook of register_hook(), which stage 3 would never call, because"
-            " gradients belong to gathered weights: remove it, or use stage 1 or 2"
-        )

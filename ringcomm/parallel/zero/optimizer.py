@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held, axes_of, late_weights
+from ringcomm.parallel.model_axes import Axes, Held, axes_of
 from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
-from ringcomm.parallel.zero.guards import ForwardGuard
+from ringcomm.parallel.zero.guards import refuse_ddp
 from ringcomm.parallel.zero.states import States
 from ringcomm.torch_names import mark_stepped, move_step_hooks
 
@@ -112,7 +112,8 @@ class ZeroOptimizer(States):
         super().__init__(optimizer.param_groups, {})
         move_step_hooks(optimizer, self)
         self._is_made = True
-        ForwardGuard(model, self)
+        # Before fully_shard's hook, which replaces the weights.
+        model.register_forward_pre_hook(refuse_ddp, prepend=True)
 
     # It refers to the model, hooks and a process group.
     __deepcopy__ = __reduce_ex__ = _refuse_copy
@@ -225,12 +226,6 @@ class ZeroOptimizer(States):
     def _device(self) -> torch.device:
         device: torch.device = self.all_params()[0].device
         return device
-
-    @property
-    def _late(self) -> frozenset[nn.Parameter]:
-        """Weights whose gradients are complete only after the backward passes."""
-        model = self._model()
-        return late_weights(model) if model is not None else frozenset()
 
     @cached_property
     def _axes(self) -> Axes:

@@ -12,7 +12,7 @@ from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.model_axes import axes_of
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.shards.units import default_units, params_of_units, units_apart
+from ringcomm.parallel.shards.units import default_units, fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import plan_buckets
 from ringcomm.parallel.zero.elementwise import is_offloaded, num_states
 from ringcomm.parallel.zero.optimizer import ShardOptions
@@ -69,11 +69,7 @@ def predict_memory(
     if stage < 3:
         parts = [_of_bucket(ranks, bucket, states) for bucket in _buckets(ranks, model, optimizer)]
     else:
-        parts, seen = [], set[nn.Parameter]()
-        for unit in [*units_apart(model, found), model]:
-            own = [param for param in unit.parameters() if param not in seen]
-            seen.update(own)
-            parts.append(_of_unit(ranks, own, states))
+        parts = [_of_unit(ranks, own, states) for _, own in fsdp_units(model, found)]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
 
