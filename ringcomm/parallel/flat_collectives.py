@@ -32,16 +32,9 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's shard of the mean of the ranks' buffers.
+    """This rank's shard of the mean of the ranks' buffers, as a new tensor.
 
-    Args:
-        flat: one dimension, of the same size on all ranks.
-        group: whose ranks.
-
-    Returns:
-        A new tensor.
-
-    Collective, unless the buffer is empty.
+    `flat` has one dimension, and the same size on all ranks. Collective, unless it is empty.
     """
     rank, world_size = group.rank(), group.size()
     sizes = shard_sizes(flat.numel(), world_size)
@@ -62,12 +55,8 @@ def all_gather_shards(
 ) -> None:
     """Fills a buffer with the ranks' shards; this rank's shard is already in place.
 
-    Args:
-        flat: one dimension, of the same size on all ranks.
-        group: whose ranks.
-        sizes: the elements of each rank's shard, in rank order; by default shard_sizes().
-
-    Collective, unless the buffer is empty.
+    `flat` has one dimension, and the same size on all ranks. `sizes` has the elements of each
+    rank's shard; by default shard_sizes(). Collective, unless the buffer is empty.
     """
     rank, world_size = group.rank(), group.size()
     sizes = shard_sizes(flat.numel(), world_size) if sizes is None else sizes

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
-from ringcomm.torch_names import AllgatherOptions, all_gather_single, without_torch_function
+from ringcomm.torch_names import (
+    AllgatherOptions,
+    all_gather_single,
+    broadcast_coalesced_,
+    without_torch_function,
+)
 
 # Parameters smaller than this are packed: one more copy, and far fewer calls.
 PACKED_BYTES = 64 << 10
@@ -51,7 +56,7 @@ class FreedWeight(nn.Parameter):
         if name not in _ALLOWED and not is_edge:
             raise RuntimeError(
                 f"{name}() of a weight that is sharded and freed: read it inside"
-                " WeightShards.gather(), after optimizer.close() of ZeRO-Infinity, or by"
+                " WeightShards.gather() or after optimizer.close() of ZeRO-Infinity, or call"
                 " ringcomm.parallel.get_state_dict(); run it by calling the whole model"
             )
         with without_torch_function():
@@ -65,7 +70,7 @@ class FreedWeight(nn.Parameter):
 class ShardedUnit:
     """The parameters that are gathered and freed together.
 
-    Values become those of rank 0; parameters start gathered. Collective: one broadcast.
+    Values become those of rank 0; parameters start gathered. Collective: a broadcast.
 
     Attributes:
         module: the module whose forward needs them.
@@ -91,7 +96,7 @@ class ShardedUnit:
         self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
         self._classes = {param: type(param) for param in params}
-        self._take_values_of_rank0()
+        broadcast_coalesced_(self._flats.values(), group)
         packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
         # Larger elements first, so that all pieces are aligned.
         packed.sort(key=lambda param: -param.element_size())
@@ -122,17 +127,6 @@ class ShardedUnit:
         """A rank's elements of the gathered weight."""
         begin, end = shard_range(param.numel(), self._group.size(), rank)
         return self._flats[param][begin:end]  # type: ignore[index]
-
-    def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of this rank."""
-        return shard_range(param.numel(), self._group.size(), self._group.rank())
-
-    def _take_values_of_rank0(self) -> None:
-        flats = [flat.view(torch.uint8) for flat in self._flats.values()]
-        buffer = torch.cat(flats)
-        dist.broadcast(buffer, group=self._group, group_src=0)
-        for flat, part in zip(flats, _split(buffer, flats), strict=True):
-            flat.copy_(part)
 
     # ---- pieces
 

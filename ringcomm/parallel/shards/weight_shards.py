@@ -6,17 +6,17 @@ allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
@@ -106,7 +106,6 @@ class WeightShards:
         check_can_materialize(model)
         found = params_of_units(model, default_units(model) if units is None else units)
         self._model = model
-        self._reads_freed = False
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         self.units: list[ShardedUnit] = []
         for module, params in found:
@@ -121,7 +120,12 @@ class WeightShards:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._ignored_before = ignored_in_ddp(model)
         ignore_in_ddp(model, names)
-        self._handles = self._guard_state_dicts()
+        # state_dict() reads weights, which raises by itself while they are freed.
+        self._handles = [
+            module.register_load_state_dict_pre_hook(_refuse_load)
+            for module in model.modules()
+            if any(param in self._hooks for param in module.parameters(recurse=False))
+        ]
         for param in self._hooks:
             _shards_of_params[param] = weakref.ref(self)
             for name in ("__deepcopy__", "__reduce_ex__"):
@@ -144,7 +148,8 @@ class WeightShards:
 
     def range_of(self, param: Tensor) -> tuple[int, int]:
         """The elements [begin, end) of the flat parameter in shard_of(), by shard_range()."""
-        return self.unit_of(param).range_of(param)
+        self.unit_of(param)
+        return shard_range(param.numel(), self.group.size(), self.group.rank())
 
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
         """Elements range_of(param) of the mean of the ranks' gradients, in their dtype.
@@ -165,12 +170,11 @@ class WeightShards:
         return reduce_scatter_mean(grad.detach().reshape(-1), self.group)
 
     def _hooks_of(self, param: Tensor) -> UnitHooks:
-        hooks = self._hooks.get(param)  # type: ignore[call-overload]
-        if hooks is None:
+        if param not in self._hooks:
             raise ValueError(
                 f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
             )
-        return hooks
+        return self._hooks[param]  # type: ignore[index]
 
     # ---- gathered weights
 
@@ -239,15 +243,6 @@ class WeightShards:
     # ---- state dicts
 
     @contextmanager
-    def reading_freed(self) -> Iterator[None]:
-        """A context in which state_dict() returns parameters although they are freed."""
-        self._reads_freed = True
-        try:
-            yield
-        finally:
-            self._reads_freed = False
-
-    @contextmanager
     def writing(self) -> Iterator[None]:
         """A context in which pieces may be replaced.
 
@@ -260,32 +255,12 @@ class WeightShards:
                 " outside"
             )
         self.release_all()
-        yield
+        with nullcontext() if self._home is None else self._home.replacing():
+            yield
 
-    def _guard_state_dicts(self) -> list[RemovableHandle]:
-        """Makes state_dict() raise while weights are freed: it would return freed memory."""
 
-        def check_read(module: nn.Module, *_: Any) -> None:
-            params = module.parameters(recurse=False)
-            is_full = all(self._hooks[p].unit.is_full for p in params if p in self._hooks)
-            if not is_full and not self._reads_freed:
-                raise RuntimeError(
-                    "the weights are sharded and freed: call ringcomm.parallel.get_state_dict(),"
-                    " or state_dict() inside gather()"
-                )
-
-        def check_write(module: nn.Module, *_: Any) -> None:
-            if not self._reads_freed:
-                raise RuntimeError(
-                    "the weights are sharded: call ringcomm.parallel.set_state_dict()"
-                )
-
-        handles = []
-        for module in self._model.modules():
-            if any(param in self._hooks for param in module.parameters(recurse=False)):
-                handles.append(module.register_state_dict_pre_hook(check_read))
-                handles.append(module.register_load_state_dict_pre_hook(check_write))
-        return handles
+def _refuse_load(*_: Any) -> NoReturn:
+    raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")
 
 
 def refuse_moves(model: nn.Module) -> None:

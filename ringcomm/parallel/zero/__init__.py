@@ -25,7 +25,7 @@ from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.guards import HOOK_AT_STAGE_3, is_sharded, mark_sharded, retire
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage3 import Zero3
 from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, hooks_of_leaf, root_mesh
@@ -157,14 +157,15 @@ def shard(
     }
     check_agreement(mine, resolved)
     state = optimizer.state_dict()
+    given = Given(model, optimizer, stage, resolved, mesh, units, options, names)
     made: ZeroOptimizer
     if offload_weights:  # WeightShards broadcasts buffers
-        made = ZeroInfinity(model, optimizer, resolved, options, units, names)
+        made = ZeroInfinity(given)
     elif stage == 3:
-        made = Zero3(model, optimizer, resolved, options, units, names, mesh)
+        made = Zero3(given)
     else:
-        materialize(model, list(model.parameters()), device_of(resolved))
-        made = FlatZero(model, optimizer, stage, resolved, options)
+        materialize(model, [*names], device_of(resolved))
+        made = FlatZero(given)
     if not offload_weights:
         broadcast_coalesced_(map(local_of, model.buffers()), resolved)
     retire(optimizer)

@@ -34,7 +34,10 @@ class Bucket:
         weights: all ranks' shards of them, in rank order; one dimension.
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
             float32 values of 16-bit weights.
+        grads: the buffer of unsharded gradients; None while there are none.
         shard_grad: the gradient of the shard; None before the first reduction.
+        arrived: the weights whose gradient has arrived since the last reduction.
+        reduced: those whose gradient has been reduced since the last step.
     """
 
     def __init__(
@@ -61,9 +64,9 @@ class Bucket:
             param.grad = None
             param.data = self._view(self.weights, param)
         self.shard_grad: Tensor | None = None
-        self._grads: Tensor | None = None
-        self._arrived: set[nn.Parameter] = set()
-        self._reduced: set[nn.Parameter] = set()
+        self.grads: Tensor | None = None
+        self.arrived: set[nn.Parameter] = set()
+        self.reduced: set[nn.Parameter] = set()
 
     @property
     def is_half(self) -> bool:
@@ -106,65 +109,51 @@ class Bucket:
 
     # ---- gradients
 
-    @property
-    def gradient_tensors(self) -> list[Tensor]:
-        """The gradient tensors in memory on this rank."""
-        return [tensor for tensor in (self._grads, self.shard_grad) if tensor is not None]
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether a gradient has arrived since the last reduction."""
-        return bool(self._arrived)
-
-    def has_gradient(self, param: nn.Parameter) -> bool:
-        """Whether a gradient has arrived on this rank since the last step."""
-        return param in self._arrived or param in self._reduced
-
     def take(self, param: nn.Parameter, grad: Tensor) -> None:
         """Adds a gradient to the buffer."""
         view = self._view(self._buffer(), param)
-        if param in self._arrived:
+        if param in self.arrived:
             view.add_(grad)
         else:
             view.copy_(grad)
-        self._arrived.add(param)
+        self.arrived.add(param)
 
     def drop(self, param: nn.Parameter) -> None:
         """Drops a weight's gradient."""
-        if param in self._reduced and self.shard_grad is not None:
+        if param in self.reduced and self.shard_grad is not None:
             self.shard_grad[self.place_in_shard(param)] = 0
-        self._arrived.discard(param)
-        self._reduced.discard(param)
+        self.arrived.discard(param)
+        self.reduced.discard(param)
 
     def whole_gradients(self) -> Tensor:
         """The buffer, with zeros for missing gradients."""
         grads = self._buffer()
         for param in self.params:
-            if param not in self._arrived:
+            if param not in self.arrived:
                 self._view(grads, param).zero_()
         return grads
 
     def _buffer(self) -> Tensor:
-        if self._grads is None:
-            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
-        return self._grads
+        if self.grads is None:
+            self.grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
+        return self.grads
 
     def reduce(self) -> None:
         """Accumulates this rank's shard of the ranks' mean gradient. Collective."""
         mean = reduce_scatter_mean(self.whole_gradients(), self._group)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
-        self._reduced |= self._arrived
-        self._arrived.clear()
+        self.reduced |= self.arrived
+        self.arrived.clear()
 
     def free_buffer(self) -> None:
         """Frees unsharded gradients after their reduction."""
-        self._grads = None
-        self._arrived.clear()
+        self.grads = None
+        self.arrived.clear()
 
     def forget_gradients(self) -> None:
         """Resets gradients; keeps the buffer of unsharded gradients for the next ones."""
-        self._arrived.clear()
-        self._reduced.clear()
+        self.arrived.clear()
+        self.reduced.clear()
         self.shard_grad = None
 
     # ---- around the update
@@ -299,9 +288,9 @@ class BackwardPasses:
 
     def _largest_facts(self, *, is_pass: bool) -> list[int]:
         """Maxima over all ranks: whether a pass begins, weights with a gradient, fresh buckets."""
-        mine = [int(is_pass)]
-        mine += [self._buckets[i].has_gradient(param) for param, i in self._index.items()]
-        mine += [bucket.is_fresh for bucket in self._buckets]
+        has_gradient = {param for b in self._buckets for param in b.arrived | b.reduced}
+        mine = [is_pass, *(param in has_gradient for param in self._index)]
+        mine += [bool(bucket.arrived) for bucket in self._buckets]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self._group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
         found: list[int] = facts.tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -22,10 +22,19 @@ class Home(Operands):
     step, as long as the model repeats it.
 
     Attributes:
+        replacing: a context for replacing shards outside a step.
         small_grads: by shard, the gradients in memory.
     """
 
-    def __init__(self, weights: Tier, grads: Tier, *, is_filled: bool) -> None:
+    def __init__(
+        self,
+        weights: Tier,
+        grads: Tier,
+        replacing: Callable[[], AbstractContextManager[None]],
+        *,
+        is_filled: bool,
+    ) -> None:
+        self.replacing = replacing
         self._weights, self._grads, self._is_filled = weights, grads, is_filled
         self._keys: dict[Tensor, str] = {}
         self._shapes: dict[Tensor, torch.Size] = {}

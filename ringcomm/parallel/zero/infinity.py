@@ -6,8 +6,8 @@ weights are gathered when it runs, and the next unit's are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.zero.home import Home
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 
 
@@ -37,17 +37,10 @@ class ZeroInfinity(ZeroOptimizer):
     the last commit even after a crash. Weights below 64 KiB stay in memory.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        group: dist.ProcessGroup,
-        options: ShardOptions,
-        units: Iterable[nn.Module] | None,
-        names: dict[nn.Parameter, str],
-    ) -> None:
+    def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
-        super().__init__(model, optimizer, group, options)
+        super().__init__(given)
+        optimizer, group, resume = given.optimizer, given.group, given.options.resume
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights needs a group of backend ringcomm")
         device = self._device()
@@ -66,17 +59,17 @@ class ZeroInfinity(ZeroOptimizer):
             self._tier.close()
             self._grads.close()
             raise
-        self._home = Home(self._tier, self._grads, is_filled=options.resume)
-        self._weights = _HomedShards(model, group, units, self._home, self._replacing)
+        self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
+        self._weights = _HomedShards(self._home, given.model, group, units=given.units)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in self.param_groups]
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
-        if options.resume:
+        if resume:
             self._resume()
         else:
             self._commit()
         self._hooks = GradientHooks(self.all_params(), self)
-        self._names = [names[param] for param in self._own]
+        self._names = [given.names[param] for param in self._own]
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
         self._compared: set[int] = set()
@@ -113,14 +106,18 @@ class ZeroInfinity(ZeroOptimizer):
         info = self._store.info
         if info["shapes"] != self._shapes:
             raise ValueError("the files are from another model, or from other units")
-        for i, unit in enumerate(self._weights.units):
-            if unit.packed_row.numel():
-                with self._tier.row(f"packed.{i}") as row:
-                    unit.packed_row.copy_(row)
+        for key, packed in self._packed.items():
+            with self._tier.row(key) as row:
+                packed.copy_(row)
         steps = zip(self._own.values(), info["steps"], strict=True)
         self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
         if self._scale is not None and info["loss_scale"] is not None:
             self._scale.load(info["loss_scale"])
+
+    @property
+    def _packed(self) -> dict[str, Tensor]:
+        rows = {f"packed.{i}": unit.packed_row for i, unit in enumerate(self._weights.units)}
+        return {key: row for key, row in rows.items() if row.numel()}
 
     @property
     def _shapes(self) -> list[list[int]]:
@@ -129,9 +126,8 @@ class ZeroInfinity(ZeroOptimizer):
     def _commit(self) -> None:
         if self._store is None:
             return
-        for i, unit in enumerate(self._weights.units):
-            if unit.packed_row.numel():
-                self._tier.put(f"packed.{i}", unit.packed_row)
+        for key, packed in self._packed.items():
+            self._tier.put(key, packed)
         steps = [self._inner.steps.get(shard) for shard in self._own.values()]
         self._store.commit(
             {
@@ -200,17 +196,15 @@ class ZeroInfinity(ZeroOptimizer):
                 "each backward pass: accumulate without it"
             )
 
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _shards(self, *, is_written: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, shard in self._own.items():
             if self._home.has_grad(shard):
-                with self._home.gradient(shard) as grad:
+                with self._home.gradient(shard, is_written=is_written) as grad:
                     yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
-        for shard in self._own.values():
-            if self._home.has_grad(shard):
-                with self._home.gradient(shard, is_written=True) as grad:
-                    grad.mul_(factor)
+        for _, grad in self._shards(is_written=True):
+            grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
         self._compared.clear()
@@ -270,23 +264,8 @@ class ZeroInfinity(ZeroOptimizer):
 
 
 class _HomedShards(WeightShards):
-    """WeightShards in a Home; models may be on the meta device: units are materialized one by one.
+    """WeightShards in a Home. Models may be on the meta device: each unit is materialized alone."""
 
-    `replacing` is a context for replacing pieces outside a step.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        units: Iterable[nn.Module] | None,
-        home: Home,
-        replacing: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._home, self._replacing = home, replacing
-        super().__init__(model, group, units=units)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        with super().writing(), self._replacing():
-            yield
+    def __init__(self, home: Home, *args: Any, **options: Any) -> None:
+        self._home = home
+        super().__init__(*args, **options)

@@ -7,14 +7,15 @@ import math
 import weakref
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.loss_scale import LossScale, clip_factor
@@ -71,6 +72,19 @@ class ShardOptions:
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
 
+class Given(NamedTuple):
+    """What zero.shard() was given, checked, and the names of all weights of the model."""
+
+    model: nn.Module
+    optimizer: Any
+    stage: int
+    group: dist.ProcessGroup
+    mesh: DeviceMesh | None
+    units: Iterable[nn.Module] | None
+    options: ShardOptions
+    names: dict[nn.Parameter, str]
+
+
 def _refuse_copy(*_: Any) -> NoReturn:
     raise RuntimeError(
         "an optimizer of zero.shard() cannot be copied or pickled: save"
@@ -92,18 +106,12 @@ class ZeroOptimizer(States):
             step that computed it: with clip_grad_norm or a loss scale. None before.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        group: dist.ProcessGroup,
-        options: ShardOptions,
-    ) -> None:
-        self.options = options
-        self.group = group
-        self._scale = LossScale(options.loss_scale) if options.loss_scale is not None else None
+    def __init__(self, given: Given) -> None:
+        self.options, self.group, optimizer = given.options, given.group, given.optimizer
+        scale = given.options.loss_scale
+        self._scale = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(given.model)
         self._is_offloaded = is_offloaded(optimizer)
         self._is_made = False
         self._given = weakref.ref(optimizer)
@@ -113,7 +121,7 @@ class ZeroOptimizer(States):
         move_step_hooks(optimizer, self)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
-        model.register_forward_pre_hook(refuse_ddp, prepend=True)
+        given.model.register_forward_pre_hook(refuse_ddp, prepend=True)
 
     # It refers to the model, hooks and a process group.
     __deepcopy__ = __reduce_ex__ = _refuse_copy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,9 @@ from ringcomm.parallel.shards.units import (
 )
 from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.guards import HOOK_AT_STAGE_3, BackwardGuard
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import (
+    broadcast_coalesced_,
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
@@ -41,23 +42,14 @@ class Zero3(ZeroOptimizer):
     are reduced in `reduce_dtype`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        group: dist.ProcessGroup,
-        options: ShardOptions,
-        units: Iterable[nn.Module] | None,
-        names: dict[nn.Parameter, str],
-        mesh: DeviceMesh | None,
-    ) -> None:
+    def __init__(self, given: Given) -> None:
         """The ranks of the group are those of the mesh. Collective."""
-        found = default_units(model) if units is None else units
-        _shard_units(fsdp_units(model, found), group, mesh, options)
+        model, optimizer = given.model, given.optimizer
+        _shard_units(given)
         new: dict[str, Any] = dict(model.named_parameters())
         for own in optimizer.param_groups:
-            own["params"] = [new[names[param]] for param in own["params"]]
-        super().__init__(model, optimizer, group, options)
+            own["params"] = [new[given.names[param]] for param in own["params"]]
+        super().__init__(given)
         self._own = {param: param for param in self.all_params()}
         if self._is_offloaded:
             self._inner = optimizer.over(self.param_groups)
@@ -198,22 +190,17 @@ class Zero3(ZeroOptimizer):
         self._tell_scale()  # which has been loaded too
 
 
-def _shard_units(
-    units: list[tuple[nn.Module, list[nn.Parameter]]],
-    group: dist.ProcessGroup,
-    mesh: DeviceMesh | None,
-    options: ShardOptions,
-) -> None:
+def _shard_units(given: Given) -> None:
     """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values."""
-    device = next(param.device for _, params in units for param in params)
+    model, group, options = given.model, given.group, given.options
+    device = next(iter(given.names)).device
     device = device_of(group) if device.type == "meta" else device
-    mesh = mesh or DeviceMesh.from_group(group, device.type)
+    mesh = given.mesh or DeviceMesh.from_group(group, device.type)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
-    for module, params in units:
+    units = default_units(model) if given.units is None else given.units
+    for module, params in fsdp_units(model, units):
         materialize(module, params, device)
-        with torch.no_grad():
-            for param in params:
-                dist.broadcast(local_of(param.data), group=group, group_src=0)
+        broadcast_coalesced_((local_of(param.data) for param in params), group)
         made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
