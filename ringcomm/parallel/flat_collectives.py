@@ -46,7 +46,12 @@ def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
         inputs = list(flat.split(sizes))
         dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=group)
         return output
-    reduce_scatter_single(output, _padded(flat, sizes), group=group)
+    rows = flat
+    if sizes[-1] < sizes[0]:
+        rows = flat.new_zeros(world_size, sizes[0])
+        for row, shard in zip(rows, flat.split(sizes), strict=True):
+            row[: shard.numel()].copy_(shard)
+    reduce_scatter_single(output, rows.view(-1), group=group)
     return output.div_(world_size)[: sizes[rank]]
 
 
@@ -72,16 +77,6 @@ def all_gather_shards(
     all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
-
-
-def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
-    """The concatenated shards, each padded to the longest."""
-    if sizes[-1] == sizes[0]:
-        return flat
-    rows = flat.new_zeros(len(sizes), sizes[0])
-    for row, shard in zip(rows, flat.split(sizes), strict=True):
-        row[: shard.numel()].copy_(shard)
-    return rows.view(-1)
 
 
 def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:

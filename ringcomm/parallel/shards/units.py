@@ -36,9 +36,11 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def params_of_units(
-    model: nn.Module, units: Iterable[nn.Module]
+    model: nn.Module, units: Iterable[nn.Module] | None
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parameters of each unit, the model first; units without parameters are left out.
+
+    None for default_units().
 
     A parameter belongs to the innermost unit around it. One that several units share belongs to
     the model: it is needed wherever one of them runs.
@@ -48,7 +50,7 @@ def params_of_units(
         ValueError: a unit is not part of the model, or has parameters and cannot be called.
     """
     params: dict[nn.Module, list[nn.Parameter]] = {model: []}
-    units = list(units)
+    units = list(default_units(model) if units is None else units)
     params |= {unit: [] for unit in units}
     for param, found in _units_of_params(model, units).items():
         params[found.pop() if len(found) == 1 else model].append(param)
@@ -62,14 +64,14 @@ def params_of_units(
 
 
 def fsdp_units(
-    model: nn.Module, units: Iterable[nn.Module]
+    model: nn.Module, units: Iterable[nn.Module] | None
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The modules for fully_shard and the parameters that each shards, the model last.
 
     A unit that shares a parameter with another, or with the rest of the model, is not one of them:
     its parameters are the model's. Raises as params_of_units() does.
     """
-    units = list(units)
+    units = list(default_units(model) if units is None else units)
     units_of_params = _units_of_params(model, units)
     done: set[nn.Parameter] = set()
     found = []

@@ -24,7 +24,6 @@ from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward, refuse_c
 from ringcomm.parallel.shards.units import (
     check_can_materialize,
     check_params,
-    default_units,
     materialize,
     params_of_units,
 )
@@ -104,7 +103,7 @@ class WeightShards:
         refuse_experts(model, "WeightShards")
         check_params(model, allow_meta=self._home is not None)
         check_can_materialize(model)
-        found = params_of_units(model, default_units(model) if units is None else units)
+        found = params_of_units(model, units)
         self._model = model
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         self.units: list[ShardedUnit] = []

@@ -203,7 +203,7 @@ class OptimizerParts:
         """This rank's values."""
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
-            return optimizer.part_state_of(param, is_new=not optimizer.has_stepped(param))
+            return optimizer.part_state_of(param)
         if isinstance(optimizer, OFFLOADED):
             if optimizer.steps:
                 return optimizer.state_of(param)
@@ -286,7 +286,7 @@ def _init_state(optimizer: Any) -> None:
 def _known_state(optimizer: Any, param: Any) -> State:
     """A weight's state on this rank, without masters."""
     is_zero = isinstance(optimizer, ZeroOptimizer)
-    found = optimizer.part_state_of(param, is_new=False) if is_zero else optimizer.state.get(param)
+    found = optimizer.part_state_of(param) if is_zero else optimizer.state.get(param)
     return {k: v for k, v in (found or {}).items() if k != MASTER and v is not None}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,16 @@ from ringcomm.parallel.shards.units import check_can_materialize, materialize
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
-from ringcomm.parallel.zero.guards import HOOK_AT_STAGE_3, is_sharded, mark_sharded, retire
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
-from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import (
+    Given,
+    ShardOptions,
+    ZeroOptimizer,
+    is_sharded,
+    sharded_by,
+)
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
-from ringcomm.parallel.zero.stage3 import Zero3
+from ringcomm.parallel.zero.stage3 import HOOK_AT_STAGE_3, Zero3
 from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, hooks_of_leaf, root_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
@@ -168,11 +174,25 @@ def shard(
         made = FlatZero(given)
     if not offload_weights:
         broadcast_coalesced_(map(local_of, model.buffers()), resolved)
-    retire(optimizer)
-    mark_sharded(made.all_params(), made)
+    _retire(optimizer)
+    sharded_by.update(dict.fromkeys(made.all_params(), weakref.ref(made)))
     if state["state"]:
         made.load_state_dict(state)
     return made
+
+
+def _retire(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer that was given to zero.shard() raise before it writes anything."""
+    optimizer.register_step_pre_hook(_refuse_use)  # a scheduler has replaced `step`
+    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+        setattr(optimizer, name, _refuse_use)
+
+
+def _refuse_use(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "this optimizer was given to zero.shard() and no longer has the weights: use the"
+        " optimizer that zero.shard() returned"
+    )
 
 
 # ---- checks, before anything is sent or changed
@@ -225,12 +245,10 @@ def _checked_names(
             "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
-    given = set(params)
+    trained = set(params)
     for param, name in names.items():
-        reasons = _refusals(name, param, mesh, by_fsdp=by_fsdp, is_given=param in given)
-        if param in given:
-            reasons |= _refusals_of_given(name, param, options, stage, by_fsdp=by_fsdp)
-        for reason, is_refused in reasons.items():
+        refusals = _refusals(name, param, options, stage, mesh, is_trained=param in trained)
+        for reason, is_refused in refusals.items():
             if is_refused:
                 raise ValueError(reason)
         if isinstance(param, DTensor) and optimizer.state:
@@ -244,14 +262,21 @@ def _checked_names(
 
 
 def _refusals(
-    name: str, param: nn.Parameter, mesh: DeviceMesh | None, *, by_fsdp: bool, is_given: bool
+    name: str,
+    param: nn.Parameter,
+    options: ShardOptions,
+    stage: int,
+    mesh: DeviceMesh | None,
+    *,
+    is_trained: bool,
 ) -> dict[str, bool]:
-    """What zero.shard() refuses of any weight of the model, and whether this one is so."""
+    """What zero.shard() refuses of a weight, and whether it is so; is_trained: by the optimizer."""
+    by_fsdp = stage == 3 and not options.offload_weights
     has_owner = is_sharded(param) or find_shards(param) is not None
     is_spread, own = isinstance(param, DTensor), getattr(param, "device_mesh", None)
     has_mesh = by_fsdp and mesh is not None
-    is_missing = param.requires_grad and not is_given
-    return {
+    is_missing = param.requires_grad and not is_trained
+    refusals = {
         f"{name} requires grad and is in no parameter group of the optimizer, so that its replicas"
         " would diverge: add it, or call requires_grad_(False)": is_missing,
         f"{name} is already sharded": has_owner,
@@ -262,18 +287,15 @@ def _refusals(
         f"{name} is a DTensor on {own}: mesh= must be other dimensions of the same DeviceMesh, got"
         f" {mesh}": is_spread and has_mesh and not _are_apart(own, mesh),
     }
-
-
-def _refusals_of_given(
-    name: str, param: nn.Parameter, options: ShardOptions, stage: int, *, by_fsdp: bool
-) -> dict[str, bool]:
-    """What zero.shard() refuses of a weight in the optimizer, and whether this one is so."""
+    if not is_trained:
+        return refusals
     early, late = hooks_of_leaf(param)
     is_full, is_cast = param.dtype == torch.float32, options.param_dtype is not None
     takes = (torch.float32,) if by_fsdp else (torch.float32, torch.float16, torch.bfloat16)
     kinds = "float32" if by_fsdp else "float32, float16 or bfloat16"
     dtype, given = options.param_dtype or param.dtype, options.reduce_dtype
-    return {
+    is_reducible = given in (None, torch.float32, dtype)
+    return refusals | {
         f"{name} does not require grad: leave it out of the optimizer": not param.requires_grad,
         f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which stage 3"
         " does not support: use stage 1 or 2": stage == 3 and summed_over(param) is not None,
@@ -281,8 +303,8 @@ def _refusals_of_given(
         f"{name} has a hook of register_post_accumulate_grad_hook(), which would see the gradient"
         " of one rank and one backward pass: remove it, or use register_hook()": bool(late),
         f"{name} must be {kinds} to be sharded, got {param.dtype}": param.dtype not in takes,
-        f"reduce_dtype must be torch.float32 or {dtype}, the dtype of {name}, got {given}": given
-        not in (None, torch.float32, dtype),
+        f"reduce_dtype must be torch.float32 or {dtype}, the dtype of {name}, got"
+        f" {given}": not is_reducible,
         f"param_dtype is for float32 weights, but {name} is {param.dtype}": is_cast and not is_full,
     }
 

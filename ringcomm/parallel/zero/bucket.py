@@ -14,12 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import (
-    all_gather_shards,
-    device_of,
-    reduce_scatter_mean,
-)
+from ringcomm.parallel.flat_collectives import all_gather_shards, device_of, reduce_scatter_mean
 from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
+from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
 
 
@@ -32,6 +29,7 @@ class Bucket:
     Attributes:
         params: the weights, in the order of the buffer.
         weights: all ranks' shards of them, in rank order; one dimension.
+        is_half: whether the weights have 16 bits.
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
             float32 values of 16-bit weights.
         grads: the buffer of unsharded gradients; None while there are none.
@@ -46,21 +44,27 @@ class Bucket:
         group: dist.ProcessGroup,
         dtype: torch.dtype | None,
         grad_dtype: torch.dtype,
+        *,
+        keeps_buffer: bool,
     ) -> None:
-        """Uses rank 0's values in `dtype`, by default the weights' dtype. Collective."""
+        """Uses rank 0's values in `dtype`, by default the weights' dtype. Collective.
+
+        `keeps_buffer`: whether the buffer of unsharded gradients stays when they are reduced.
+        """
         self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
+        self._keeps_buffer = keeps_buffer
         values = torch.cat([param.detach().reshape(-1) for param in params])
         dist.broadcast(values, group=group, group_src=0)
         self.weights = values if dtype is None else values.to(dtype)
         mine = slice(*shard_range(values.numel(), group.size(), group.rank()))
-        self._mine, self.has_master = mine, self.is_half
+        self._mine, self.is_half = mine, self.weights.dtype != torch.float32
+        self.has_master = self.is_half
         self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
         begin = 0
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         for param in self.params:
             self._places[param] = begin, begin + param.numel()
             begin += param.numel()
-        for param in self.params:
             param.grad = None
             param.data = self._view(self.weights, param)
         self.shard_grad: Tensor | None = None
@@ -68,16 +72,9 @@ class Bucket:
         self.arrived: set[nn.Parameter] = set()
         self.reduced: set[nn.Parameter] = set()
 
-    @property
-    def is_half(self) -> bool:
-        """Whether the weights have 16 bits."""
-        return self.weights.dtype != torch.float32
-
-    def give_master(self) -> Tensor:
-        """Returns the float32 shard to its new owner; `shard` has 16 bits from now on."""
-        master, self.shard = self.shard, self.weights[self._mine]
-        self.has_master = False
-        return master
+    def give_up_master(self) -> None:
+        """The float32 shard has a new owner; `shard` has 16 bits from now on."""
+        self.shard, self.has_master = self.weights[self._mine], False
 
     def _view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
         """A weight's part of a buffer of the bucket's size, in the weight's shape."""
@@ -143,16 +140,16 @@ class Bucket:
         mean = reduce_scatter_mean(self.whole_gradients(), self._group)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
         self.reduced |= self.arrived
-        self.arrived.clear()
+        self._empty_buffer()
 
-    def free_buffer(self) -> None:
-        """Frees unsharded gradients after their reduction."""
-        self.grads = None
+    def _empty_buffer(self) -> None:
         self.arrived.clear()
+        if not self._keeps_buffer:
+            self.grads = None
 
     def forget_gradients(self) -> None:
-        """Resets gradients; keeps the buffer of unsharded gradients for the next ones."""
-        self.arrived.clear()
+        """Drops all gradients."""
+        self._empty_buffer()
         self.reduced.clear()
         self.shard_grad = None
 
@@ -174,11 +171,7 @@ class Bucket:
 
 
 def plan_buckets(
-    model: nn.Module,
-    groups: Iterable[dict[str, Any]],
-    stage: int,
-    bucket_bytes: int,
-    dtype: torch.dtype | None,
+    model: nn.Module, groups: Iterable[dict[str, Any]], stage: int, options: ShardOptions
 ) -> list[list[nn.Parameter]]:
     """Groups weights of one dtype and device, up to the maximum size; a larger weight is alone.
 
@@ -191,9 +184,9 @@ def plan_buckets(
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for param in sorted(group_of, key=position.__getitem__, reverse=True):
         kind = param.dtype, param.device, group_of[param] if stage == 1 else None
-        num_bytes = param.numel() * (dtype or param.dtype).itemsize
+        num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
         bucket, filled = filling.get(kind, ([], 0))
-        if not bucket or filled + num_bytes > bucket_bytes:
+        if not bucket or filled + num_bytes > options.bucket_bytes:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(param)
@@ -210,12 +203,6 @@ class BackwardPasses:
     different numbers of passes: a rank announces each pass, and ranks in agree() take part in it.
     """
 
-    _has_begun: bool
-    _next: int  # the bucket to reduce next
-    _left: list[set[nn.Parameter]]  # by bucket, weights whose gradient is missing in this pass
-    _tasks: set[int]  # graph tasks that call _task_ended()
-    _expected: tuple[int, nn.Parameter] | None  # what the next bucket waits for, in a graph task
-
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -231,6 +218,17 @@ class BackwardPasses:
         self._outer_hooks: list[Any] = []
         self._has_passed = False  # since the last call of join()
         self.forget()
+
+    def forget(self) -> None:
+        """Resets the state for a new pass, also after a failed one."""
+        remove_hooks(self._outer_hooks)
+        self._outer_hooks = []
+        self._has_begun, self._next = False, 0  # the bucket to reduce next
+        self._tasks: set[int] = set()  # graph tasks that call _task_ended()
+        # What the next bucket waits for, in a graph task.
+        self._expected: tuple[int, nn.Parameter] | None = None
+        # By bucket, the weights whose gradient is missing in this pass.
+        self._left = [set(bucket.params) for bucket in self._buckets]
 
     # ---- by weight
 
@@ -299,10 +297,8 @@ class BackwardPasses:
     # ---- by pass
 
     def _reduce_next(self) -> None:
-        bucket = self._buckets[self._next]
         self._next += 1
-        bucket.reduce()
-        bucket.free_buffer()
+        self._buckets[self._next - 1].reduce()
 
     def _reduce_rest(self) -> None:
         while self._next < len(self._buckets):
@@ -341,10 +337,3 @@ class BackwardPasses:
         for node, _ in outer.next_functions:
             if node is not None:
                 self._outer_hooks.append(node.register_prehook(weakly(self._watch)))
-
-    def forget(self) -> None:
-        """Resets the state for a new pass, also after a failed one."""
-        remove_hooks(self._outer_hooks)
-        self._outer_hooks = []
-        self._has_begun, self._next, self._tasks, self._expected = False, 0, set(), None
-        self._left = [set(bucket.params) for bucket in self._buckets]

@@ -115,7 +115,8 @@ def _steps(
     twin = over_groups(optimizer, [{**options, "params": [weight]}])
     # Adagrad's state exists before its first step.
     known = (optimizer.state[param] for param in group["params"] if param in optimizer.state)
-    if state := next(known, {}):
+    state: dict[str, Any] = next(known, {})
+    if state:
         twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for grad in grads:

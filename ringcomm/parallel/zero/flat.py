@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,8 +20,6 @@ from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import tree_map_only
-
-Params = Sequence[nn.Parameter]
 
 
 class _Gradients(Operands):
@@ -51,12 +50,12 @@ class FlatZero(ZeroOptimizer):
         self.stage = stage = given.stage
         dtype = options.param_dtype
         self._buckets = [
-            Bucket(params, group, dtype, options.grad_dtype)
-            for params in plan_buckets(model, self.param_groups, stage, options.bucket_bytes, dtype)
+            Bucket(params, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
+            for params in plan_buckets(model, self.param_groups, stage, options)
         ]
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         if dtype is not None:
-            _compute_in(model, dtype, set(self._bucket_of))
+            _compute_in(model, dtype)
         self._passes = BackwardPasses(
             self._buckets, group, self.all_params(), late_weights(model), reduces=stage == 2
         )
@@ -72,17 +71,18 @@ class FlatZero(ZeroOptimizer):
 
     def _offload(self, optimizer: Any) -> None:
         """Makes the inner optimizer, which keeps masters with its states."""
-        masters = {bucket: bucket.give_master() for bucket in self._buckets if bucket.has_master}
+        halves = [param for param, bucket in self._bucket_of.items() if bucket.has_master]
+        masters = {param: self._part_of(param) for param in halves}
+        for bucket in self._buckets:
+            bucket.give_up_master()
         self._own = {param: self._part_of(param) for param in self._bucket_of}
         groups = [{**g, "params": [self._own[p] for p in g["params"]]} for g in self.param_groups]
         self._gradients = _Gradients()
         self._inner = optimizer.over(groups, operands=self._gradients)
-        for bucket, master in masters.items():
-            for param in bucket.params:
-                state = {"step": 0, "master": master[bucket.place_in_shard(param)]}
-                self._inner.set_state_of(self._own[param], state)
+        for param, master in masters.items():
+            self._inner.set_state_of(self._own[param], {"step": 0, "master": master})
 
-    def _part_of(self, param: nn.Parameter) -> Tensor:
+    def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
         return bucket.shard[bucket.place_in_shard(param)]
 
@@ -108,8 +108,6 @@ class FlatZero(ZeroOptimizer):
     def _reduce(self) -> None:
         for bucket in self._due:
             bucket.reduce()
-            if self.stage == 2:
-                bucket.free_buffer()
         self._due = []
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -121,8 +119,6 @@ class FlatZero(ZeroOptimizer):
     def _forget_gradients(self) -> None:
         for bucket in self._buckets:
             bucket.forget_gradients()
-            if self.stage == 2:
-                bucket.free_buffer()
         self._passes.forget()
         self._present, self._due = set(), []
         for param in self._bucket_of:
@@ -140,7 +136,7 @@ class FlatZero(ZeroOptimizer):
     # ---- the update
 
     def _update(self, factor: float) -> None:
-        self._states_come()
+        self._see_written_weights()
         rules: dict[nn.Parameter, Rule | None] = {}
         for group in self.param_groups:
             rule = rule_of(self._inner, group) if self._has_rules else None
@@ -206,14 +202,10 @@ class FlatZero(ZeroOptimizer):
 
     def _update_by_inner(self, buckets: list[Bucket], factor: float) -> None:
         """Updates by the inner optimizer: other classes, rules not in ringcomm.ops, offloading."""
-        params = [p for bucket in buckets for p in bucket.params if p in self._present]
-        grads: dict[Any, Tensor] = {}
-        for param in params:
-            bucket = self._bucket_of[param]
-            assert bucket.shard_grad is not None
-            grads[param] = bucket.shard_grad[bucket.place_in_shard(param)]
+        params = {p for bucket in buckets for p in bucket.params if p in self._present}
+        grads = {param: grad for param, grad in self._shards() if param in params}
         if not self._is_offloaded:
-            self._step_inner({param: self._part_of(param) for param in params}, grads, factor)
+            self._step_inner(grads, factor)
             return
         self._gradients.of = {self._own[param]: grad for param, grad in grads.items()}
         self._take_options()
@@ -227,7 +219,9 @@ class FlatZero(ZeroOptimizer):
         state = self._states.get(param, {})
         return int(state.get("step", state.get("momentum_buffer") is not None))
 
-    def _begun_states(self, bucket: Bucket, params: Params, rule: Rule) -> dict[str, Tensor]:
+    def _begun_states(
+        self, bucket: Bucket, params: Sequence[nn.Parameter], rule: Rule
+    ) -> dict[str, Tensor]:
         """The buffers of a rule's states, with all states of the weights; missing ones are zeros.
 
         Users and load_state_dict() may have replaced states by other tensors.
@@ -273,20 +267,23 @@ class FlatZero(ZeroOptimizer):
         """See ZeroOptimizer."""
         return self._bucket_of[param].part_range(param, rank)
 
-    def _states_come(self) -> None:
+    def _see_written_weights(self) -> None:
         for bucket in self._buckets:
             bucket.see_written_weights()
 
-    def _states_taken(self) -> None:
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        self._see_written_weights()
+        yield
         for bucket in self._buckets:
             if bucket.has_master:
                 bucket.gather()
 
 
-def _compute_in(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]) -> None:
+def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
-        if param not in trained and param.is_floating_point():
+        if param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 

@@ -12,8 +12,6 @@ from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.offload.tiers import Loan, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
-Loans = dict[Tensor, Loan]
-
 
 class Home(Operands):
     """Large shards are rows of the tier `weights`, gradients of `grads`; small ones stay in memory.
@@ -40,7 +38,7 @@ class Home(Operands):
         self._shapes: dict[Tensor, torch.Size] = {}
         self._order: list[ShardedUnit] = []  # of the last step
         self._came: list[ShardedUnit] = []  # of this one
-        self._ahead: tuple[ShardedUnit, Loans] | None = None
+        self._ahead: tuple[ShardedUnit, dict[Tensor, Loan]] | None = None
         self._fresh: set[Tensor] = set()  # shards that have a gradient
         self.small_grads: dict[Tensor, Tensor] = {}
         self._of_update: dict[Tensor, tuple[Loan, Loan]] = {}
@@ -95,7 +93,7 @@ class Home(Operands):
                 self._weights.give_back(loan, is_written=False)
             self._ahead = None
 
-    def _fetch(self, unit: ShardedUnit) -> Loans:
+    def _fetch(self, unit: ShardedUnit) -> dict[Tensor, Loan]:
         shards = (unit.shards[param] for param in unit.large)
         return {shard: self._weights.fetch(self._keys[shard]) for shard in shards}
 

@@ -17,11 +17,7 @@ from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
-from ringcomm.parallel.gradient_placeholder import (
-    GradientHooks,
-    check_same_gradients,
-    progress,
-)
+from ringcomm.parallel.gradient_placeholder import GradientHooks, check_same_gradients, progress
 from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.shards import WeightShards
@@ -140,9 +136,12 @@ class ZeroInfinity(ZeroOptimizer):
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
-        """A context for replacing weights outside a step. Collective."""
+        """A context for replacing weights or states outside a step. Collective."""
         self._home.forget_ahead()
-        self._states_come()
+        # A write removes the commit before the last, which may be another rank's last one: all
+        # ranks wait.
+        if self._store is not None:
+            dist.barrier(self.group)
         yield
         self._commit()
 
@@ -250,17 +249,8 @@ class ZeroInfinity(ZeroOptimizer):
 
     # ---- state
 
-    def _weight_of(self, param: Any) -> Tensor:
+    def _part_of(self, param: Any) -> Tensor:
         return self._weights.unit_of(param).read_shard(param)
-
-    def _states_come(self) -> None:
-        # A write removes the commit before the last, which may be another rank's last one: all
-        # ranks wait.
-        if self._store is not None:
-            dist.barrier(self.group)
-
-    def _states_taken(self) -> None:
-        self._commit()
 
 
 class _HomedShards(WeightShards):

@@ -17,15 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.model_axes import Axes, Held, axes_of
 from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
-from ringcomm.parallel.zero.guards import refuse_ddp
 from ringcomm.parallel.zero.states import States
-from ringcomm.torch_names import mark_stepped, move_step_hooks
+from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks
+
+# Keyed weakly by parameter: a weak reference to the optimizer that has sharded it.
+sharded_by: Any = WeakIdKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,21 @@ def _refuse_copy(*_: Any) -> NoReturn:
     )
 
 
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether an optimizer of zero.shard() has the parameter."""
+    return param in sharded_by and sharded_by[param]() is not None
+
+
+def _refuse_ddp(model: nn.Module, *_: Any) -> None:
+    """A forward pre-hook; raises if DistributedDataParallel runs the model, but not its copies."""
+    if active_ddp() is not None and any(map(is_sharded, model.parameters())):
+        raise RuntimeError(
+            "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
+            " which would reduce gradients again: call the model itself. With Accelerate or"
+            " Trainer, call prepare() of ringcomm.integrations"
+        )
+
+
 class ZeroOptimizer(States):
     """A torch optimizer in which each rank updates 1/N of the weights.
 
@@ -121,7 +139,7 @@ class ZeroOptimizer(States):
         move_step_hooks(optimizer, self)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
-        given.model.register_forward_pre_hook(refuse_ddp, prepend=True)
+        given.model.register_forward_pre_hook(_refuse_ddp, prepend=True)
 
     # It refers to the model, hooks and a process group.
     __deepcopy__ = __reduce_ex__ = _refuse_copy
@@ -276,11 +294,9 @@ class ZeroOptimizer(States):
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
 
-    def _step_inner(
-        self, parts: dict[Any, Tensor], grads: dict[Any, Tensor], factor: float
-    ) -> None:
+    def _step_inner(self, grads: dict[Any, Tensor], factor: float) -> None:
         """A step of the given class on parts of weights, by their gradients times a factor."""
-        inner = self._inner
+        inner, parts = self._inner, {param: self._part_of(param) for param in grads}
         for param, part in parts.items():
             part.grad = grads[param].to(part.dtype)
             if factor != 1:

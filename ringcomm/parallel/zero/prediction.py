@@ -12,7 +12,7 @@ from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.model_axes import axes_of
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.shards.units import default_units, fsdp_units, params_of_units
+from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import plan_buckets
 from ringcomm.parallel.zero.elementwise import is_offloaded, num_states
 from ringcomm.parallel.zero.optimizer import ShardOptions
@@ -62,14 +62,14 @@ def predict_memory(
         ValueError: there is no such stage or rank.
     """
     ranks = _Ranks(stage, world_size, rank, ShardOptions(**options))
-    found = list(default_units(model) if units is None else units)
     if ranks.options.offload_weights:
-        return _of_infinity(ranks, params_of_units(model, found), model)
+        return _of_infinity(ranks, params_of_units(model, units), model)
     states = _states_of(optimizer)
     if stage < 3:
-        parts = [_of_bucket(ranks, bucket, states) for bucket in _buckets(ranks, model, optimizer)]
+        buckets = plan_buckets(model, optimizer.param_groups, stage, ranks.options)
+        parts = [_of_bucket(ranks, bucket, states) for bucket in buckets]
     else:
-        parts = [_of_unit(ranks, own, states) for _, own in fsdp_units(model, found)]
+        parts = [_of_unit(ranks, own, states) for _, own in fsdp_units(model, units)]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
 
@@ -101,7 +101,7 @@ def predict_traffic(
         )
     total = bytes_over_all_ranks(axes_of(model), 8, world_size) if chosen.looks_first else 0
     if stage < 3:
-        buckets = _buckets(ranks, model, optimizer)
+        buckets = plan_buckets(model, optimizer.param_groups, stage, chosen)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
         facts = others * (1 + sum(1 + len(params) for params in buckets))
         total += facts * (1 + num_backwards if stage == 2 else 1)
@@ -150,15 +150,6 @@ class _Ranks:
         """The elements of a rank's shard of whole rows, padded to the longest."""
         num_rows = param.shape[0] if param.dim() else 1
         return -(-num_rows // self.world_size) * (param.numel() // max(1, num_rows))
-
-
-def _buckets(
-    ranks: _Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[list[nn.Parameter]]:
-    options = ranks.options
-    return plan_buckets(
-        model, optimizer.param_groups, ranks.stage, options.bucket_bytes, options.param_dtype
-    )
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,22 +16,26 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.offload.optimizers import local_of
-from ringcomm.parallel.shards.units import (
-    default_units,
-    fsdp_units,
-    materialize,
-    watch_whole_weights,
-)
+from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in
+from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.weight_shards import refuse_moves
-from ringcomm.parallel.zero.guards import HOOK_AT_STAGE_3, BackwardGuard
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import (
+    at_end_of_backward,
     broadcast_coalesced_,
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
+    graph_task,
     hooks_of_leaf,
     reduce_unused,
+    untraced,
+)
+
+# Of a weight with hooks of users that gradients at stage 3 do not pass.
+HOOK_AT_STAGE_3 = (
+    "has a hook of register_hook(), which stage 3 would never call, because gradients belong to"
+    " gathered weights: remove it, or use stage 1 or 2"
 )
 
 
@@ -53,7 +58,8 @@ class Zero3(ZeroOptimizer):
         self._own = {param: param for param in self.all_params()}
         if self._is_offloaded:
             self._inner = optimizer.over(self.param_groups)
-        self._backward = BackwardGuard(model)
+        self._begun: set[int] = set()  # backward passes that have not ended
+        model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
         self._is_synced = True
         # Weights with a gradient from autograd on this rank since the last step; weights whose
@@ -90,6 +96,18 @@ class Zero3(ZeroOptimizer):
         self._kept.discard(param)
         self._reduced[param] = param.grad
 
+    def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
+        for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(weakly(self._pass_begins))
+
+    def _pass_begins(self, _: tuple[Tensor, ...]) -> None:
+        refuse_create_graph("stage 3 of zero.shard()")
+        task = graph_task()
+        if task not in self._begun:
+            self._begun.add(task)
+            at_end_of_backward(partial(self._begun.discard, task))
+
     @property
     def _grad_scale(self) -> float:
         return 1.0  # see _tell_scale()
@@ -123,7 +141,7 @@ class Zero3(ZeroOptimizer):
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         params = self.all_params()
-        mine = [2 if param in self._kept else int(self._has_gradient(param)) for param in params]
+        mine = [2 if param in self._kept else self._has_gradient(param) for param in params]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
         found = facts.tolist()
@@ -148,7 +166,7 @@ class Zero3(ZeroOptimizer):
                 yield param, local_of(param.grad)
 
     def _check_unchanged(self) -> None:
-        if self._backward.failed:
+        if self._begun:
             raise RuntimeError(
                 "a backward pass raised an error at stage 3, where fully_shard cannot continue:"
                 " make the model and its optimizer again from a checkpoint, or use stage 1 or 2"
@@ -163,8 +181,7 @@ class Zero3(ZeroOptimizer):
             self._scale_gradients(factor)
             self._inner.step()
             return
-        grads = dict(self._shards())
-        self._step_inner({param: local_of(param.data) for param in grads}, grads, factor)
+        self._step_inner(dict(self._shards()), factor)
 
     def _forget_gradients(self) -> None:
         self.zero_grad()
@@ -186,19 +203,20 @@ class Zero3(ZeroOptimizer):
             state = {key: local_of(value) for key, value in state.items() if key != "master"}
         super()._set_state(param, state)
 
-    def _states_taken(self) -> None:
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        yield
         self._tell_scale()  # which has been loaded too
 
 
 def _shard_units(given: Given) -> None:
     """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values."""
-    model, group, options = given.model, given.group, given.options
+    group, options = given.group, given.options
     device = next(iter(given.names)).device
     device = device_of(group) if device.type == "meta" else device
     mesh = given.mesh or DeviceMesh.from_group(group, device.type)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
-    units = default_units(model) if given.units is None else given.units
-    for module, params in fsdp_units(model, units):
+    for module, params in fsdp_units(given.model, given.units):
         materialize(module, params, device)
         broadcast_coalesced_((local_of(param.data) for param in params), group)
         made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class States(torch.optim.Optimizer):
                 " resume=True"
             )
         if self._is_offloaded:
-            stepped = [param for param in self.all_params() if self.has_stepped(param)]
+            stepped = [param for param in self.all_params() if self._has_stepped(param)]
             return StatesView(stepped, self._state_of)
         return self._states
 
@@ -120,8 +121,7 @@ class States(torch.optim.Optimizer):
             group.update(given)
             if self._scale is not None and scale["value"] is not None:
                 self._scale.load(scale)
-        with torch.no_grad():
-            self._states_come()
+        with torch.no_grad(), self._replacing():
             for group in self.param_groups:
                 for param in group["params"]:
                     state = states.get(param, {})
@@ -131,7 +131,6 @@ class States(torch.optim.Optimizer):
                         if value is not None
                     }
                     self._set_state(param, self._with_own_step(mine, group, param))
-            self._states_taken()
 
     def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The states by weight, checked; may be modified."""
@@ -175,9 +174,12 @@ class States(torch.optim.Optimizer):
         if isinstance(param, DTensor):
             placements, shape = param.placements, local_of(param.detach()).shape
         else:
-            mesh = DeviceMesh.from_group(self.group, value.device.type)
-            placements, shape = _ROWS, shape_and_offset(value.shape, mesh, _ROWS)[0]
+            rows, _ = shape_and_offset(value.shape, self._mesh_of(value), _ROWS)
+            placements, shape = _ROWS, rows
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
+
+    def _mesh_of(self, value: Tensor) -> DeviceMesh:
+        return DeviceMesh.from_group(self.group, value.device.type)
 
     def _row_state(self, param: Any) -> dict[str, Any]:
         """A weight's state as this rank's rows, split as torch does. Collective."""
@@ -189,8 +191,9 @@ class States(torch.optim.Optimizer):
                 whole = value.new_empty(param.numel())
                 whole[slice(*self.range_of(param))] = value
                 all_gather_shards(whole, self.group, [end - begin for begin, end in ranges])
-                mesh = DeviceMesh.from_group(self.group, whole.device.type)
-                state[key] = _cut_over(mesh, whole.view(param.shape), _ROWS)
+                mesh, whole = self._mesh_of(whole), whole.view(param.shape)
+                # None: every rank has the whole value, and nothing is sent.
+                state[key] = distribute_tensor(whole, mesh, _ROWS, src_data_rank=None)
         return state
 
     def _state_of(self, param: Any) -> dict[str, Any]:
@@ -207,17 +210,17 @@ class States(torch.optim.Optimizer):
         None for DTensors.
         """
 
-    def part_state_of(self, param: Any, *, is_new: bool) -> dict[str, Any]:
-        """This rank's part of a weight's state; with `is_new`, its value before the first step."""
+    def part_state_of(self, param: Any) -> dict[str, Any]:
+        """This rank's part of a weight's state; an offloaded one has values before a step, too."""
         state = self._state_of(param)
-        if not is_new or not self._is_offloaded:
+        if not self._is_offloaded or self._has_stepped(param):
             return state
-        new = self._inner.new_state_of(self._own[param], self._weight_of(param))
+        new = self._inner.new_state_of(self._own[param], self._part_of(param))
         return {**{key: _spread(value, param) for key, value in new.items()}, **state}
 
-    def _weight_of(self, param: Any) -> Tensor:
-        """This rank's part of a weight, where the state is offloaded."""
-        return local_of(self._own[param].detach())
+    def _part_of(self, param: Any) -> Tensor:
+        """This rank's part of a weight, which the optimizer updates."""
+        return local_of(param.data)
 
     def forget_steps(self) -> None:
         """Resets step counts to 0; keeps states."""
@@ -225,25 +228,25 @@ class States(torch.optim.Optimizer):
             if "step" in state:
                 state["step"] = state["step"] * 0
 
-    def has_stepped(self, param: Any) -> bool:
-        """Whether a weight has been updated, or its state loaded."""
-        if self._is_offloaded:
-            return bool(self._inner.steps.get(self._own[param], 0) > 0)
-        return bool(self._states.get(param))
+    def _has_stepped(self, param: Any) -> bool:
+        """Whether a weight with offloaded state has been updated, or its state loaded."""
+        return bool(self._inner.steps.get(self._own[param], 0) > 0)
 
-    def _states_come(self) -> None:
-        """Called before the first _set_state()."""
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """A context for replacing states outside a step. Collective."""
+        yield
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
         """This rank's part of a full state, or of rows. Collective for rows."""
         if isinstance(param, DTensor):
             if not isinstance(value, DTensor):
-                value = _cut_over(param.device_mesh, value.to(param.device), param.placements)
+                mesh, whole = param.device_mesh, value.to(param.device)
+                value = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
             return local_of(value)
         if isinstance(value, DTensor):
             # The mesh of a loaded state may have no process groups.
-            mesh = DeviceMesh.from_group(self.group, value.device.type)
-            value = _joined(value.to_local(), mesh, _ROWS, value).full_tensor()
+            value = _joined(value.to_local(), self._mesh_of(value), _ROWS, value).full_tensor()
         return value.detach().reshape(-1)[slice(*self.range_of(param))]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
@@ -265,14 +268,6 @@ class States(torch.optim.Optimizer):
         is_on_device = group.get("fused") or group.get("capturable")
         device = param.device if is_on_device else torch.device("cpu")
         return {**state, "step": torch.tensor(float(state["step"]), device=device)}
-
-    def _states_taken(self) -> None:
-        """Called after the last _set_state(). Collective."""
-
-
-def _cut_over(mesh: DeviceMesh, whole: Tensor, placements: Any) -> DTensor:
-    """A DTensor of a value that every rank has; nothing is sent."""
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
 def _joined(part: Tensor, mesh: DeviceMesh, placements: Any, like: Any) -> DTensor:
