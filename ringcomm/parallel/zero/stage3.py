@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.gradient_placeholder import weakly
@@ -61,6 +66,9 @@ class Zero3(ZeroOptimizer):
         self._begun: set[int] = set()  # backward passes that have not ended
         model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
+        if hasattr(model, "generate"):
+            # It calls the encoder of an encoder-decoder model, which uses weights of the root.
+            register_fsdp_forward_method(model, "generate")
         self._is_synced = True
         # Weights with a gradient from autograd on this rank since the last step; weights whose
         # gradient no_sync() keeps; and gradients left by fully_shard, which may be zeros.
