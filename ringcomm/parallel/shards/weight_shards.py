@@ -135,7 +135,11 @@ class WeightShards:
 
     def unit_of(self, param: Tensor) -> ShardedUnit:
         """The unit of a parameter. Raises ValueError if it is not sharded here."""
-        return self._hooks_of(param).unit
+        if param not in self._hooks:
+            raise ValueError(
+                f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
+            )
+        return self._hooks[param].unit  # type: ignore[index]
 
     def shard_of(self, param: Tensor) -> Tensor:
         """This rank's piece of a parameter, which an optimizer updates in place.
@@ -168,13 +172,6 @@ class WeightShards:
             )
         return reduce_scatter_mean(grad.detach().reshape(-1), self.group)
 
-    def _hooks_of(self, param: Tensor) -> UnitHooks:
-        if param not in self._hooks:
-            raise ValueError(
-                f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
-            )
-        return self._hooks[param]  # type: ignore[index]
-
     # ---- gathered weights
 
     def release(self, param: Tensor) -> None:
@@ -184,7 +181,8 @@ class WeightShards:
         weights are freed when a backward pass has all its gradients and has left it; those of the
         model itself when the backward pass ends.
         """
-        self._hooks_of(param).grad_arrived(param)
+        self.unit_of(param)
+        self._hooks[param].grad_arrived(param)  # type: ignore[index]
 
     def release_all(self) -> None:
         """Frees all weights except those held by gather(), as after a failed backward pass.

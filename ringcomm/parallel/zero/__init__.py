@@ -145,14 +145,12 @@ def shard(
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3 only")
     names = _checked_names(model, optimizer, options, stage, mesh)
-    if mesh is not None and mesh.ndim == 2:
-        if stage != 3 or offload_weights or group is not None:
-            raise ValueError(
-                "a mesh of two dimensions needs stage 3, without group and offload_weights"
-            )
-        resolved = flat_mesh(mesh).get_group()
-    else:
-        resolved = resolve_group(group, mesh)
+    is_grid = mesh is not None and mesh.ndim == 2
+    if is_grid and (stage != 3 or offload_weights or group is not None):
+        raise ValueError(
+            "a mesh of two dimensions needs stage 3, without group and offload_weights"
+        )
+    resolved = flat_mesh(mesh).get_group() if is_grid else resolve_group(group, mesh)
     mine = {
         "stage": stage,
         "options": options,
@@ -311,7 +309,6 @@ def _refusals(
 
 def _are_apart(own: Any, other: Any) -> bool:
     """Whether the meshes are different dimensions of one DeviceMesh, such as fully_shard needs."""
-    ranks, other_ranks = own.mesh.flatten().tolist(), other.mesh.flatten().tolist()
+    shared = set(own.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
     roots = [root_mesh(mesh).mesh.flatten().tolist() for mesh in (own, other)]
-    has_names = bool(other.mesh_dim_names)
-    return has_names and roots[0] == roots[1] and len(set(ranks) & set(other_ranks)) <= 1
+    return len(shared) <= 1 and roots[0] == roots[1] and bool(other.mesh_dim_names)

@@ -274,11 +274,9 @@ class BackwardPasses:
 
         Collective: one MAX all_reduce, and each backward pass that only other ranks make.
         """
-        found = self._largest_facts(is_pass=False)
-        while found[0]:
+        while (found := self._largest_facts(is_pass=False))[0]:
             self._reduce_rest()
             self.forget()
-            found = self._largest_facts(is_pass=False)
         _, *by_weight = found
         by_bucket = by_weight[len(self._index) :]
         present = {param for param, has in zip(self._index, by_weight, strict=False) if has}

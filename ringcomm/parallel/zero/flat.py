@@ -208,8 +208,7 @@ class FlatZero(ZeroOptimizer):
             self._step_inner(grads, factor)
             return
         self._gradients.of = {self._own[param]: grad for param, grad in grads.items()}
-        self._take_options()
-        self._inner.update(factor)
+        self._update_offloaded(factor)
         self._gradients.of = {}
 
     # ---- state

@@ -52,7 +52,7 @@ class Home(Operands):
             self._keys[shard], self._shapes[shard] = key, shard.shape
             if not self._is_filled:
                 self._weights.put(key, shard)
-            _empty(shard)
+            shard.data = shard.new_empty(0)
 
     @contextmanager
     def in_memory(self, unit: ShardedUnit) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Home(Operands):
         finally:
             for shard, loan in loans.items():
                 self._weights.give_back(loan, is_written=False)
-                _empty(shard)
+                shard.data = shard.new_empty(0)
 
     def row(self, shard: Tensor, *, is_written: bool) -> AbstractContextManager[Tensor]:
         """A context with the values of a large shard, to read or write."""
@@ -151,7 +151,3 @@ class Home(Operands):
             weights, grads = self._of_update.pop(param)
             self._weights.give_back(weights, is_written=True)
             self._grads.give_back(grads, is_written=False)
-
-
-def _empty(shard: Tensor) -> None:
-    shard.data = shard.new_empty(0)

@@ -224,8 +224,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _update(self, factor: float) -> None:
         self._home.step_begins()
-        self._take_options()
-        self._inner.update(factor)
+        self._update_offloaded(factor)
         self.num_steps += 1
         self._commit()
 

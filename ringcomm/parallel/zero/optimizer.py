@@ -289,10 +289,11 @@ class ZeroOptimizer(States):
                     " change the model before"
                 )
 
-    def _take_options(self) -> None:
-        """Copies the hyper-parameters of these groups to an offloaded inner optimizer."""
+    def _update_offloaded(self, factor: float) -> None:
+        """An update by an offloaded inner optimizer, with the hyper-parameters of these groups."""
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._inner.update(factor)
 
     def _step_inner(self, grads: dict[Any, Tensor], factor: float) -> None:
         """A step of the given class on parts of weights, by their gradients times a factor."""

@@ -152,26 +152,23 @@ class _Ranks:
         return -(-num_rows // self.world_size) * (param.numel() // max(1, num_rows))
 
 
-def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int | None]:
-    """The number of state values per element; None if they and masters are offloaded."""
-    found: dict[nn.Parameter, int | None] = {}
-    for group in optimizer.param_groups:
-        num = None if is_offloaded(optimizer) else num_states(optimizer, group)
-        found |= dict.fromkeys(group["params"], num)
-    return found
+def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """The number of state values per element; empty if they and masters are offloaded."""
+    groups = [] if is_offloaded(optimizer) else optimizer.param_groups
+    nums = ((group["params"], num_states(optimizer, group)) for group in groups)
+    return {param: num for params, num in nums for param in params}
 
 
 def _of_bucket(
-    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int | None]
+    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int]
 ) -> Memory:
     num_elems = sum(param.numel() for param in params)
     mine, itemsize = ranks.shard(num_elems), ranks.itemsize(params[0])
     whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
-    of_params = [states[param] for param in params]
     num_states = 0
-    if None not in of_params:
+    if states:
         num_masters = 1 if itemsize == 2 and ranks.stage else 0
-        num_states = max(num or 0 for num in of_params) + num_masters
+        num_states = max(states[param] for param in params) + num_masters
     return Memory(
         itemsize * num_elems,
         ranks.grad_itemsize * mine if ranks.stage == 2 else whole,
@@ -180,9 +177,7 @@ def _of_bucket(
     )
 
 
-def _of_unit(
-    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int | None]
-) -> Memory:
+def _of_unit(ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int]) -> Memory:
     """The buffers of a fully_shard unit; gradients reduced in another dtype are copied."""
     parameters = gradients = of_states = buffers = 0
     for param in params:
@@ -192,7 +187,7 @@ def _of_unit(
         if param.requires_grad:
             gradients += 4 * rows
             first = min(param.numel(), ranks.rank * rows)
-            of_states += 4 * (states.get(param) or 0) * min(rows, param.numel() - first)
+            of_states += 4 * states.get(param, 0) * min(rows, param.numel() - first)
             grad_bytes = itemsize + ranks.grad_itemsize * (ranks.grad_itemsize != itemsize)
             buffers += grad_bytes * ranks.world_size * rows
     return Memory(parameters, gradients, of_states, buffers)

@@ -185,11 +185,9 @@ class Zero3(ZeroOptimizer):
 
     def _update(self, factor: float) -> None:
         if self._is_offloaded:
-            self._take_options()
-            self._scale_gradients(factor)
-            self._inner.step()
-            return
-        self._step_inner(dict(self._shards()), factor)
+            self._update_offloaded(factor)
+        else:
+            self._step_inner(dict(self._shards()), factor)
 
     def _forget_gradients(self) -> None:
         self.zero_grad()
