@@ -119,9 +119,10 @@ class WeightShards:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._ignored_before = ignored_in_ddp(model)
         ignore_in_ddp(model, names)
-        # state_dict() reads weights, which raises by itself while they are freed.
+        # state_dict() reads weights, which raises by itself while they are freed. These hooks keep
+        # the shards alive as long as the model.
         self._handles = [
-            module.register_load_state_dict_pre_hook(_refuse_load)
+            module.register_load_state_dict_pre_hook(self._refuse_load)
             for module in model.modules()
             if any(param in self._hooks for param in module.parameters(recurse=False))
         ]
@@ -255,9 +256,8 @@ class WeightShards:
         with nullcontext() if self._home is None else self._home.replacing():
             yield
 
-
-def _refuse_load(*_: Any) -> NoReturn:
-    raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")
+    def _refuse_load(self, *_: Any) -> NoReturn:
+        raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")
 
 
 def refuse_moves(model: nn.Module) -> None:
