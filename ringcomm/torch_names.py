@@ -274,16 +274,6 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def has_hooks(param: nn.Parameter) -> bool:
-    """Whether a parameter has hooks of register_hook()."""
-    return bool(param._backward_hooks)
-
-
-def has_late_hooks(param: nn.Parameter) -> bool:
-    """Whether a parameter has hooks of register_post_accumulate_grad_hook()."""
-    return bool(param._post_accumulate_grad_hooks)
-
-
 # ---- fully_shard
 
 

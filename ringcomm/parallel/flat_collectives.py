@@ -32,16 +32,9 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's shard of the mean of the ranks' buffers.
+    """This rank's shard of the mean of the ranks' buffers, as a new tensor.
 
-    Args:
-        flat: one dimension, of the same size on all ranks.
-        group: whose ranks.
-
-    Returns:
-        A new tensor.
-
-    Collective, unless the buffer is empty.
+    `flat` has one dimension, and the same size on all ranks. Collective, unless it is empty.
     """
     rank, world_size = group.rank(), group.size()
     sizes = shard_sizes(flat.numel(), world_size)
@@ -53,7 +46,12 @@ def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
         inputs = list(flat.split(sizes))
         dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=group)
         return output
-    reduce_scatter_single(output, _padded(flat, sizes), group=group)
+    rows = flat
+    if sizes[-1] < sizes[0]:
+        rows = flat.new_zeros(world_size, sizes[0])
+        for row, shard in zip(rows, flat.split(sizes), strict=True):
+            row[: shard.numel()].copy_(shard)
+    reduce_scatter_single(output, rows.view(-1), group=group)
     return output.div_(world_size)[: sizes[rank]]
 
 
@@ -62,12 +60,8 @@ def all_gather_shards(
 ) -> None:
     """Fills a buffer with the ranks' shards; this rank's shard is already in place.
 
-    Args:
-        flat: one dimension, of the same size on all ranks.
-        group: whose ranks.
-        sizes: the elements of each rank's shard, in rank order; by default shard_sizes().
-
-    Collective, unless the buffer is empty.
+    `flat` has one dimension, and the same size on all ranks. `sizes` has the elements of each
+    rank's shard; by default shard_sizes(). Collective, unless the buffer is empty.
     """
     rank, world_size = group.rank(), group.size()
     sizes = shard_sizes(flat.numel(), world_size) if sizes is None else sizes
@@ -83,28 +77,6 @@ def all_gather_shards(
     all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
-
-
-def gather_parts(part: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Concatenates all ranks' one-dimensional parts in rank order.
-
-    Collective, unless all parts are empty.
-    """
-    whole = part.new_empty(sum(sizes))
-    begin = sum(sizes[: group.rank()])
-    whole[begin : begin + part.numel()] = part
-    all_gather_shards(whole, group, sizes)
-    return whole
-
-
-def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
-    """The concatenated shards, each padded to the longest."""
-    if sizes[-1] == sizes[0]:
-        return flat
-    rows = flat.new_zeros(len(sizes), sizes[0])
-    for row, shard in zip(rows, flat.split(sizes), strict=True):
-        row[: shard.numel()].copy_(shard)
-    return rows.view(-1)
 
 
 def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:

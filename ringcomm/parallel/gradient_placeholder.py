@@ -14,15 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from ringcomm.torch_names import FakeTensor, make_wrapper, no_torch_function, to_copy, tree_leaves
 
-__all__ = [
-    "GradientHooks",
-    "GradientPlaceholder",
-    "check_same_gradients",
-    "largest_of",
-    "progress",
-    "remove_hooks",
-]
-
 _aten: Any = torch.ops.aten
 _NO_VALUES = (
     "param.grad of a weight that zero.shard() has sharded has no values; gradients are in the"
@@ -94,6 +85,20 @@ class GradientPlaceholder(Tensor):
         return f"GradientPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method while its object is alive, without keeping it alive.
+
+    Garbage collection does not traverse the hooks of parameters and of graphs.
+    """
+    told = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (found := told()) is not None:
+            found(*args)
+
+    return call
+
+
 class GradientHooks:
     """Passes each gradient from autograd to `taker` and leaves a GradientPlaceholder.
 
@@ -109,7 +114,7 @@ class GradientHooks:
         taker: Any,
         late: Collection[nn.Parameter] = (),
     ) -> None:
-        self._taker = weakref.ref(taker)
+        self._taker = weakref.proxy(taker)
         self._late = list(late)
         self._placeholders = {p: GradientPlaceholder(p, _MESSAGE) for p in params if p not in late}
         for placeholder in self._placeholders.values():
@@ -117,27 +122,25 @@ class GradientHooks:
         # References are kept: autograd would otherwise make new nodes, without hooks, for the next
         # graph.
         self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
-        told = weakref.ref(self)
         handles: list[Any] = []
+        before, after = weakly(self.before), weakly(self.after)
         for param, node in self.nodes.items():
-            before = partial(_tell, told, GradientHooks.before, weakref.ref(param))
-            after = partial(_tell, told, GradientHooks.after, weakref.ref(param))
-            handles += [node.register_prehook(before)]
+            handles += [node.register_prehook(partial(before, param))]
             handles += [param.register_post_accumulate_grad_hook(after)]
         weakref.finalize(self, remove_hooks, handles)
 
-    def before(self, param: nn.Parameter) -> None:
+    def before(self, param: nn.Parameter, *_: Any) -> None:
         """Prepares `param.grad` for autograd, which adds to it."""
         if isinstance(param.grad, GradientPlaceholder):
             param.grad = None
-        elif (taker := self._taker()) is not None:  # None or another gradient, by the user
-            taker.drop_gradient(param)
+        else:  # None or another gradient, by the user
+            self._taker.drop_gradient(param)
 
     def after(self, param: nn.Parameter) -> None:
         """Takes the gradient that autograd has stored."""
-        if (taker := self._taker()) is not None and param.grad is not None:
+        if param.grad is not None:
             with torch.no_grad():
-                taker.take_gradient(param, param.grad)
+                self._taker.take_gradient(param, param.grad)
             param.grad = self._placeholders[param]
 
     def collect(self) -> None:
@@ -146,18 +149,10 @@ class GradientHooks:
             if not isinstance(param.grad, GradientPlaceholder):
                 self.before(param)
                 self.after(param)
-        taker = self._taker()
         for param in self._late:
-            if taker is not None and param.grad is not None:
-                taker.take_gradient(param, param.grad)
+            if param.grad is not None:
+                self._taker.take_gradient(param, param.grad)
                 param.grad = None
-
-
-def _tell(told: Any, method: Any, of_param: Any, *_: Any) -> None:
-    """A hook that keeps neither the GradientHooks nor the parameter alive."""
-    hooks, param = told(), of_param()
-    if hooks is not None and param is not None:
-        method(hooks, param)
 
 
 def remove_hooks(handles: list[Any]) -> None:

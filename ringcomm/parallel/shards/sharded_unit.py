@@ -8,6 +8,8 @@ modification. While it is freed, the parameter is a FreedWeight, which raises wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +17,60 @@ from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
-from ringcomm.parallel.shards.freed_weight import FreedWeight
-from ringcomm.torch_names import AllgatherOptions, all_gather_single
+from ringcomm.torch_names import (
+    AllgatherOptions,
+    all_gather_single,
+    broadcast_coalesced_,
+    without_torch_function,
+)
 
 # Parameters smaller than this are packed: one more copy, and far fewer calls.
 PACKED_BYTES = 64 << 10
+
+# What does not read values; of properties the name of the attribute.
+_ALLOWED = frozenset(
+    "shape dtype device layout requires_grad requires_grad_ grad grad_fn is_leaf output_nr ndim"  # noqa: SIM905
+    " dim size stride storage_offset numel nelement element_size nbytes itemsize is_meta is_cuda"
+    " is_cpu is_sparse is_quantized is_nested is_contiguous is_floating_point is_complex"
+    " is_inference names has_names get_device data_ptr untyped_storage retain_grad register_hook"
+    " register_post_accumulate_grad_hook _version __len__ __hash__ _backward_hooks"
+    " _post_accumulate_grad_hooks empty_like zeros_like ones_like full_like rand_like randn_like"
+    " new_empty new_zeros new_ones new_full new_tensor".split()
+)
+
+
+class FreedWeight(nn.Parameter):
+    """The class of a parameter while its memory is freed; raises when its values are read.
+
+    Storages of size 0 alone do not protect: kernels read from address 0.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises RuntimeError for all but attributes, hooks and new tensors of the same shape."""
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__
+        # get_gradient_edge() makes a view, and drops it.
+        is_edge = name == "view_as" and args[0] is args[1]
+        if name not in _ALLOWED and not is_edge:
+            raise RuntimeError(
+                f"{name}() of a weight that is sharded and freed: read it inside"
+                " WeightShards.gather() or after optimizer.close() of ZeRO-Infinity, or call"
+                " ringcomm.parallel.get_state_dict(); run it by calling the whole model"
+            )
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Without values."""
+        return f"FreedWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class ShardedUnit:
     """The parameters that are gathered and freed together.
 
-    Values become those of rank 0; parameters start gathered. Collective: one broadcast.
+    Values become those of rank 0; parameters start gathered. Collective: a broadcast.
 
     Attributes:
         module: the module whose forward needs them.
@@ -35,6 +80,8 @@ class ShardedUnit:
         packed_row: this rank's pieces of the others, concatenated as bytes.
         is_full: whether the parameters are gathered.
         is_held: whether free() has no effect.
+
+    With `home`, ZeRO-Infinity's Home, the pieces of large parameters are there.
     """
 
     def __init__(
@@ -42,13 +89,14 @@ class ShardedUnit:
         module: nn.Module,
         params: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
+        home: Any = None,
     ) -> None:
         self.module, self.params, self._group = module, list(params), group
         self.is_full, self.is_held = True, False
         self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
         self._classes = {param: type(param) for param in params}
-        self._take_values_of_rank0()
+        broadcast_coalesced_(self._flats.values(), group)
         packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
         # Larger elements first, so that all pieces are aligned.
         packed.sort(key=lambda param: -param.element_size())
@@ -70,36 +118,36 @@ class ShardedUnit:
         for param in params:
             piece = self._piece(param, rank)
             self.shards.setdefault(param, torch.empty_like(piece)).copy_(piece)
+        self._home = home
+        if home is not None:
+            self.free()
+            home.keep(self.shards[param] for param in self.large)
 
     def _piece(self, param: Tensor, rank: int) -> Tensor:
         """A rank's elements of the gathered weight."""
         begin, end = shard_range(param.numel(), self._group.size(), rank)
         return self._flats[param][begin:end]  # type: ignore[index]
 
-    def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of this rank."""
-        return shard_range(param.numel(), self._group.size(), self._group.rank())
-
-    def _take_values_of_rank0(self) -> None:
-        flats = [flat.view(torch.uint8) for flat in self._flats.values()]
-        buffer = torch.cat(flats)
-        dist.broadcast(buffer, group=self._group, group_src=0)
-        for flat, part in zip(flats, _split(buffer, flats), strict=True):
-            flat.copy_(part)
-
     # ---- pieces
 
     def is_away(self, param: nn.Parameter) -> bool:
         """Whether this rank's piece is offloaded, so that read_shard() makes a copy."""
-        return False
+        return self._home is not None and any(param is large for large in self.large)
 
     def read_shard(self, param: nn.Parameter) -> Tensor:
         """This rank's piece, from any storage."""
-        return self.shards[param]
+        if not self.is_away(param):
+            return self.shards[param]
+        with self._home.row(self.shards[param], is_written=False) as row:
+            copy: Tensor = row.clone()
+        return copy
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
         """Replaces this rank's piece; inside WeightShards.writing()."""
-        self.shards[param].copy_(value)
+        piece = self.shards[param]
+        is_away = self.is_away(param)
+        with self._home.row(piece, is_written=True) if is_away else nullcontext(piece) as row:
+            row.copy_(value)
 
     # ---- whole weights
 
@@ -115,7 +163,8 @@ class ShardedUnit:
             param.__class__ = self._classes[param]
         self.is_full = True
         try:
-            self._exchange()
+            with nullcontext() if self._home is None else self._home.in_memory(self):
+                self._exchange()
         except BaseException:
             self.free()
             raise

@@ -8,8 +8,7 @@ other weights.
 """
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.torch_names import (
     NO_BACKWARD,
@@ -158,7 +158,7 @@ class UnitHooks:
         for param in self._params - self._watched:
             if param.requires_grad:
                 self._watched.add(param)
-                arrived = partial(_call_weakly, weakref.WeakMethod(self.grad_arrived))
+                arrived = weakly(self.grad_arrived)
                 self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
     @untraced
@@ -226,12 +226,6 @@ class UnitHooks:
         if not self._graph_tasks:
             self.forget_backward()
             self.unit.free()
-
-
-def _call_weakly(method: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
-    """Garbage collection does not traverse a parameter's hooks: they must not hold the model."""
-    if (alive := method()) is not None:
-        alive(param)
 
 
 def _may_get_grad(param: nn.Parameter) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -37,9 +36,11 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def params_of_units(
-    model: nn.Module, units: Iterable[nn.Module]
+    model: nn.Module, units: Iterable[nn.Module] | None
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parameters of each unit, the model first; units without parameters are left out.
+
+    None for default_units().
 
     A parameter belongs to the innermost unit around it. One that several units share belongs to
     the model: it is needed wherever one of them runs.
@@ -49,24 +50,9 @@ def params_of_units(
         ValueError: a unit is not part of the model, or has parameters and cannot be called.
     """
     params: dict[nn.Module, list[nn.Parameter]] = {model: []}
-    known = set(model.modules())
-    for unit in units:
-        if not isinstance(unit, nn.Module):
-            raise TypeError(f"units must be modules, got {type(unit).__name__}")
-        if unit not in known:
-            raise ValueError(f"units must be parts of the model, got another {type(unit).__name__}")
-        params[unit] = []
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-
-    def visit(module: nn.Module, owner: nn.Module) -> None:
-        owner = module if module in params else owner
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, set()).add(owner)
-        for child in module.children():
-            visit(child, owner)
-
-    visit(model, model)
-    for param, found in owners.items():
+    units = list(default_units(model) if units is None else units)
+    params |= {unit: [] for unit in units}
+    for param, found in _units_of_params(model, units).items():
         params[found.pop() if len(found) == 1 else model].append(param)
     for module, own in params.items():
         if own and not _has_forward(module):
@@ -77,19 +63,48 @@ def params_of_units(
     return [(module, own) for module, own in params.items() if own]
 
 
-def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """The units without weights shared with others: fully_shard can shard them separately."""
-    uses = _uses(model)
-    return [
-        unit
-        for unit in units
-        if unit is not model and all(uses[param] == num for param, num in _uses(unit).items())
-    ]
+def fsdp_units(
+    model: nn.Module, units: Iterable[nn.Module] | None
+) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """The modules for fully_shard and the parameters that each shards, the model last.
+
+    A unit that shares a parameter with another, or with the rest of the model, is not one of them:
+    its parameters are the model's. Raises as params_of_units() does.
+    """
+    units = list(default_units(model) if units is None else units)
+    units_of_params = _units_of_params(model, units)
+    done: set[nn.Parameter] = set()
+    found = []
+    for module in [*dict.fromkeys(unit for unit in units if unit is not model), model]:
+        parts = set(module.modules())
+        own = [param for param in module.parameters() if param not in done]
+        is_apart = own and all(units_of_params[param] <= parts for param in own)
+        if is_apart or module is model:
+            done.update(own)
+            found.append((module, own))
+    return found
 
 
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """How many modules have each parameter."""
-    return Counter(param for part in module.modules() for param in part.parameters(recurse=False))
+def _units_of_params(
+    model: nn.Module, units: Sequence[nn.Module]
+) -> dict[nn.Parameter, set[nn.Module]]:
+    """The innermost units, or the model, around each use of a parameter; checks the units."""
+    known, found = set(model.modules()), dict[nn.Parameter, set[nn.Module]]()
+    for unit in units:
+        if not isinstance(unit, nn.Module):
+            raise TypeError(f"units must be modules, got {type(unit).__name__}")
+        if unit not in known:
+            raise ValueError(f"units must be parts of the model, got another {type(unit).__name__}")
+
+    def visit(module: nn.Module, unit: nn.Module) -> None:
+        unit = module if module in units else unit
+        for param in module.parameters(recurse=False):
+            found.setdefault(param, set()).add(unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, model)
+    return found
 
 
 def check_params(model: nn.Module, *, allow_meta: bool) -> None:

@@ -6,17 +6,17 @@ allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
@@ -24,7 +24,6 @@ from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward, refuse_c
 from ringcomm.parallel.shards.units import (
     check_can_materialize,
     check_params,
-    default_units,
     materialize,
     params_of_units,
 )
@@ -87,7 +86,7 @@ class WeightShards:
     Collective: one broadcast per unit.
     """
 
-    _takes_meta = False
+    _home: Any = None  # of ZeRO-Infinity
 
     def __init__(
         self,
@@ -102,16 +101,15 @@ class WeightShards:
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is already sharded: close() its WeightShards first")
         refuse_experts(model, "WeightShards")
-        check_params(model, allow_meta=self._takes_meta)
+        check_params(model, allow_meta=self._home is not None)
         check_can_materialize(model)
-        found = params_of_units(model, default_units(model) if units is None else units)
+        found = params_of_units(model, units)
         self._model = model
-        self._reads_freed = False
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
-        self.units = []
+        self.units: list[ShardedUnit] = []
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
-            self.units.append(self._new_unit(module, params))
+            self.units.append(ShardedUnit(module, params, self.group, self._home))
         broadcast_coalesced_(model.buffers(), self.group)
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
@@ -121,21 +119,28 @@ class WeightShards:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._ignored_before = ignored_in_ddp(model)
         ignore_in_ddp(model, names)
-        self._handles = self._guard_state_dicts()
+        # state_dict() reads weights, which raises by itself while they are freed. These hooks keep
+        # the shards alive as long as the model.
+        self._handles = [
+            module.register_load_state_dict_pre_hook(self._refuse_load)
+            for module in model.modules()
+            if any(param in self._hooks for param in module.parameters(recurse=False))
+        ]
         for param in self._hooks:
             _shards_of_params[param] = weakref.ref(self)
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
         refuse_moves(model)
 
-    def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
-        return ShardedUnit(module, params, self.group)
-
     # ---- shards
 
     def unit_of(self, param: Tensor) -> ShardedUnit:
         """The unit of a parameter. Raises ValueError if it is not sharded here."""
-        return self._hooks_of(param).unit
+        if param not in self._hooks:
+            raise ValueError(
+                f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
+            )
+        return self._hooks[param].unit  # type: ignore[index]
 
     def shard_of(self, param: Tensor) -> Tensor:
         """This rank's piece of a parameter, which an optimizer updates in place.
@@ -147,7 +152,8 @@ class WeightShards:
 
     def range_of(self, param: Tensor) -> tuple[int, int]:
         """The elements [begin, end) of the flat parameter in shard_of(), by shard_range()."""
-        return self.unit_of(param).range_of(param)
+        self.unit_of(param)
+        return shard_range(param.numel(), self.group.size(), self.group.rank())
 
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
         """Elements range_of(param) of the mean of the ranks' gradients, in their dtype.
@@ -167,14 +173,6 @@ class WeightShards:
             )
         return reduce_scatter_mean(grad.detach().reshape(-1), self.group)
 
-    def _hooks_of(self, param: Tensor) -> UnitHooks:
-        hooks = self._hooks.get(param)  # type: ignore[call-overload]
-        if hooks is None:
-            raise ValueError(
-                f"a tensor of shape {tuple(param.shape)} is not a parameter of these shards"
-            )
-        return hooks
-
     # ---- gathered weights
 
     def release(self, param: Tensor) -> None:
@@ -184,7 +182,8 @@ class WeightShards:
         weights are freed when a backward pass has all its gradients and has left it; those of the
         model itself when the backward pass ends.
         """
-        self._hooks_of(param).grad_arrived(param)
+        self.unit_of(param)
+        self._hooks[param].grad_arrived(param)  # type: ignore[index]
 
     def release_all(self) -> None:
         """Frees all weights except those held by gather(), as after a failed backward pass.
@@ -242,15 +241,6 @@ class WeightShards:
     # ---- state dicts
 
     @contextmanager
-    def reading_freed(self) -> Iterator[None]:
-        """A context in which state_dict() returns parameters although they are freed."""
-        self._reads_freed = True
-        try:
-            yield
-        finally:
-            self._reads_freed = False
-
-    @contextmanager
     def writing(self) -> Iterator[None]:
         """A context in which pieces may be replaced.
 
@@ -263,32 +253,11 @@ class WeightShards:
                 " outside"
             )
         self.release_all()
-        yield
+        with nullcontext() if self._home is None else self._home.replacing():
+            yield
 
-    def _guard_state_dicts(self) -> list[RemovableHandle]:
-        """Makes state_dict() raise while weights are freed: it would return freed memory."""
-
-        def check_read(module: nn.Module, *_: Any) -> None:
-            params = module.parameters(recurse=False)
-            is_full = all(self._hooks[p].unit.is_full for p in params if p in self._hooks)
-            if not is_full and not self._reads_freed:
-                raise RuntimeError(
-                    "the weights are sharded and freed: call ringcomm.parallel.get_state_dict(),"
-                    " or state_dict() inside gather()"
-                )
-
-        def check_write(module: nn.Module, *_: Any) -> None:
-            if not self._reads_freed:
-                raise RuntimeError(
-                    "the weights are sharded: call ringcomm.parallel.set_state_dict()"
-                )
-
-        handles = []
-        for module in self._model.modules():
-            if any(param in self._hooks for param in module.parameters(recurse=False)):
-                handles.append(module.register_state_dict_pre_hook(check_read))
-                handles.append(module.register_load_state_dict_pre_hook(check_write))
-        return handles
+    def _refuse_load(self, *_: Any) -> NoReturn:
+        raise RuntimeError("the weights are sharded: call ringcomm.parallel.set_state_dict()")
 
 
 def refuse_moves(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from operator import add
 from typing import Any
@@ -49,11 +48,8 @@ class ModelParts:
         refuse_piece(module)
         found = (find_shards(param) for param in module.parameters())
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
-        with ExitStack() as stack:
-            for shards in self.shards:
-                stack.enter_context(shards.reading_freed())
-            # First: fully_shard replaces gathered parameters by its DTensors here.
-            state = module.state_dict(keep_vars=True)
+        # First: fully_shard replaces gathered parameters by its DTensors here.
+        state = module.state_dict(keep_vars=True)
         self._splits = {param: split for _, param, _, split in split_params(module)}
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
         groups = getattr(module, "tensor_groups", None) or tensor_groups_of([module])
@@ -72,7 +68,7 @@ class ModelParts:
             return self._placed(value.detach(), value, None)
         param: Any = value
         unit = shards.unit_of(param)
-        part = self._placed(unit.read_shard(param), param, unit.range_of(param))
+        part = self._placed(unit.read_shard(param), param, shards.range_of(param))
         if is_stored and unit.is_away(param):
             return part_of(part).stored(partial(unit.read_shard, param))
         return part
@@ -207,7 +203,7 @@ class OptimizerParts:
         """This rank's values."""
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
-            return optimizer.part_state_of(param, is_new=not optimizer.has_stepped(param))
+            return optimizer.part_state_of(param)
         if isinstance(optimizer, OFFLOADED):
             if optimizer.steps:
                 return optimizer.state_of(param)
@@ -290,7 +286,7 @@ def _init_state(optimizer: Any) -> None:
 def _known_state(optimizer: Any, param: Any) -> State:
     """A weight's state on this rank, without masters."""
     is_zero = isinstance(optimizer, ZeroOptimizer)
-    found = optimizer.part_state_of(param, is_new=False) if is_zero else optimizer.state.get(param)
+    found = optimizer.part_state_of(param) if is_zero else optimizer.state.get(param)
     return {k: v for k, v in (found or {}).items() if k != MASTER and v is not None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
@@ -25,17 +24,19 @@ from ringcomm.parallel.shards.units import check_can_materialize, materialize
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
-from ringcomm.parallel.zero.guards import refuse_hooks, retire
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import (
+    Given,
+    ShardOptions,
+    ZeroOptimizer,
+    is_sharded,
+    sharded_by,
+)
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
-from ringcomm.parallel.zero.stage3 import Zero3
-from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, has_late_hooks, root_mesh
+from ringcomm.parallel.zero.stage3 import HOOK_AT_STAGE_3, Zero3
+from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, hooks_of_leaf, root_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
-
-# Keyed weakly by parameter: a weak reference to the optimizer that has sharded it.
-_sharded: Any = WeakIdKeyDictionary()
 
 
 def shard(
@@ -143,15 +144,13 @@ def shard(
         raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3 only")
-    _check_model(model, optimizer, options, stage, mesh)
-    if mesh is not None and mesh.ndim == 2:
-        if stage != 3 or offload_weights or group is not None:
-            raise ValueError(
-                "a mesh of two dimensions needs stage 3, without group and offload_weights"
-            )
-        resolved = flat_mesh(mesh).get_group()
-    else:
-        resolved = resolve_group(group, mesh)
+    names = _checked_names(model, optimizer, options, stage, mesh)
+    is_grid = mesh is not None and mesh.ndim == 2
+    if is_grid and (stage != 3 or offload_weights or group is not None):
+        raise ValueError(
+            "a mesh of two dimensions needs stage 3, without group and offload_weights"
+        )
+    resolved = flat_mesh(mesh).get_group() if is_grid else resolve_group(group, mesh)
     mine = {
         "stage": stage,
         "options": options,
@@ -162,35 +161,49 @@ def shard(
     }
     check_agreement(mine, resolved)
     state = optimizer.state_dict()
+    given = Given(model, optimizer, stage, resolved, mesh, units, options, names)
     made: ZeroOptimizer
     if offload_weights:  # WeightShards broadcasts buffers
-        made = ZeroInfinity(model, optimizer, resolved, options, units)
+        made = ZeroInfinity(given)
     elif stage == 3:
-        made = Zero3(model, optimizer, resolved, options, units, mesh)
+        made = Zero3(given)
     else:
-        materialize(model, list(model.parameters()), device_of(resolved))
-        made = FlatZero(model, optimizer, stage, resolved, options)
+        materialize(model, [*names], device_of(resolved))
+        made = FlatZero(given)
     if not offload_weights:
         broadcast_coalesced_(map(local_of, model.buffers()), resolved)
-    retire(optimizer)
-    for param in made.all_params():
-        _sharded[param] = weakref.ref(made)
+    _retire(optimizer)
+    sharded_by.update(dict.fromkeys(made.all_params(), weakref.ref(made)))
     if state["state"]:
         made.load_state_dict(state)
     return made
 
 
+def _retire(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer that was given to zero.shard() raise before it writes anything."""
+    optimizer.register_step_pre_hook(_refuse_use)  # a scheduler has replaced `step`
+    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+        setattr(optimizer, name, _refuse_use)
+
+
+def _refuse_use(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "this optimizer was given to zero.shard() and no longer has the weights: use the"
+        " optimizer that zero.shard() returned"
+    )
+
+
 # ---- checks, before anything is sent or changed
 
 
-def _check_model(
+def _checked_names(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     options: ShardOptions,
     stage: int,
     mesh: DeviceMesh | None,
-) -> None:
-    """Raises TypeError or ValueError if they cannot be sharded."""
+) -> dict[nn.Parameter, str]:
+    """The weights' names; raises TypeError or ValueError if they cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model as the first argument, got a {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -209,106 +222,93 @@ def _check_model(
         )
     if options.looks_first:
         refuse_piece(model)
-    _check_params(model, optimizer, options, stage, mesh)
-    check_can_materialize(model)
-    check_elementwise(optimizer)
-
-
-def _check_params(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: ShardOptions,
-    stage: int,
-    mesh: DeviceMesh | None,
-) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"{name or 'the model'} is already sharded by fully_shard")
     names = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
         raise ValueError("the optimizer has no parameters")
-    strangers = [param for param in params if param not in names]
-    if strangers:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that is not in"
-            " the model"
-        )
-    missing = sorted(n for p, n in names.items() if p.requires_grad and p not in set(params))
-    if missing:
-        raise ValueError(
-            f"{missing[0]} requires grad and is in no parameter group of the optimizer, so that "
-            "its replicas would diverge: add it, or call requires_grad_(False)"
-        )
-    uses_fsdp = stage == 3 and not options.offload_weights
-    for param, name in names.items():
-        owner = _sharded.get(param)
-        if (owner is not None and owner() is not None) or find_shards(param) is not None:
-            raise ValueError(f"{name} is already sharded")
-        if uses_fsdp and param.dim() == 0:
+    for param in params:
+        if param not in names:
             raise ValueError(
-                f"{name} has no dimensions, so fully_shard of stage 3 cannot shard it: give it"
-                " one, or use stage 1 or 2"
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the"
+                " model"
             )
-        if isinstance(param, DTensor):
-            _check_dtensor(model, param, name, mesh if uses_fsdp else None)
-            if optimizer.state:
-                raise ValueError(
-                    f"{name} is a DTensor, and the optimizer has already made a step: pass a new"
-                    " optimizer to zero.shard()"
-                )
-    if uses_fsdp and options.loss_scale is not None and options.grad_dtype == torch.float16:
+    if len({param.device for param in params}) > 1:
+        raise ValueError("the parameters of a rank must be on one device, got several")
+    by_fsdp = stage == 3 and not options.offload_weights
+    if by_fsdp and options.loss_scale is not None and options.grad_dtype == torch.float16:
         raise ValueError(
             "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
-    for param in params:
-        _check_param(param, names[param], options, stage)
-    if len({param.device for param in params}) > 1:
-        raise ValueError("the parameters of a rank must be on one device, got several")
+    trained = set(params)
+    for param, name in names.items():
+        refusals = _refusals(name, param, options, stage, mesh, is_trained=param in trained)
+        for reason, is_refused in refusals.items():
+            if is_refused:
+                raise ValueError(reason)
+        if isinstance(param, DTensor) and optimizer.state:
+            raise ValueError(
+                f"{name} is a DTensor, and the optimizer has already made a step: pass a new"
+                " optimizer to zero.shard()"
+            )
+    check_can_materialize(model)
+    check_elementwise(optimizer)
+    return names
 
 
-def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh | None) -> None:
-    """Checks weights of torch's tensor parallelism; fully_shard shards another mesh dimension."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError(f"{name} is already sharded by fully_shard")
-    if mesh is None:
-        raise ValueError(
-            f"{name} is a DTensor: only stage 3 without offload_weights shards such weights, with"
-            " mesh=, other dimensions of the DeviceMesh that they are on"
-        )
-    own = param.device_mesh
-    shared = set(own.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
-    roots = [root_mesh(found).mesh.flatten().tolist() for found in (own, mesh)]
-    if len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names:
-        raise ValueError(
-            f"{name} is a DTensor on {own}: mesh= must be other dimensions of the same"
-            f" DeviceMesh, got {mesh}"
-        )
+def _refusals(
+    name: str,
+    param: nn.Parameter,
+    options: ShardOptions,
+    stage: int,
+    mesh: DeviceMesh | None,
+    *,
+    is_trained: bool,
+) -> dict[str, bool]:
+    """What zero.shard() refuses of a weight, and whether it is so; is_trained: by the optimizer."""
+    by_fsdp = stage == 3 and not options.offload_weights
+    has_owner = is_sharded(param) or find_shards(param) is not None
+    is_spread, own = isinstance(param, DTensor), getattr(param, "device_mesh", None)
+    has_mesh = by_fsdp and mesh is not None
+    is_missing = param.requires_grad and not is_trained
+    refusals = {
+        f"{name} requires grad and is in no parameter group of the optimizer, so that its replicas"
+        " would diverge: add it, or call requires_grad_(False)": is_missing,
+        f"{name} is already sharded": has_owner,
+        f"{name} has no dimensions, so fully_shard of stage 3 cannot shard it: give it one, or use"
+        " stage 1 or 2": by_fsdp and param.dim() == 0,
+        f"{name} is a DTensor: only stage 3 without offload_weights shards such weights, with"
+        " mesh=, other dimensions of the DeviceMesh that they are on": is_spread and not has_mesh,
+        f"{name} is a DTensor on {own}: mesh= must be other dimensions of the same DeviceMesh, got"
+        f" {mesh}": is_spread and has_mesh and not _are_apart(own, mesh),
+    }
+    if not is_trained:
+        return refusals
+    early, late = hooks_of_leaf(param)
+    is_full, is_cast = param.dtype == torch.float32, options.param_dtype is not None
+    takes = (torch.float32,) if by_fsdp else (torch.float32, torch.float16, torch.bfloat16)
+    kinds = "float32" if by_fsdp else "float32, float16 or bfloat16"
+    dtype, given = options.param_dtype or param.dtype, options.reduce_dtype
+    is_reducible = given in (None, torch.float32, dtype)
+    return refusals | {
+        f"{name} does not require grad: leave it out of the optimizer": not param.requires_grad,
+        f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which stage 3"
+        " does not support: use stage 1 or 2": stage == 3 and summed_over(param) is not None,
+        f"{name} {HOOK_AT_STAGE_3}": by_fsdp and bool(early),
+        f"{name} has a hook of register_post_accumulate_grad_hook(), which would see the gradient"
+        " of one rank and one backward pass: remove it, or use register_hook()": bool(late),
+        f"{name} must be {kinds} to be sharded, got {param.dtype}": param.dtype not in takes,
+        f"reduce_dtype must be torch.float32 or {dtype}, the dtype of {name}, got"
+        f" {given}": not is_reducible,
+        f"param_dtype is for float32 weights, but {name} is {param.dtype}": is_cast and not is_full,
+    }
 
 
-def _check_param(param: nn.Parameter, name: str, options: ShardOptions, stage: int) -> None:
-    if not param.requires_grad:
-        raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
-    if stage == 3 and summed_over(param) is not None:
-        raise ValueError(
-            f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which "
-            "stage 3 does not support: use stage 1 or 2"
-        )
-    if stage == 3 and not options.offload_weights:
-        refuse_hooks(param, name)
-    if has_late_hooks(param):
-        raise ValueError(
-            f"{name} has a hook of register_post_accumulate_grad_hook(), which would see the"
-            " gradient of one rank and one backward pass: remove it, or use register_hook()"
-        )
-    takes_half = stage < 3 or options.offload_weights
-    allowed = (torch.float32, torch.float16, torch.bfloat16) if takes_half else (torch.float32,)
-    if param.dtype not in allowed:
-        kinds = "float32, float16 or bfloat16" if takes_half else "float32"
-        raise ValueError(f"{name} must be {kinds} to be sharded, got {param.dtype}")
-    dtype = options.param_dtype or param.dtype
-    if options.reduce_dtype not in (None, torch.float32, dtype):
-        raise ValueError(
-            f"reduce_dtype must be torch.float32 or {dtype}, the dtype of {name}, got"
-            f" {options.reduce_dtype}"
-        )
-    if options.param_dtype is not None and param.dtype != torch.float32:
-        raise ValueError(f"param_dtype is for float32 weights, but {name} is {param.dtype}")
+def _are_apart(own: Any, other: Any) -> bool:
+    """Whether the meshes are different dimensions of one DeviceMesh, such as fully_shard needs."""
+    shared = set(own.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
+    roots = [root_mesh(mesh).mesh.flatten().tolist() for mesh in (own, other)]
+    return len(shared) <= 1 and roots[0] == roots[1] and bool(other.mesh_dim_names)

@@ -6,8 +6,7 @@ pass.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import (
-    all_gather_shards,
-    device_of,
-    reduce_scatter_mean,
-)
-from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks
+from ringcomm.parallel.flat_collectives import all_gather_shards, device_of, reduce_scatter_mean
+from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
+from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
 
 
@@ -33,9 +29,13 @@ class Bucket:
     Attributes:
         params: the weights, in the order of the buffer.
         weights: all ranks' shards of them, in rank order; one dimension.
+        is_half: whether the weights have 16 bits.
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
             float32 values of 16-bit weights.
+        grads: the buffer of unsharded gradients; None while there are none.
         shard_grad: the gradient of the shard; None before the first reduction.
+        arrived: the weights whose gradient has arrived since the last reduction.
+        reduced: those whose gradient has been reduced since the last step.
     """
 
     def __init__(
@@ -44,13 +44,20 @@ class Bucket:
         group: dist.ProcessGroup,
         dtype: torch.dtype | None,
         grad_dtype: torch.dtype,
+        *,
+        keeps_buffer: bool,
     ) -> None:
-        """Uses rank 0's values in `dtype`, by default the weights' dtype. Collective."""
+        """Uses rank 0's values in `dtype`, by default the weights' dtype. Collective.
+
+        `keeps_buffer`: whether the buffer of unsharded gradients stays when they are reduced.
+        """
         self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
+        self._keeps_buffer = keeps_buffer
         values = torch.cat([param.detach().reshape(-1) for param in params])
         dist.broadcast(values, group=group, group_src=0)
         self.weights = values if dtype is None else values.to(dtype)
-        mine = slice(*self.shard_range)
+        mine = slice(*shard_range(values.numel(), group.size(), group.rank()))
+        self._mine, self.is_half = mine, self.weights.dtype != torch.float32
         self.has_master = self.is_half
         self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
         begin = 0
@@ -58,29 +65,16 @@ class Bucket:
         for param in self.params:
             self._places[param] = begin, begin + param.numel()
             begin += param.numel()
-        for param in self.params:
             param.grad = None
             param.data = self._view(self.weights, param)
         self.shard_grad: Tensor | None = None
-        self._grads: Tensor | None = None
-        self._arrived: set[nn.Parameter] = set()
-        self._reduced: set[nn.Parameter] = set()
+        self.grads: Tensor | None = None
+        self.arrived: set[nn.Parameter] = set()
+        self.reduced: set[nn.Parameter] = set()
 
-    @property
-    def shard_range(self) -> tuple[int, int]:
-        """The elements [begin, end) of this rank."""
-        return shard_range(self.weights.numel(), self._group.size(), self._group.rank())
-
-    @property
-    def is_half(self) -> bool:
-        """Whether the weights have 16 bits."""
-        return self.weights.dtype != torch.float32
-
-    def give_master(self) -> Tensor:
-        """Returns the float32 shard to its new owner; `shard` has 16 bits from now on."""
-        master, self.shard = self.shard, self.weights[slice(*self.shard_range)]
-        self.has_master = False
-        return master
+    def give_up_master(self) -> None:
+        """The float32 shard has a new owner; `shard` has 16 bits from now on."""
+        self.shard, self.has_master = self.weights[self._mine], False
 
     def _view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
         """A weight's part of a buffer of the bucket's size, in the weight's shape."""
@@ -106,71 +100,57 @@ class Bucket:
     def place_in_shard(self, param: nn.Parameter, last: nn.Parameter | None = None) -> slice:
         """The range in `shard` of this rank's part of a weight, or of weights up to `last`."""
         first, end = self._places[param][0], self._places[param if last is None else last][1]
-        begin, num_elems = self.shard_range[0], self.shard.numel()
+        begin, num_elems = self._mine.start, self.shard.numel()
         edges = [min(max(edge - begin, 0), num_elems) for edge in (first, end)]
         return slice(*edges)
 
     # ---- gradients
 
-    @property
-    def gradient_tensors(self) -> list[Tensor]:
-        """The gradient tensors in memory on this rank."""
-        return [tensor for tensor in (self._grads, self.shard_grad) if tensor is not None]
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether a gradient has arrived since the last reduction."""
-        return bool(self._arrived)
-
-    def has_gradient(self, param: nn.Parameter) -> bool:
-        """Whether a gradient has arrived on this rank since the last step."""
-        return param in self._arrived or param in self._reduced
-
     def take(self, param: nn.Parameter, grad: Tensor) -> None:
         """Adds a gradient to the buffer."""
         view = self._view(self._buffer(), param)
-        if param in self._arrived:
+        if param in self.arrived:
             view.add_(grad)
         else:
             view.copy_(grad)
-        self._arrived.add(param)
+        self.arrived.add(param)
 
     def drop(self, param: nn.Parameter) -> None:
         """Drops a weight's gradient."""
-        if param in self._reduced and self.shard_grad is not None:
+        if param in self.reduced and self.shard_grad is not None:
             self.shard_grad[self.place_in_shard(param)] = 0
-        self._arrived.discard(param)
-        self._reduced.discard(param)
+        self.arrived.discard(param)
+        self.reduced.discard(param)
 
     def whole_gradients(self) -> Tensor:
         """The buffer, with zeros for missing gradients."""
         grads = self._buffer()
         for param in self.params:
-            if param not in self._arrived:
+            if param not in self.arrived:
                 self._view(grads, param).zero_()
         return grads
 
     def _buffer(self) -> Tensor:
-        if self._grads is None:
-            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
-        return self._grads
+        if self.grads is None:
+            self.grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
+        return self.grads
 
     def reduce(self) -> None:
         """Accumulates this rank's shard of the ranks' mean gradient. Collective."""
         mean = reduce_scatter_mean(self.whole_gradients(), self._group)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
-        self._reduced |= self._arrived
-        self._arrived.clear()
+        self.reduced |= self.arrived
+        self._empty_buffer()
 
-    def free_buffer(self) -> None:
-        """Frees unsharded gradients after their reduction."""
-        self._grads = None
-        self._arrived.clear()
+    def _empty_buffer(self) -> None:
+        self.arrived.clear()
+        if not self._keeps_buffer:
+            self.grads = None
 
     def forget_gradients(self) -> None:
-        """Resets gradients; keeps the buffer of unsharded gradients for the next ones."""
-        self._arrived.clear()
-        self._reduced.clear()
+        """Drops all gradients."""
+        self._empty_buffer()
+        self.reduced.clear()
         self.shard_grad = None
 
     # ---- around the update
@@ -178,7 +158,7 @@ class Bucket:
     def see_written_weights(self) -> None:
         """Updates masters after 16-bit weights were modified, as by a loaded state_dict."""
         if self.has_master:
-            mine = self.weights[slice(*self.shard_range)]
+            mine = self.weights[self._mine]
             is_written = mine != self.shard.to(mine.dtype)
             if is_written.any():
                 self.shard[is_written] = mine[is_written].float()
@@ -186,16 +166,12 @@ class Bucket:
     def gather(self) -> None:
         """Gathers the new weights on all ranks. Collective."""
         if self.has_master:
-            self.weights[slice(*self.shard_range)] = self.shard
+            self.weights[self._mine] = self.shard
         all_gather_shards(self.weights, self._group)
 
 
 def plan_buckets(
-    model: nn.Module,
-    groups: Iterable[dict[str, Any]],
-    stage: int,
-    bucket_bytes: int,
-    dtype: torch.dtype | None,
+    model: nn.Module, groups: Iterable[dict[str, Any]], stage: int, options: ShardOptions
 ) -> list[list[nn.Parameter]]:
     """Groups weights of one dtype and device, up to the maximum size; a larger weight is alone.
 
@@ -208,9 +184,9 @@ def plan_buckets(
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for param in sorted(group_of, key=position.__getitem__, reverse=True):
         kind = param.dtype, param.device, group_of[param] if stage == 1 else None
-        num_bytes = param.numel() * (dtype or param.dtype).itemsize
+        num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
         bucket, filled = filling.get(kind, ([], 0))
-        if not bucket or filled + num_bytes > bucket_bytes:
+        if not bucket or filled + num_bytes > options.bucket_bytes:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(param)
@@ -227,12 +203,6 @@ class BackwardPasses:
     different numbers of passes: a rank announces each pass, and ranks in agree() take part in it.
     """
 
-    _has_begun: bool
-    _next: int  # the bucket to reduce next
-    _left: list[set[nn.Parameter]]  # by bucket, weights whose gradient is missing in this pass
-    _tasks: set[int]  # graph tasks that call _task_ended()
-    _expected: tuple[int, nn.Parameter] | None  # what the next bucket waits for, in a graph task
-
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -246,8 +216,19 @@ class BackwardPasses:
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
-        self._has_passed = False  # since the last call of joined()
+        self._has_passed = False  # since the last call of join()
         self.forget()
+
+    def forget(self) -> None:
+        """Resets the state for a new pass, also after a failed one."""
+        remove_hooks(self._outer_hooks)
+        self._outer_hooks = []
+        self._has_begun, self._next = False, 0  # the bucket to reduce next
+        self._tasks: set[int] = set()  # graph tasks that call _task_ended()
+        # What the next bucket waits for, in a graph task.
+        self._expected: tuple[int, nn.Parameter] | None = None
+        # By bucket, the weights whose gradient is missing in this pass.
+        self._left = [set(bucket.params) for bucket in self._buckets]
 
     # ---- by weight
 
@@ -271,26 +252,20 @@ class BackwardPasses:
         """See GradientHooks."""
         self._buckets[self._index[param]].drop(param)
 
-    def joined(self) -> Callable[[], None]:
-        """A function for all ranks to call after each backward pass of a pipeline's stage.
+    def join(self) -> None:
+        """To be called by all ranks after each backward pass of a pipeline's stage.
 
-        A rank whose pass had no gradient for the buckets then takes part in that of other ranks.
+        A rank whose pass had no gradient for the buckets takes part in that of other ranks.
         Otherwise these would wait for its step, and its pipeline for them. Collective.
         """
-        told = weakref.ref(self)
-
-        def join() -> None:
-            found = told()
-            if found is None or not found.reduces or not found.hooks.nodes:
-                return
-            if not found._has_passed:
-                with torch.no_grad():
-                    found._largest_facts(is_pass=True)
-                    found._reduce_rest()
-                found.forget()
-            found._has_passed = False
-
-        return join
+        if not self.reduces or not self.hooks.nodes:
+            return
+        if not self._has_passed:
+            with torch.no_grad():
+                self._largest_facts(is_pass=True)
+                self._reduce_rest()
+            self.forget()
+        self._has_passed = False
 
     # ---- agreement of all ranks
 
@@ -299,11 +274,9 @@ class BackwardPasses:
 
         Collective: one MAX all_reduce, and each backward pass that only other ranks make.
         """
-        found = self._largest_facts(is_pass=False)
-        while found[0]:
+        while (found := self._largest_facts(is_pass=False))[0]:
             self._reduce_rest()
             self.forget()
-            found = self._largest_facts(is_pass=False)
         _, *by_weight = found
         by_bucket = by_weight[len(self._index) :]
         present = {param for param, has in zip(self._index, by_weight, strict=False) if has}
@@ -311,9 +284,9 @@ class BackwardPasses:
 
     def _largest_facts(self, *, is_pass: bool) -> list[int]:
         """Maxima over all ranks: whether a pass begins, weights with a gradient, fresh buckets."""
-        mine = [int(is_pass)]
-        mine += [self._buckets[i].has_gradient(param) for param, i in self._index.items()]
-        mine += [bucket.is_fresh for bucket in self._buckets]
+        has_gradient = {param for b in self._buckets for param in b.arrived | b.reduced}
+        mine = [is_pass, *(param in has_gradient for param in self._index)]
+        mine += [bool(bucket.arrived) for bucket in self._buckets]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self._group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
         found: list[int] = facts.tolist()
@@ -322,10 +295,8 @@ class BackwardPasses:
     # ---- by pass
 
     def _reduce_next(self) -> None:
-        bucket = self._buckets[self._next]
         self._next += 1
-        bucket.reduce()
-        bucket.free_buffer()
+        self._buckets[self._next - 1].reduce()
 
     def _reduce_rest(self) -> None:
         while self._next < len(self._buckets):
@@ -345,19 +316,12 @@ class BackwardPasses:
                     return
             self._reduce_next()
 
-    def _watch(self) -> None:
+    def _watch(self, *_: Any) -> None:
         """Makes the engine call _task_ended() at the end of the current graph task."""
         task = graph_task()
-        if task in self._tasks:
-            return
-        self._tasks.add(task)
-        told = weakref.ref(self)
-
-        def task_ended() -> None:
-            if (found := told()) is not None:
-                found._task_ended()
-
-        at_end_of_backward(task_ended)
+        if task not in self._tasks:
+            self._tasks.add(task)
+            at_end_of_backward(weakly(self._task_ended))
 
     def _task_ended(self) -> None:
         """Called at the end of a backward pass, or of the nested one of a reentrant checkpoint."""
@@ -368,19 +332,6 @@ class BackwardPasses:
             self.forget()
             return
         # A node of the outer task has run this one. Later nodes run in the outer task.
-        told = weakref.ref(self)
-
-        def outer_runs(_: Any) -> None:
-            if (found := told()) is not None:
-                found._watch()
-
         for node, _ in outer.next_functions:
             if node is not None:
-                self._outer_hooks.append(node.register_prehook(outer_runs))
-
-    def forget(self) -> None:
-        """Resets the state for a new pass, also after a failed one."""
-        remove_hooks(self._outer_hooks)
-        self._outer_hooks = []
-        self._has_begun, self._next, self._tasks, self._expected = False, 0, set(), None
-        self._left = [set(bucket.params) for bucket in self._buckets]
+                self._outer_hooks.append(node.register_prehook(weakly(self._watch)))

@@ -74,7 +74,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 def num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     """The number of state values per element, from a step on a small weight."""
     weight = torch.ones(2, 2)
-    state = _steps(optimizer, group, [weight], [[torch.ones_like(weight)]])[0]
+    state = _steps(optimizer, group, weight, [torch.ones_like(weight)])
     return sum(1 for value in state.values() if isinstance(value, Tensor) and value.dim())
 
 
@@ -87,12 +87,9 @@ def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     device = next((param.device for param in group["params"] if not param.is_meta), "cpu")
     weight, grads = weight.to(device), [grad.to(device) for grad in grads]
     parts = [part.clone() for part in weight.view(-1).split(_SIZES)]
-    of_whole = _steps(optimizer, group, [weight], [[grad] for grad in grads])[0]
-    by_part = [grad.view(-1).split(_SIZES) for grad in grads]
-    of_parts = [
-        _steps(optimizer, group, [part], [[grads[i]] for grads in by_part])[0]
-        for i, part in enumerate(parts)
-    ]
+    of_whole = _steps(optimizer, group, weight, grads)
+    by_part = zip(*(grad.view(-1).split(_SIZES) for grad in grads), strict=True)
+    of_parts = [_steps(optimizer, group, *own) for own in zip(parts, by_part, strict=True)]
     values = [("weights", weight, parts)]
     for key, value in of_whole.items():
         if isinstance(value, Tensor) and value.dim():
@@ -107,30 +104,26 @@ def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
 
 
 def _steps(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    weights: Sequence[Tensor],
-    grads: Sequence[Sequence[Tensor]],
-) -> list[dict[str, Any]]:
-    """Steps of a copy of the optimizer with the options of a group; the states after them."""
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: Tensor, grads: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The state after steps of a copy of the optimizer with the options of a group."""
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if float(options.get("lr", 1.0)) == 0:  # as a scheduler's warm-up may begin
         options["lr"] = 1e-3
     if options.get("capturable"):  # for GPUs only
         options["capturable"] = False
-    twin = over_groups(optimizer, [{**options, "params": [*weights]}])
+    twin = over_groups(optimizer, [{**options, "params": [weight]}])
     # Adagrad's state exists before its first step.
     known = (optimizer.state[param] for param in group["params"] if param in optimizer.state)
     state: dict[str, Any] = next(known, {})
-    for weight in weights:
-        if state:
-            twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
+    if state:
+        twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for of_step in grads:
-            for weight, grad in zip(weights, of_step, strict=True):
-                weight.grad = grad.clone()
+        for grad in grads:
+            weight.grad = grad.clone()
             twin.step()
-    return [twin.state.get(weight, {}) for weight in weights]
+    found: dict[str, Any] = twin.state.get(weight, {})
+    return found
 
 
 def _like(value: Any, weight: Tensor) -> Any:

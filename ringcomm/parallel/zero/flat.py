@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import takes_uneven
-from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.gradient_placeholder import weakly
+from ringcomm.parallel.model_axes import StagePart, late_weights
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import tree_map_only
-
-Params = Sequence[nn.Parameter]
 
 
 class _Gradients(Operands):
@@ -44,30 +43,24 @@ class FlatZero(ZeroOptimizer):
     Optimizers of other classes run on the parts.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        stage: int,
-        group: dist.ProcessGroup,
-        options: ShardOptions,
-    ) -> None:
+    def __init__(self, given: Given) -> None:
         """Collective: a broadcast per bucket."""
-        super().__init__(model, optimizer, group, options)
-        self.stage = stage
+        super().__init__(given)
+        model, optimizer, group, options = given.model, given.optimizer, self.group, self.options
+        self.stage = stage = given.stage
         dtype = options.param_dtype
         self._buckets = [
-            Bucket(params, group, dtype, options.grad_dtype)
-            for params in plan_buckets(model, self.param_groups, stage, options.bucket_bytes, dtype)
+            Bucket(params, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
+            for params in plan_buckets(model, self.param_groups, stage, options)
         ]
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         if dtype is not None:
-            _compute_in(model, dtype, set(self._bucket_of))
+            _compute_in(model, dtype)
         self._passes = BackwardPasses(
-            self._buckets, group, self.all_params(), self._late, reduces=stage == 2
+            self._buckets, group, self.all_params(), late_weights(model), reduces=stage == 2
         )
         if isinstance(model, StagePart) and stage == 2:
-            model.after_backward.append(self._passes.joined())
+            model.after_backward.append(weakly(self._passes.join))
         # Facts of this step that all ranks share, from _agree().
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
@@ -78,17 +71,18 @@ class FlatZero(ZeroOptimizer):
 
     def _offload(self, optimizer: Any) -> None:
         """Makes the inner optimizer, which keeps masters with its states."""
-        masters = {bucket: bucket.give_master() for bucket in self._buckets if bucket.has_master}
+        halves = [param for param, bucket in self._bucket_of.items() if bucket.has_master]
+        masters = {param: self._part_of(param) for param in halves}
+        for bucket in self._buckets:
+            bucket.give_up_master()
         self._own = {param: self._part_of(param) for param in self._bucket_of}
         groups = [{**g, "params": [self._own[p] for p in g["params"]]} for g in self.param_groups]
         self._gradients = _Gradients()
         self._inner = optimizer.over(groups, operands=self._gradients)
-        for bucket, master in masters.items():
-            for param in bucket.params:
-                state = {"step": 0, "master": master[bucket.place_in_shard(param)]}
-                self._inner.set_state_of(self._own[param], state)
+        for param, master in masters.items():
+            self._inner.set_state_of(self._own[param], {"step": 0, "master": master})
 
-    def _part_of(self, param: nn.Parameter) -> Tensor:
+    def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
         return bucket.shard[bucket.place_in_shard(param)]
 
@@ -114,8 +108,6 @@ class FlatZero(ZeroOptimizer):
     def _reduce(self) -> None:
         for bucket in self._due:
             bucket.reduce()
-            if self.stage == 2:
-                bucket.free_buffer()
         self._due = []
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -127,8 +119,6 @@ class FlatZero(ZeroOptimizer):
     def _forget_gradients(self) -> None:
         for bucket in self._buckets:
             bucket.forget_gradients()
-            if self.stage == 2:
-                bucket.free_buffer()
         self._passes.forget()
         self._present, self._due = set(), []
         for param in self._bucket_of:
@@ -140,19 +130,20 @@ class FlatZero(ZeroOptimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return [tensor for bucket in self._buckets for tensor in bucket.gradient_tensors]
+        tensors = (tensor for b in self._buckets for tensor in (b.grads, b.shard_grad))
+        return [tensor for tensor in tensors if tensor is not None]
 
     # ---- the update
 
     def _update(self, factor: float) -> None:
-        self._states_come()
+        self._see_written_weights()
         rules: dict[nn.Parameter, Rule | None] = {}
         for group in self.param_groups:
             rule = rule_of(self._inner, group) if self._has_rules else None
             rules |= dict.fromkeys(group["params"], rule)
-        for bucket in list(self._due):
-            if self._updated_in_one_pass(bucket, rules, factor):
-                self._due.remove(bucket)
+        waiting = [bucket for bucket in self._due if bucket.shard_grad is None]
+        done = [bucket for bucket in waiting if self._updated_by_rules(bucket, rules, factor)]
+        self._due = [bucket for bucket in self._due if bucket not in done]
         self._reduce()
         reduced = [bucket for bucket in self._buckets if bucket.shard_grad is not None]
         rest = [bucket for bucket in reduced if not self._updated_by_rules(bucket, rules, factor)]
@@ -174,72 +165,50 @@ class FlatZero(ZeroOptimizer):
         runs = groupby(bucket.params, kind)
         return [(rule, step, [*run]) for (has_grad, rule, step), run in runs if has_grad]
 
-    def _updated_in_one_pass(
-        self, bucket: Bucket, rules: dict[nn.Parameter, Rule | None], factor: float
-    ) -> bool:
-        device = bucket.weights.device
-        if (
-            self.stage != 1
-            or bucket.shard_grad is not None
-            or device.type != "cpu"
-            or not takes_uneven(self.group, device)
-        ):
-            return False
-        (rule, step, params), *others = self._runs(bucket, rules)
-        if rule is None or others or len(params) < len(bucket.params):
-            return False
-        states = self._begun_states(bucket, params, rule)
-        if bucket.has_master:
-            states["master"] = bucket.shard
-        ops.reduce_scatter_update_all_gather_(
-            bucket.weights,
-            bucket.whole_gradients(),
-            states,
-            optimizer=rule,
-            step=step,
-            group=self.group,
-            grad_scale=factor,
-        )
-        self._stepped(params, rule)
-        return True
-
     def _updated_by_rules(
         self, bucket: Bucket, rules: dict[nn.Parameter, Rule | None], factor: float
     ) -> bool:
-        if bucket.shard.device.type != "cpu":
+        """Updates a bucket by operators if they can; one operator if it is not reduced yet."""
+        runs, device = self._runs(bucket, rules), bucket.weights.device
+        if device.type != "cpu" or any(rule is None for rule, *_ in runs):
             return False
-        runs = self._runs(bucket, rules)
-        if any(rule is None for rule, _, _ in runs):
+        grads = bucket.shard_grad
+        if grads is None and (
+            self.stage != 1
+            or not takes_uneven(self.group, device)
+            or [params for *_, params in runs] != [bucket.params]
+        ):
             return False
-        assert bucket.shard_grad is not None
         for rule, step, params in runs:
-            place = bucket.place_in_shard(params[0], params[-1])
             states = self._begun_states(bucket, params, rule)
-            ops.optimizer_update_(
-                bucket.shard[place],
-                bucket.shard_grad[place].to(bucket.shard.dtype),
-                {name: buffer[place] for name, buffer in states.items()},
-                optimizer=rule,
-                step=step,
-                grad_scale=factor,
-            )
-            self._stepped(params, rule)
+            options: dict[str, Any] = {"optimizer": rule, "step": step, "grad_scale": factor}
+            if grads is None:
+                if bucket.has_master:
+                    states["master"] = bucket.shard
+                ops.reduce_scatter_update_all_gather_(
+                    bucket.weights, bucket.whole_gradients(), states, group=self.group, **options
+                )
+            else:
+                place = bucket.place_in_shard(params[0], params[-1])
+                ops.optimizer_update_(
+                    bucket.shard[place],
+                    grads[place].to(bucket.shard.dtype),
+                    {name: buffer[place] for name, buffer in states.items()},
+                    **options,
+                )
+            if isinstance(rule, ops.AdamWStep):
+                torch._foreach_add_([self._states[param]["step"] for param in params], 1)
         return True
 
     def _update_by_inner(self, buckets: list[Bucket], factor: float) -> None:
         """Updates by the inner optimizer: other classes, rules not in ringcomm.ops, offloading."""
-        params = [p for bucket in buckets for p in bucket.params if p in self._present]
-        grads: dict[Any, Tensor] = {}
-        for param in params:
-            bucket = self._bucket_of[param]
-            assert bucket.shard_grad is not None
-            grads[param] = bucket.shard_grad[bucket.place_in_shard(param)]
+        params = {p for bucket in buckets for p in bucket.params if p in self._present}
+        grads = {param: grad for param, grad in self._shards() if param in params}
         if not self._is_offloaded:
-            self._step_inner({param: self._part_of(param) for param in params}, grads, factor)
+            self._step_inner(grads, factor)
             return
         self._gradients.of = {self._own[param]: grad for param, grad in grads.items()}
-        self._take_options()
-        self._inner.update(factor)
+        self._update_offloaded(factor)
         self._gradients.of = {}
 
     # ---- state
@@ -249,32 +218,28 @@ class FlatZero(ZeroOptimizer):
         state = self._states.get(param, {})
         return int(state.get("step", state.get("momentum_buffer") is not None))
 
-    def _stepped(self, params: Params, rule: Rule) -> None:
-        if isinstance(rule, ops.AdamWStep):
-            torch._foreach_add_([self._states[param]["step"] for param in params], 1)
-
-    def _buffer(self, bucket: Bucket, name: str) -> Tensor:
-        found = self._buffers[bucket]
-        if name not in found:
-            found[name] = torch.zeros_like(bucket.shard)
-        return found[name]
-
-    def _begun_states(self, bucket: Bucket, params: Params, rule: Rule) -> dict[str, Tensor]:
+    def _begun_states(
+        self, bucket: Bucket, params: Sequence[nn.Parameter], rule: Rule
+    ) -> dict[str, Tensor]:
         """The buffers of a rule's states, with all states of the weights; missing ones are zeros.
 
         Users and load_state_dict() may have replaced states by other tensors.
         """
+        buffers = self._buffers[bucket]
+        for name in rule.state_names:
+            if name not in buffers:
+                buffers[name] = torch.zeros_like(bucket.shard)
         for param in params:
             state, place = self._states.setdefault(param, {}), bucket.place_in_shard(param)
             for name in rule.state_names:
-                own, value = self._buffer(bucket, name)[place], state.get(name)
+                own, value = buffers[name][place], state.get(name)
                 if value is None:
                     state[name] = own.zero_()
                 elif value.data_ptr() != own.data_ptr():
                     state[name] = own.copy_(value)
             if isinstance(rule, ops.AdamWStep) and not isinstance(state.get("step"), Tensor):
                 state["step"] = torch.tensor(float(state.get("step", 0)))
-        return {name: self._buffer(bucket, name) for name in rule.state_names}
+        return {name: buffers[name] for name in rule.state_names}
 
     def _state_of(self, param: Any) -> dict[str, Any]:
         """A weight's flat states, and "master" for 16-bit weights."""
@@ -301,20 +266,23 @@ class FlatZero(ZeroOptimizer):
         """See ZeroOptimizer."""
         return self._bucket_of[param].part_range(param, rank)
 
-    def _states_come(self) -> None:
+    def _see_written_weights(self) -> None:
         for bucket in self._buckets:
             bucket.see_written_weights()
 
-    def _states_taken(self) -> None:
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        self._see_written_weights()
+        yield
         for bucket in self._buckets:
             if bucket.has_master:
                 bucket.gather()
 
 
-def _compute_in(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]) -> None:
+def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
-        if param not in trained and param.is_floating_point():
+        if param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.offload.tiers import Loan, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-
-Loans = dict[Tensor, Loan]
 
 
 class Home(Operands):
@@ -23,16 +20,25 @@ class Home(Operands):
     step, as long as the model repeats it.
 
     Attributes:
+        replacing: a context for replacing shards outside a step.
         small_grads: by shard, the gradients in memory.
     """
 
-    def __init__(self, weights: Tier, grads: Tier, *, is_filled: bool) -> None:
+    def __init__(
+        self,
+        weights: Tier,
+        grads: Tier,
+        replacing: Callable[[], AbstractContextManager[None]],
+        *,
+        is_filled: bool,
+    ) -> None:
+        self.replacing = replacing
         self._weights, self._grads, self._is_filled = weights, grads, is_filled
         self._keys: dict[Tensor, str] = {}
         self._shapes: dict[Tensor, torch.Size] = {}
-        self._order: list[HomedUnit] = []  # of the last step
-        self._came: list[HomedUnit] = []  # of this one
-        self._ahead: tuple[HomedUnit, Loans] | None = None
+        self._order: list[ShardedUnit] = []  # of the last step
+        self._came: list[ShardedUnit] = []  # of this one
+        self._ahead: tuple[ShardedUnit, dict[Tensor, Loan]] | None = None
         self._fresh: set[Tensor] = set()  # shards that have a gradient
         self.small_grads: dict[Tensor, Tensor] = {}
         self._of_update: dict[Tensor, tuple[Loan, Loan]] = {}
@@ -46,10 +52,10 @@ class Home(Operands):
             self._keys[shard], self._shapes[shard] = key, shard.shape
             if not self._is_filled:
                 self._weights.put(key, shard)
-            _empty(shard)
+            shard.data = shard.new_empty(0)
 
     @contextmanager
-    def in_memory(self, unit: HomedUnit) -> Iterator[None]:
+    def in_memory(self, unit: ShardedUnit) -> Iterator[None]:
         """A context in which a unit's shards are in memory; prefetches those of the next unit."""
         if self._ahead is not None and self._ahead[0] is unit:
             loans, self._ahead = self._ahead[1], None
@@ -68,7 +74,7 @@ class Home(Operands):
         finally:
             for shard, loan in loans.items():
                 self._weights.give_back(loan, is_written=False)
-                _empty(shard)
+                shard.data = shard.new_empty(0)
 
     def row(self, shard: Tensor, *, is_written: bool) -> AbstractContextManager[Tensor]:
         """A context with the values of a large shard, to read or write."""
@@ -87,7 +93,7 @@ class Home(Operands):
                 self._weights.give_back(loan, is_written=False)
             self._ahead = None
 
-    def _fetch(self, unit: HomedUnit) -> Loans:
+    def _fetch(self, unit: ShardedUnit) -> dict[Tensor, Loan]:
         shards = (unit.shards[param] for param in unit.large)
         return {shard: self._weights.fetch(self._keys[shard]) for shard in shards}
 
@@ -145,46 +151,3 @@ class Home(Operands):
             weights, grads = self._of_update.pop(param)
             self._weights.give_back(weights, is_written=True)
             self._grads.give_back(grads, is_written=False)
-
-
-class HomedUnit(ShardedUnit):
-    """A unit whose large shards are in a Home."""
-
-    def __init__(
-        self,
-        home: Home,
-        module: nn.Module,
-        params: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(module, params, group)
-        self._home = home
-        self.free()
-        home.keep(self.shards[param] for param in self.large)
-
-    def _exchange(self) -> None:
-        with self._home.in_memory(self):
-            super()._exchange()
-
-    def is_away(self, param: nn.Parameter) -> bool:
-        """See ShardedUnit."""
-        return any(param is large for large in self.large)
-
-    def read_shard(self, param: nn.Parameter) -> Tensor:
-        """See ShardedUnit."""
-        if not self.is_away(param):
-            return super().read_shard(param)
-        with self._home.row(self.shards[param], is_written=False) as row:
-            return row.clone()
-
-    def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
-        """See ShardedUnit."""
-        if not self.is_away(param):
-            super().write_shard(param, value)
-            return
-        with self._home.row(self.shards[param], is_written=True) as row:
-            row.copy_(value)
-
-
-def _empty(shard: Tensor) -> None:
-    shard.data = shard.new_empty(0)

@@ -6,8 +6,8 @@ weights are gathered when it runs, and the next unit's are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,12 @@ from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
-from ringcomm.parallel.gradient_placeholder import (
-    GradientHooks,
-    check_same_gradients,
-    progress,
-)
-from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
+from ringcomm.parallel.gradient_placeholder import GradientHooks, check_same_gradients, progress
+from ringcomm.parallel.offload.tiers import FileTier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.shards import WeightShards
-from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.parallel.zero.home import Home, HomedUnit
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
-from ringcomm.parallel.zero.states import States
+from ringcomm.parallel.zero.home import Home
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import NO_BACKWARD, graph_task, will_run
 
 
@@ -39,16 +33,10 @@ class ZeroInfinity(ZeroOptimizer):
     the last commit even after a crash. Weights below 64 KiB stay in memory.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        group: dist.ProcessGroup,
-        options: ShardOptions,
-        units: Iterable[nn.Module] | None,
-    ) -> None:
+    def __init__(self, given: Given) -> None:
         """Collective: a broadcast per unit."""
-        super().__init__(model, optimizer, group, options)
+        super().__init__(given)
+        optimizer, group, resume = given.optimizer, given.group, given.options.resume
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights needs a group of backend ringcomm")
         device = self._device()
@@ -60,33 +48,33 @@ class ZeroInfinity(ZeroOptimizer):
             path = Path(path) / f"rank{group.rank()}of{group.size()}"
         self._tier = make_tier(optimizer.to, path, keep=True, pool=pool)
         self._grads = make_tier(optimizer.to, path, keep=False, pool=pool)
+        self._store = self._tier.store if isinstance(self._tier, FileTier) else None
         try:
-            self.num_steps = self._find_steps(self._tier)
+            self.num_steps = self._find_steps()
         except ValueError:
             self._tier.close()
             self._grads.close()
             raise
-        self._home = Home(self._tier, self._grads, is_filled=options.resume)
-        self._weights = _HomedShards(model, group, units, self._home, self._replacing)
+        self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
+        self._weights = _HomedShards(self._home, given.model, group, units=given.units)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in self.param_groups]
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
-        if options.resume:
+        if resume:
             self._resume()
         else:
             self._commit()
         self._hooks = GradientHooks(self.all_params(), self)
-        names = {param: name for name, param in model.named_parameters()}
-        self._names = [names[param] for param in self._own]
+        self._names = [given.names[param] for param in self._own]
         # Since the last step: the number of gradients, and the passes that were compared.
-        self._num_grads: dict[nn.Parameter, int] = {}
+        self._num_grads = dict.fromkeys(self._own, 0)
         self._compared: set[int] = set()
 
     # ---- files of an earlier run
 
-    def _find_steps(self, tier: Tier) -> int:
+    def _find_steps(self) -> int:
         """The step to resume after; makes its commit the last one on all ranks. Collective."""
-        store = tier.store if isinstance(tier, FileTier) else None
+        store = self._store
         # All ranks make the same commits: a generation is the same state on every rank.
         mine = (store.generation, store.info.get("num_steps", 0)) if store is not None else (0, 0)
         everyone = all_gathered(mine, self.group)
@@ -110,41 +98,50 @@ class ZeroInfinity(ZeroOptimizer):
         return int(num_steps)
 
     def _resume(self) -> None:
-        assert isinstance(self._tier, FileTier)
-        info = self._tier.store.info
-        shapes = [list(self._home.shape(shard)) for shard in self._own.values()]
-        if info["shapes"] != shapes:
+        assert self._store is not None
+        info = self._store.info
+        if info["shapes"] != self._shapes:
             raise ValueError("the files are from another model, or from other units")
-        for i, unit in enumerate(self._weights.units):
-            if unit.packed_row.numel():
-                with self._tier.row(f"packed.{i}") as row:
-                    unit.packed_row.copy_(row)
+        for key, packed in self._packed.items():
+            with self._tier.row(key) as row:
+                packed.copy_(row)
         steps = zip(self._own.values(), info["steps"], strict=True)
         self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
         if self._scale is not None and info["loss_scale"] is not None:
             self._scale.load(info["loss_scale"])
 
+    @property
+    def _packed(self) -> dict[str, Tensor]:
+        rows = {f"packed.{i}": unit.packed_row for i, unit in enumerate(self._weights.units)}
+        return {key: row for key, row in rows.items() if row.numel()}
+
+    @property
+    def _shapes(self) -> list[list[int]]:
+        return [list(self._home.shape(shard)) for shard in self._own.values()]
+
     def _commit(self) -> None:
-        if not isinstance(self._tier, FileTier):
+        if self._store is None:
             return
-        for i, unit in enumerate(self._weights.units):
-            if unit.packed_row.numel():
-                self._tier.put(f"packed.{i}", unit.packed_row)
+        for key, packed in self._packed.items():
+            self._tier.put(key, packed)
         steps = [self._inner.steps.get(shard) for shard in self._own.values()]
-        self._tier.store.commit(
+        self._store.commit(
             {
                 "num_steps": self.num_steps,
                 "steps": steps,
-                "shapes": [list(self._home.shape(s)) for s in self._own.values()],
+                "shapes": self._shapes,
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
-        """A context for replacing weights outside a step. Collective."""
+        """A context for replacing weights or states outside a step. Collective."""
         self._home.forget_ahead()
-        self._states_come()
+        # A write removes the commit before the last, which may be another rank's last one: all
+        # ranks wait.
+        if self._store is not None:
+            dist.barrier(self.group)
         yield
         self._commit()
 
@@ -155,13 +152,13 @@ class ZeroInfinity(ZeroOptimizer):
         task = graph_task()
         if task != NO_BACKWARD and task not in self._compared:
             self._compare(task)
-        self._num_grads[param] = self._num_grads.get(param, 0) + 1
+        self._num_grads[param] += 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
         self._home.add_grad(self._own[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientHooks."""
-        self._num_grads.pop(param, None)
+        self._num_grads[param] = 0
         self._home.drop_grad(self._own[param])
 
     def _compare(self, task: int = NO_BACKWARD) -> None:
@@ -169,7 +166,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._compared.add(task)
         mine = []
         for param in self._own:
-            num_before, node = self._num_grads.get(param, 0), self._hooks.nodes[param]
+            num_before, node = self._num_grads[param], self._hooks.nodes[param]
             is_coming = task != NO_BACKWARD and will_run(node)
             is_by_hand = num_before == 0 and param.grad is not None
             mine.append(progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand))
@@ -198,17 +195,15 @@ class ZeroInfinity(ZeroOptimizer):
                 "each backward pass: accumulate without it"
             )
 
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _shards(self, *, is_written: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, shard in self._own.items():
             if self._home.has_grad(shard):
-                with self._home.gradient(shard) as grad:
+                with self._home.gradient(shard, is_written=is_written) as grad:
                     yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
-        for shard in self._own.values():
-            if self._home.has_grad(shard):
-                with self._home.gradient(shard, is_written=True) as grad:
-                    grad.mul_(factor)
+        for _, grad in self._shards(is_written=True):
+            grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
         self._compared.clear()
@@ -229,8 +224,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _update(self, factor: float) -> None:
         self._home.step_begins()
-        self._take_options()
-        self._inner.update(factor)
+        self._update_offloaded(factor)
         self.num_steps += 1
         self._commit()
 
@@ -254,57 +248,13 @@ class ZeroInfinity(ZeroOptimizer):
 
     # ---- state
 
-    @property
-    def state(self) -> Any:
-        """Raises RuntimeError, because torch.distributed.checkpoint would find no state."""
-        raise RuntimeError(
-            "with offload_weights the states are outside the optimizer, where torch's own"
-            " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict(), or"
-            " resume=True"
-        )
-
-    @state.setter
-    def state(self, states: Any) -> None:
-        States.state.fset(self, states)  # type: ignore[attr-defined]
-
-    def new_state_of(self, param: Any) -> dict[str, Any]:
-        """See ZeroOptimizer."""
-        weight = self._weights.unit_of(param).read_shard(param)
-        return self._inner.new_state_of(self._own[param], weight)
-
-    def _states_come(self) -> None:
-        # A write removes the commit before the last, which may be another rank's last one: all
-        # ranks wait.
-        if isinstance(self._tier, FileTier):
-            dist.barrier(self.group)
-
-    def _states_taken(self) -> None:
-        self._commit()
+    def _part_of(self, param: Any) -> Tensor:
+        return self._weights.unit_of(param).read_shard(param)
 
 
 class _HomedShards(WeightShards):
-    """WeightShards in a Home; models may be on the meta device: units are materialized one by one.
+    """WeightShards in a Home. Models may be on the meta device: each unit is materialized alone."""
 
-    `replacing` is a context for replacing pieces outside a step.
-    """
-
-    _takes_meta = True
-
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        units: Iterable[nn.Module] | None,
-        home: Home,
-        replacing: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._home, self._replacing = home, replacing
-        super().__init__(model, group, units=units)
-
-    def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
-        return HomedUnit(self._home, module, params, self.group)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        with super().writing(), self._replacing():
-            yield
+    def __init__(self, home: Home, *args: Any, **options: Any) -> None:
+        self._home = home
+        super().__init__(*args, **options)

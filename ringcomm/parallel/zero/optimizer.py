@@ -7,24 +7,28 @@ import math
 import weakref
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held, axes_of, late_weights
+from ringcomm.parallel.model_axes import Axes, Held, axes_of
 from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
-from ringcomm.parallel.zero.guards import ForwardGuard
 from ringcomm.parallel.zero.states import States
-from ringcomm.torch_names import mark_stepped, move_step_hooks
+from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks
+
+# Keyed weakly by parameter: a weak reference to the optimizer that has sharded it.
+sharded_by: Any = WeakIdKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,11 +75,39 @@ class ShardOptions:
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
 
+class Given(NamedTuple):
+    """What zero.shard() was given, checked, and the names of all weights of the model."""
+
+    model: nn.Module
+    optimizer: Any
+    stage: int
+    group: dist.ProcessGroup
+    mesh: DeviceMesh | None
+    units: Iterable[nn.Module] | None
+    options: ShardOptions
+    names: dict[nn.Parameter, str]
+
+
 def _refuse_copy(*_: Any) -> NoReturn:
     raise RuntimeError(
         "an optimizer of zero.shard() cannot be copied or pickled: save"
         " ringcomm.parallel.get_state_dict(model, optimizer) instead"
     )
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether an optimizer of zero.shard() has the parameter."""
+    return param in sharded_by and sharded_by[param]() is not None
+
+
+def _refuse_ddp(model: nn.Module, *_: Any) -> None:
+    """A forward pre-hook; raises if DistributedDataParallel runs the model, but not its copies."""
+    if active_ddp() is not None and any(map(is_sharded, model.parameters())):
+        raise RuntimeError(
+            "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
+            " which would reduce gradients again: call the model itself. With Accelerate or"
+            " Trainer, call prepare() of ringcomm.integrations"
+        )
 
 
 class ZeroOptimizer(States):
@@ -92,18 +124,12 @@ class ZeroOptimizer(States):
             step that computed it: with clip_grad_norm or a loss scale. None before.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        group: dist.ProcessGroup,
-        options: ShardOptions,
-    ) -> None:
-        self.options = options
-        self.group = group
-        self._scale = LossScale(options.loss_scale) if options.loss_scale is not None else None
+    def __init__(self, given: Given) -> None:
+        self.options, self.group, optimizer = given.options, given.group, given.optimizer
+        scale = given.options.loss_scale
+        self._scale = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(given.model)
         self._is_offloaded = is_offloaded(optimizer)
         self._is_made = False
         self._given = weakref.ref(optimizer)
@@ -112,7 +138,8 @@ class ZeroOptimizer(States):
         super().__init__(optimizer.param_groups, {})
         move_step_hooks(optimizer, self)
         self._is_made = True
-        ForwardGuard(model, self)
+        # Before fully_shard's hook, which replaces the weights.
+        given.model.register_forward_pre_hook(_refuse_ddp, prepend=True)
 
     # It refers to the model, hooks and a process group.
     __deepcopy__ = __reduce_ex__ = _refuse_copy
@@ -226,12 +253,6 @@ class ZeroOptimizer(States):
         device: torch.device = self.all_params()[0].device
         return device
 
-    @property
-    def _late(self) -> frozenset[nn.Parameter]:
-        """Weights whose gradients are complete only after the backward passes."""
-        model = self._model()
-        return late_weights(model) if model is not None else frozenset()
-
     @cached_property
     def _axes(self) -> Axes:
         """The ranks with the other elements of the tensors from _shards()."""
@@ -268,16 +289,15 @@ class ZeroOptimizer(States):
                     " change the model before"
                 )
 
-    def _take_options(self) -> None:
-        """Copies the hyper-parameters of these groups to an offloaded inner optimizer."""
+    def _update_offloaded(self, factor: float) -> None:
+        """An update by an offloaded inner optimizer, with the hyper-parameters of these groups."""
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._inner.update(factor)
 
-    def _step_inner(
-        self, parts: dict[Any, Tensor], grads: dict[Any, Tensor], factor: float
-    ) -> None:
+    def _step_inner(self, grads: dict[Any, Tensor], factor: float) -> None:
         """A step of the given class on parts of weights, by their gradients times a factor."""
-        inner = self._inner
+        inner, parts = self._inner, {param: self._part_of(param) for param in grads}
         for param, part in parts.items():
             part.grad = grads[param].to(part.dtype)
             if factor != 1:

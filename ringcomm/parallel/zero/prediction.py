@@ -12,7 +12,7 @@ from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.model_axes import axes_of
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.shards.units import default_units, params_of_units, units_apart
+from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import plan_buckets
 from ringcomm.parallel.zero.elementwise import is_offloaded, num_states
 from ringcomm.parallel.zero.optimizer import ShardOptions
@@ -62,18 +62,14 @@ def predict_memory(
         ValueError: there is no such stage or rank.
     """
     ranks = _Ranks(stage, world_size, rank, ShardOptions(**options))
-    found = list(default_units(model) if units is None else units)
     if ranks.options.offload_weights:
-        return _of_infinity(ranks, params_of_units(model, found), model)
+        return _of_infinity(ranks, params_of_units(model, units), model)
     states = _states_of(optimizer)
     if stage < 3:
-        parts = [_of_bucket(ranks, bucket, states) for bucket in _buckets(ranks, model, optimizer)]
+        buckets = plan_buckets(model, optimizer.param_groups, stage, ranks.options)
+        parts = [_of_bucket(ranks, bucket, states) for bucket in buckets]
     else:
-        parts, seen = [], set[nn.Parameter]()
-        for unit in [*units_apart(model, found), model]:
-            own = [param for param in unit.parameters() if param not in seen]
-            seen.update(own)
-            parts.append(_of_unit(ranks, own, states))
+        parts = [_of_unit(ranks, own, states) for _, own in fsdp_units(model, units)]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
 
@@ -105,7 +101,7 @@ def predict_traffic(
         )
     total = bytes_over_all_ranks(axes_of(model), 8, world_size) if chosen.looks_first else 0
     if stage < 3:
-        buckets = _buckets(ranks, model, optimizer)
+        buckets = plan_buckets(model, optimizer.param_groups, stage, chosen)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
         facts = others * (1 + sum(1 + len(params) for params in buckets))
         total += facts * (1 + num_backwards if stage == 2 else 1)
@@ -156,35 +152,23 @@ class _Ranks:
         return -(-num_rows // self.world_size) * (param.numel() // max(1, num_rows))
 
 
-def _buckets(
-    ranks: _Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[list[nn.Parameter]]:
-    options = ranks.options
-    return plan_buckets(
-        model, optimizer.param_groups, ranks.stage, options.bucket_bytes, options.param_dtype
-    )
-
-
-def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int | None]:
-    """The number of state values per element; None if they and masters are offloaded."""
-    found: dict[nn.Parameter, int | None] = {}
-    for group in optimizer.param_groups:
-        num = None if is_offloaded(optimizer) else num_states(optimizer, group)
-        found |= dict.fromkeys(group["params"], num)
-    return found
+def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """The number of state values per element; empty if they and masters are offloaded."""
+    groups = [] if is_offloaded(optimizer) else optimizer.param_groups
+    nums = ((group["params"], num_states(optimizer, group)) for group in groups)
+    return {param: num for params, num in nums for param in params}
 
 
 def _of_bucket(
-    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int | None]
+    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int]
 ) -> Memory:
     num_elems = sum(param.numel() for param in params)
     mine, itemsize = ranks.shard(num_elems), ranks.itemsize(params[0])
     whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
-    of_params = [states[param] for param in params]
     num_states = 0
-    if None not in of_params:
+    if states:
         num_masters = 1 if itemsize == 2 and ranks.stage else 0
-        num_states = max(num or 0 for num in of_params) + num_masters
+        num_states = max(states[param] for param in params) + num_masters
     return Memory(
         itemsize * num_elems,
         ranks.grad_itemsize * mine if ranks.stage == 2 else whole,
@@ -193,9 +177,7 @@ def _of_bucket(
     )
 
 
-def _of_unit(
-    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int | None]
-) -> Memory:
+def _of_unit(ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int]) -> Memory:
     """The buffers of a fully_shard unit; gradients reduced in another dtype are copied."""
     parameters = gradients = of_states = buffers = 0
     for param in params:
@@ -205,7 +187,7 @@ def _of_unit(
         if param.requires_grad:
             gradients += 4 * rows
             first = min(param.numel(), ranks.rank * rows)
-            of_states += 4 * (states.get(param) or 0) * min(rows, param.numel() - first)
+            of_states += 4 * states.get(param, 0) * min(rows, param.numel() - first)
             grad_bytes = itemsize + ranks.grad_itemsize * (ranks.grad_itemsize != itemsize)
             buffers += grad_bytes * ranks.world_size * rows
     return Memory(parameters, gradients, of_states, buffers)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,21 +11,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.offload.optimizers import local_of
-from ringcomm.parallel.shards.units import (
-    default_units,
-    materialize,
-    units_apart,
-    watch_whole_weights,
-)
+from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in
+from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.weight_shards import refuse_moves
-from ringcomm.parallel.zero.guards import BackwardGuard, refuse_hooks
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
-from ringcomm.torch_names import drop_accumulated, fill_accumulated, fsdp_params, reduce_unused
+from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.torch_names import (
+    at_end_of_backward,
+    broadcast_coalesced_,
+    drop_accumulated,
+    fill_accumulated,
+    fsdp_params,
+    graph_task,
+    hooks_of_leaf,
+    reduce_unused,
+    untraced,
+)
+
+# Of a weight with hooks of users that gradients at stage 3 do not pass.
+HOOK_AT_STAGE_3 = (
+    "has a hook of register_hook(), which stage 3 would never call, because gradients belong to"
+    " gathered weights: remove it, or use stage 1 or 2"
+)
 
 
 class Zero3(ZeroOptimizer):
@@ -36,28 +52,23 @@ class Zero3(ZeroOptimizer):
     are reduced in `reduce_dtype`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        group: dist.ProcessGroup,
-        options: ShardOptions,
-        units: Iterable[nn.Module] | None,
-        mesh: DeviceMesh | None = None,
-    ) -> None:
+    def __init__(self, given: Given) -> None:
         """The ranks of the group are those of the mesh. Collective."""
-        names = {param: name for name, param in model.named_parameters()}
-        found = default_units(model) if units is None else units
-        _shard_units(model, units_apart(model, found), group, mesh, options)
+        model, optimizer = given.model, given.optimizer
+        _shard_units(given)
         new: dict[str, Any] = dict(model.named_parameters())
         for own in optimizer.param_groups:
-            own["params"] = [new[names[param]] for param in own["params"]]
-        super().__init__(model, optimizer, group, options)
+            own["params"] = [new[given.names[param]] for param in own["params"]]
+        super().__init__(given)
         self._own = {param: param for param in self.all_params()}
         if self._is_offloaded:
             self._inner = optimizer.over(self.param_groups)
-        self._backward = BackwardGuard(model)
+        self._begun: set[int] = set()  # backward passes that have not ended
+        model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
+        if hasattr(model, "generate"):
+            # It calls the encoder of an encoder-decoder model, which uses weights of the root.
+            register_fsdp_forward_method(model, "generate")
         self._is_synced = True
         # Weights with a gradient from autograd on this rank since the last step; weights whose
         # gradient no_sync() keeps; and gradients left by fully_shard, which may be zeros.
@@ -69,31 +80,41 @@ class Zero3(ZeroOptimizer):
 
     def _watch(self, model: nn.Module) -> None:
         """Hooks for the sets of the constructor."""
-        told = weakref.ref(self)
         params = {
             (module, name): param
             for module in model.modules()
             for name, param in module.named_parameters(recurse=False)
         }
-
-        def mark(param: nn.Parameter, _: Tensor) -> None:
-            if (found := told()) is not None:
-                found._marked.add(param)
-                if not found._is_synced:
-                    found._kept.add(param)
+        mark, note_reduced = weakly(self._mark), weakly(self._note_reduced)
 
         def seen(module: nn.Module, name: str, whole: nn.Parameter) -> None:
             whole.register_post_accumulate_grad_hook(partial(mark, params[module, name]))
 
-        def reduced(param: Any) -> None:
-            if (found := told()) is not None:
-                found._kept.discard(param)
-                found._reduced[param] = param.grad
-
         for module in _fsdp_modules(model):
             watch_whole_weights(module, seen)
         for param in self.all_params():
-            param.register_post_accumulate_grad_hook(reduced)
+            param.register_post_accumulate_grad_hook(note_reduced)
+
+    def _mark(self, param: nn.Parameter, _: Tensor) -> None:
+        self._marked.add(param)
+        if not self._is_synced:
+            self._kept.add(param)
+
+    def _note_reduced(self, param: nn.Parameter) -> None:
+        self._kept.discard(param)
+        self._reduced[param] = param.grad
+
+    def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
+        for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(weakly(self._pass_begins))
+
+    def _pass_begins(self, _: tuple[Tensor, ...]) -> None:
+        refuse_create_graph("stage 3 of zero.shard()")
+        task = graph_task()
+        if task not in self._begun:
+            self._begun.add(task)
+            at_end_of_backward(partial(self._begun.discard, task))
 
     @property
     def _grad_scale(self) -> float:
@@ -128,7 +149,7 @@ class Zero3(ZeroOptimizer):
     def _agree(self) -> bool:
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         params = self.all_params()
-        mine = [2 if param in self._kept else int(self._has_gradient(param)) for param in params]
+        mine = [2 if param in self._kept else self._has_gradient(param) for param in params]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
         found = facts.tolist()
@@ -153,23 +174,20 @@ class Zero3(ZeroOptimizer):
                 yield param, local_of(param.grad)
 
     def _check_unchanged(self) -> None:
-        if self._backward.failed:
+        if self._begun:
             raise RuntimeError(
                 "a backward pass raised an error at stage 3, where fully_shard cannot continue:"
                 " make the model and its optimizer again from a checkpoint, or use stage 1 or 2"
             )
         super()._check_unchanged()
-        for param in self.all_params():
-            refuse_hooks(param, "a weight")
+        if any(hooks_of_leaf(param)[0] for param in self.all_params()):
+            raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
 
     def _update(self, factor: float) -> None:
         if self._is_offloaded:
-            self._take_options()
-            self._scale_gradients(factor)
-            self._inner.step()
-            return
-        grads = dict(self._shards())
-        self._step_inner({param: local_of(param.data) for param in grads}, grads, factor)
+            self._update_offloaded(factor)
+        else:
+            self._step_inner(dict(self._shards()), factor)
 
     def _forget_gradients(self) -> None:
         self.zero_grad()
@@ -186,62 +204,28 @@ class Zero3(ZeroOptimizer):
 
     # ---- state
 
-    def _state_of(self, param: Any) -> dict[str, Any]:
-        return {key: _spread(value, param) for key, value in super()._state_of(param).items()}
-
-    def _is_own(self, param: Any, value: DTensor) -> bool:
-        is_placed = value.placements == param.placements
-        return is_placed and value.to_local().shape == local_of(param.detach()).shape
-
-    def _row_state(self, param: Any) -> dict[str, Any]:
-        return self._state_of(param)  # fully_shard splits between rows too
-
-    def range_of(self, param: Any, rank: int | None = None) -> None:
-        """See ZeroOptimizer."""
-
-    def new_state_of(self, param: Any) -> dict[str, Any]:
-        """See ZeroOptimizer."""
-        state = super().new_state_of(param)
-        return {key: _spread(value, param) for key, value in state.items()}
-
-    def _cut(self, param: Any, value: Tensor) -> Tensor:
-        """This rank's rows of an unsharded state, or of rows that it already has."""
-        if not isinstance(value, DTensor):
-            # None: every rank has the full value, and nothing is sent.
-            mesh, whole = param.device_mesh, value.to(param.device)
-            value = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
-        return value.to_local()
-
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         if not self._is_offloaded:  # "master" of 16-bit weights: the weights themselves
             state = {key: local_of(value) for key, value in state.items() if key != "master"}
         super()._set_state(param, state)
 
-    def _states_taken(self) -> None:
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        yield
         self._tell_scale()  # which has been loaded too
 
 
-def _shard_units(
-    model: nn.Module,
-    units: list[nn.Module],
-    group: dist.ProcessGroup,
-    mesh: DeviceMesh | None,
-    options: ShardOptions,
-) -> None:
+def _shard_units(given: Given) -> None:
     """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values."""
-    device = next(model.parameters()).device
+    group, options = given.group, given.options
+    device = next(iter(given.names)).device
     device = device_of(group) if device.type == "meta" else device
-    mesh = mesh or DeviceMesh.from_group(group, device.type)
+    mesh = given.mesh or DeviceMesh.from_group(group, device.type)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
-    done: set[nn.Parameter] = set()
-    for module in [*units, model]:
-        params = [param for param in module.parameters() if param not in done]
+    for module, params in fsdp_units(given.model, given.units):
         materialize(module, params, device)
-        with torch.no_grad():
-            for param in params:
-                dist.broadcast(local_of(param.data), group=group, group_src=0)
+        broadcast_coalesced_((local_of(param.data) for param in params), group)
         made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        done.update(module.parameters())
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
 
@@ -254,17 +238,3 @@ def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
     """fully_shard's objects for the weights of each unit."""
     for module in _fsdp_modules(model):
         yield from fsdp_params(module)
-
-
-def _spread(value: Any, param: Any) -> Any:
-    """Makes a DTensor over all ranks from this rank's shard of a state."""
-    if isinstance(value, DTensor) or not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return DTensor.from_local(
-        value,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ringcomm.loss_scale import LossScale
-from ringcomm.parallel.flat_collectives import gather_parts
+from ringcomm.parallel.flat_collectives import all_gather_shards
 from ringcomm.parallel.offload.optimizers import StatesView, local_of, numbered_groups
 from ringcomm.torch_names import shape_and_offset
 
@@ -29,6 +29,7 @@ class States(torch.optim.Optimizer):
     """
 
     group: dist.ProcessGroup
+    options: Any
     _scale: LossScale | None
     _inner: Any
     _is_offloaded: bool
@@ -38,9 +39,18 @@ class States(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's part of each weight's state, by weight; copies if it is offloaded."""
+        """This rank's part of each weight's state, by weight; copies if it is offloaded.
+
+        Raises RuntimeError with offload_weights: torch.distributed.checkpoint would find no state.
+        """
+        if self.options.offload_weights:
+            raise RuntimeError(
+                "with offload_weights the states are outside the optimizer, where torch's own"
+                " get_state_dict() cannot find them: use ringcomm.parallel.get_state_dict(), or"
+                " resume=True"
+            )
         if self._is_offloaded:
-            stepped = [param for param in self.all_params() if self.has_stepped(param)]
+            stepped = [param for param in self.all_params() if self._has_stepped(param)]
             return StatesView(stepped, self._state_of)
         return self._states
 
@@ -111,8 +121,7 @@ class States(torch.optim.Optimizer):
             group.update(given)
             if self._scale is not None and scale["value"] is not None:
                 self._scale.load(scale)
-        with torch.no_grad():
-            self._states_come()
+        with torch.no_grad(), self._replacing():
             for group in self.param_groups:
                 for param in group["params"]:
                     state = states.get(param, {})
@@ -122,7 +131,6 @@ class States(torch.optim.Optimizer):
                         if value is not None
                     }
                     self._set_state(param, self._with_own_step(mine, group, param))
-            self._states_taken()
 
     def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The states by weight, checked; may be modified."""
@@ -163,50 +171,56 @@ class States(torch.optim.Optimizer):
 
     def _is_own(self, param: Any, value: DTensor) -> bool:
         """Whether a partial state is this rank's."""
-        mesh = DeviceMesh.from_group(self.group, value.device.type)
-        rows, _ = shape_and_offset(value.shape, mesh, _ROWS)
-        return value.placements == _ROWS and tuple(value.to_local().shape) == tuple(rows)
+        if isinstance(param, DTensor):
+            placements, shape = param.placements, local_of(param.detach()).shape
+        else:
+            rows, _ = shape_and_offset(value.shape, self._mesh_of(value), _ROWS)
+            placements, shape = _ROWS, rows
+        return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
+
+    def _mesh_of(self, value: Tensor) -> DeviceMesh:
+        return DeviceMesh.from_group(self.group, value.device.type)
 
     def _row_state(self, param: Any) -> dict[str, Any]:
         """A weight's state as this rank's rows, split as torch does. Collective."""
-        ranges = [self.range_of(param, rank) for rank in range(self.group.size())]
-        sizes = [end - begin for begin, end in ranges]
         state = self._state_of(param)
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
-                whole = gather_parts(value, sizes, self.group).view(param.shape)
-                mesh = DeviceMesh.from_group(self.group, whole.device.type)
+            # fully_shard splits between rows too.
+            if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
+                ranges = [self.range_of(param, rank) for rank in range(self.group.size())]
+                whole = value.new_empty(param.numel())
+                whole[slice(*self.range_of(param))] = value
+                all_gather_shards(whole, self.group, [end - begin for begin, end in ranges])
+                mesh, whole = self._mesh_of(whole), whole.view(param.shape)
                 # None: every rank has the whole value, and nothing is sent.
                 state[key] = distribute_tensor(whole, mesh, _ROWS, src_data_rank=None)
         return state
 
     def _state_of(self, param: Any) -> dict[str, Any]:
-        """This rank's part of a weight's state."""
+        """This rank's part of a weight's state, as DTensors for a DTensor."""
         if self._is_offloaded:
-            found: dict[str, Any] = self._inner.state_of(self._own[param])
-            return found
-        state = self._states.get(param, {})
-        return {key: value for key, value in state.items() if value is not None}
+            state = self._inner.state_of(self._own[param])
+        else:
+            state = self._states.get(param, {})
+        return {key: _spread(value, param) for key, value in state.items() if value is not None}
 
-    @abstractmethod
     def range_of(self, param: Any, rank: int | None = None) -> Any:
         """The elements [begin, end) of a flat weight that a rank updates; by default this rank.
 
         None for DTensors.
         """
 
-    def part_state_of(self, param: Any, *, is_new: bool) -> dict[str, Any]:
-        """This rank's part of a weight's state; with `is_new`, its value before the first step."""
+    def part_state_of(self, param: Any) -> dict[str, Any]:
+        """This rank's part of a weight's state; an offloaded one has values before a step, too."""
         state = self._state_of(param)
-        return {**self.new_state_of(param), **state} if is_new else state
+        if not self._is_offloaded or self._has_stepped(param):
+            return state
+        new = self._inner.new_state_of(self._own[param], self._part_of(param))
+        return {**{key: _spread(value, param) for key, value in new.items()}, **state}
 
-    def new_state_of(self, param: Any) -> dict[str, Any]:
-        """A weight's offloaded state before its first step."""
-        if not self._is_offloaded:
-            return {}
-        own = self._own[param]
-        found: dict[str, Any] = self._inner.new_state_of(own, local_of(own.detach()))
-        return found
+    def _part_of(self, param: Any) -> Tensor:
+        """This rank's part of a weight, which the optimizer updates."""
+        return local_of(param.data)
 
     def forget_steps(self) -> None:
         """Resets step counts to 0; keeps states."""
@@ -214,28 +228,25 @@ class States(torch.optim.Optimizer):
             if "step" in state:
                 state["step"] = state["step"] * 0
 
-    def has_stepped(self, param: Any) -> bool:
-        """Whether a weight has been updated, or its state loaded."""
-        if self._is_offloaded:
-            return bool(self._inner.steps.get(self._own[param], 0) > 0)
-        return bool(self._states.get(param))
+    def _has_stepped(self, param: Any) -> bool:
+        """Whether a weight with offloaded state has been updated, or its state loaded."""
+        return bool(self._inner.steps.get(self._own[param], 0) > 0)
 
-    def _states_come(self) -> None:
-        """Called before the first _set_state()."""
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """A context for replacing states outside a step. Collective."""
+        yield
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
         """This rank's part of a full state, or of rows. Collective for rows."""
+        if isinstance(param, DTensor):
+            if not isinstance(value, DTensor):
+                mesh, whole = param.device_mesh, value.to(param.device)
+                value = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
+            return local_of(value)
         if isinstance(value, DTensor):
             # The mesh of a loaded state may have no process groups.
-            mesh = DeviceMesh.from_group(self.group, value.device.type)
-            value = DTensor.from_local(
-                value.to_local(),
-                mesh,
-                _ROWS,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            ).full_tensor()
+            value = _joined(value.to_local(), self._mesh_of(value), _ROWS, value).full_tensor()
         return value.detach().reshape(-1)[slice(*self.range_of(param))]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
@@ -258,8 +269,19 @@ class States(torch.optim.Optimizer):
         device = param.device if is_on_device else torch.device("cpu")
         return {**state, "step": torch.tensor(float(state["step"]), device=device)}
 
-    def _states_taken(self) -> None:
-        """Called after the last _set_state(). Collective."""
+
+def _joined(part: Tensor, mesh: DeviceMesh, placements: Any, like: Any) -> DTensor:
+    """A DTensor of all ranks' parts, in the shape of another."""
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _spread(value: Any, param: Any) -> Any:
+    """A state of a DTensor as one, from this rank's shard; other states as they are."""
+    is_part = isinstance(param, DTensor) and isinstance(value, Tensor) and value.dim()
+    if not is_part or isinstance(value, DTensor):
+        return value
+    return _joined(value, param.device_mesh, param.placements, param)
 
 
 def _owned(value: Tensor, param: Any, cut: Callable[[Any, Tensor], Tensor]) -> Tensor:

@@ -232,6 +232,9 @@ def test_freed_with_the_model(rank: int) -> None:
     loss_of(net, 0, rank).backward()
     gone: list[weakref.ref[Any]] = [weakref.ref(shards), weakref.ref(net.embed.weight)]
     assert find_shards(net.embed.weight) is shards
-    del net, shards
+    del shards
+    gc.collect()
+    assert find_shards(net.embed.weight) is gone[0]() is not None
+    del net
     gc.collect()
     assert [reference() for reference in gone] == [None, None]

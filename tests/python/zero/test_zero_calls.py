@@ -11,6 +11,7 @@ import torch
 from full_states import full_state, load_full_state
 from ranks import in_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import (
     BUCKET_BYTES,
@@ -140,6 +141,61 @@ def test_odd_groups(rank: int) -> None:
     first = before["0.weight"] - weights(model)["0.weight"]
     sharded.step(closure)
     assert first.abs().max() > 0
+
+
+class Sharing(nn.Module):
+    """The first two layers share a module; generate() calls a layer, and uses a weight of no layer.
+
+    As generate() of transformers calls the encoder of an encoder-decoder model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        norm = nn.LayerNorm(8)
+        layers = [nn.Sequential(nn.Linear(8, 8), norm), nn.Sequential(nn.Linear(8, 8), norm)]
+        self.layers = nn.ModuleList([*layers, nn.Linear(8, 8)])
+        self.embed = nn.Embedding(6, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.embed(ids)
+        for layer in self.layers:
+            out = out + layer(out)
+        return out @ self.embed.weight.T
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, *, number: int) -> Tensor:
+        start = self.layers[2](self.embed(ids)) @ self.embed.weight.T
+        ids = torch.cat([ids, start[:, -1:].argmax(-1)], 1)
+        for _ in range(number):
+            ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+def train_sharing(model: Any, optimizer: Any, rank: int, world_size: int) -> list[Tensor]:
+    """Generated tokens before each step."""
+    found = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(6, (4, 5), generator=generator)
+        found.append(model.generate(ids, number=3))
+        mine = ids.chunk(world_size)[rank]
+        nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@in_ranks(2)
+def test_a_module_of_two_units_and_generate(rank: int) -> None:
+    """Stage 3: units that share a module are the root's, and generate() gathers the root."""
+    alone, model = Sharing(), Sharing()
+    expected = train_sharing(alone, torch.optim.SGD(alone.parameters(), 0.1), 0, 1)
+    sharded = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    assert units == ["", "layers.2"]
+    assert same(dict(enumerate(train_sharing(model, sharded, rank, 2))), dict(enumerate(expected)))
+    assert_close(weights(model), weights(alone))
 
 
 @in_ranks(2)
