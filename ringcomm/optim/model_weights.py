@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
+from ringcomm.parallel.model_axes import Axes, Held, StagePart, axes_of, overlap
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import watch_whole_weights
 from ringcomm.parallel.tensor.splits import split_params
@@ -70,7 +70,7 @@ class ModelWeights:
         """Raises for a parameter that is not supported."""
         if self._model is not None and param not in self._names:
             why = "is not a parameter of the model"
-        elif self._model is not None and param in tied_over_stages(self._model):
+        elif isinstance(self._model, StagePart) and param in self._model.tied:
             why = (
                 "is shared by stages of a pipeline, which sum its gradients after the backward"
                 " pass: train it with an optimizer that keeps gradients"
@@ -90,7 +90,7 @@ class ModelWeights:
         if self._model is not None:
             refuse_experts(self._model, f"{self._optimizer} over several ranks")
         for slot in slots:
-            if slot.shards is not None or any(_overlap(g, group) for g in slot.layout.groups):
+            if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
@@ -176,7 +176,7 @@ class ModelWeights:
         modules = () if self._model is None else tuple(self._model.modules())
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
         for each in dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)]):
-            split = [module for module, _ in self.parts.values() if _overlap(module.group, each)]
+            split = [module for module, _ in self.parts.values() if overlap(module.group, each)]
             found: dict[Tensor, None] = {}
             for module in modules:
                 if module not in split:
@@ -252,9 +252,3 @@ def run_all(actions: list[Callable[[], Any]]) -> None:
 
 def _is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) or find_shards(tensor) is not None
-
-
-def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two groups have more than one rank in common."""
-    ranks = set(dist.get_process_group_ranks(one))
-    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1

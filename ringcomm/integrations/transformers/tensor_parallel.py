@@ -33,8 +33,6 @@ from ringcomm.parallel.tensor.regions import (
 from ringcomm.parallel.tensor.splits import SplitModule, split_params, take_from_rank0
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["refuse_embeddings", "tensor_parallelize"]
-
 Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 

@@ -24,8 +24,6 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import refuse_copy
 
-__all__ = ["MixtureOfExperts", "Routing", "TopKRouter"]
-
 
 @dataclass(frozen=True)
 class Routing:

@@ -21,15 +21,6 @@ from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, 
 from ringcomm.parallel.tensor.splits import refuse_copy
 from ringcomm.torch_names import all_reduce_coalesced_
 
-__all__ = [
-    "LocalExperts",
-    "average_gradients",
-    "expert_parameters",
-    "ignore_in_ddp",
-    "refuse_experts",
-    "split_experts",
-]
-
 _AVERAGED = "_ringcomm_averaged"
 
 
@@ -119,9 +110,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     fully_shard(ignored_params=...).
     """
     return {
-        f"{name}.{of_expert}" if name else of_expert: param
-        for name, experts in split_experts(model).items()
-        for of_expert, param in experts.named_parameters()
+        name: param
+        for prefix, experts in split_experts(model).items()
+        for name, param in experts.named_parameters(prefix)
     }
 
 
@@ -130,10 +121,9 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
     Their gradients need average_gradients(), or a separate optimizer.
     """
-    names = list(expert_parameters(model))
-    for name, experts in split_experts(model).items():
-        names += [f"{name}.{buffer}" if name else buffer for buffer, _ in experts.named_buffers()]
-    names += torch_names.ignored_in_ddp(model)
+    names = [*expert_parameters(model), *torch_names.ignored_in_ddp(model)]
+    for prefix, experts in split_experts(model).items():
+        names += [name for name, _ in experts.named_buffers(prefix)]
     torch_names.ignore_in_ddp(model, names)
 
 

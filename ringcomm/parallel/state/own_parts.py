@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered
-from ringcomm.parallel.model_axes import StagePart, refuse_piece, tensor_groups_of
+from ringcomm.parallel.model_axes import stage_part_of, tensor_groups_of
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
@@ -46,7 +46,7 @@ class ModelParts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        refuse_piece(module)
+        stage = stage_part_of(module)
         found = (find_shards(param) for param in module.parameters())
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
         with ExitStack() as stack:
@@ -56,11 +56,11 @@ class ModelParts:
             state = module.state_dict(keep_vars=True)
         self._splits = {param: split for _, param, _, split in split_params(module)}
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
-        groups = getattr(module, "tensor_groups", None) or tensor_groups_of([module])
+        groups = stage.tensor_groups if stage is not None else tensor_groups_of([module])
         self._is_replica = any(group.rank() for group in groups)
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
-        first = module.first_names if isinstance(module, StagePart) else {}
+        first = {} if stage is None else stage.first_names
         for name, param in module.named_parameters():
             self.name_of.setdefault(param, first.get(name, name))
         self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import check_agreement, device_of
-from ringcomm.parallel.model_axes import StagePart, refuse_piece
+from ringcomm.parallel.model_axes import StagePart, stage_part_of
 from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import check_can_materialize, materialize
@@ -208,7 +208,7 @@ def _check_model(
             " use stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
         )
     if options.looks_first:
-        refuse_piece(model)
+        stage_part_of(model)  # raises for a piece of a pipeline
     _check_params(model, optimizer, options, stage, mesh)
     check_can_materialize(model)
     check_elementwise(optimizer)

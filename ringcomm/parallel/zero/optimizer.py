@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held, axes_of, late_weights
+from ringcomm.parallel.model_axes import Axes, Held, StagePart, axes_of
 from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
 from ringcomm.parallel.zero.guards import ForwardGuard
@@ -230,7 +230,7 @@ class ZeroOptimizer(States):
     def _late(self) -> frozenset[nn.Parameter]:
         """Weights whose gradients are complete only after the backward passes."""
         model = self._model()
-        return late_weights(model) if model is not None else frozenset()
+        return frozenset(model.late) if isinstance(model, StagePart) else frozenset()
 
     @cached_property
     def _axes(self) -> Axes:
