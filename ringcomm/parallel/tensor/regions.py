@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 
-__all__ = ["all_reduce_grad_", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "summed_over"]
-
 _ops: Any = torch.ops.ringcomm
 # A fixed overload, because the selection of an overload takes several microseconds per call.
 _all_reduce, _all_reduce_ = _ops.all_reduce.default, _ops.all_reduce_.default
