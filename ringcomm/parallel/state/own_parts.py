@@ -28,7 +28,7 @@ from ringcomm.parallel.state.tensor_part import (
 )
 from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded
+from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded, over_groups
 from ringcomm.parallel.zero.states import SCALE_KEYS
 from ringcomm.torch_names import init_optim_state
 
@@ -89,7 +89,7 @@ class ModelParts:
         """An optimizer state of a parameter, as a part.
 
         `span` has the elements [begin, end) of the flat parameter that the optimizer updates. With
-        is_flat values have one dimension, as AdaLomo's moments of what is no matrix.
+        is_flat values have one dimension.
         """
         value = value.detach()
         if span is None and (shards := find_shards(param)) is not None:
@@ -188,7 +188,7 @@ class OptimizerParts:
         for key, value in state.items():
             part = value
             if isinstance(value, Tensor):
-                is_flat = key == "exp_avg_sq" and "exp_avg" not in state
+                is_flat = key in getattr(optimizer, "flat_states", ())
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
                 if is_stored and part.dim():
                     part = part_of(part).stored(partial(self._read, param, key))
@@ -207,7 +207,7 @@ class OptimizerParts:
         """This rank's values."""
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
-            return optimizer.part_state_of(param, is_new=not optimizer.has_stepped(param))
+            return optimizer.part_state_of(param)
         if isinstance(optimizer, OFFLOADED):
             if optimizer.steps:
                 return optimizer.state_of(param)
@@ -257,54 +257,30 @@ def _is_elsewhere(optimizer: Any) -> bool:
 
 
 def _init_state(optimizer: Any) -> None:
-    """Creates zero state, which a weight has only after its first step."""
+    """Gives the weights without state what they have before their first step."""
     if _is_elsewhere(optimizer):
         return
-    is_zero = isinstance(optimizer, ZeroOptimizer)
-    groups = [group["params"] for group in optimizer.param_groups]
-    known = {param: _known_state(optimizer, param) for own in groups for param in own}
-    if not any(known.values()):
-        if is_zero or not optimizer.state:
-            init_optim_state(optimizer)  # by a step with a learning rate of 0, which must not count
-            for state in () if is_zero else optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"].zero_()
-        if is_zero:
-            optimizer.forget_steps()
+    if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
+        optimizer.make_states()
         return
-    for own, param in [(group, param) for group in groups for param in group]:
-        # Of a weight that has state, of the same group if possible: options decide what there is.
-        alike = next((p for p in (*own, *known) if known[p] and p.dim() == param.dim()), None)
-        if known[param] or alike is None or not param.requires_grad:
-            continue
-        span = optimizer.range_of(param) if is_zero else None
-        new = {key: _zeros(value, alike, param, span) for key, value in known[alike].items()}
-        if None in new.values():
-            continue
-        if is_zero:
-            optimizer._set_state(param, new)
-        else:
-            optimizer.state[param] = new
-
-
-def _known_state(optimizer: Any, param: Any) -> State:
-    """A weight's state on this rank, without masters."""
     is_zero = isinstance(optimizer, ZeroOptimizer)
-    found = optimizer.part_state_of(param, is_new=False) if is_zero else optimizer.state.get(param)
-    return {k: v for k, v in (found or {}).items() if k != MASTER and v is not None}
-
-
-def _zeros(value: Any, alike: Any, param: Any, span: tuple[int, int] | None) -> Any:
-    """The state of another weight, `alike`, before the first step; None if its shape is unknown."""
-    if not isinstance(value, Tensor):
-        return type(value)() if isinstance(value, int | float) else None
-    if not value.dim():
-        return torch.zeros_like(value)
-    if span is not None:
-        return param.new_zeros(span[1] - span[0], dtype=value.dtype)
-    if value.shape == alike.shape:
-        return torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
-    if value.dim() != param.dim() or isinstance(value, DTensor):
-        return None
-    sizes = zip(value.shape, alike.shape, param.shape, strict=True)
-    return value.new_zeros([own if size == other else size for size, other, own in sizes])
+    # What ZeroOptimizer, or Accelerate, has wrapped.
+    inner = getattr(optimizer, "_inner", getattr(optimizer, "optimizer", optimizer))
+    for group, param in [(own, param) for own in optimizer.param_groups for param in own["params"]]:
+        known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
+        if not param.requires_grad or known.keys() - {MASTER}:
+            continue
+        if is_zero and (span := optimizer.range_of(param)) is not None:
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            weight = param.new_zeros(span[1] - span[0], dtype=dtype)
+        else:
+            weight = torch.zeros_like(local_of(param.detach()) if is_zero else param.detach())
+        # By a step with a learning rate of 0, which must not count.
+        copy = over_groups(inner, [{**group, "params": [nn.Parameter(weight)]}])
+        init_optim_state(copy)
+        found = next(iter(copy.state.values()), {}).items()
+        new = {key: value * 0 if key == "step" else value for key, value in found}
+        if new and is_zero:
+            optimizer._set_state(param, new)
+        elif new:
+            optimizer.state[param] = new

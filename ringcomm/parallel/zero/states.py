@@ -195,10 +195,10 @@ class States(torch.optim.Optimizer):
         None for DTensors.
         """
 
-    def part_state_of(self, param: Any, *, is_new: bool) -> dict[str, Any]:
-        """This rank's part of a weight's state; with `is_new`, its value before the first step."""
+    def part_state_of(self, param: Any) -> dict[str, Any]:
+        """This rank's part of a weight's state, also before its first step."""
         state = self._state_of(param)
-        return {**self.new_state_of(param), **state} if is_new else state
+        return state if self.has_stepped(param) else {**self.new_state_of(param), **state}
 
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """A weight's offloaded state before its first step."""
@@ -207,12 +207,6 @@ class States(torch.optim.Optimizer):
         own = self._own[param]
         found: dict[str, Any] = self._inner.new_state_of(own, local_of(own.detach()))
         return found
-
-    def forget_steps(self) -> None:
-        """Resets step counts to 0; keeps states."""
-        for state in self._states.values():
-            if "step" in state:
-                state["step"] = state["step"] * 0
 
     def has_stepped(self, param: Any) -> bool:
         """Whether a weight has been updated, or its state loaded."""
