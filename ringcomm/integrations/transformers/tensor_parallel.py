@@ -201,20 +201,15 @@ class _Blocks:
         self.columns: dict[nn.Module, list[str]] = {}
         self.rows: dict[nn.Module, list[str]] = {}
         self.summed: list[nn.Module] = []  # what all ranks have, on activations that differ
-        patterns = {re.escape(name).replace(r"\*", r"[^.]+"): plan[name] for name in plan}
-
-        def style_of(name: str) -> str | None:
-            return next((patterns[p] for p in patterns if re.fullmatch(p, name)), None)
-
         # Ranks of the group all have the complete experts and send the same tokens.
         experts = tuple(
             f"{name}." for name, m in base.named_modules() if isinstance(m, MixtureOfExperts)
         )
-        for name, module in base.named_modules():
-            style = style_of(name)
-            if name.startswith(experts):
-                continue
-            if style == SUMMED:
+        for name, module in [*base.named_modules(), *base.named_parameters()]:
+            # As transformers does: a number is any number.
+            style = None if name.startswith(experts) else plan.get(re.sub(r"\b\d+\b", "*", name))
+            is_module = isinstance(module, nn.Module)
+            if style == SUMMED and is_module:
                 self.summed.append(module)
             elif style in (COLUMNS, ROWS) and isinstance(module, nn.Linear):
                 _check_plain(module, nn.Linear, name)
@@ -222,15 +217,10 @@ class _Blocks:
                 kind = self.columns if style == COLUMNS else self.rows
                 kind.setdefault(base.get_submodule(parent), []).append(leaf)
             elif style is not None:
+                kind = f" a {type(module).__name__}," if is_module else ""
                 raise ValueError(
-                    f"the model's plan has the style {style} for {name}, a"
-                    f" {type(module).__name__}, which is not supported"
-                )
-        for name, _ in base.named_parameters():
-            style = style_of(name)
-            if style is not None and not name.startswith(experts):
-                raise ValueError(
-                    f"the model's plan has the style {style} for {name}, which is not supported"
+                    f"the model's plan has the style {style} for {name},{kind} which is not"
+                    " supported"
                 )
         for block in self.columns:
             self._check(block)

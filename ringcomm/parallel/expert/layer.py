@@ -5,6 +5,7 @@ Shazeer et al. 2017; Lepikhin et al. 2021; Fedus et al. 2022.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Routing:
 class TopKRouter(nn.Linear):
     """A linear gate with a softmax in float32 for any dtype of tokens, also under autocast.
 
-    Its arguments are those of MixtureOfExperts.
+    Its arguments are those of MixtureOfExperts. It has a bias if from_experts() gets one.
     """
 
     def __init__(
@@ -76,7 +77,6 @@ class TopKRouter(nn.Linear):
         *,
         capacity_factor: float | None = None,
         normalize_weights: bool = False,
-        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class TopKRouter(nn.Linear):
                 "with top_k=1 a normalized weight is always 1, and the router would learn "
                 "nothing: set normalize_weights=False or top_k=2"
             )
-        super().__init__(in_features, num_experts, bias, device=device, dtype=dtype)
+        super().__init__(in_features, num_experts, bias=False, device=device, dtype=dtype)
         self.num_experts, self.top_k = num_experts, top_k
         self.capacity_factor, self.normalize_weights = capacity_factor, normalize_weights
 
@@ -225,14 +225,11 @@ class MixtureOfExperts(nn.Module):
             *(in_features, num_experts, top_k),
             capacity_factor=capacity_factor,
             normalize_weights=normalize_weights,
-            bias=_router is not None and _router.bias is not None,
             device=device,
             dtype=dtype,
         )
         if _router is not None:
-            self.router.load_state_dict(_router.state_dict())
-            for name, param in self.router.named_parameters():
-                param.requires_grad_(_router.get_parameter(name).requires_grad)
+            self.router.weight, self.router.bias = copy.deepcopy((_router.weight, _router.bias))
         made = (make_expert() for _ in range(num_experts))
         self.experts = LocalExperts(made, num_experts, resolved, replica_group)
         register_part(self)  # not the experts: a rank may have none of them
@@ -267,11 +264,8 @@ class MixtureOfExperts(nn.Module):
                 f"the router must have one output for each of the {len(experts)} experts, got"
                 f" {router.out_features} outputs"
             )
-        weight, next_expert = router.weight, iter(experts).__next__
-        return cls(
-            *(router.in_features, next_expert, len(experts), top_k),
-            **{"device": weight.device, "dtype": weight.dtype, "_router": router, **options},
-        )
+        next_expert = iter(experts).__next__
+        return cls(router.in_features, next_expert, len(experts), top_k, _router=router, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to the same shape and dtype.
