@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from operator import add
 from typing import Any
 
@@ -130,12 +131,13 @@ class ModelParts:
 
 
 class OptimizerParts:
-    """An optimizer's state as parts, by parameter name. Collective.
+    """An optimizer's state as parts. Collective.
 
     With is_stored, states in another tier are read when a part is used, one weight at a time.
 
     Attributes:
-        named: values by the name of a parameter and key. They share memory with the optimizer's.
+        parts: values by ("optimizer", name of a parameter, key). They share memory with the
+            optimizer's.
         groups: the parameter groups, with the names of all ranks' parameters.
     """
 
@@ -148,10 +150,10 @@ class OptimizerParts:
         is_stored: bool = False,
     ) -> None:
         _init_state(optimizer)
-        self._optimizer = optimizer
-        self._params = [param for own in optimizer.param_groups for param in own["params"]]
-        self._numbers = {param: number for number, param in enumerate(self._params)}
-        strangers = [tuple(p.shape) for p in self._params if p not in model.name_of]
+        self._optimizer, self._model = optimizer, model
+        params = [param for own in optimizer.param_groups for param in own["params"]]
+        self._numbers = {param: number for number, param in enumerate(params)}
+        strangers = [tuple(param.shape) for param in params if param not in model.name_of]
         if strangers:
             raise ValueError(
                 f"the optimizer has a weight of shape {strangers[0]} that is not in the model"
@@ -162,13 +164,14 @@ class OptimizerParts:
             self._native = {"param_groups": numbered_groups(optimizer)}
         else:
             self._native = optimizer.state_dict()
-        self._model = model
-        self._cache: dict[Any, State] = {}
+        # Offloaded values are read one by one; the other states of the same parameter are kept.
         is_stored = is_stored and _is_elsewhere(optimizer)
-        names = self._names = {param: model.name_of[param] for param in self._params}
-        found = {name: self._parts_of(param, is_stored) for param, name in names.items()}
-        self.named: dict[str, State] = {name: state for name, state in found.items() if state}
-        own_names = [[names[param] for param in own["params"]] for own in optimizer.param_groups]
+        stored = lru_cache(maxsize=1)(self._state_of) if is_stored else None
+        self._params = {model.name_of[param]: param for param in params}
+        self.parts: dict[Path, Any] = {}
+        for name, param in self._params.items():
+            self.parts |= self._parts_of(name, param, stored)
+        own_names = [[model.name_of[p] for p in own["params"]] for own in optimizer.param_groups]
         # Stages and experts of other ranks have other parameters.
         everyone = [*zip(*all_gathered(own_names, group), strict=True)]
         scale = self._native.get("loss_scale", {})
@@ -181,27 +184,21 @@ class OptimizerParts:
             for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
         ]
 
-    def _parts_of(self, param: Any, is_stored: bool) -> State:
+    def _parts_of(
+        self, name: str, param: Any, stored: Callable[[Any], State] | None
+    ) -> dict[Path, Any]:
         optimizer, found = self._optimizer, {}
         span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
-        state = self._state_of(param)
-        for key, value in state.items():
+        for key, value in self._state_of(param).items():
             part = value
             if isinstance(value, Tensor):
                 is_flat = key in getattr(optimizer, "flat_states", ())
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
-                if is_stored and part.dim():
-                    part = part_of(part).stored(partial(self._read, param, key))
+                if stored is not None and part.dim():
+                    part = part_of(part).stored(partial(_read, stored, param, key))
             if value is not None:
-                found[key] = part
+                found["optimizer", name, key] = part
         return found
-
-    def _read(self, param: Any, key: str) -> Tensor:
-        """Reads an offloaded value; keeps the parameter's other states until the next parameter."""
-        if param not in self._cache:
-            self._cache.clear()
-            self._cache[param] = self._state_of(param)
-        return local_of(self._cache[param][key])
 
     def _state_of(self, param: Any) -> State:
         """This rank's values."""
@@ -212,22 +209,19 @@ class OptimizerParts:
             if optimizer.steps:
                 return optimizer.state_of(param)
             return optimizer.new_state_of(param, local_of(param.detach()))
-        found: State = self._native["state"].get(self._numbers[param], {})
+        found: State = optimizer.state.get(param, {})
         return found
 
     def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
-        """Loads matching values, by ("optimizer", name, key), and options of the groups."""
+        """Loads the values of known paths, and options of the groups."""
         own_groups = self._native["param_groups"]
         for own, other in zip(own_groups, groups or (), strict=groups is not None):
             own.update({key: value for key, value in other.items() if key != "params"})
-        states = {}
-        for param in self._params:
-            name = self._names[param]
-            states[param] = {
-                key: self._taken(param, key, part, given["optimizer", name, key])
-                for key, part in self.named.get(name, {}).items()
-                if ("optimizer", name, key) in given
-            }
+        states: dict[Any, State] = {param: {} for param in self._params.values()}
+        for path, part in self.parts.items():
+            if path in given:
+                param, key = self._params[path[1]], path[2]
+                states[param][key] = self._taken(param, key, part, given[path])
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.load_parts(own_groups, states)
@@ -235,10 +229,9 @@ class OptimizerParts:
         state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:
-            scale = {key: own_groups[0].get(name) for key, name in SCALE_KEYS.items()}
-            native["loss_scale"] = scale if None not in scale.values() else native["loss_scale"]
-            for own, name in ((own, name) for own in own_groups for name in SCALE_KEYS.values()):
-                own.pop(name, None)
+            scales = [{k: own.pop(n, None) for k, n in SCALE_KEYS.items()} for own in own_groups]
+            if None not in scales[0].values():
+                native["loss_scale"] = scales[0]
         optimizer.load_state_dict(native)
 
     def _taken(self, param: Any, key: str, part: Any, value: Any) -> Any:
@@ -249,6 +242,10 @@ class OptimizerParts:
             return own_elements(part, value)
         fill(part, value)
         return self._state_of(param)[key]
+
+
+def _read(state_of: Callable[[Any], State], param: Any, key: str) -> Tensor:
+    return local_of(state_of(param)[key])
 
 
 def _is_elsewhere(optimizer: Any) -> bool:

@@ -68,8 +68,10 @@ def get_state_dict(
     Returns:
         The model's {name: tensor} and the optimizer's {"state": {name: {key: value}},
         "param_groups": [{"params": [names], ...}]}, as torch.distributed.checkpoint.state_dict has
-        them. Sharded tensors share memory with the model, unless `cpu` is set or they are in files
-        or in an optimizer of offload.
+        them. A loss scale is in the groups: delete its keys "loss_scale" and
+        "loss_scale_good_steps" before torch's set_optimizer_state_dict(full_state_dict=True) loads
+        the state into an optimizer without one. Sharded tensors share memory with the model, unless
+        `cpu` is set or they are in files or in an optimizer of offload.
 
     Raises:
         ValueError: rank0_only without full; the optimizer has other parameters than the model.
@@ -98,7 +100,7 @@ def get_state_dict(
     elif optimizer is not None:
         found = OptimizerParts(optimizer, parts, group, is_stored=full)
         state = {"state": {}, "param_groups": found.groups}
-        flat |= _flat({}, {"state": found.named})
+        flat |= found.parts
     if full:
         everyone = None if server is not None else group
         flat = gather_whole(flat, rank0_only=rank0_only, group=everyone)
@@ -166,7 +168,7 @@ def set_state_dict(
     found = None
     if optimizer is not None and server is None and (state or (state is not None and rank0_only)):
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
-    wanted = _flat(mine, {} if found is None else {"state": found.named})
+    wanted = _flat(mine, {}) | ({} if found is None else found.parts)
     # Servers need full states, which are sent as one object.
     given = _flat(values or {}, {} if server else state or {})
     more: Any = state if server else (state or {}).get("param_groups")

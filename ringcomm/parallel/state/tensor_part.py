@@ -83,9 +83,6 @@ class TensorPart(torch.Tensor):
         made._read, made.is_copy = read, is_copy
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """See the class."""
-
     def to_local(self) -> Tensor:
         """This rank's elements; writes into them change this part, unless it is stored."""
         return self._local if self._read is None else self._read()
@@ -108,19 +105,13 @@ class TensorPart(torch.Tensor):
 
     def cut(self, whole: Tensor) -> Tensor:
         """These elements of another tensor with the full shape; a view if there is one box."""
-        size = self._local.shape
-        if not self.boxes:
-            return whole.new_empty(size)
         if len(self.boxes) == 1:
-            return self.boxes[0].of(whole).reshape(size)
-        return torch.cat([box.of(whole).reshape(-1) for box in self.boxes]).view(size)
+            return self.boxes[0].of(whole).reshape(self._local.shape)
+        pieces = [box.of(whole).reshape(-1) for box in self.boxes]
+        return torch.cat([whole.new_empty(0), *pieces]).view(self._local.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        ranges = (
-            ", ".join(f"{begin}:{begin + length}" for begin, length in zip(*box, strict=True))
-            for box in self.boxes
-        )
-        return f"TensorPart([{'], ['.join(ranges)}] of {tuple(self.shape)})"
+        return f"TensorPart({self.boxes} of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
