@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
@@ -151,6 +151,20 @@ def all_reduce_grad_(
 def summed_over(param: Tensor) -> dist.ProcessGroup | None:
     """The group of all_reduce_grad_(), if the parameter was given to it."""
     return getattr(param, _SUMMED_OVER, None)
+
+
+@torch.no_grad()
+def give_memory(param: Tensor, value: Tensor, device: torch.device | str | None = None) -> None:
+    """Copies a value into new memory for a parameter or buffer, and keeps all_reduce_grad_()."""
+    summed = summed_over(param)
+    made = torch.empty_like(param, device=device or value.device).copy_(value)
+    is_param = isinstance(param, nn.Parameter)
+    torch.utils.swap_tensors(
+        param, nn.Parameter(made, requires_grad=param.requires_grad) if is_param else made
+    )
+    if summed is not None:
+        param._backward_hooks = None  # of the memory before
+        all_reduce_grad_(param, summed)
 
 
 def _summed(x: Tensor, group_name: str, inplace: bool) -> Tensor:

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from ringcomm.ops import shard_range
 from ringcomm.parallel.parts_of_models import register_part
-from ringcomm.parallel.tensor.regions import all_reduce_grad_, summed_over
+from ringcomm.parallel.tensor.regions import give_memory
 from ringcomm.torch_names import broadcast_coalesced_
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
@@ -141,12 +141,9 @@ class SplitModule(nn.Module):
         """
         take_from_rank0(whole.parameters(), self.group)
         for name, param in whole.named_parameters():
-            split, summed = self.splits.get(name), summed_over(self.get_parameter(name))
-            part = param.detach() if split is None else split.cut(param.detach())
-            made = nn.Parameter(part.clone(), param.requires_grad)
-            if summed is not None:
-                all_reduce_grad_(made, summed)
-            setattr(self, name, made)
+            mine, split = self.get_parameter(name), self.splits.get(name)
+            mine.requires_grad_(param.requires_grad)
+            give_memory(mine, param if split is None else split.cut(param))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
