@@ -52,7 +52,7 @@ class ModelWeights:
         if model is None:
             return
         self._names = {param: name for name, param in model.named_parameters()}
-        self.parts = {param: (module, split) for _, param, module, split in split_params(model)}
+        self.parts |= split_params(model)
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ValueError(f"{name} produces sparse gradients: make it with sparse=False")

@@ -139,7 +139,7 @@ def axes_of(model: nn.Module) -> Axes:
     part = stage_part_of(model)
     of_stages = [] if part is None else part.tensor_groups
     tensor_groups = list(dict.fromkeys([*tensor_groups_of([model]), *of_stages]))
-    splits = {param: (layer.group, split) for _, param, layer, split in split_params(model)}
+    splits = split_params(model)
     layers = split_experts(model).values()
     expert_group = {param: layer.group for layer in layers for param in layer.parameters()}
     # Each rank of a tensor-parallel group counts a fraction of a replicated gradient, because
@@ -153,8 +153,8 @@ def axes_of(model: nn.Module) -> Axes:
         mesh_groups += groups
         experts = expert_group.get(param)
         if param in splits:
-            group, split = splits[param]
-            groups, num_copies = [*groups, group], num_copies * split.num_replicas
+            layer, split = splits[param]
+            groups, num_copies = [*groups, layer.group], num_copies * split.num_replicas
         elif replicas is not None and not (experts and overlap(replicas, experts)):
             groups, num_copies = [*groups, replicas], num_copies * replicas.size()
         if experts is not None:
@@ -170,9 +170,8 @@ def stage_part_of(model: nn.Module) -> StagePart | None:
     Raises ValueError for a piece of a pipeline whose other stages are on other ranks.
     """
     modules = list(model.modules())
-    for module in modules:
-        if isinstance(module, StagePart):
-            return module
+    if found := next((module for module in modules if isinstance(module, StagePart)), None):
+        return found
     owners = (_part_of_block[module]() for module in modules if module in _part_of_block)
     if any(part is not None and part.group.size() > 1 for part in owners):
         raise ValueError(

@@ -152,7 +152,7 @@ def _start_equal(
     """Replaces what ranks have in common by rank 0's weights and buffers. Collective."""
     tops = [*model.values()] if isinstance(model, Mapping) else [model]
     tensors = dict.fromkeys(t for m in tops for t in (*m.parameters(), *m.buffers()))
-    sharded = {param for top in tops for _, param, *_ in split_params(top)}
+    sharded = {param for top in tops for param in split_params(top)}
     experts = {
         tensor
         for top in tops

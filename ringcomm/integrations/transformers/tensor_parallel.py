@@ -141,7 +141,7 @@ def tensor_parallelize(
             model.loss_function = partial(causal_lm_loss, **options)
             if resolved.size() > 1:
                 model.register_forward_hook(partial(_typed_logits, made))
-    apart = {*(param for _, param, *_ in split_params(model)), *expert_parameters(model).values()}
+    apart = {*split_params(model), *expert_parameters(model).values()}
     everything = dict.fromkeys((*model.parameters(), *model.buffers()))
     take_from_rank0((value for value in everything if value not in apart), resolved)
     model.save_pretrained = partial(_save_pretrained, model, model.save_pretrained)

@@ -55,7 +55,7 @@ class ModelParts:
                 stack.enter_context(shards.reading_freed())
             # First: fully_shard replaces gathered parameters by its DTensors here.
             state = module.state_dict(keep_vars=True)
-        self._splits = {param: split for _, param, _, split in split_params(module)}
+        self._splits = {param: split for param, (_, split) in split_params(module).items()}
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
         groups = stage.tensor_groups if stage is not None else tensor_groups_of([module])
         self._is_replica = any(group.rank() for group in groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -81,9 +81,8 @@ class Split:
         if value.dim() > self.dim and value.shape[self.dim] == self.total:
             if not isinstance(value, DTensor):
                 return self.cut(value)
-            ranks = value.device_mesh.mesh.flatten().tolist()
-            is_ours = ranks == dist.get_process_group_ranks(group)
-            if is_ours and [*value.placements] == [Shard(self.dim)]:
+            ranks = value.device_mesh.mesh.flatten().tolist(), [*value.placements]
+            if ranks == (dist.get_process_group_ranks(group), [Shard(self.dim)]):
                 return value.to_local()
         raise ValueError(
             f"expected a full tensor of {self.total} in dimension {self.dim}, or a DTensor of these"
@@ -172,17 +171,14 @@ class SplitModule(nn.Module):
         super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
 
 
-def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitModule, Split]]:
-    """Name, parameter, module and part of all split parameters of a model; tied ones once."""
-    seen = set()
-    for prefix, module in model.named_modules():
-        if not isinstance(module, SplitModule):
-            continue
-        for name, split in module.splits.items():
-            param = module.get_parameter(name)
-            if param not in seen:
-                seen.add(param)
-                yield f"{prefix}.{name}" if prefix else name, param, module, split
+def split_params(model: nn.Module) -> dict[nn.Parameter, tuple[SplitModule, Split]]:
+    """The split parameters of a model, each with a module that has it."""
+    return {
+        module.get_parameter(name): (module, split)
+        for module in model.modules()
+        if isinstance(module, SplitModule)
+        for name, split in module.splits.items()
+    }
 
 
 def drawn_part(
