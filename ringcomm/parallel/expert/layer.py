@@ -282,7 +282,9 @@ class MixtureOfExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(tokens)
         self.routing = routing
-        wire = tokens.to(_wire_dtype(x))
+        kind = x.device.type
+        is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+        wire = tokens.to(torch.get_autocast_dtype(kind)) if is_cast else tokens
         is_trained = any(param.requires_grad for param in self.parameters())
         plan = plan_dispatch(
             routing.tokens_per_expert,
@@ -301,11 +303,3 @@ def _sum_of(module: nn.Module) -> str:
     """The sum of all values, as text, because NaN is not equal to itself."""
     params = [param.detach() for param in module.parameters() if not param.is_meta]
     return repr(float(sum(param.double().sum() for param in params)))
-
-
-def _wire_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype, as for the inputs of linear layers; float64 is unchanged."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return x.dtype

@@ -175,7 +175,13 @@ def average_gradients(
     resolved = resolve_group(group, mesh)
     layers = split_experts(model)
     for name, experts in layers.items():
-        _check_groups(name, experts, resolved)
+        num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
+        if experts.group.size() * num_replicas != resolved.size():
+            raise ValueError(
+                f"{resolved.size()} ranks average gradients, but {name or 'the model'} has experts"
+                f" over {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
+                " replica_group, and pass as group here all ranks that have different tokens"
+            )
     of_experts = set(expert_parameters(model).values())
     handled = [*(of_experts if ddp is not None else model.parameters())] if layers else []
     if any(_has_average(param.grad) for param in handled):
@@ -216,16 +222,6 @@ def _before_accumulation(of: weakref.ref[nn.Parameter], _: Tensor) -> None:
     grad: Any = getattr(of(), "grad", None)
     if _has_average(grad):
         setattr(grad, _AVERAGED, grad._version + 1)
-
-
-def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) -> None:
-    num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
-    if experts.group.size() * num_replicas != group.size():
-        raise ValueError(
-            f"{group.size()} ranks average gradients, but {name or 'the model'} has experts over"
-            f" {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
-            " replica_group, and pass as group here all ranks that have different tokens"
-        )
 
 
 def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -75,17 +75,11 @@ class ModelParts:
         unit = shards.unit_of(param)
         part = self._placed(unit.read_shard(param), param, unit.range_of(param))
         if is_stored and unit.is_away(param):
-            return part_of(part).stored(partial(unit.read_shard, param))
+            return part_of(part).like(local_of(part), partial(unit.read_shard, param))
         return part
 
     def of_state(
-        self,
-        value: Tensor,
-        param: Any,
-        key: str,
-        span: tuple[int, int] | None,
-        *,
-        is_flat: bool = False,
+        self, value: Tensor, param: Any, key: str, span: tuple[int, int] | None, *, is_flat: bool
     ) -> Tensor:
         """An optimizer state of a parameter, as a part.
 
@@ -195,7 +189,8 @@ class OptimizerParts:
                 is_flat = key in getattr(optimizer, "flat_states", ())
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
                 if stored is not None and part.dim():
-                    part = part_of(part).stored(partial(_read, stored, param, key))
+                    read = partial(lambda key: local_of(stored(param)[key]), key)
+                    part = part_of(part).like(local_of(part), read)
             if value is not None:
                 found["optimizer", name, key] = part
         return found
@@ -242,10 +237,6 @@ class OptimizerParts:
             return own_elements(part, value)
         fill(part, value)
         return self._state_of(param)[key]
-
-
-def _read(state_of: Callable[[Any], State], param: Any, key: str) -> Tensor:
-    return local_of(state_of(param)[key])
 
 
 def _is_elsewhere(optimizer: Any) -> bool:
