@@ -117,7 +117,9 @@ def tensor_parallelize(
     )
     if scale is not None:
         embedding.register_buffer("embed_scale", scale, persistent=False)
-        embedding.register_forward_hook(_scaled)
+        embedding.register_forward_hook(
+            lambda module, _, output: output * module.get_buffer("embed_scale").to(output.dtype)
+        )
     embedding.register_forward_pre_hook(_check_ids)
     model.set_input_embeddings(embedding)
     # Each rank uses these weights on its own heads or tokens.
@@ -222,20 +224,17 @@ class _Blocks:
                     f"the model's plan has the style {style} for {name},{kind} which is not"
                     " supported"
                 )
-        for block in self.columns:
-            self._check(block)
-
-    def _check(self, block: nn.Module) -> None:
-        """Checks that all modules with weights are in the plan: their input is copied once."""
-        known = {*self.columns[block], *self.rows.get(block, ())}
-        for name, module in block.named_children():
-            if name not in known and module not in self.summed and [*module.parameters()]:
-                raise ValueError(f"{name} of a {type(block).__name__} is not in the model's plan")
-        if block not in self.rows:
-            raise ValueError(
-                f"the plan splits a {type(block).__name__} by columns, and no row-parallel layer "
-                "sums its outputs"
-            )
+        # All modules with weights must be in the plan: their input is copied once.
+        for block, columns in self.columns.items():
+            known, kind = {*columns, *self.rows.get(block, ())}, type(block).__name__
+            for name, module in block.named_children():
+                if name not in known and module not in self.summed and [*module.parameters()]:
+                    raise ValueError(f"{name} of a {kind} is not in the model's plan")
+            if block not in self.rows:
+                raise ValueError(
+                    f"the plan splits a {kind} by columns, and no row-parallel layer sums its"
+                    " outputs"
+                )
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
@@ -255,10 +254,6 @@ def _scale_of(embedding: nn.Module) -> Tensor | None:
         return scale
     _check_plain(embedding, nn.Embedding, "the embedding")
     return None
-
-
-def _scaled(embedding: nn.Module, _: Any, output: Tensor) -> Tensor:
-    return output * embedding.get_buffer("embed_scale").to(output.dtype)
 
 
 def _ends_of_tokens(
