@@ -111,10 +111,10 @@ def get_state_dict(
             path: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
             for path, value in flat.items()
         }
-    values = {path[1]: value for path, value in flat.items() if path[0] == "model"}
-    for kind, name, *keys in flat:
-        if kind == "optimizer":
-            state["state"].setdefault(name, {})[keys[0]] = flat[kind, name, keys[0]]
+    values: State = {}
+    for (kind, name, *keys), value in flat.items():
+        of_name = values if kind == "model" else state["state"].setdefault(name, {})
+        of_name[keys[0] if keys else name] = value
     return (values, state) if has_state else ({}, {})
 
 
@@ -165,14 +165,19 @@ def set_state_dict(
         raise ValueError("values and state must be None on all ranks or on none: pass empty dicts")
     parts = ModelParts(_module_of(model))
     server = optimizer if isinstance(optimizer, ParameterServer) else None
-    mine = {} if values is None else parts.values
-    mine = {name: parts.of_value(value, is_stored=True) for name, value in mine.items()}
+    mine: dict[Path, Any] = {
+        ("model", name): parts.of_value(value, is_stored=True)
+        for name, value in ({} if values is None else parts.values).items()
+    }
     found = None
     if optimizer is not None and server is None and (state or (state is not None and rank0_only)):
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
-    wanted = _flat(mine, {}) | ({} if found is None else found.parts)
+    wanted = mine | ({} if found is None else found.parts)
+    given: dict[Path, Any] = {("model", name): value for name, value in (values or {}).items()}
     # Servers need full states, which are sent as one object.
-    given = _flat(values or {}, {} if server else state or {})
+    for name, of_param in ({} if server else (state or {}).get("state", {})).items():
+        known = {key: value for key, value in of_param.items() if value is not None}
+        given |= {("optimizer", name, key): value for key, value in known.items()}
     more: Any = state if server else (state or {}).get("param_groups")
     if rank0_only and group is not None:
         given, more = scatter_whole(given, more, wanted, group)
@@ -186,9 +191,9 @@ def set_state_dict(
     with torch.no_grad(), ExitStack() as stack:
         for shards in parts.shards:
             stack.enter_context(shards.writing())
-        for name, part in mine.items():
-            if ("model", name) in given:
-                _write(parts.values[name], part, given["model", name], device)
+        for path, part in mine.items():
+            if path in given:
+                _write(parts.values[path[1]], part, given[path], device)
     if found is not None:
         found.load(given, more)
     if server is not None:
@@ -237,12 +242,10 @@ def _problem_of(
                 f"the state has parameter groups of {theirs} parameters, but the optimizer has"
                 f" {ours}"
             )
-    problems = (
-        _misfit(".".join(path[1:]), part, given[path])
-        for path, part in wanted.items()
-        if path in given
-    )
-    return next((problem for problem in problems if problem is not None), None)
+    for path, part in wanted.items():
+        if path in given and (problem := _misfit(".".join(path[1:]), part, given[path])):
+            return problem
+    return None
 
 
 def _misfit(name: str, part: Any, value: Any) -> str | None:
@@ -279,12 +282,3 @@ def _group_of(
     if isinstance(optimizer, ParameterServer):
         return optimizer.group
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-def _flat(values: Mapping[str, Any], state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Both states in one dict, without the parameter groups and keys without a value."""
-    flat: dict[Path, Any] = {("model", name): value for name, value in values.items()}
-    for name, of_param in state.get("state", {}).items():
-        found = {("optimizer", name, key): value for key, value in of_param.items()}
-        flat |= {path: value for path, value in found.items() if value is not None}
-    return flat
