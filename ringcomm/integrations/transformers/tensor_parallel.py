@@ -216,8 +216,8 @@ class _Blocks:
             elif style in (COLUMNS, ROWS) and isinstance(module, nn.Linear):
                 _check_plain(module, nn.Linear, name)
                 parent, _, leaf = name.rpartition(".")
-                kind = self.columns if style == COLUMNS else self.rows
-                kind.setdefault(base.get_submodule(parent), []).append(leaf)
+                found = self.columns if style == COLUMNS else self.rows
+                found.setdefault(base.get_submodule(parent), []).append(leaf)
             elif style is not None:
                 kind = f" a {type(module).__name__}," if is_module else ""
                 raise ValueError(
