@@ -62,13 +62,9 @@ class DispatchPlan(NamedTuple):
 
     group: dist.ProcessGroup
     sent: list[int]  # this rank's rows for each rank
-    table: list[list[int]]  # rows from each rank for each expert of this rank
+    received: list[int]  # rows from each rank
+    table: list[list[int]]  # of them, for each expert of this rank
     needs_grad: bool  # whether any rank, and therefore all ranks, run the backward pass
-
-    @property
-    def received(self) -> list[int]:
-        """Rows from each rank."""
-        return [sum(of_rank) for of_rank in self.table]
 
 
 def plan_dispatch(
@@ -100,7 +96,7 @@ def plan_dispatch(
     rows = torch.cat([num_sent[:, None], answer.view(world_size, of_rank)], dim=1).tolist()
     sent, needs, dtypes, *_ = zip(*rows, strict=True)
     table = [row[1 + NUM_FACTS :] for row in rows]
-    return DispatchPlan(group, [*sent], table, needs_grad=_agree(needs, dtypes))
+    return DispatchPlan(group, [*sent], [*map(sum, table)], table, _agree(needs, dtypes))
 
 
 def _agree(needs: Sequence[int], dtypes: Sequence[int]) -> bool:
