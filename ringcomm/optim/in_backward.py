@@ -26,6 +26,8 @@ from ringcomm.optim.slot import Slot
 class InBackwardOptimizer(torch.optim.Optimizer):
     """The base of Lomo and AdaLomo: everything except the update of one weight."""
 
+    flat_states: tuple[str, ...] = ()  # keys of states with one dimension for weights of any shape
+
     def __init__(
         self,
         model_or_params: nn.Module | Iterable[Any],
@@ -192,6 +194,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._path.forget()
         self._is_verified = False
+
+    def make_states(self) -> None:
+        """Makes the states that weights have before their first step, if they have none."""
+        for slot in self._path.slots:
+            self._state_of(slot)
 
     def _state_of(self, slot: Slot) -> dict[str, Any]:
         """A weight's state; that of its first step if there is none, as after state.clear()."""

@@ -163,6 +163,8 @@ class AdaLomo(InBackwardOptimizer):
         options: as Lomo.
     """
 
+    flat_states = ("exp_avg_sq",)
+
     def __init__(
         self,
         model_or_params: nn.Module | Iterable[Any],

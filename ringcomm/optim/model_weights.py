@@ -20,9 +20,10 @@ from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.model_axes import (
     Axes,
     Held,
+    StagePart,
     axes_of,
     has_several_stages,
-    tied_over_stages,
+    overlap,
 )
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import watch_whole_weights
@@ -59,7 +60,7 @@ class ModelWeights:
         if model is None:
             return
         self._names = {param: name for name, param in model.named_parameters()}
-        self.parts = {param: (module, split) for _, param, module, split in split_params(model)}
+        self.parts |= split_params(model)
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ValueError(f"{name} produces sparse gradients: make it with sparse=False")
@@ -77,7 +78,7 @@ class ModelWeights:
         """Raises for a parameter that is not supported."""
         if self._model is not None and param not in self._names:
             why = "is not a parameter of the model"
-        elif self._model is not None and param in tied_over_stages(self._model):
+        elif isinstance(self._model, StagePart) and param in self._model.tied:
             why = (
                 "is shared by stages of a pipeline, which sum its gradients after the backward"
                 " pass: train it with an optimizer that keeps gradients"
@@ -97,7 +98,7 @@ class ModelWeights:
         if self._model is not None:
             refuse_experts(self._model, f"{self._optimizer} over several ranks")
         for slot in slots:
-            if slot.shards is not None or any(_overlap(g, group) for g in slot.layout.groups):
+            if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
@@ -183,7 +184,7 @@ class ModelWeights:
         modules = () if self._model is None else tuple(self._model.modules())
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
         for each in dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)]):
-            split = [module for module, _ in self.parts.values() if _overlap(module.group, each)]
+            split = [module for module, _ in self.parts.values() if overlap(module.group, each)]
             found: dict[Tensor, None] = {}
             for module in modules:
                 if module not in split:
@@ -259,9 +260,3 @@ def run_all(actions: list[Callable[[], Any]]) -> None:
 
 def _is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) or find_shards(tensor) is not None
-
-
-def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two groups have more than one rank in common."""
-    ranks = set(dist.get_process_group_ranks(one))
-    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1

@@ -15,8 +15,6 @@ from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.model_axes import Axes, Held, axes_of
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["bytes_over_all_ranks", "clip_grad_norm_", "over_all_ranks", "total_norm"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -92,11 +90,9 @@ def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float =
     own = {}
     for held, of_held in by_held.items():
         power = _power(of_held, norm_type, device)
-        num = torch.full_like(power, len(of_held))
-        own[held] = torch.stack([num, power] if is_max else [power, num])
+        own[held] = torch.stack([torch.full_like(power, len(of_held)), power])
     zeros = torch.zeros(2, dtype=torch.float64, device=device)
-    total = over_all_ranks(axes, own, zeros, num_sums=1 if is_max else 2)
-    num_grads, power = (total[0], total[1]) if is_max else (total[1], total[0])
+    num_grads, power = over_all_ranks(axes, own, zeros, num_sums=1 if is_max else 2)
     # A rank with a gradient skips the check, and so does not wait for its device.
     if not grads and not num_grads:
         raise RuntimeError(
@@ -169,14 +165,13 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The sum of |g|^p over all elements, or the largest |g|; 0 without any."""
-    found = [torch.zeros((), dtype=torch.float64, device=device)]
+    found = [torch.zeros(1, dtype=torch.float64, device=device)]
     for of_kind in _by_kind([grad for grad in grads if grad.numel()]):
         wide = torch.promote_types(of_kind[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(of_kind, norm_type, dtype=wide)).double()
-        value = norms.amax() if norm_type == math.inf else norms.pow(norm_type).sum()
-        found.append(value.to(device))
-    every = torch.stack(found)
-    return every.amax() if norm_type == math.inf else every.sum()
+        norms = torch.stack(torch._foreach_norm(of_kind, norm_type, dtype=wide))
+        found.append(norms.to(device, torch.float64))
+    every = torch.cat(found)
+    return every.amax() if norm_type == math.inf else every.pow(norm_type).sum()
 
 
 def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:

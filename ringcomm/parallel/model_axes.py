@@ -8,7 +8,7 @@ Replicated data parallelism is not recorded and not needed: gradients are the sa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -18,19 +18,6 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
-
-__all__ = [
-    "Axes",
-    "Held",
-    "StagePart",
-    "axes_of",
-    "has_several_stages",
-    "late_weights",
-    "refuse_piece",
-    "refuse_stage_copy",
-    "tensor_groups_of",
-    "tied_over_stages",
-]
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()
@@ -149,13 +136,12 @@ def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
 def axes_of(model: nn.Module) -> Axes:
     """The distribution of a model, as its modules and parameters record it.
 
-    Raises ValueError for a piece of a pipeline whose other stages are on other ranks.
+    Raises ValueError as stage_part_of().
     """
-    part = _stage_part_of(model)
-    tensor_groups = tensor_groups_of([model])
-    if part is not None:
-        tensor_groups = list(dict.fromkeys([*tensor_groups, *part.tensor_groups]))
-    splits = {param: (layer.group, split) for _, param, layer, split in split_params(model)}
+    part = stage_part_of(model)
+    of_stages = [] if part is None else part.tensor_groups
+    tensor_groups = list(dict.fromkeys([*tensor_groups_of([model]), *of_stages]))
+    splits = split_params(model)
     layers = split_experts(model).values()
     expert_group = {param: layer.group for layer in layers for param in layer.parameters()}
     # Each rank of a tensor-parallel group counts a fraction of a replicated gradient, because
@@ -169,9 +155,9 @@ def axes_of(model: nn.Module) -> Axes:
         mesh_groups += groups
         experts = expert_group.get(param)
         if param in splits:
-            group, split = splits[param]
-            groups, num_copies = [*groups, group], num_copies * split.num_replicas
-        elif replicas is not None and not (experts and _overlap(replicas, experts)):
+            layer, split = splits[param]
+            groups, num_copies = [*groups, layer.group], num_copies * split.num_replicas
+        elif replicas is not None and not (experts and overlap(replicas, experts)):
             groups, num_copies = [*groups, replicas], num_copies * replicas.size()
         if experts is not None:
             groups = [*groups, experts]
@@ -180,31 +166,19 @@ def axes_of(model: nn.Module) -> Axes:
     return Axes(held, tuple(dict.fromkeys(order)), part.group if part else None)
 
 
-def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Tied weights of a pipeline stage, whose gradients are summed when Pipeline.step() returns."""
-    return frozenset(model.tied) if isinstance(model, StagePart) else frozenset()
-
-
 def has_several_stages(model: nn.Module | None) -> bool:
     """Whether a model is a rank's stages of a pipeline, which have a backward pass each."""
     return isinstance(model, StagePart) and model.num_stages > 1
 
 
-def late_weights(model: nn.Module) -> frozenset[nn.Parameter]:
-    """StagePart.late of a pipeline's module; empty for other models."""
-    return frozenset(model.late) if isinstance(model, StagePart) else frozenset()
+def stage_part_of(model: nn.Module) -> StagePart | None:
+    """The model's blocks of a pipeline.
 
-
-def refuse_piece(model: nn.Module) -> None:
-    """Raises ValueError for a piece of a pipeline, whose norm cannot be computed here."""
-    _stage_part_of(model)
-
-
-def _stage_part_of(model: nn.Module) -> StagePart | None:
+    Raises ValueError for a piece of a pipeline whose other stages are on other ranks.
+    """
     modules = list(model.modules())
-    for module in modules:
-        if isinstance(module, StagePart):
-            return module
+    if found := next((module for module in modules if isinstance(module, StagePart)), None):
+        return found
     owners = (_part_of_block[module]() for module in modules if module in _part_of_block)
     if any(part is not None and part.group.size() > 1 for part in owners):
         raise ValueError(
@@ -226,7 +200,7 @@ def _mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
     return groups, num_copies
 
 
-def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether the two have another rank than this one in common."""
-    ranks: Sequence[int] = dist.get_process_group_ranks(one)
-    return len(set(ranks) & set(dist.get_process_group_ranks(other))) > 1
+def overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two groups have more than one rank in common."""
+    ranks = set(dist.get_process_group_ranks(one))
+    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1

@@ -147,7 +147,7 @@ def _start_equal(
 ) -> None:
     """Replaces what ranks have in common by rank 0's weights and buffers. Collective."""
     tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
-    sharded = {param for _, param, *_ in split_params(model)}
+    sharded = set(split_params(model))
     experts = {
         tensor
         for layer in split_experts(model).values()

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
-
-__all__ = ["register_part"]
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -72,19 +70,12 @@ def _check(owner: Any, name: str, params_of: Callable[..., list[Any]], message: 
 
     @functools.wraps(wrapped)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if _are_of_a_part(params_of(*args, **kwargs)):
-            raise RuntimeError(message)
+        given = {id(param) for param in params_of(*args, **kwargs)}
+        for module in list(_modules):
+            group = getattr(module, "group", None)  # None where its constructor has raised
+            is_part = isinstance(group, dist.ProcessGroup) and group.size() > 1
+            if is_part and not given.isdisjoint(map(id, module.parameters())):
+                raise RuntimeError(message)
         return wrapped(*args, **kwargs)
 
     setattr(owner, name, checked)
-
-
-def _are_of_a_part(params: Iterable[Any]) -> bool:
-    given = {id(param) for param in params}
-    parts = (module for module in list(_modules) if _is_part(module))
-    return any(id(param) in given for module in parts for param in module.parameters())
-
-
-def _is_part(module: nn.Module) -> bool:
-    group = getattr(module, "group", None)  # None where its constructor has raised
-    return isinstance(group, dist.ProcessGroup) and group.size() > 1

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 
-__all__ = ["MixtralExpert", "expert_parallelize"]
-
 
 class MixtralExpert(nn.Module):
     """One expert, with copies of its slices of the block's stacked weights."""

@@ -33,8 +33,6 @@ from ringcomm.parallel.tensor.regions import (
 from ringcomm.parallel.tensor.splits import SplitModule, split_params, take_from_rank0
 from ringcomm.torch_names import TORCH_VERSION, AsDTensor, all_gather_single
 
-__all__ = ["refuse_embeddings", "tensor_parallelize"]
-
 Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -119,7 +117,9 @@ def tensor_parallelize(
     )
     if scale is not None:
         embedding.register_buffer("embed_scale", scale, persistent=False)
-        embedding.register_forward_hook(_scaled)
+        embedding.register_forward_hook(
+            lambda module, _, output: output * module.get_buffer("embed_scale").to(output.dtype)
+        )
     embedding.register_forward_pre_hook(_check_ids)
     model.set_input_embeddings(embedding)
     # Each rank uses these weights on its own heads or tokens.
@@ -143,7 +143,7 @@ def tensor_parallelize(
             model.loss_function = partial(causal_lm_loss, **options)
             if resolved.size() > 1:
                 model.register_forward_hook(partial(_typed_logits, made))
-    apart = {*(param for _, param, *_ in split_params(model)), *expert_parameters(model).values()}
+    apart = {*split_params(model), *expert_parameters(model).values()}
     everything = dict.fromkeys((*model.parameters(), *model.buffers()))
     take_from_rank0((value for value in everything if value not in apart), resolved)
     model.save_pretrained = partial(_save_pretrained, model, model.save_pretrained)
@@ -205,51 +205,38 @@ class _Blocks:
         self.columns: dict[nn.Module, list[str]] = {}
         self.rows: dict[nn.Module, list[str]] = {}
         self.summed: list[nn.Module] = []  # what all ranks have, on activations that differ
-        patterns = {re.escape(name).replace(r"\*", r"[^.]+"): plan[name] for name in plan}
-
-        def style_of(name: str) -> str | None:
-            return next((patterns[p] for p in patterns if re.fullmatch(p, name)), None)
-
         # Ranks of the group all have the complete experts and send the same tokens.
         experts = tuple(
             f"{name}." for name, m in base.named_modules() if isinstance(m, MixtureOfExperts)
         )
-        for name, module in base.named_modules():
-            style = style_of(name)
-            if name.startswith(experts):
-                continue
-            if style == SUMMED:
+        for name, module in [*base.named_modules(), *base.named_parameters()]:
+            # As transformers does: a number is any number.
+            style = None if name.startswith(experts) else plan.get(re.sub(r"\b\d+\b", "*", name))
+            is_module = isinstance(module, nn.Module)
+            if style == SUMMED and is_module:
                 self.summed.append(module)
             elif style in (COLUMNS, ROWS) and isinstance(module, nn.Linear):
                 _check_plain(module, nn.Linear, name)
                 parent, _, leaf = name.rpartition(".")
-                kind = self.columns if style == COLUMNS else self.rows
-                kind.setdefault(base.get_submodule(parent), []).append(leaf)
+                found = self.columns if style == COLUMNS else self.rows
+                found.setdefault(base.get_submodule(parent), []).append(leaf)
             elif style is not None:
+                kind = f" a {type(module).__name__}," if is_module else ""
                 raise ValueError(
-                    f"the model's plan has the style {style} for {name}, a"
-                    f" {type(module).__name__}, which is not supported"
+                    f"the model's plan has the style {style} for {name},{kind} which is not"
+                    " supported"
                 )
-        for name, _ in base.named_parameters():
-            style = style_of(name)
-            if style is not None and not name.startswith(experts):
+        # All modules with weights must be in the plan: their input is copied once.
+        for block, columns in self.columns.items():
+            known, kind = {*columns, *self.rows.get(block, ())}, type(block).__name__
+            for name, module in block.named_children():
+                if name not in known and module not in self.summed and [*module.parameters()]:
+                    raise ValueError(f"{name} of a {kind} is not in the model's plan")
+            if block not in self.rows:
                 raise ValueError(
-                    f"the model's plan has the style {style} for {name}, which is not supported"
+                    f"the plan splits a {kind} by columns, and no row-parallel layer sums its"
+                    " outputs"
                 )
-        for block in self.columns:
-            self._check(block)
-
-    def _check(self, block: nn.Module) -> None:
-        """Checks that all modules with weights are in the plan: their input is copied once."""
-        known = {*self.columns[block], *self.rows.get(block, ())}
-        for name, module in block.named_children():
-            if name not in known and module not in self.summed and [*module.parameters()]:
-                raise ValueError(f"{name} of a {type(block).__name__} is not in the model's plan")
-        if block not in self.rows:
-            raise ValueError(
-                f"the plan splits a {type(block).__name__} by columns, and no row-parallel layer "
-                "sums its outputs"
-            )
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
@@ -269,10 +256,6 @@ def _scale_of(embedding: nn.Module) -> Tensor | None:
         return scale
     _check_plain(embedding, nn.Embedding, "the embedding")
     return None
-
-
-def _scaled(embedding: nn.Module, _: Any, output: Tensor) -> Tensor:
-    return output * embedding.get_buffer("embed_scale").to(output.dtype)
 
 
 def _ends_of_tokens(

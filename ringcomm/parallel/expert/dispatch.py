@@ -13,18 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes
-
-__all__ = [
-    "DispatchPlan",
-    "by_expert",
-    "combine",
-    "dispatch",
-    "plan_dispatch",
-    "rows_of_tokens",
-    "sums_of_rows",
-]
 
 
 class _Exchange(torch.autograd.Function):
@@ -32,28 +21,18 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        group: dist.ProcessGroup,
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
+        if group.size() == 1:
+            return rows.view_as(rows)
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _Exchange.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    if group.size() == 1:
-        return rows.view_as(rows)
-    output = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
-    return output
 
 
 def rows_of_tokens(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
@@ -61,29 +40,15 @@ def rows_of_tokens(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
 
     `slots`, int64, has the choices: token * num_choices + choice, each at most once.
     """
-    result: Tensor = _RowsOfTokens.apply(tokens, slots, num_choices)
-    return result
+    # The gradient of an index_select of `tokens`, whose rows repeat, is not deterministic on a GPU.
+    repeated = tokens[:, None].expand(-1, num_choices, -1).flatten(0, 1)
+    return repeated.index_select(0, slots)
 
 
 def sums_of_rows(rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
     """For every token the sum over its choices' rows, (num_tokens, width); 0 without rows."""
     spread = rows.new_zeros(num_tokens * num_choices, rows.shape[1]).index_copy_(0, slots, rows)
     return spread.view(num_tokens, num_choices, rows.shape[1]).sum(1)
-
-
-class _RowsOfTokens(torch.autograd.Function):
-    """Replaces index_select's gradient, which is not deterministic on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_tokens, ctx.num_choices = tokens.shape[0], num_choices
-        return tokens.index_select(0, slots.div(num_choices, rounding_mode="floor"))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (slots,) = ctx.saved_tensors
-        return sums_of_rows(grads[0], slots, ctx.num_tokens, ctx.num_choices), None, None
 
 
 # The header before a rank's counts: whether it needs gradients, and its index in DTYPES.
@@ -97,13 +62,9 @@ class DispatchPlan(NamedTuple):
 
     group: dist.ProcessGroup
     sent: list[int]  # this rank's rows for each rank
-    table: list[list[int]]  # rows from each rank for each expert of this rank
+    received: list[int]  # rows from each rank
+    table: list[list[int]]  # of them, for each expert of this rank
     needs_grad: bool  # whether any rank, and therefore all ranks, run the backward pass
-
-    @property
-    def received(self) -> list[int]:
-        """Rows from each rank."""
-        return [sum(of_rank) for of_rank in self.table]
 
 
 def plan_dispatch(
@@ -120,31 +81,26 @@ def plan_dispatch(
     """
     if dtype not in DTYPES:
         raise TypeError(f"tokens must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
-    num_experts, world_size = rows_per_expert.numel(), group.size()
-    sizes = shard_sizes(num_experts, world_size)
+    world_size = group.size()
+    sizes = shard_sizes(rows_per_expert.numel(), world_size)
+    parts = rows_per_expert.split(sizes)
     need = NEEDS_GRADIENT if is_grad_needed else NEEDS_NO_GRADIENT
     need = need if torch.is_grad_enabled() else NO_GRAD
     facts = rows_per_expert.new_tensor([need, DTYPES.index(dtype)])
-    message = torch.cat([piece for part in rows_per_expert.split(sizes) for piece in (facts, part)])
+    message = torch.cat([piece for part in parts for piece in (facts, part)])
     of_rank = NUM_FACTS + sizes[group.rank()]
     answer = message.new_empty(world_size * of_rank)
     message_sizes = [NUM_FACTS + size for size in sizes]
     dist.all_to_all_single(answer, message, [of_rank] * world_size, message_sizes, group=group)
-    numbers = torch.cat([rows_per_expert, answer]).tolist()
-    counts, rest = numbers[:num_experts], numbers[num_experts:]
-    answers = [rest[i * of_rank : (i + 1) * of_rank] for i in range(world_size)]
-    ranges = [shard_range(num_experts, world_size, rank) for rank in range(world_size)]
-    return DispatchPlan(
-        group=group,
-        sent=[sum(counts[begin:end]) for begin, end in ranges],
-        table=[of_peer[NUM_FACTS:] for of_peer in answers],
-        needs_grad=_agree([of_peer[:NUM_FACTS] for of_peer in answers]),
-    )
+    num_sent = torch.stack([part.sum() for part in parts])
+    rows = torch.cat([num_sent[:, None], answer.view(world_size, of_rank)], dim=1).tolist()
+    sent, needs, dtypes, *_ = zip(*rows, strict=True)
+    table = [row[1 + NUM_FACTS :] for row in rows]
+    return DispatchPlan(group, [*sent], [*map(sum, table)], table, _agree(needs, dtypes))
 
 
-def _agree(facts: Sequence[Sequence[int]]) -> bool:
+def _agree(needs: Sequence[int], dtypes: Sequence[int]) -> bool:
     """Whether some rank needs a gradient, so that all ranks take part in the backward pass."""
-    needs, dtypes = zip(*facts, strict=True)
     if len(set(dtypes)) > 1:
         words = [str(DTYPES[dtype]) for dtype in dtypes]
         raise ValueError(f"all ranks must have tokens of one dtype, got by rank {words}")
@@ -180,11 +136,9 @@ def by_expert(received: Tensor, plan: DispatchPlan) -> list[Tensor]:
 
 def combine(results: Sequence[Tensor], received: Tensor, plan: DispatchPlan) -> Tensor:
     """Sends the results of experts back, in the order of the rows of dispatch(). Collective."""
-    by_rank = [
-        result.split([of_rank[local] for of_rank in plan.table])
-        for local, result in enumerate(results)
-    ]
-    pieces = [of_expert[rank] for rank in range(plan.group.size()) for of_expert in by_rank]
+    sizes = zip(*plan.table, strict=True)
+    split = [result.split(of_ranks) for result, of_ranks in zip(results, sizes, strict=True)]
+    pieces = [piece for of_rank in zip(*split, strict=True) for piece in of_rank]
     # Zero rows of the received tensor, so that a rank without experts takes part in backward.
     joined = torch.cat([received[:0], *pieces])
     rows: Tensor = _Exchange.apply(joined, plan.received, plan.sent, plan.group)

@@ -5,6 +5,7 @@ Shazeer et al. 2017; Lepikhin et al. 2021; Fedus et al. 2022.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,6 @@ from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import refuse_copy
-
-__all__ = ["MixtureOfExperts", "Routing", "TopKRouter"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Routing:
 class TopKRouter(nn.Linear):
     """A linear gate with a softmax in float32 for any dtype of tokens, also under autocast.
 
-    Its arguments are those of MixtureOfExperts.
+    Its arguments are those of MixtureOfExperts. It has a bias if from_experts() gets one.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class TopKRouter(nn.Linear):
         *,
         capacity_factor: float | None = None,
         normalize_weights: bool = False,
-        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -98,7 +96,7 @@ class TopKRouter(nn.Linear):
                 "with top_k=1 a normalized weight is always 1, and the router would learn "
                 "nothing: set normalize_weights=False or top_k=2"
             )
-        super().__init__(in_features, num_experts, bias, device=device, dtype=dtype)
+        super().__init__(in_features, num_experts, bias=False, device=device, dtype=dtype)
         self.num_experts, self.top_k = num_experts, top_k
         self.capacity_factor, self.normalize_weights = capacity_factor, normalize_weights
 
@@ -227,14 +225,11 @@ class MixtureOfExperts(nn.Module):
             *(in_features, num_experts, top_k),
             capacity_factor=capacity_factor,
             normalize_weights=normalize_weights,
-            bias=_router is not None and _router.bias is not None,
             device=device,
             dtype=dtype,
         )
         if _router is not None:
-            self.router.load_state_dict(_router.state_dict())
-            for name, param in self.router.named_parameters():
-                param.requires_grad_(_router.get_parameter(name).requires_grad)
+            self.router.weight, self.router.bias = copy.deepcopy((_router.weight, _router.bias))
         made = (make_expert() for _ in range(num_experts))
         self.experts = LocalExperts(made, num_experts, resolved, replica_group)
         register_part(self)  # not the experts: a rank may have none of them
@@ -269,11 +264,8 @@ class MixtureOfExperts(nn.Module):
                 f"the router must have one output for each of the {len(experts)} experts, got"
                 f" {router.out_features} outputs"
             )
-        weight, next_expert = router.weight, iter(experts).__next__
-        return cls(
-            *(router.in_features, next_expert, len(experts), top_k),
-            **{"device": weight.device, "dtype": weight.dtype, "_router": router, **options},
-        )
+        next_expert = iter(experts).__next__
+        return cls(router.in_features, next_expert, len(experts), top_k, _router=router, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to the same shape and dtype.
@@ -290,7 +282,9 @@ class MixtureOfExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(tokens)
         self.routing = routing
-        wire = tokens.to(_wire_dtype(x))
+        kind = x.device.type
+        is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+        wire = tokens.to(torch.get_autocast_dtype(kind)) if is_cast else tokens
         is_trained = any(param.requires_grad for param in self.parameters())
         plan = plan_dispatch(
             routing.tokens_per_expert,
@@ -309,11 +303,3 @@ def _sum_of(module: nn.Module) -> str:
     """The sum of all values, as text, because NaN is not equal to itself."""
     params = [param.detach() for param in module.parameters() if not param.is_meta]
     return repr(float(sum(param.double().sum() for param in params)))
-
-
-def _wire_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype, as for the inputs of linear layers; float64 is unchanged."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return x.dtype

@@ -21,15 +21,6 @@ from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, 
 from ringcomm.parallel.tensor.splits import refuse_copy
 from ringcomm.torch_names import all_reduce_coalesced_
 
-__all__ = [
-    "LocalExperts",
-    "average_gradients",
-    "expert_parameters",
-    "ignore_in_ddp",
-    "refuse_experts",
-    "split_experts",
-]
-
 _AVERAGED = "_ringcomm_averaged"
 
 
@@ -119,9 +110,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     fully_shard(ignored_params=...).
     """
     return {
-        f"{name}.{of_expert}" if name else of_expert: param
-        for name, experts in split_experts(model).items()
-        for of_expert, param in experts.named_parameters()
+        name: param
+        for prefix, experts in split_experts(model).items()
+        for name, param in experts.named_parameters(prefix)
     }
 
 
@@ -130,10 +121,9 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
     Their gradients need average_gradients(), or a separate optimizer.
     """
-    names = list(expert_parameters(model))
-    for name, experts in split_experts(model).items():
-        names += [f"{name}.{buffer}" if name else buffer for buffer, _ in experts.named_buffers()]
-    names += torch_names.ignored_in_ddp(model)
+    names = [*expert_parameters(model), *torch_names.ignored_in_ddp(model)]
+    for prefix, experts in split_experts(model).items():
+        names += [name for name, _ in experts.named_buffers(prefix)]
     torch_names.ignore_in_ddp(model, names)
 
 
@@ -185,7 +175,13 @@ def average_gradients(
     resolved = resolve_group(group, mesh)
     layers = split_experts(model)
     for name, experts in layers.items():
-        _check_groups(name, experts, resolved)
+        num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
+        if experts.group.size() * num_replicas != resolved.size():
+            raise ValueError(
+                f"{resolved.size()} ranks average gradients, but {name or 'the model'} has experts"
+                f" over {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
+                " replica_group, and pass as group here all ranks that have different tokens"
+            )
     of_experts = set(expert_parameters(model).values())
     handled = [*(of_experts if ddp is not None else model.parameters())] if layers else []
     if any(_has_average(param.grad) for param in handled):
@@ -226,16 +222,6 @@ def _before_accumulation(of: weakref.ref[nn.Parameter], _: Tensor) -> None:
     grad: Any = getattr(of(), "grad", None)
     if _has_average(grad):
         setattr(grad, _AVERAGED, grad._version + 1)
-
-
-def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) -> None:
-    num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
-    if experts.group.size() * num_replicas != group.size():
-        raise ValueError(
-            f"{group.size()} ranks average gradients, but {name or 'the model'} has experts over"
-            f" {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
-            " replica_group, and pass as group here all ranks that have different tokens"
-        )
 
 
 def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

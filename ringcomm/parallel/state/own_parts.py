@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from operator import add
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered
-from ringcomm.parallel.model_axes import StagePart, refuse_piece, tensor_groups_of
+from ringcomm.parallel.model_axes import stage_part_of, tensor_groups_of
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
@@ -27,7 +28,7 @@ from ringcomm.parallel.state.tensor_part import (
 )
 from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded
+from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded, over_groups
 from ringcomm.parallel.zero.states import SCALE_KEYS
 from ringcomm.torch_names import init_optim_state
 
@@ -45,18 +46,18 @@ class ModelParts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        refuse_piece(module)
+        stage = stage_part_of(module)
         found = (find_shards(param) for param in module.parameters())
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
         # First: fully_shard replaces gathered parameters by its DTensors here.
         state = module.state_dict(keep_vars=True)
-        self._splits = {param: split for _, param, _, split in split_params(module)}
+        self._splits = {param: split for param, (_, split) in split_params(module).items()}
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
-        groups = getattr(module, "tensor_groups", None) or tensor_groups_of([module])
+        groups = stage.tensor_groups if stage is not None else tensor_groups_of([module])
         self._is_replica = any(group.rank() for group in groups)
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
-        first = module.first_names if isinstance(module, StagePart) else {}
+        first = {} if stage is None else stage.first_names
         for name, param in module.named_parameters():
             self.name_of.setdefault(param, first.get(name, name))
         self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -70,22 +71,16 @@ class ModelParts:
         unit = shards.unit_of(param)
         part = self._placed(unit.read_shard(param), param, shards.range_of(param))
         if is_stored and unit.is_away(param):
-            return part_of(part).stored(partial(unit.read_shard, param))
+            return part_of(part).like(local_of(part), partial(unit.read_shard, param))
         return part
 
     def of_state(
-        self,
-        value: Tensor,
-        param: Any,
-        key: str,
-        span: tuple[int, int] | None,
-        *,
-        is_flat: bool = False,
+        self, value: Tensor, param: Any, key: str, span: tuple[int, int] | None, *, is_flat: bool
     ) -> Tensor:
         """An optimizer state of a parameter, as a part.
 
         `span` has the elements [begin, end) of the flat parameter that the optimizer updates. With
-        is_flat values have one dimension, as AdaLomo's moments of what is no matrix.
+        is_flat values have one dimension.
         """
         value = value.detach()
         if span is None and (shards := find_shards(param)) is not None:
@@ -126,12 +121,13 @@ class ModelParts:
 
 
 class OptimizerParts:
-    """An optimizer's state as parts, by parameter name. Collective.
+    """An optimizer's state as parts. Collective.
 
     With is_stored, states in another tier are read when a part is used, one weight at a time.
 
     Attributes:
-        named: values by the name of a parameter and key. They share memory with the optimizer's.
+        parts: values by ("optimizer", name of a parameter, key). They share memory with the
+            optimizer's.
         groups: the parameter groups, with the names of all ranks' parameters.
     """
 
@@ -144,10 +140,10 @@ class OptimizerParts:
         is_stored: bool = False,
     ) -> None:
         _init_state(optimizer)
-        self._optimizer = optimizer
-        self._params = [param for own in optimizer.param_groups for param in own["params"]]
-        self._numbers = {param: number for number, param in enumerate(self._params)}
-        strangers = [tuple(p.shape) for p in self._params if p not in model.name_of]
+        self._optimizer, self._model = optimizer, model
+        params = [param for own in optimizer.param_groups for param in own["params"]]
+        self._numbers = {param: number for number, param in enumerate(params)}
+        strangers = [tuple(param.shape) for param in params if param not in model.name_of]
         if strangers:
             raise ValueError(
                 f"the optimizer has a weight of shape {strangers[0]} that is not in the model"
@@ -158,13 +154,14 @@ class OptimizerParts:
             self._native = {"param_groups": numbered_groups(optimizer)}
         else:
             self._native = optimizer.state_dict()
-        self._model = model
-        self._cache: dict[Any, State] = {}
+        # Offloaded values are read one by one; the other states of the same parameter are kept.
         is_stored = is_stored and _is_elsewhere(optimizer)
-        names = self._names = {param: model.name_of[param] for param in self._params}
-        found = {name: self._parts_of(param, is_stored) for param, name in names.items()}
-        self.named: dict[str, State] = {name: state for name, state in found.items() if state}
-        own_names = [[names[param] for param in own["params"]] for own in optimizer.param_groups]
+        stored = lru_cache(maxsize=1)(self._state_of) if is_stored else None
+        self._params = {model.name_of[param]: param for param in params}
+        self.parts: dict[Path, Any] = {}
+        for name, param in self._params.items():
+            self.parts |= self._parts_of(name, param, stored)
+        own_names = [[model.name_of[p] for p in own["params"]] for own in optimizer.param_groups]
         # Stages and experts of other ranks have other parameters.
         everyone = [*zip(*all_gathered(own_names, group), strict=True)]
         scale = self._native.get("loss_scale", {})
@@ -177,27 +174,22 @@ class OptimizerParts:
             for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
         ]
 
-    def _parts_of(self, param: Any, is_stored: bool) -> State:
+    def _parts_of(
+        self, name: str, param: Any, stored: Callable[[Any], State] | None
+    ) -> dict[Path, Any]:
         optimizer, found = self._optimizer, {}
         span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
-        state = self._state_of(param)
-        for key, value in state.items():
+        for key, value in self._state_of(param).items():
             part = value
             if isinstance(value, Tensor):
-                is_flat = key == "exp_avg_sq" and "exp_avg" not in state
+                is_flat = key in getattr(optimizer, "flat_states", ())
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
-                if is_stored and part.dim():
-                    part = part_of(part).stored(partial(self._read, param, key))
+                if stored is not None and part.dim():
+                    read = partial(lambda key: local_of(stored(param)[key]), key)
+                    part = part_of(part).like(local_of(part), read)
             if value is not None:
-                found[key] = part
+                found["optimizer", name, key] = part
         return found
-
-    def _read(self, param: Any, key: str) -> Tensor:
-        """Reads an offloaded value; keeps the parameter's other states until the next parameter."""
-        if param not in self._cache:
-            self._cache.clear()
-            self._cache[param] = self._state_of(param)
-        return local_of(self._cache[param][key])
 
     def _state_of(self, param: Any) -> State:
         """This rank's values."""
@@ -208,22 +200,19 @@ class OptimizerParts:
             if optimizer.steps:
                 return optimizer.state_of(param)
             return optimizer.new_state_of(param, local_of(param.detach()))
-        found: State = self._native["state"].get(self._numbers[param], {})
+        found: State = optimizer.state.get(param, {})
         return found
 
     def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
-        """Loads matching values, by ("optimizer", name, key), and options of the groups."""
+        """Loads the values of known paths, and options of the groups."""
         own_groups = self._native["param_groups"]
         for own, other in zip(own_groups, groups or (), strict=groups is not None):
             own.update({key: value for key, value in other.items() if key != "params"})
-        states = {}
-        for param in self._params:
-            name = self._names[param]
-            states[param] = {
-                key: self._taken(param, key, part, given["optimizer", name, key])
-                for key, part in self.named.get(name, {}).items()
-                if ("optimizer", name, key) in given
-            }
+        states: dict[Any, State] = {param: {} for param in self._params.values()}
+        for path, part in self.parts.items():
+            if path in given:
+                param, key = self._params[path[1]], path[2]
+                states[param][key] = self._taken(param, key, part, given[path])
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.load_parts(own_groups, states)
@@ -231,10 +220,9 @@ class OptimizerParts:
         state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:
-            scale = {key: own_groups[0].get(name) for key, name in SCALE_KEYS.items()}
-            native["loss_scale"] = scale if None not in scale.values() else native["loss_scale"]
-            for own, name in ((own, name) for own in own_groups for name in SCALE_KEYS.values()):
-                own.pop(name, None)
+            scales = [{k: own.pop(n, None) for k, n in SCALE_KEYS.items()} for own in own_groups]
+            if None not in scales[0].values():
+                native["loss_scale"] = scales[0]
         optimizer.load_state_dict(native)
 
     def _taken(self, param: Any, key: str, part: Any, value: Any) -> Any:
@@ -253,54 +241,30 @@ def _is_elsewhere(optimizer: Any) -> bool:
 
 
 def _init_state(optimizer: Any) -> None:
-    """Creates zero state, which a weight has only after its first step."""
+    """Gives the weights without state what they have before their first step."""
     if _is_elsewhere(optimizer):
         return
-    is_zero = isinstance(optimizer, ZeroOptimizer)
-    groups = [group["params"] for group in optimizer.param_groups]
-    known = {param: _known_state(optimizer, param) for own in groups for param in own}
-    if not any(known.values()):
-        if is_zero or not optimizer.state:
-            init_optim_state(optimizer)  # by a step with a learning rate of 0, which must not count
-            for state in () if is_zero else optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"].zero_()
-        if is_zero:
-            optimizer.forget_steps()
+    if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
+        optimizer.make_states()
         return
-    for own, param in [(group, param) for group in groups for param in group]:
-        # Of a weight that has state, of the same group if possible: options decide what there is.
-        alike = next((p for p in (*own, *known) if known[p] and p.dim() == param.dim()), None)
-        if known[param] or alike is None or not param.requires_grad:
-            continue
-        span = optimizer.range_of(param) if is_zero else None
-        new = {key: _zeros(value, alike, param, span) for key, value in known[alike].items()}
-        if None in new.values():
-            continue
-        if is_zero:
-            optimizer._set_state(param, new)
-        else:
-            optimizer.state[param] = new
-
-
-def _known_state(optimizer: Any, param: Any) -> State:
-    """A weight's state on this rank, without masters."""
     is_zero = isinstance(optimizer, ZeroOptimizer)
-    found = optimizer.part_state_of(param) if is_zero else optimizer.state.get(param)
-    return {k: v for k, v in (found or {}).items() if k != MASTER and v is not None}
-
-
-def _zeros(value: Any, alike: Any, param: Any, span: tuple[int, int] | None) -> Any:
-    """The state of another weight, `alike`, before the first step; None if its shape is unknown."""
-    if not isinstance(value, Tensor):
-        return type(value)() if isinstance(value, int | float) else None
-    if not value.dim():
-        return torch.zeros_like(value)
-    if span is not None:
-        return param.new_zeros(span[1] - span[0], dtype=value.dtype)
-    if value.shape == alike.shape:
-        return torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
-    if value.dim() != param.dim() or isinstance(value, DTensor):
-        return None
-    sizes = zip(value.shape, alike.shape, param.shape, strict=True)
-    return value.new_zeros([own if size == other else size for size, other, own in sizes])
+    # What ZeroOptimizer, or Accelerate, has wrapped.
+    inner = getattr(optimizer, "_inner", getattr(optimizer, "optimizer", optimizer))
+    for group, param in [(own, param) for own in optimizer.param_groups for param in own["params"]]:
+        known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
+        if not param.requires_grad or known.keys() - {MASTER}:
+            continue
+        if is_zero and (span := optimizer.range_of(param)) is not None:
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            weight = param.new_zeros(span[1] - span[0], dtype=dtype)
+        else:
+            weight = torch.zeros_like(local_of(param.detach()) if is_zero else param.detach())
+        # By a step with a learning rate of 0, which must not count.
+        copy = over_groups(inner, [{**group, "params": [nn.Parameter(weight)]}])
+        init_optim_state(copy)
+        found = next(iter(copy.state.values()), {}).items()
+        new = {key: value * 0 if key == "step" else value for key, value in found}
+        if new and is_zero:
+            optimizer._set_state(param, new)
+        elif new:
+            optimizer.state[param] = new

@@ -83,20 +83,13 @@ class TensorPart(torch.Tensor):
         made._read, made.is_copy = read, is_copy
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """See the class."""
-
     def to_local(self) -> Tensor:
         """This rank's elements; writes into them change this part, unless it is stored."""
         return self._local if self._read is None else self._read()
 
-    def like(self, local: Tensor) -> TensorPart:
-        """The same part of another tensor with the full shape."""
-        return TensorPart(local, self.boxes, self.shape, is_copy=self.is_copy)
-
-    def stored(self, read: Read) -> TensorPart:
-        """The same part with elements that are read on use."""
-        return TensorPart(self.to_local(), self.boxes, self.shape, read, self.is_copy)
+    def like(self, local: Tensor, read: Read | None = None) -> TensorPart:
+        """The same part of another tensor with the full shape; with `read` it is read on use."""
+        return TensorPart(local, self.boxes, self.shape, read, self.is_copy)
 
     def pieces(self) -> list[Tensor]:
         """The elements of each box, in its shape: views of to_local()."""
@@ -108,19 +101,13 @@ class TensorPart(torch.Tensor):
 
     def cut(self, whole: Tensor) -> Tensor:
         """These elements of another tensor with the full shape; a view if there is one box."""
-        size = self._local.shape
-        if not self.boxes:
-            return whole.new_empty(size)
         if len(self.boxes) == 1:
-            return self.boxes[0].of(whole).reshape(size)
-        return torch.cat([box.of(whole).reshape(-1) for box in self.boxes]).view(size)
+            return self.boxes[0].of(whole).reshape(self._local.shape)
+        pieces = [box.of(whole).reshape(-1) for box in self.boxes]
+        return torch.cat([whole.new_empty(0), *pieces]).view(self._local.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        ranges = (
-            ", ".join(f"{begin}:{begin + length}" for begin, length in zip(*box, strict=True))
-            for box in self.boxes
-        )
-        return f"TensorPart([{'], ['.join(ranges)}] of {tuple(self.shape)})"
+        return f"TensorPart({self.boxes} of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -285,7 +272,7 @@ def _sent(part: Any, entry: _Entry, owner: int, group: dist.ProcessGroup) -> Ten
     if group.rank() == owner:
         flat = local_of(part).detach().to(device).reshape(-1).contiguous()
     else:
-        num_elems = sum(torch.Size(box.sizes).numel() for box in entry.boxes)
+        num_elems = sum(math.prod(box.sizes) for box in entry.boxes)
         flat = torch.empty(num_elems, dtype=entry.dtype, device=device)
     # Not every backend sends every dtype.
     dist.broadcast(flat.view(torch.uint8), group=group, group_src=owner)
@@ -300,9 +287,7 @@ def scatter_whole(
     `wanted` has the parts of this rank, which determine its elements; other paths get None.
     Collective: sends one object, and each full tensor once.
     """
-    is_first = group.rank() == 0
-    mine = {path: _entry_of(value) for path, value in given.items()} if is_first else None
-    told: list[Any] = [mine, more]
+    told: list[Any] = [{path: _entry_of(value) for path, value in given.items()}, more]
     dist.broadcast_object_list(told, group=group, group_src=0)
     entries, more = told
     found: dict[Path, Any] = {}
@@ -311,7 +296,7 @@ def scatter_whole(
             found[path] = entry.value
             continue
         whole = torch.empty(entry.shape, dtype=entry.dtype, device=device_of(group))
-        if is_first:
+        if group.rank() == 0:
             whole.copy_(local_of(given[path]))
         dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
         part = wanted.get(path)

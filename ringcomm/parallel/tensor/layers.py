@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,19 +25,10 @@ from ringcomm.parallel.tensor.regions import (
 from ringcomm.parallel.tensor.splits import (
     Split,
     SplitModule,
+    drawn_part,
     ranges_of,
     take_from_rank0,
-    take_part,
 )
-
-__all__ = [
-    "ColumnParallelLinear",
-    "HeadShares",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "share_heads",
-]
-
 
 # ---- heads of attention
 
@@ -117,11 +109,9 @@ class _ParallelLinear(SplitModule):
         Collective, unless the layer is on the meta device.
         """
         kind: Any = cls
-        has_bias = linear.bias is not None
-        made: Self = kind(
-            linear.in_features, linear.out_features, has_bias, **options, _whole=linear
-        )
-        return made
+        options |= {"bias": linear.bias is not None, "device": "meta", "dtype": linear.weight.dtype}
+        made: Self = kind(linear.in_features, linear.out_features, **options)
+        return made.take(linear)
 
     def _split(self, dim: int, shard_multiple: int, num_replicas: int = 1) -> None:
         """Splits the features of a dimension over the ranks, in whole units such as heads."""
@@ -134,35 +124,21 @@ class _ParallelLinear(SplitModule):
         self.splits = {"weight": Split(dim, ranges, self.group.rank(), num_replicas)}
         self.features = ranges[self.group.rank()]
 
-    def _take(
-        self,
-        whole: nn.Linear | None,
-        has_bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+    def _draw(
+        self, has_bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Copies this rank's part of a layer's weights; without a layer draws random values."""
-        drawn_on = _device(device) if whole is None else None
-        if whole is not None:
-            take_from_rank0(whole.parameters(), self.group)
-        sizes = self.in_features, self.out_features
-        whole = whole or nn.Linear(*sizes, has_bias, device="meta", dtype=dtype)
+        """Draws random values as nn.Linear does."""
+        draw = partial(drawn_part, device=device, dtype=dtype)
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        split = self.splits["weight"]
-        self.weight = take_part(
-            whole.weight, split, drawn_on, lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5))
-        )
+        split, shape = self.splits["weight"], (self.out_features, self.in_features)
+        self.weight = draw(shape, split, lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5)))
         if not has_bias:
             self.register_parameter("bias", None)
             return
         if split.dim == 0:
             self.splits["bias"] = split
-        self.bias = take_part(
-            whole.bias,
-            self.splits.get("bias"),
-            drawn_on,
-            lambda x: nn.init.uniform_(x, -bound, bound),
-        )
+        of_bias = self.splits.get("bias")
+        self.bias = draw(shape[:1], of_bias, lambda x: nn.init.uniform_(x, -bound, bound))
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -206,7 +182,6 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        _whole: nn.Linear | None = None,
     ) -> None:
         super().__init__()
         self.group, self.copy_input = resolve_group(group, mesh), copy_input
@@ -219,7 +194,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 f" got {num_replicas}"
             )
         self._split(0, shard_multiple, num_replicas)
-        self._take(_whole, bias, device, dtype)
+        self._draw(bias, device, dtype)
         if num_replicas > 1:
             copies = _ranks_in_a_row(self.group, num_replicas)
             take_from_rank0(self.parameters(), copies)
@@ -273,17 +248,16 @@ class RowParallelLinear(_ParallelLinear):
         sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        _whole: nn.Linear | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_dim = resolve_group(group, mesh), sequence_dim
         self.in_features, self.out_features = in_features, out_features
         self._split(1, shard_multiple)
-        self._take(_whole, bias, device, dtype)
-        if self.bias is not None and _whole is None:
+        self._draw(bias, device, dtype)
+        if self.bias is not None:
             take_from_rank0([self.bias], self.group)
-        if self.bias is not None and sequence_dim is not None:
-            all_reduce_grad_(self.bias, self.group)  # each rank adds it to its own tokens
+            if sequence_dim is not None:
+                all_reduce_grad_(self.bias, self.group)  # each rank adds it to its own tokens
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., this rank's input features) to (..., out_features), or this rank's tokens of it."""
@@ -331,7 +305,6 @@ class VocabParallelEmbedding(SplitModule):
         reduce_output: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        _whole: nn.Embedding | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence_dim = resolve_group(group, mesh), sequence_dim
@@ -341,15 +314,10 @@ class VocabParallelEmbedding(SplitModule):
         split = Split(0, ranges, rank)
         begin, end = self.rows = ranges[rank]
         self.splits = {"weight": split}
-        if _whole is not None:
-            take_from_rank0([_whole.weight], self.group)
-        drawn_on = _device(device) if _whole is None else None
-        whole = _whole or nn.Embedding(
-            num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype
-        )
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta")
         self.padding_idx = idx = whole.padding_idx
-        self.weight = take_part(whole.weight, split, drawn_on, nn.init.normal_)
-        if drawn_on is not None and idx is not None and begin <= idx < end:
+        self.weight = drawn_part(whole.weight.shape, split, nn.init.normal_, device, dtype)
+        if idx is not None and begin <= idx < end:
             self.weight.detach()[idx - begin] = 0
 
     @classmethod
@@ -367,7 +335,8 @@ class VocabParallelEmbedding(SplitModule):
                 "an embedding with max_norm, scale_grad_by_freq or sparse=True cannot be split"
             )
         sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
-        return cls(*sizes, **options, _whole=embedding)
+        options |= {"device": "meta", "dtype": embedding.weight.dtype}
+        return cls(*sizes, **options).take(embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids of any shape, the same on all ranks, to (..., embedding_dim), or this rank's tokens.
@@ -401,7 +370,3 @@ class VocabParallelEmbedding(SplitModule):
         """As nn.Embedding has it."""
         begin, end = self.rows
         return f"{begin}:{end} of {self.num_embeddings}, {self.embedding_dim}"
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or torch.get_default_device())

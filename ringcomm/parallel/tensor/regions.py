@@ -13,12 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-
-__all__ = ["all_reduce_grad_", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "summed_over"]
 
 _ops: Any = torch.ops.ringcomm
 # A fixed overload, because the selection of an overload takes several microseconds per call.
@@ -57,7 +55,7 @@ def copy_to_tp(
         return x
     name = resolved.group_name
     if sequence_dim is None:
-        result: Tensor = _CopyToTp.apply(x, name, inplace)
+        result: Tensor = _Sum.apply(x, name, False, inplace)
         return result
     whole: Tensor = _all_gather(x.movedim(sequence_dim, 0).contiguous(), name)
     return whole.movedim(0, sequence_dim).contiguous()
@@ -94,7 +92,7 @@ def reduce_from_tp(
         return x
     name = resolved.group_name
     if sequence_dim is None:
-        result: Tensor = _ReduceFromTp.apply(x, name, inplace)
+        result: Tensor = _Sum.apply(x, name, True, inplace)
         return result
     if x.shape[sequence_dim] % resolved.size():
         raise ValueError(
@@ -155,43 +153,49 @@ def summed_over(param: Tensor) -> dist.ProcessGroup | None:
     return getattr(param, _SUMMED_OVER, None)
 
 
-class _CopyToTp(torch.autograd.Function):
+@torch.no_grad()
+def give_memory(param: Tensor, value: Tensor, device: torch.device | str | None = None) -> None:
+    """Copies a value into new memory for a parameter or buffer, and keeps all_reduce_grad_()."""
+    summed = summed_over(param)
+    made = torch.empty_like(param, device=device or value.device).copy_(value)
+    is_param = isinstance(param, nn.Parameter)
+    torch.utils.swap_tensors(
+        param, nn.Parameter(made, requires_grad=param.requires_grad) if is_param else made
+    )
+    if summed is not None:
+        param._backward_hooks = None  # of the memory before
+        all_reduce_grad_(param, summed)
+
+
+def _summed(x: Tensor, group_name: str, inplace: bool) -> Tensor:
+    if inplace and x.is_contiguous():
+        _all_reduce_(x, "sum", group_name)
+        return x
+    result: Tensor = _all_reduce(x, "sum", group_name)
+    return result
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks in one direction, and the identity in the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, inplace: bool) -> Tensor:
-        ctx.group_name, ctx.inplace = group_name, inplace
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group_name: str, is_forward: bool, inplace: bool) -> Tensor:
+        ctx.group_name, ctx.is_forward, ctx.inplace = group_name, is_forward, inplace
+        if not is_forward:
+            return x.view_as(x)
+        result = _summed(x, group_name, inplace)
+        if result is x:
+            ctx.mark_dirty(x)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         if torch.is_grad_enabled():
-            return _ReduceFromTp.apply(grad, ctx.group_name, False), None, None
-        if ctx.inplace and grad.is_contiguous():
-            _all_reduce_(grad, "sum", ctx.group_name)
-            return grad, None, None
-        return _all_reduce(grad, "sum", ctx.group_name), None, None
-
-
-def _replicated(grad: Tensor, group_name: str) -> Tensor:
-    """A gradient that is equal on all ranks, whose own gradient is a partial sum on each rank."""
-    again: Tensor = _CopyToTp.apply(grad, group_name, False) if torch.is_grad_enabled() else grad
-    return again
-
-
-class _ReduceFromTp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, inplace: bool) -> Tensor:
-        ctx.group_name = group_name
-        if inplace and x.is_contiguous():
-            ctx.mark_dirty(x)
-            _all_reduce_(x, "sum", group_name)
-            return x
-        summed: Tensor = _all_reduce(x, "sum", group_name)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _replicated(grads[0], ctx.group_name), None, None
+            grad = _Sum.apply(grad, ctx.group_name, not ctx.is_forward, False)
+        elif not ctx.is_forward:
+            grad = _summed(grad, ctx.group_name, ctx.inplace)
+        return grad, None, None, None
 
 
 class _GatherFromTp(torch.autograd.Function):
@@ -209,5 +213,6 @@ class _GatherFromTp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = _replicated(grads[0], ctx.group_name)
+        # Equal on all ranks: its own gradient is a partial sum.
+        grad = _Sum.apply(grads[0], ctx.group_name, False, False)
         return grad.narrow(ctx.dim, ctx.begin, ctx.num), None, None, None, None

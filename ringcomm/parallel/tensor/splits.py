@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -13,20 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import Self
 
 from ringcomm.ops import shard_range
 from ringcomm.parallel.parts_of_models import register_part
+from ringcomm.parallel.tensor.regions import give_memory
 from ringcomm.torch_names import broadcast_coalesced_
-
-__all__ = [
-    "Split",
-    "SplitModule",
-    "ranges_of",
-    "refuse_copy",
-    "split_params",
-    "take_from_rank0",
-    "take_part",
-]
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -72,10 +65,12 @@ class Split:
             )
         sizes = [*part.shape]
         sizes[self.dim] = self.total
-        whole = torch.empty(sizes, device="meta")
-        placed = _mesh_of(group, part.device.type), [Shard(self.dim)]
+        stride = torch.empty(sizes, device="meta").stride()
+        if group not in _meshes:  # made without communication
+            _meshes[group] = DeviceMesh.from_group(group, part.device.type)
+        placed = _meshes[group], [Shard(self.dim)]
         return DTensor.from_local(
-            part, *placed, run_check=False, shape=whole.shape, stride=whole.stride()
+            part, *placed, run_check=False, shape=torch.Size(sizes), stride=stride
         )
 
     def own_part(self, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -86,9 +81,8 @@ class Split:
         if value.dim() > self.dim and value.shape[self.dim] == self.total:
             if not isinstance(value, DTensor):
                 return self.cut(value)
-            ranks = value.device_mesh.mesh.flatten().tolist()
-            is_ours = ranks == dist.get_process_group_ranks(group)
-            if is_ours and [*value.placements] == [Shard(self.dim)]:
+            ranks = value.device_mesh.mesh.flatten().tolist(), [*value.placements]
+            if ranks == (dist.get_process_group_ranks(group), [Shard(self.dim)]):
                 return value.to_local()
         raise ValueError(
             f"expected a full tensor of {self.total} in dimension {self.dim}, or a DTensor of these"
@@ -104,13 +98,6 @@ def ranges_of(num: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, i
         return tuple((begin * multiple, end * multiple) for begin, end in units)
     size = -(-num // num_parts)
     return tuple((min(part * size, num), min((part + 1) * size, num)) for part in range(num_parts))
-
-
-def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """The group as a mesh; made once, without communication."""
-    if group not in _meshes:
-        _meshes[group] = DeviceMesh.from_group(group, device_type)
-    return _meshes[group]
 
 
 def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
@@ -146,6 +133,18 @@ class SplitModule(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def take(self, whole: nn.Module) -> Self:
+        """Copies this rank's part of an unsharded module, which becomes that of rank 0.
+
+        Collective, unless the module is on the meta device.
+        """
+        take_from_rank0(whole.parameters(), self.group)
+        for name, param in whole.named_parameters():
+            mine, split = self.get_parameter(name), self.splits.get(name)
+            mine.requires_grad_(param.requires_grad)
+            give_memory(mine, param if split is None else split.cut(param))
+        return self
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars or self.group.size() == 1:  # the parameters themselves are asked for
@@ -172,38 +171,34 @@ class SplitModule(nn.Module):
         super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
 
 
-def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitModule, Split]]:
-    """Name, parameter, module and part of all split parameters of a model; tied ones once."""
-    seen = set()
-    for prefix, module in model.named_modules():
-        if not isinstance(module, SplitModule):
-            continue
-        for name, split in module.splits.items():
-            param = module.get_parameter(name)
-            if param not in seen:
-                seen.add(param)
-                yield f"{prefix}.{name}" if prefix else name, param, module, split
+def split_params(model: nn.Module) -> dict[nn.Parameter, tuple[SplitModule, Split]]:
+    """The split parameters of a model, each with a module that has it."""
+    return {
+        module.get_parameter(name): (module, split)
+        for module in model.modules()
+        if isinstance(module, SplitModule)
+        for name, split in module.splits.items()
+    }
 
 
-def take_part(
-    whole: Tensor,
+def drawn_part(
+    shape: Sequence[int],
     split: Split | None,
-    drawn_on: torch.device | None,
     draw_: Callable[[Tensor], object],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
 ) -> nn.Parameter:
-    """This rank's part of a parameter, or all of it without a split, in new memory.
+    """This rank's part of a parameter of random values, or all of it without a split.
 
-    A copy of `whole`; or, with the device `drawn_on`, random values from `draw_`, which fills a
-    tensor in place, the same on all ranks. On the CPU they equal those of the unsharded parameter,
-    on other devices they have the same distribution. Only the part and a block are in memory.
+    `draw_` fills a tensor in place, the same on all ranks. On the CPU the values equal those of the
+    unsharded parameter, on other devices they have the same distribution. Only the part and a block
+    are in memory.
     """
-    if drawn_on is None:
-        part = whole.detach() if split is None else split.cut(whole.detach())
-        return nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
-    split = split or Split(0, ((0, whole.shape[0]),), 0)
-    empty = partial(torch.empty, device=drawn_on, dtype=whole.dtype)
-    part, num_rows, row_sizes = empty(split.cut(whole).shape), whole.shape[0], whole.shape[1:]
-    step = max(MIN_ROWS, BLOCK_ELEMS // max(1, row_sizes.numel()) // MIN_ROWS * MIN_ROWS)
+    num_rows, *row_sizes = shape
+    split = split or Split(0, ((0, num_rows),), 0)
+    empty = partial(torch.empty, device=device, dtype=dtype)
+    part = empty(split.cut(torch.empty(shape, device="meta")).shape)
+    step = max(MIN_ROWS, BLOCK_ELEMS // max(1, math.prod(row_sizes)) // MIN_ROWS * MIN_ROWS)
     begin = 0
     while begin < num_rows:
         end = num_rows if num_rows - begin < step + MIN_ROWS else begin + step

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import check_agreement, device_of
-from ringcomm.parallel.model_axes import StagePart, refuse_piece
+from ringcomm.parallel.model_axes import StagePart, stage_part_of
 from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import check_can_materialize, materialize
@@ -221,7 +221,7 @@ def _checked_names(
             " use stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
         )
     if options.looks_first:
-        refuse_piece(model)
+        stage_part_of(model)  # raises for a piece of a pipeline
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(f"{name or 'the model'} is already sharded by fully_shard")

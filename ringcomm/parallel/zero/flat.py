@@ -15,7 +15,7 @@ from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model_axes import StagePart, late_weights
+from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
@@ -56,8 +56,9 @@ class FlatZero(ZeroOptimizer):
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         if dtype is not None:
             _compute_in(model, dtype)
+        late = frozenset(model.late) if isinstance(model, StagePart) else frozenset()
         self._passes = BackwardPasses(
-            self._buckets, group, self.all_params(), late_weights(model), reduces=stage == 2
+            self._buckets, group, self.all_params(), late, reduces=stage == 2
         )
         if isinstance(model, StagePart) and stage == 2:
             model.after_backward.append(weakly(self._passes.join))

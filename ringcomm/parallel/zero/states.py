@@ -222,12 +222,6 @@ class States(torch.optim.Optimizer):
         """This rank's part of a weight, which the optimizer updates."""
         return local_of(param.data)
 
-    def forget_steps(self) -> None:
-        """Resets step counts to 0; keeps states."""
-        for state in self._states.values():
-            if "step" in state:
-                state["step"] = state["step"] * 0
-
     def _has_stepped(self, param: Any) -> bool:
         """Whether a weight with offloaded state has been updated, or its state loaded."""
         return bool(self._inner.steps.get(self._own[param], 0) > 0)

@@ -97,7 +97,7 @@ def give_gradients(
     model: nn.Module, dtype: torch.dtype, scale: float = 1.0, poisoned: str | None = None
 ) -> None:
     """To each parameter this rank's part of the gradient of its name."""
-    splits = {param: split for _, param, _, split in split_params(model)}
+    splits = {param: split for param, (_, split) in split_params(model).items()}
     for name, param in model.named_parameters():
         shape, split = list(param.shape), splits.get(param)
         if split is not None:

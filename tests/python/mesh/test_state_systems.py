@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from allocations import peak_bytes, record_allocations
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 from zero_models import batch as zero_batch
@@ -188,6 +189,81 @@ def test_getting_a_state_changes_no_step() -> None:
     set_state_dict(model, optimizer, values, state)
     assert model[0].bias not in optimizer.state
     assert optimizer.state[model[1].bias]["step"] == 2
+
+
+class SecondMoments(torch.optim.Optimizer):
+    """Keeps exp_avg_sq, as AdaLomo does for what is no matrix, in the shape of the weight."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                moment = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+                state["num_steps"] = state.get("num_steps", 0) + 1
+                moment.mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
+                param.addcdiv_(param.grad, moment.sqrt().add_(1e-3), value=-group["lr"])
+
+
+def second_moments(rank: int) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    if dist.get_world_size() > 1:
+        model[0] = ColumnParallelLinear.from_linear(model[0])
+        model[1] = RowParallelLinear.from_linear(model[1])
+    optimizer = SecondMoments(model.parameters())
+    model(torch.ones(2, 6)).square().sum().backward()
+    early = get_state_dict(model, optimizer, full=True)[1]["state"]
+    assert early["1.weight"]["exp_avg_sq"].shape == (4, 8)
+    optimizer.step()
+    return get_state_dict(model, optimizer, full=True)
+
+
+def test_an_optimizer_names_its_states_of_one_dimension() -> None:
+    """Not by the keys of a state; and gradients that wait for a step do not hinder it."""
+    (expected,) = run_ranks(1, second_moments)
+    for found in run_ranks(2, second_moments):
+        assert found[1]["state"]["0.weight"]["exp_avg_sq"].shape == (8, 6)
+        assert_close(found[0], expected[0])
+        assert_close(found[1]["state"], expected[1]["state"])
+
+
+def test_states_appear_again_after_they_were_dropped() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = AdaLomo(model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    expected = get_state_dict(model, optimizer)[1]["state"]
+    optimizer.state.clear()
+    found = get_state_dict(model, optimizer)[1]["state"]
+    shapes = [{key: value.shape for key, value in of["weight"].items()} for of in (expected, found)]
+    assert shapes[0] == shapes[1]
+    assert float(found["weight"]["exp_avg_sq_row"].sum()) == 0
+
+
+def load_into_torch(rank: int) -> None:
+    """torch's loader of full states knows no keys of groups that its optimizer lacks."""
+    model = nn.Linear(3, 2)
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), 1, loss_scale=8.0)
+    optimizer.scale(model(torch.ones(1, 3)).sum()).backward()
+    optimizer.step()
+    _, state = get_state_dict(model, optimizer, full=True)
+    alone = nn.Linear(3, 2)
+    plain = torch.optim.AdamW(alone.parameters())
+    options = StateDictOptions(full_state_dict=True)
+    with pytest.raises(KeyError, match="loss_scale"):
+        set_optimizer_state_dict(alone, plain, state, options=options)
+    for group in state["param_groups"]:
+        del group["loss_scale"], group["loss_scale_good_steps"]
+    set_optimizer_state_dict(alone, plain, state, options=options)
+    assert torch.equal(plain.state[alone.weight]["exp_avg"], state["state"]["weight"]["exp_avg"])
+
+
+def test_a_loss_scale_is_removed_for_an_optimizer_of_torch() -> None:
+    run_ranks(1, load_into_torch)
 
 
 def test_the_loss_scale_of_lomo_is_state() -> None:
