@@ -87,9 +87,13 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends a step: applies deferred gradients. Others were applied in the backward pass.
 
+        After a backward pass that has raised on all ranks, it ends a step by the gradients that had
+        arrived.
+
         Raises:
             RuntimeError: no loss scale, and a deferred gradient is not finite: nothing has been
-                written, and the gradients are dropped.
+                written, and the gradients are dropped. Or a backward pass has raised under
+                fully_shard.
             ValueError: a weight was replaced since the optimizer was made.
 
         Collective if gradients are reduced or weights are sharded.
@@ -98,6 +102,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._path.check_continues()
         try:
             self.check_model()
             for slot in self._path.slots:
@@ -113,13 +118,16 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that wait for a step, and resets the count of micro-batches.
 
+        After a backward pass that has raised, the weights that it updated stay updated.
+
         Raises:
-            RuntimeError: weights were updated in the backward pass, and step() was not called.
+            RuntimeError: weights were updated in the backward pass, and step() was not called; or a
+                backward pass has raised under fully_shard.
         """
-        written = [slot.name for slot in self._path.slots if slot.is_written]
-        if written:
+        self._path.check_continues()
+        if updated := self._path.updated():
             raise RuntimeError(
-                f"zero_grad() cannot undo the update of {written[0]} and {len(written) - 1} others"
+                f"zero_grad() cannot undo the update of {updated[0]} and {len(updated) - 1} others"
                 " in the backward pass: call step() first. To leave a model out of a backward pass"
                 " (a GAN's discriminator), call requires_grad_(False) on it before the forward pass"
             )

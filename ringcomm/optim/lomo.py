@@ -82,6 +82,10 @@ class Lomo(InBackwardOptimizer):
 
     Collective if gradients are averaged over a group, or weights are sharded: a broadcast.
 
+    If a backward pass raises on all ranks, the weights whose gradients had arrived stay updated;
+    step() ends a step by these gradients, and zero_grad() drops those that wait. Under fully_shard
+    both raise RuntimeError then.
+
     Parameters without a gradient are not updated, as in torch.optim. Between a gradient's arrival
     and step(), a parameter's .grad is a placeholder that raises RuntimeError when read, because
     torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find no gradient. With Trainer and

@@ -11,9 +11,6 @@ TOLERANCE = 1e-4
 # Cells that are wrong today, and why: a case that has all of the values must fail. Delete what is
 # mended; a case that passes although it is here fails the test, which names the line.
 PENDING: dict[str, str] = {
-    "system: Lomo or AdaLomo; between steps: exception in backward": (
-        "zero_grad() refuses, and step() does not end with the updates of that pass alone"
-    ),
     "mesh: fsdp x pp or fsdp x pp x tp or dp x fsdp x pp; zero: 3; schedule: zbv; tied: yes": (
         "a ValueError: fully_shard would end the tie of two stages on one rank"
     ),
