@@ -217,6 +217,11 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
+def like_dtensor(param: Any, local: Tensor) -> Any:
+    """A DTensor with the sharding of another, around a tensor of any kind."""
+    return type(param.data)(local, param._spec, requires_grad=False)
+
+
 def shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[Any, Any]:
     """The shape of this rank's part of a DTensor, and where it begins."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

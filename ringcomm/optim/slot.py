@@ -22,6 +22,7 @@ from ringcomm.torch_names import (
     active_ddp,
     graph_task,
     hooks_of_leaf,
+    like_dtensor,
     params_of_ddp,
     shape_and_offset,
     will_run,
@@ -68,14 +69,18 @@ class Slot:
         self.handle: Handle | None = None
         self.hook_id = -1  # of the hook that reports gradients
         add = weakref.WeakMethod(self._added)  # autograd keeps the placeholder
-        self.placeholder = GradientPlaceholder(
-            param,
+        placeholder = GradientPlaceholder(
+            _local_of(param),
             f"{optimizer} takes the gradient of {name} inside the backward pass:"
             " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
             f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale=, group= and zero_grad() of"
             f" {optimizer}; with Trainer and Accelerate call prepare() of"
             " ringcomm.integrations.transformers or .accelerate first",
             lambda grad: (call := add()) and call(grad),
+        )
+        # fully_shard adds to the local part.
+        self.placeholder: Tensor = (
+            like_dtensor(param, placeholder) if isinstance(param, DTensor) else placeholder
         )
         self._node: Any = None
         self._node_is_for: Any = None
@@ -148,8 +153,7 @@ class Slot:
 
         Until it is spent, gradients of other micro-batches are added.
         """
-        if is_spent or not isinstance(self.param, DTensor):  # to which fully_shard adds
-            self.param.grad, self._is_spent, self._is_marked = self.placeholder, is_spent, True
+        self.param.grad, self._is_spent, self._is_marked = self.placeholder, is_spent, True
 
     def see_dropped(self) -> None:
         """Drops micro-batches if the user has set `.grad` to None or to another gradient.

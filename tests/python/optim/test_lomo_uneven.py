@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm import MismatchError
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards
 
@@ -259,6 +260,20 @@ def test_a_backward_pass_that_raises_under_fully_shard(rank: int) -> None:
         for call in (opt.zero_grad, opt.step):
             with pytest.raises(RuntimeError, match=r"raised an error under fully_shard"):
                 call()
+
+
+@in_ranks(2, fresh=True)
+def test_a_backward_pass_that_raises_on_one_rank(rank: int) -> None:
+    """The next call of that rank is not the one that the others wait in."""
+    model = make("plain")
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    mine = [batches(1, rows=2)[0][rank : rank + 1]]
+    train(opt, model, mine)
+    if rank == 1:
+        fail_last(model, opt, mine)
+        opt.zero_grad()
+    with pytest.raises(MismatchError):
+        train(opt, model, mine)
 
 
 # ---- replicas that would drift
