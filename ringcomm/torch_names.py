@@ -42,9 +42,6 @@ untraced = partial(torch._disable_dynamo, recursive=False)
 # Attributes of a subclass of Tensor can then be read, as torch.compile does.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
-# The operator of Tensor.to().
-to_copy: Any = torch.ops.aten._to_copy
-
 # A context in which operators on subclasses of Tensor run as on Tensor.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -67,11 +64,6 @@ def current_node() -> Any:
 def in_transform() -> bool:
     """Whether a transformation of torch.func, such as vmap or grad, is active."""
     return torch._C._are_functorch_transforms_active()
-
-
-def hooks_of_leaf(param: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks of register_hook and of register_post_accumulate_grad_hook, in their order."""
-    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
 
 
 def keeps_graph() -> bool:
@@ -257,16 +249,6 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for key, value in vars(optimizer).items()
         if key not in own and not key.startswith("_optimizer_")
     }
-
-
-def has_hooks(param: nn.Parameter) -> bool:
-    """Whether a parameter has hooks of register_hook()."""
-    return bool(param._backward_hooks)
-
-
-def has_late_hooks(param: nn.Parameter) -> bool:
-    """Whether a parameter has hooks of register_post_accumulate_grad_hook()."""
-    return bool(param._post_accumulate_grad_hooks)
 
 
 # ---- fully_shard

@@ -21,7 +21,6 @@ from ringcomm.torch_names import (
     NO_BACKWARD,
     active_ddp,
     graph_task,
-    hooks_of_leaf,
     like_dtensor,
     params_of_ddp,
     shape_and_offset,
@@ -176,9 +175,9 @@ class Slot:
         """The forward pre-hook of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
-        _, after = hooks_of_leaf(self.param)
         if not self.is_last_hook:  # others must see the gradient first
-            after[self.hook_id] = after.pop(self.hook_id)
+            hooks = self.param._post_accumulate_grad_hooks
+            hooks[self.hook_id] = hooks.pop(self.hook_id)
         ddp = active_ddp()
         if ddp is not None and any(self.param is param for param in params_of_ddp(ddp)):
             raise ValueError(
@@ -197,8 +196,8 @@ class Slot:
     @property
     def is_last_hook(self) -> bool:
         """Whether the hook that reports gradients runs after users'; WeightShards adds its own."""
-        _, after = hooks_of_leaf(self.param)
-        return self.shards is not None or next(reversed(after)) == self.hook_id
+        hooks = self.param._post_accumulate_grad_hooks
+        return self.shards is not None or next(reversed(hooks)) == self.hook_id
 
     @property
     def is_nested(self) -> bool:

@@ -30,7 +30,7 @@ from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage3 import Zero3
-from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, has_late_hooks, root_mesh
+from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, root_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
@@ -294,7 +294,7 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, stage: i
         )
     if stage == 3 and not options.offload_weights:
         refuse_hooks(param, name)
-    if has_late_hooks(param):
+    if param._post_accumulate_grad_hooks:
         raise ValueError(
             f"{name} has a hook of register_post_accumulate_grad_hook(), which would see the"
             " gradient of one rank and one backward pass: remove it, or use register_hook()"

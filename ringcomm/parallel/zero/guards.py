@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in
-from ringcomm.torch_names import active_ddp, at_end_of_backward, graph_task, has_hooks, untraced
+from ringcomm.torch_names import active_ddp, at_end_of_backward, graph_task, untraced
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
@@ -87,7 +87,7 @@ class BackwardGuard:
 
 def refuse_hooks(param: Any, name: str) -> None:
     """Raises ValueError for hooks of users that gradients at stage 3 do not pass."""
-    if has_hooks(param):
+    if param._backward_hooks:
         raise ValueError(
             f"{name} has a hook of register_hook(), which stage 3 would never call, because"
             " gradients belong to gathered weights: remove it, or use stage 1 or 2"
