@@ -173,9 +173,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     # ---- the update, by Lomo and AdaLomo
 
-    @abstractmethod
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
         """A weight's state before its first step."""
+        return {}
 
     @abstractmethod
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
@@ -205,7 +205,10 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """A weight's state; that of its first step if there is none, as after state.clear()."""
         state: dict[str, Any] = self.state[slot.param]
         if not state:
-            state.update(self._new_low(slot), **self._new_state(slot))
+            if self.options.master is not None and slot.param.dtype == torch.bfloat16:
+                # The lower halves of a split weight: 0, because it is bfloat16 so far.
+                state["low"] = torch.zeros_like(slot.local, dtype=torch.int16)
+            state.update(self._new_state(slot))
         return state
 
     def _group_of(self, slot: Slot) -> dict[str, Any]:
@@ -247,7 +250,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 new.append(Slot(param, name, index, group_idx, part, kind, options.reduce_dtype))
         slots = [*path.slots, *new]
         weights.check_ranks(slots, options.group)
-        if options.clip_grad_norm is not None or options.loss_scale is not None:
+        if options.looks_ahead:
             path.axes = weights.place_parts(slots)
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
@@ -266,12 +269,6 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             self._undo += weights.attach(slot, arrived, may_fuse=may_fuse)
         self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, told))
         path.watch_shards()
-
-    def _new_low(self, slot: Slot) -> dict[str, Tensor]:
-        """The lower halves of a split weight: 0, because the weight is bfloat16 so far."""
-        if self.options.master is None or slot.param.dtype != torch.bfloat16:
-            return {}
-        return {"low": torch.zeros_like(slot.local, dtype=torch.int16)}
 
 
 def _split_model(

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
+from ringcomm.parallel.model_axes import Axes, Held, axes_of, overlap, tied_over_stages
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import watch_whole_weights
 from ringcomm.parallel.tensor.splits import split_params
@@ -90,7 +90,7 @@ class ModelWeights:
         if self._model is not None:
             refuse_experts(self._model, f"{self._optimizer} over several ranks")
         for slot in slots:
-            if slot.shards is not None or any(_overlap(g, group) for g in slot.layout.groups):
+            if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
@@ -176,13 +176,14 @@ class ModelWeights:
         modules = () if self._model is None else tuple(self._model.modules())
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
         for each in dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)]):
-            split = [module for module, _ in self.parts.values() if _overlap(module.group, each)]
+            split = [module for module, _ in self.parts.values() if overlap(module.group, each)]
             found: dict[Tensor, None] = {}
             for module in modules:
                 if module not in split:
                     params = module.parameters(recurse=False) if each is group else ()
                     found |= dict.fromkeys((*params, *module.buffers(recurse=False)))
-            broadcast_coalesced_([t for t in found if not _is_sharded(t)], each)
+            plain = [t for t in found if not isinstance(t, DTensor) and find_shards(t) is None]
+            broadcast_coalesced_(plain, each)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 
@@ -248,13 +249,3 @@ def run_all(actions: list[Callable[[], Any]]) -> None:
     """Calls all functions and clears the list."""
     while actions:
         actions.pop()()
-
-
-def _is_sharded(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) or find_shards(tensor) is not None
-
-
-def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two groups have more than one rank in common."""
-    ranks = set(dist.get_process_group_ranks(one))
-    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1

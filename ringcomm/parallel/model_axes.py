@@ -167,7 +167,7 @@ def axes_of(model: nn.Module) -> Axes:
         if param in splits:
             group, split = splits[param]
             groups, num_copies = [*groups, group], num_copies * split.num_replicas
-        elif replicas is not None and not (experts and _overlap(replicas, experts)):
+        elif replicas is not None and not (experts and overlap(replicas, experts)):
             groups, num_copies = [*groups, replicas], num_copies * replicas.size()
         if experts is not None:
             groups = [*groups, experts]
@@ -217,7 +217,7 @@ def _mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
     return groups, num_copies
 
 
-def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+def overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
     """Whether the two have another rank than this one in common."""
     ranks: Sequence[int] = dist.get_process_group_ranks(one)
     return len(set(ranks) & set(dist.get_process_group_ranks(other))) > 1

@@ -108,26 +108,14 @@ def _rows_of(
 # ---- softmax_stats and merge_softmax_stats
 
 
-def softmax_stats(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    wants_weighted: bool,
-    wants_more: bool,
-) -> Tensor:
+def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given: Any) -> Tensor:
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
+    vocab_start, vocab_size, *options, wants_weighted, wants_more = given
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     num_entries = rows.num_tokens + 1
     stats = logits.new_empty([num_entries, _NUM_STATS], dtype=torch.float32)
-    options = (ignore_index, logit_scale, softcap)
-    wants = (wants_weighted, wants_more)
     _, _, _, way, _, digest = _C.softmax_shard_entry(
-        vocab_start, vocab_size, *options, rows.num_classes, *wants
+        vocab_start, vocab_size, *options, rows.num_classes, wants_weighted, wants_more
     )
     shard_weight = None
     if wants_weighted and rows.weight is not None:
@@ -141,7 +129,7 @@ def softmax_stats(
         *(vocab_start, way, digest, *options),
         VEC=rows.vector_elems,
         BLOCK=plan.block,
-        HAS_SOFTCAP=softcap != 0,
+        HAS_SOFTCAP=options[2] != 0,
         WANTS_WEIGHTED=wants_weighted,
         WANTS_MORE=wants_more,
         num_warps=plan.num_warps,
@@ -209,13 +197,11 @@ def _losses_of(
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of cross_entropy_loss, from merged stats."""
+    *options, reduction = terms
+    _, _, label_smoothing, _ = options
     num_tokens = target.numel()
     by_token = stats.new_empty([4, num_tokens])
     if num_tokens:
@@ -224,7 +210,7 @@ def _losses_of(
             kernels().token_losses.loss_kernel,
             (-(-num_tokens // TOKEN_BLOCK),),
             *(stats, target, weight, weight_sum, by_token, num_tokens),
-            *(vocab_size, ignore_index, label_smoothing, z_loss),
+            *options,
             SMOOTHS=label_smoothing != 0,
             BLOCK=TOKEN_BLOCK,
             num_warps=4,
