@@ -85,8 +85,7 @@ def is_traced() -> bool:
 def make_wrapper(kind: type[T], *args: Any, **kwargs: Any) -> T:
     """A tensor of a subclass, without memory."""
     make: Any = Tensor._make_wrapper_subclass
-    made: T = make(kind, *args, **kwargs)
-    return made
+    return make(kind, *args, **kwargs)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -136,8 +135,7 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 def group_named(name: str) -> dist.ProcessGroup:
     """The group of this process with torch's name for it."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
-    group: dist.ProcessGroup = resolve(name)
-    return group
+    return resolve(name)
 
 
 def backend_plugins() -> dict[str, Any]:
@@ -177,8 +175,7 @@ def active_ddp() -> Any:
 
 def params_of_ddp(ddp: Any) -> list[nn.Parameter]:
     """The parameters whose gradients it reduces."""
-    params: list[nn.Parameter] = ddp._module_parameters
-    return params
+    return ddp._module_parameters
 
 
 def ignored_in_ddp(model: nn.Module) -> list[str]:

@@ -75,6 +75,11 @@ class Plan(NamedTuple):
     block: int
     num_warps: int
 
+    def constants(self, rows: Tensor) -> dict[str, int]:
+        """The compile-time arguments of a kernel that reads the rows in vectors."""
+        vector_elems = VECTOR_BYTES // rows.element_size()
+        return {"VEC": vector_elems, "BLOCK": self.block, "num_warps": self.num_warps}
+
 
 def _power_of_two(at_least: int) -> int:
     return 1 << max(0, at_least - 1).bit_length()

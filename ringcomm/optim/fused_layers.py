@@ -122,8 +122,7 @@ class FusedLinear(nn.Linear):
             bias = None if bias is None else bias.to(dtype)
         elif input.dtype != self.weight.dtype:
             return super().forward(input)  # which says what is wrong
-        out: Tensor = _Fused.apply(self.weight, input, bias, handle)
-        return out
+        return _Fused.apply(self.weight, input, bias, handle)
 
 
 class FusedEmbedding(nn.Embedding):
@@ -134,8 +133,7 @@ class FusedEmbedding(nn.Embedding):
         handle = _handle_of(self, self.weight)
         if handle is None:
             return super().forward(input)
-        rows: Tensor = _Fused.apply(self.weight, input, None, handle)
-        return rows
+        return _Fused.apply(self.weight, input, None, handle)
 
 
 _FUSED: dict[type[nn.Module], type[nn.Module]] = {

@@ -92,7 +92,6 @@ class _Rows(NamedTuple):
     num_tokens: int
     width: int  # padding included
     num_classes: int
-    vector_elems: int  # of 16 bytes
 
 
 def _rows_of(
@@ -100,9 +99,8 @@ def _rows_of(
 ) -> _Rows:
     num_tokens, width = logits.shape
     num_classes = width if vocab_size < 0 else min(max(vocab_size - vocab_start, 0), width)
-    vector_elems = VECTOR_BYTES // logits.element_size()
     weight = _checked_weight(weight, vocab_size)
-    return _Rows(target.contiguous(), weight, num_tokens, width, num_classes, vector_elems)
+    return _Rows(target.contiguous(), weight, num_tokens, width, num_classes)
 
 
 # ---- softmax_stats and merge_softmax_stats
@@ -120,19 +118,16 @@ def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given:
     shard_weight = None
     if wants_weighted and rows.weight is not None:
         shard_weight = rows.weight[vocab_start:]
-    plan = stats_plan(rows.width)
     launch(
         kernels().cross_entropy.stats_kernel,
         (num_entries,),
         *(logits, rows.target, shard_weight, stats),
         *(lead_of(logits), logits.stride(0), rows.num_tokens, rows.num_classes),
         *(vocab_start, way, digest, *options),
-        VEC=rows.vector_elems,
-        BLOCK=plan.block,
         HAS_SOFTCAP=options[2] != 0,
         WANTS_WEIGHTED=wants_weighted,
         WANTS_MORE=wants_more,
-        num_warps=plan.num_warps,
+        **stats_plan(rows.width).constants(logits),
     )
     return stats
 
@@ -263,23 +258,22 @@ def _differentiate(
         return
     shard_weight = None if rows.weight is None else rows.weight[vocab_start:]
     weight_sum = _weight_sum_of(rows.weight, label_smoothing)
-    plan = grad_plan(rows.width, logits.element_size())
     lead, to_lead, stride, to_stride = lead_of(logits), lead_of(to), logits.stride(0), to.stride(0)
     grad_loss = grad_loss.to(torch.float32).contiguous()
-    with torch.cuda.device_of(logits):
-        kernels().cross_entropy.grad_kernel[(rows.num_tokens,)](
-            *(grad_loss, int(grad_loss.dim() != 0), logits, to, rows.target),
-            *(rows.weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
-            *(lead, stride, to_lead, to_stride, rows.num_tokens, rows.width, rows.num_classes),
-            *options,
-            VEC=rows.vector_elems,
-            BLOCK=plan.block,
-            HAS_SOFTCAP=softcap != 0,
-            SMOOTHS=label_smoothing != 0,
-            HAS_PADDING=rows.num_classes < rows.width,
-            IS_ALIGNED=lead == to_lead and (stride - to_stride) % rows.vector_elems == 0,
-            num_warps=plan.num_warps,
-        )
+    element_bytes = logits.element_size()
+    launch(
+        kernels().cross_entropy.grad_kernel,
+        (rows.num_tokens,),
+        *(grad_loss, int(grad_loss.dim() != 0), logits, to, rows.target),
+        *(rows.weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
+        *(lead, stride, to_lead, to_stride, rows.num_tokens, rows.width, rows.num_classes),
+        *options,
+        HAS_SOFTCAP=softcap != 0,
+        SMOOTHS=label_smoothing != 0,
+        HAS_PADDING=rows.num_classes < rows.width,
+        IS_ALIGNED=lead == to_lead and (stride - to_stride) * element_bytes % VECTOR_BYTES == 0,
+        **grad_plan(rows.width, element_bytes).constants(logits),
+    )
 
 
 def cross_entropy_grad(grad_loss: Tensor, logits: Tensor, *given: Any) -> Tensor:
@@ -329,14 +323,12 @@ def cross_entropy_and_grad_(
         *(stats, denominator, lead_of(logits), logits.stride(0)),
         *(rows.num_tokens, rows.width, rows.num_classes),
         *(ignore_index, logit_scale, softcap, label_smoothing, z_loss),
-        VEC=rows.vector_elems,
-        BLOCK=plan.block,
         HAS_SOFTCAP=softcap != 0,
         SMOOTHS=label_smoothing != 0,
         HAS_PADDING=rows.num_classes < rows.width,
         WANTS_MORE=wants_more,
         IS_HELD=held is not None,
-        num_warps=plan.num_warps,
+        **plan.constants(logits),
     )
     mark_written(logits)
     terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
@@ -372,14 +364,11 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiplies rows in place by a number read on the device; the factor 1 writes nothing."""
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
     if rows.numel():
-        plan = grad_plan(rows.shape[1], rows.element_size())
         launch(
             kernels().cross_entropy.scale_kernel,
             (rows.shape[0],),
             *(rows, factor.to(rows.device), lead_of(rows), rows.stride(0), rows.shape[1]),
-            VEC=VECTOR_BYTES // rows.element_size(),
-            BLOCK=plan.block,
-            num_warps=plan.num_warps,
+            **grad_plan(rows.shape[1], rows.element_size()).constants(rows),
         )
     mark_written(tensor)
 
