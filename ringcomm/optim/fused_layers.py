@@ -38,7 +38,7 @@ class Handle:
         `node` accumulates the weight's gradient. It does not run if the pass is for gradients of
         other tensors only.
         """
-        weight = self.module.weight
+        weight: Any = self.module.weight
         try:
             if not (will_run(node) and weight.requires_grad):
                 return None

@@ -108,10 +108,11 @@ def _rows_of(
 
 def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given: Any) -> Tensor:
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
-    vocab_start, vocab_size, *options, wants_weighted, wants_more = given
+    vocab_start, vocab_size, ignore_index, scale, softcap, wants_weighted, wants_more = given
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     num_entries = rows.num_tokens + 1
     stats = logits.new_empty([num_entries, _NUM_STATS], dtype=torch.float32)
+    options = (ignore_index, scale, softcap)
     _, _, _, way, _, digest = _C.softmax_shard_entry(
         vocab_start, vocab_size, *options, rows.num_classes, wants_weighted, wants_more
     )
@@ -124,7 +125,7 @@ def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given:
         *(logits, rows.target, shard_weight, stats),
         *(lead_of(logits), logits.stride(0), rows.num_tokens, rows.num_classes),
         *(vocab_start, way, digest, *options),
-        HAS_SOFTCAP=options[2] != 0,
+        HAS_SOFTCAP=softcap != 0,
         WANTS_WEIGHTED=wants_weighted,
         WANTS_MORE=wants_more,
         **stats_plan(rows.width).constants(logits),
