@@ -246,9 +246,9 @@ class GradientPath:
                 self.end_pass()
                 self._forget_agreements()
         except BaseException:  # what waits for a turn has no factor
-            is_written = self._pass == "update"
+            is_written, open_passes = self._pass == "update", self._open_passes
             self.forget()
-            self._is_due = is_written
+            self._is_due, self._open_passes = is_written, open_passes
             raise
         finally:
             self._pass, self._factor = "plain", 1.0

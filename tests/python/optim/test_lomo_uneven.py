@@ -250,14 +250,14 @@ def test_a_backward_pass_that_raises(how: str, kind: Any, options: Any, then: st
 @in_ranks(2)
 def test_a_backward_pass_that_raises_under_fully_shard(rank: int) -> None:
     """fully_shard keeps gradients of that pass, as torch's: nothing continues."""
-    model = make("plain")
-    fully_shard(model)
-    opt = Lomo(model, LR)
-    mine = [batches(1, rows=2)[0][rank : rank + 1]]
-    train(opt, model, mine)
-    fail_last(model, opt, mine)
-    for _ in range(2):
-        for call in (opt.zero_grad, opt.step):
+    for options in ({}, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"}):
+        model = make("plain")
+        fully_shard(model)
+        opt: Any = Lomo(model, LR, **options)
+        mine = [batches(1, rows=2)[0][rank : rank + 1]]
+        train(opt, model, mine)
+        fail_last(model, opt, mine)
+        for call in (opt.zero_grad, opt.step, opt.zero_grad):
             with pytest.raises(RuntimeError, match=r"raised an error under fully_shard"):
                 call()
 
