@@ -9,7 +9,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,13 +39,14 @@ def kernels() -> ModuleType:
     return importlib.import_module("ringcomm.kernels")
 
 
+L = TypeVar("L", bound=Callable[..., Any])
 _CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
 
 
-def register_on_cuda(*launchers: Callable[..., Any]) -> None:
-    """Registers each function as the CUDA implementation of the operator of its name."""
-    for launcher in launchers:
-        _CUDA.impl(launcher.__name__, launcher)
+def on_cuda(launcher: L) -> L:
+    """Registers a function as the CUDA implementation of the operator of its name."""
+    _CUDA.impl(launcher.__name__, launcher)
+    return launcher
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

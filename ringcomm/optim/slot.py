@@ -152,7 +152,10 @@ class Slot:
 
         Until it is spent, gradients of other micro-batches are added.
         """
-        self.param.grad, self._is_spent, self._is_marked = self.placeholder, is_spent, True
+        # Gradients of other DTensors may have other placements than the parameter.
+        is_fully_shard = self.whole is not self.param
+        if is_spent or is_fully_shard or not isinstance(self.param, DTensor):
+            self.param.grad, self._is_spent, self._is_marked = self.placeholder, is_spent, True
 
     def see_dropped(self) -> None:
         """Drops micro-batches if the user has set `.grad` to None or to another gradient.

@@ -25,7 +25,7 @@ from ringcomm.ops.triton_kernels import (
     launch,
     lead_of,
     mark_written,
-    register_on_cuda,
+    on_cuda,
     stats_plan,
     twice_plan,
 )
@@ -106,6 +106,7 @@ def _rows_of(
 # ---- softmax_stats and merge_softmax_stats
 
 
+@on_cuda
 def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given: Any) -> Tensor:
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
     vocab_start, vocab_size, ignore_index, scale, softcap, wants_weighted, wants_more = given
@@ -143,6 +144,7 @@ def merge_gathered(gathered: Tensor, num_ranks: int) -> Tensor:
     return merged
 
 
+@on_cuda
 def merge_softmax_stats(stats: Tensor, group_name: str) -> Tensor:
     """The ranks' stats merged in rank order, after an all_gather by the group's own backend."""
     group = group_named(group_name)
@@ -219,6 +221,7 @@ def _losses_of(
     return loss, by_token, denominator
 
 
+@on_cuda
 def cross_entropy_loss(
     stats: Tensor,
     target: Tensor,
@@ -277,6 +280,7 @@ def _differentiate(
     )
 
 
+@on_cuda
 def cross_entropy_grad(grad_loss: Tensor, logits: Tensor, *given: Any) -> Tensor:
     """The gradient of the logits, as a new tensor."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -284,6 +288,7 @@ def cross_entropy_grad(grad_loss: Tensor, logits: Tensor, *given: Any) -> Tensor
     return grad
 
 
+@on_cuda
 def cross_entropy_grad_(grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
     """Overwrites the logits with their gradient."""
     _differentiate(logits, grad_loss, logits, *given)
@@ -293,6 +298,7 @@ def cross_entropy_grad_(grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
 # ---- cross_entropy_and_grad_ and scale_
 
 
+@on_cuda
 def cross_entropy_and_grad_(
     logits: Tensor,
     target: Tensor,
@@ -336,6 +342,7 @@ def cross_entropy_and_grad_(
     return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
 
 
+@on_cuda
 def cross_entropy_and_grad_over_shards_(
     logits: Tensor,
     target: Tensor,
@@ -361,6 +368,7 @@ def cross_entropy_and_grad_over_shards_(
     return in_two_passes_(logits, target, weight, num_items, vocab_start, vocab_size, *options)
 
 
+@on_cuda
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiplies rows in place by a number read on the device; the factor 1 writes nothing."""
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
@@ -372,15 +380,3 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
             **grad_plan(rows.shape[1], rows.element_size()).constants(rows),
         )
     mark_written(tensor)
-
-
-register_on_cuda(
-    softmax_stats,
-    merge_softmax_stats,
-    cross_entropy_loss,
-    cross_entropy_grad,
-    cross_entropy_grad_,
-    cross_entropy_and_grad_,
-    cross_entropy_and_grad_over_shards_,
-    scale_,
-)
