@@ -42,9 +42,6 @@ untraced = partial(torch._disable_dynamo, recursive=False)
 # Attributes of a subclass of Tensor can then be read, as torch.compile does.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
-# The operator of Tensor.to().
-to_copy: Any = torch.ops.aten._to_copy
-
 # A context in which operators on subclasses of Tensor run as on Tensor.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -69,11 +66,6 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def hooks_of_leaf(param: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks of register_hook and of register_post_accumulate_grad_hook, in their order."""
-    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
-
-
 def keeps_graph() -> bool:
     """Whether the current backward pass retains its graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -93,8 +85,7 @@ def is_traced() -> bool:
 def make_wrapper(kind: type[T], *args: Any, **kwargs: Any) -> T:
     """A tensor of a subclass, without memory."""
     make: Any = Tensor._make_wrapper_subclass
-    made: T = make(kind, *args, **kwargs)
-    return made
+    return make(kind, *args, **kwargs)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -144,8 +135,7 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 def group_named(name: str) -> dist.ProcessGroup:
     """The group of this process with torch's name for it."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
-    group: dist.ProcessGroup = resolve(name)
-    return group
+    return resolve(name)
 
 
 def backend_plugins() -> dict[str, Any]:
@@ -185,8 +175,7 @@ def active_ddp() -> Any:
 
 def params_of_ddp(ddp: Any) -> list[nn.Parameter]:
     """The parameters whose gradients it reduces."""
-    params: list[nn.Parameter] = ddp._module_parameters
-    return params
+    return ddp._module_parameters
 
 
 def ignored_in_ddp(model: nn.Module) -> list[str]:
@@ -215,6 +204,11 @@ def flat_mesh(mesh: Any, name: str | None = None) -> Any:
 def root_mesh(mesh: Any) -> Any:
     """The mesh that a mesh is a part of, or itself."""
     return mesh._get_root_mesh()
+
+
+def like_dtensor(param: Any, local: Tensor) -> Any:
+    """A DTensor with the sharding of another, around a tensor of any kind."""
+    return type(param.data)(local, param._spec, requires_grad=False)
 
 
 def shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[Any, Any]:

@@ -63,13 +63,8 @@ def step_of(
     rounding_seed: int = -1,
 ) -> Step:
     """The arguments of the kernels; raises ValueError if one is out of range."""
-    want(0 <= lr < math.inf, op, "lr to be a finite number, 0 or more", lr)
-    want(
-        0 <= weight_decay < math.inf,
-        op,
-        "weight_decay to be a finite number, 0 or more",
-        weight_decay,
-    )
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        want(0 <= value < math.inf, op, f"{name} to be a finite number, 0 or more", value)
     want(math.isfinite(scale), op, "scale to be a finite number", scale)
     want(rounding_seed >= -1, op, "rounding_seed to be 0 or more, or -1 for none", rounding_seed)
     limit = math.inf if clip_value is None else clip_value
@@ -96,14 +91,11 @@ def check_weight(
     want(is_split_or_plain, op, "low and rounding_seed for weights of bfloat16 only", weight.dtype)
     want(low is None or not step.is_stochastic, op, "at most one of low and rounding_seed", "both")
     if is_matrix:
+        layout = "of two dimensions, contiguous"
         is_laid_out = weight.dim() == 2 and weight.is_contiguous()
     else:  # empty_like() keeps the strides of a dense tensor, in any order of dimensions
+        layout = "whose elements are contiguous in any order of dimensions"
         is_laid_out = _has_strides_of(torch.empty_like(weight, device="meta"), weight)
-    layout = (
-        "of two dimensions, contiguous"
-        if is_matrix
-        else "whose elements are contiguous in any order of dimensions"
-    )
     got = f"shape {tuple(weight.shape)} with strides {weight.stride()}"
     want(is_laid_out or weight.numel() == 0, op, f"a weight {layout}", got)
     if low is not None:

@@ -59,8 +59,7 @@ def all_reduce(
     if out is not None:
         _ops.all_reduce_into(tensor, out, reduce_op, name)
         return out
-    result: Tensor = _ops.all_reduce(tensor, reduce_op, name)
-    return result
+    return _ops.all_reduce(tensor, reduce_op, name)
 
 
 def reduce_scatter(
@@ -74,8 +73,7 @@ def reduce_scatter(
 
     Collective; blocks until the result is available. Differentiable for sum and avg.
     """
-    result: Tensor = _ops.reduce_scatter(tensor, reduce_op, resolve_group(group).group_name)
-    return result
+    return _ops.reduce_scatter(tensor, reduce_op, resolve_group(group).group_name)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -84,8 +82,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     Tensors have the same shape (d, ...) on all ranks and any dtype; a scalar raises ValueError.
     Collective; blocks until the result is available. Differentiable.
     """
-    result: Tensor = _ops.all_gather(tensor, resolve_group(group).group_name)
-    return result
+    return _ops.all_gather(tensor, resolve_group(group).group_name)
 
 
 def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -95,8 +92,7 @@ def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) 
     numbering; others raise ValueError. Collective; blocks until the result is available.
     Differentiable.
     """
-    result: Tensor = _ops.broadcast(tensor, src, resolve_group(group).group_name)
-    return result
+    return _ops.broadcast(tensor, src, resolve_group(group).group_name)
 
 
 def reduce(
@@ -107,8 +103,7 @@ def reduce(
     Arguments and errors as for all_reduce; `dst` is a rank in the group's numbering. Collective;
     blocks until the result is available. Differentiable for sum.
     """
-    result: Tensor = _ops.reduce(tensor, dst, reduce_op, resolve_group(group).group_name)
-    return result
+    return _ops.reduce(tensor, dst, reduce_op, resolve_group(group).group_name)
 
 
 def monitored_barrier(
@@ -184,35 +179,19 @@ def _(input: Tensor, group_name: str) -> Tensor:
 # ---- gradients
 
 
-def _check_linear(op: str, reduce_op: str, *linear: str) -> None:
-    if reduce_op not in linear:
-        raise NotImplementedError(
-            f"{op} with reduce_op={reduce_op!r} has no gradient; use {' or '.join(linear)}"
-        )
-
-
-def _adjoint_of_all_reduce(grad: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    _check_linear("all_reduce", reduce_op, "sum", "avg")
-    return _ops.all_reduce(grad, reduce_op, group_name)
-
-
 def _adjoint_of_reduce_scatter(grad: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    _check_linear("reduce_scatter", reduce_op, "sum", "avg")
     gathered = _ops.all_gather(grad, group_name)
     return gathered / _world_size(group_name) if reduce_op == "avg" else gathered
 
 
-def _adjoint_of_reduce(grad: Tensor, dst: int, reduce_op: str, group_name: str) -> Tensor:
-    _check_linear("reduce", reduce_op, "sum")
-    return _ops.broadcast(grad, dst, group_name)
-
-
-_ADJOINTS: dict[str, Callable[..., Tensor]] = {
-    "all_reduce": _adjoint_of_all_reduce,
-    "reduce_scatter": _adjoint_of_reduce_scatter,
-    "all_gather": lambda grad, name: _ops.reduce_scatter(grad, "sum", name),
-    "broadcast": lambda grad, src, name: _ops.reduce(grad, src, "sum", name),
-    "reduce": _adjoint_of_reduce,
+# By operator the reductions that have a gradient, and the adjoint: of the gradient and the
+# operator's arguments after its tensor.
+_ADJOINTS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
+    "all_reduce": (("sum", "avg"), _ops.all_reduce),
+    "reduce_scatter": (("sum", "avg"), _adjoint_of_reduce_scatter),
+    "all_gather": ((), lambda grad, name: _ops.reduce_scatter(grad, "sum", name)),
+    "broadcast": ((), lambda grad, src, name: _ops.reduce(grad, src, "sum", name)),
+    "reduce": (("sum",), lambda grad, dst, _, name: _ops.broadcast(grad, dst, name)),
 }
 
 
@@ -220,14 +199,19 @@ def _save_options(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[1:]
 
 
-def _register_adjoint(name: str, adjoint: Callable[..., Tensor]) -> None:
-    """`adjoint` gets the gradient and the operator's arguments after its tensor."""
-
+def _register_adjoint(
+    name: str, reductions: tuple[str, ...], adjoint: Callable[..., Tensor]
+) -> None:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if reductions and ctx.options[-2] not in reductions:
+            raise NotImplementedError(
+                f"{name} with reduce_op={ctx.options[-2]!r} has no gradient; use"
+                f" {' or '.join(reductions)}"
+            )
         return adjoint(grad, *ctx.options), *[None] * len(ctx.options)
 
     torch.library.register_autograd(f"ringcomm::{name}", backward, setup_context=_save_options)
 
 
-for _name, _adjoint in _ADJOINTS.items():
-    _register_adjoint(_name, _adjoint)
+for _name, _given in _ADJOINTS.items():
+    _register_adjoint(_name, *_given)

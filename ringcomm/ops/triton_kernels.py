@@ -9,7 +9,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,13 +39,14 @@ def kernels() -> ModuleType:
     return importlib.import_module("ringcomm.kernels")
 
 
+L = TypeVar("L", bound=Callable[..., Any])
 _CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
 
 
-def register_on_cuda(*launchers: Callable[..., Any]) -> None:
-    """Registers each function as the CUDA implementation of the operator of its name."""
-    for launcher in launchers:
-        _CUDA.impl(launcher.__name__, launcher)
+def on_cuda(launcher: L) -> L:
+    """Registers a function as the CUDA implementation of the operator of its name."""
+    _CUDA.impl(launcher.__name__, launcher)
+    return launcher
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -74,6 +75,11 @@ class Plan(NamedTuple):
 
     block: int
     num_warps: int
+
+    def constants(self, rows: Tensor) -> dict[str, int]:
+        """The compile-time arguments of a kernel that reads the rows in vectors."""
+        vector_elems = VECTOR_BYTES // rows.element_size()
+        return {"VEC": vector_elems, "BLOCK": self.block, "num_warps": self.num_warps}
 
 
 def _power_of_two(at_least: int) -> int:

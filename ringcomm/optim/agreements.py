@@ -122,10 +122,8 @@ class Replicas:
             done(grad)
 
     def forget(self) -> None:
-        """Before a step, or the second of two passes: drops unfinished work."""
-        if self._pending is not None:
-            self._pending[0].wait()
-            self._pending = None
+        """Before a step, or the second of two passes; after a pass that raised, drops its rest."""
+        self.drain()
         self._due.clear()
         self._awaited.clear()
         self.has_agreed = False

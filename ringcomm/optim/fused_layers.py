@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.optim.gradients import Gradient, Uses, of_uses
-from ringcomm.torch_names import graph_task, hooks_of_leaf, in_transform, will_run
+from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
+from ringcomm.torch_names import graph_task, in_transform, will_run
+
+_Uses = list[tuple[Tensor, Tensor]]  # of a layer: its input or indices, its output's gradient
 
 
 class Handle:
@@ -24,7 +26,7 @@ class Handle:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._uses: dict[int, Uses] = {}  # by the id of the backward pass
+        self._uses: dict[int, _Uses] = {}  # by the id of the backward pass
 
     def forget(self) -> None:
         """Drops the uses of a backward pass that failed."""
@@ -36,15 +38,15 @@ class Handle:
         `node` accumulates the weight's gradient. It does not run if the pass is for gradients of
         other tensors only.
         """
-        weight = self.module.weight
+        weight: Any = self.module.weight
         try:
             if not (will_run(node) and weight.requires_grad):
                 return None
         except RuntimeError:  # of torch.autograd.grad(), for the weight
             return self._gradient([(given, grad_out)]).dense()
-        before, after = hooks_of_leaf(weight)
         # With create_graph, hooks of users, or an optimizer that was closed since.
-        if torch.is_grad_enabled() or before or len(after) != 1:
+        num_late = len(weight._post_accumulate_grad_hooks or ())
+        if torch.is_grad_enabled() or weight._backward_hooks or num_late != 1:
             return self._gradient([(given, grad_out)]).dense()
         self._uses.setdefault(graph_task(), []).append((given, grad_out))
         return None
@@ -54,9 +56,14 @@ class Handle:
         uses = self._uses.pop(graph_task(), None)
         return None if uses is None else self._gradient(uses)
 
-    def _gradient(self, uses: Uses) -> Gradient:
+    def _gradient(self, uses: _Uses) -> Gradient:
+        """The sum over uses."""
         module: Any = self.module
-        return of_uses(uses, module.weight, getattr(module, "padding_idx", None))
+        given, grad_out = uses[0] if len(uses) == 1 else map(torch.cat, zip(*uses, strict=True))
+        if given.is_floating_point():
+            return LinearGradient(given, grad_out, module.weight.dtype)
+        padding_idx = -1 if module.padding_idx is None else module.padding_idx
+        return EmbeddingGradient(given, grad_out, module.weight, padding_idx)
 
 
 _handles = WeakIdKeyDictionary()
@@ -115,8 +122,7 @@ class FusedLinear(nn.Linear):
             bias = None if bias is None else bias.to(dtype)
         elif input.dtype != self.weight.dtype:
             return super().forward(input)  # which says what is wrong
-        out: Tensor = _Fused.apply(self.weight, input, bias, handle)
-        return out
+        return _Fused.apply(self.weight, input, bias, handle)
 
 
 class FusedEmbedding(nn.Embedding):
@@ -127,8 +133,7 @@ class FusedEmbedding(nn.Embedding):
         handle = _handle_of(self, self.weight)
         if handle is None:
             return super().forward(input)
-        rows: Tensor = _Fused.apply(self.weight, input, None, handle)
-        return rows
+        return _Fused.apply(self.weight, input, None, handle)
 
 
 _FUSED: dict[type[nn.Module], type[nn.Module]] = {

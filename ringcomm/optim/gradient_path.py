@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class GradientPath:
     _is_checked: bool  # whether the first gradient was checked
     _is_due: bool  # whether a gradient has come, so that step() ends a step
     _has_overflow: bool
+    _open_passes: set[int]  # backward passes with a gradient that have not ended, by their ids
+    _updated: list[str]  # weights, when the last backward pass ended
 
     def __init__(self, optimizer: Any, options: StepOptions) -> None:
         """`optimizer` writes the weights: a weak proxy of the InBackwardOptimizer."""
@@ -70,6 +73,7 @@ class GradientPath:
     def arrived(self, slot: Slot) -> None:
         """Autograd has run all of a backward pass that leads to the parameter."""
         with exact(slot.param.device):
+            self._open_pass(slot)
             slot.see_dropped()
             gradient = None if slot.handle is None else slot.handle.take()
             is_new = slot.collect()
@@ -95,7 +99,37 @@ class GradientPath:
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a whole gradient, which fully_shard will reduce."""
+        self._open_pass(slot)
         self._same[slot.peers].expect(slot)
+
+    def updated(self) -> list[str]:
+        """The weights that were updated in backward passes, except in one that has raised."""
+        if self._open_passes:
+            return self._updated
+        return [slot.name for slot in self.slots if slot.is_written]
+
+    def check_continues(self) -> None:
+        """Raises RuntimeError if a backward pass has raised under fully_shard."""
+        if self._open_passes and any(slot.whole is not slot.param for slot in self.slots):
+            raise RuntimeError(
+                "a backward pass raised an error under fully_shard, which cannot continue: make the"
+                " model and its optimizer again from a checkpoint"
+            )
+
+    def _open_pass(self, slot: Slot) -> None:
+        task = graph_task()
+        if task not in self._open_passes:
+            is_nested = slot.is_nested or bool(self._open_passes)
+            at_end_of_backward(partial(self._close_pass, task, is_nested=is_nested))
+            self._open_passes.add(task)
+
+    def _close_pass(self, task: int, *, is_nested: bool) -> None:
+        """At the end of a backward pass: expected gradients that are missing count as zeros."""
+        if self.replicas is not None and not is_nested:
+            with exact(self.slots[0].param.device):
+                self._take_turns(self.replicas, all_of_them=True)
+        self._open_passes.discard(task)
+        self._updated = self.updated()
 
     def _count(self, slot: Slot) -> None:
         """Counts a gradient. Raises RuntimeError, before a write, if it is not expected."""
@@ -125,15 +159,7 @@ class GradientPath:
             if self.waits_for_step or not is_last or not replicas.is_over:
                 return  # a later gradient of this pass ends its step, or step() does
             replicas.agree(self.slots, slot)
-            if not slot.is_nested:
-                at_end_of_backward(self._end_turns)
         self._take_turns(replicas)
-
-    def _end_turns(self) -> None:
-        """At the end of a backward pass: expected gradients that are missing count as zeros."""
-        if self.replicas is not None:
-            with exact(self.slots[0].param.device):
-                self._take_turns(self.replicas, all_of_them=True)
 
     def _take_turns(self, replicas: Replicas, *, all_of_them: bool = False) -> None:
         """Reduces the weights that are due; zeros for one with a gradient on other ranks only."""
@@ -223,15 +249,23 @@ class GradientPath:
                 loss.backward()
                 self.end_pass()
                 self._forget_agreements()
+        except BaseException:  # what waits for a turn has no factor
+            is_written, open_passes = self._pass == "update", self._open_passes
+            self.forget()
+            self._is_due, self._open_passes = is_written, open_passes
+            raise
         finally:
             self._pass, self._factor = "plain", 1.0
 
     def end_pass(self) -> None:
         """Completes weights that had no gradient in the whole backward pass.
 
-        Collective if ranks share the work; a rank without any gradient participates.
+        After a backward pass that raised, those of the gradients that have arrived. Collective if
+        ranks share the work; a rank without any gradient participates.
         """
         with exact(self.slots[0].param.device):
+            if self._open_passes:  # one has raised: gradients that it expected will not come
+                self._forget_agreements()
             if any(slot.has_grad for slot in self.slots):
                 self.check_pass()
             # Other ranks may have had gradients; two passes agree in backward() alone.
@@ -285,7 +319,8 @@ class GradientPath:
         for shards in {slot.shards for slot in self.slots}:
             if shards is not None:
                 shards.release_all()
-        self._forget_gradients()
+        with exact(self.slots[0].param.device):
+            self._forget_gradients()
 
     def _forget_agreements(self) -> None:
         for agreement in (self.replicas, *self._same.values()):
@@ -293,8 +328,8 @@ class GradientPath:
                 agreement.forget()
 
     def _forget_gradients(self) -> None:
+        self._forget_agreements()
         for slot in self.slots:
             slot.forget()
-        self._forget_agreements()
-        self._facts = StepFacts()
+        self._facts, self._open_passes, self._updated = StepFacts(), set(), []
         self._is_checked = self._is_due = self._has_overflow = self.is_scaled = False

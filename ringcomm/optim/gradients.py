@@ -11,8 +11,6 @@ from torch import Tensor
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.model_axes import Axes, Held
 
-Uses = list[tuple[Tensor, Tensor]]  # of a layer: its input or indices, its output's gradient
-
 # Rows of a product's smaller matrix per block when only the sum of squares is needed.
 _BLOCK_BYTES = 32 << 20
 
@@ -119,14 +117,6 @@ class EmbeddingGradient(Gradient):
     def square_sum(self) -> Tensor:
         """The sum over the rows with gradients."""
         return _square_sum(self._row_sums()[1])
-
-
-def of_uses(uses: Uses, weight: Tensor, padding_idx: int | None) -> Gradient:
-    """The sum over every use of a layer."""
-    given, grad_out = uses[0] if len(uses) == 1 else map(torch.cat, zip(*uses, strict=True))
-    if given.is_floating_point():
-        return LinearGradient(given, grad_out, weight.dtype)
-    return EmbeddingGradient(given, grad_out, weight, -1 if padding_idx is None else padding_idx)
 
 
 def _square_sum(tensor: Tensor) -> Tensor:

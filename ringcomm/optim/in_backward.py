@@ -89,9 +89,13 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends a step: applies deferred gradients. Others were applied in the backward pass.
 
+        After a backward pass that has raised on all ranks, it ends a step by the gradients that had
+        arrived.
+
         Raises:
             RuntimeError: no loss scale, and a deferred gradient is not finite: nothing has been
-                written, and the gradients are dropped.
+                written, and the gradients are dropped. Or a backward pass has raised under
+                fully_shard.
             ValueError: a weight was replaced since the optimizer was made.
 
         Collective if gradients are reduced or weights are sharded.
@@ -100,6 +104,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._path.check_continues()
         try:
             self.check_model()
             for slot in self._path.slots:
@@ -115,13 +120,16 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that wait for a step, and resets the count of micro-batches.
 
+        After a backward pass that has raised, the weights that it updated stay updated.
+
         Raises:
-            RuntimeError: weights were updated in the backward pass, and step() was not called.
+            RuntimeError: weights were updated in the backward pass, and step() was not called; or a
+                backward pass has raised under fully_shard.
         """
-        written = [slot.name for slot in self._path.slots if slot.is_written]
-        if written:
+        self._path.check_continues()
+        if updated := self._path.updated():
             raise RuntimeError(
-                f"zero_grad() cannot undo the update of {written[0]} and {len(written) - 1} others"
+                f"zero_grad() cannot undo the update of {updated[0]} and {len(updated) - 1} others"
                 " in the backward pass: call step() first. To leave a model out of a backward pass"
                 " (a GAN's discriminator), call requires_grad_(False) on it before the forward pass"
             )
@@ -167,9 +175,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     # ---- the update, by Lomo and AdaLomo
 
-    @abstractmethod
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
         """A weight's state before its first step."""
+        return {}
 
     @abstractmethod
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
@@ -204,7 +212,10 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """A weight's state; that of its first step if there is none, as after state.clear()."""
         state: dict[str, Any] = self.state[slot.param]
         if not state:
-            state.update(self._new_low(slot), **self._new_state(slot))
+            if self.options.master is not None and slot.param.dtype == torch.bfloat16:
+                # The lower halves of a split weight: 0, because it is bfloat16 so far.
+                state["low"] = torch.zeros_like(slot.local, dtype=torch.int16)
+            state.update(self._new_state(slot))
         return state
 
     def _group_of(self, slot: Slot) -> dict[str, Any]:
@@ -246,7 +257,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 new.append(Slot(param, name, index, group_idx, part, kind, options.reduce_dtype))
         slots = [*path.slots, *new]
         weights.check_ranks(slots, options.group)
-        if options.clip_grad_norm is not None or options.loss_scale is not None:
+        if options.looks_ahead:
             path.axes = weights.place_parts(slots)
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
@@ -266,12 +277,6 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             self._undo += weights.attach(slot, arrived, may_fuse=may_fuse)
         self._undo += weights.watch_units(new, partial(GradientPath.whole_arrived, told))
         path.watch_shards()
-
-    def _new_low(self, slot: Slot) -> dict[str, Tensor]:
-        """The lower halves of a split weight: 0, because the weight is bfloat16 so far."""
-        if self.options.master is None or slot.param.dtype != torch.bfloat16:
-            return {}
-        return {"low": torch.zeros_like(slot.local, dtype=torch.int16)}
 
 
 def _split_model(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.options import StepOptions
-from ringcomm.optim.slot import Layout, Slot
+from ringcomm.optim.slot import Block, Layout, Slot
 
 _ops: Any = torch.ops.ringcomm
 
@@ -82,6 +82,10 @@ class Lomo(InBackwardOptimizer):
 
     Collective if gradients are averaged over a group, or weights are sharded: a broadcast.
 
+    If a backward pass raises on all ranks, the weights whose gradients had arrived stay updated;
+    step() ends a step by these gradients, and zero_grad() drops those that wait. Under fully_shard
+    both raise RuntimeError then.
+
     Parameters without a gradient are not updated, as in torch.optim. Between a gradient's arrival
     and step(), a parameter's .grad is a placeholder that raises RuntimeError when read, because
     torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find no gradient. With Trainer and
@@ -101,9 +105,6 @@ class Lomo(InBackwardOptimizer):
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(model_or_params, model, defaults, StepOptions(**options))
-
-    def _new_state(self, slot: Slot) -> dict[str, Tensor]:
-        return {}
 
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """See InBackwardOptimizer."""
@@ -205,28 +206,23 @@ class AdaLomo(InBackwardOptimizer):
         weight, grad = _flat(local, local), _flat(gradient.dense(torch.float32), local)
         low = None if low is None else _flat(low, local)
         rows, columns = self._factors(slot, grad, factor)
-        blocks = [
-            (block.of(weight), block.of(grad), rows[block.rows], columns[block.columns])
-            for block in layout.blocks
-        ]
-        options: list[dict[str, Any]] = [
-            {
-                "low": None if low is None else block.of(low),
-                "clip_value": self.options.clip_grad_value,
-            }
-            for block in layout.blocks
-        ]
+        blocks: list[tuple[Block, tuple[Tensor, ...], dict[str, Any]]] = []
+        for block in layout.blocks:
+            factors = rows[block.rows], columns[block.columns]
+            low_part = None if low is None else block.of(low)
+            options = {"low": low_part, "clip_value": self.options.clip_grad_value}
+            blocks.append((block, (block.of(weight), block.of(grad), *factors), options))
         squares = torch.zeros(2, device=weight.device)
-        for given, more in zip(blocks, options, strict=True):
-            squares += _ops.adalomo_squares(*given, factor, **more)
+        for _, given, options in blocks:
+            squares += _ops.adalomo_squares(*given, factor, **options)
         mean_squares = _summed(squares, layout) / max(1, layout.shape.numel())
         update_rms, weight_rms = mean_squares.sqrt().unbind()
         size = lr * weight_rms.clamp(min=group["eps"][1])
         shrunk = size / (update_rms / group["clip_threshold"]).clamp(min=1.0)
         scalars = torch.stack([shrunk, 1 - size * group["weight_decay"]])
-        for given, more, block in zip(blocks, options, layout.blocks, strict=True):
+        for block, given, options in blocks:
             first_elem = layout.first_elem + block.begin
-            _ops.adalomo_update_(*given, scalars, factor, seed, **more, first_elem=first_elem)
+            _ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first_elem)
 
     def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """Updates the moments; returns the factors of the rows and columns of G that make U."""

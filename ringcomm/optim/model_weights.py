@@ -190,7 +190,8 @@ class ModelWeights:
                 if module not in split:
                     params = module.parameters(recurse=False) if each is group else ()
                     found |= dict.fromkeys((*params, *module.buffers(recurse=False)))
-            broadcast_coalesced_([t for t in found if not _is_sharded(t)], each)
+            plain = [t for t in found if not isinstance(t, DTensor) and find_shards(t) is None]
+            broadcast_coalesced_(plain, each)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 
@@ -256,7 +257,3 @@ def run_all(actions: list[Callable[[], Any]]) -> None:
     """Calls all functions and clears the list."""
     while actions:
         actions.pop()()
-
-
-def _is_sharded(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) or find_shards(tensor) is not None

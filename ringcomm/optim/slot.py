@@ -21,7 +21,7 @@ from ringcomm.torch_names import (
     NO_BACKWARD,
     active_ddp,
     graph_task,
-    hooks_of_leaf,
+    like_dtensor,
     params_of_ddp,
     shape_and_offset,
     will_run,
@@ -68,14 +68,18 @@ class Slot:
         self.handle: Handle | None = None
         self.hook_id = -1  # of the hook that reports gradients
         add = weakref.WeakMethod(self._added)  # autograd keeps the placeholder
-        self.placeholder = GradientPlaceholder(
-            param,
+        placeholder = GradientPlaceholder(
+            _local_of(param),
             f"{optimizer} takes the gradient of {name} inside the backward pass:"
             " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
             f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale=, group= and zero_grad() of"
             f" {optimizer}; with Trainer and Accelerate call prepare() of"
             " ringcomm.integrations.transformers or .accelerate first",
             lambda grad: (call := add()) and call(grad),
+        )
+        # fully_shard adds to the local part.
+        self.placeholder: Tensor = (
+            like_dtensor(param, placeholder) if isinstance(param, DTensor) else placeholder
         )
         self._node: Any = None
         self._node_is_for: Any = None
@@ -148,7 +152,9 @@ class Slot:
 
         Until it is spent, gradients of other micro-batches are added.
         """
-        if is_spent or not isinstance(self.param, DTensor):  # to which fully_shard adds
+        # Gradients of other DTensors may have other placements than the parameter.
+        is_fully_shard = self.whole is not self.param
+        if is_spent or is_fully_shard or not isinstance(self.param, DTensor):
             self.param.grad, self._is_spent, self._is_marked = self.placeholder, is_spent, True
 
     def see_dropped(self) -> None:
@@ -172,9 +178,9 @@ class Slot:
         """The forward pre-hook of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
-        _, after = hooks_of_leaf(self.param)
         if not self.is_last_hook:  # others must see the gradient first
-            after[self.hook_id] = after.pop(self.hook_id)
+            hooks = self.param._post_accumulate_grad_hooks
+            hooks[self.hook_id] = hooks.pop(self.hook_id)
         ddp = active_ddp()
         if ddp is not None and any(self.param is param for param in params_of_ddp(ddp)):
             raise ValueError(
@@ -193,8 +199,8 @@ class Slot:
     @property
     def is_last_hook(self) -> bool:
         """Whether the hook that reports gradients runs after users'; WeightShards adds its own."""
-        _, after = hooks_of_leaf(self.param)
-        return self.shards is not None or next(reversed(after)) == self.hook_id
+        hooks = self.param._post_accumulate_grad_hooks
+        return self.shards is not None or next(reversed(hooks)) == self.hook_id
 
     @property
     def is_nested(self) -> bool:

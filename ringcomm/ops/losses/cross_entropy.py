@@ -5,6 +5,7 @@ has the formulas.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,25 +200,16 @@ def in_two_passes_(
     target: Tensor,
     weight: Tensor | None,
     num_items: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-    wants_more: bool,
-    group_name: str,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """cross_entropy_and_grad_over_shards_: stats of all rows, their all_reduce, the gradient."""
-    shard = (vocab_start, vocab_size, ignore_index, logit_scale, softcap)
+    *shard, label_smoothing, z_loss, reduction, wants_more, group_name = given
     stats = _ops.softmax_stats(logits, target, weight, *shard, label_smoothing > 0, wants_more)
     stats = _ops.merge_softmax_stats(stats, group_name)
-    terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
+    terms = (*shard[1:3], label_smoothing, z_loss, reduction)
     results = _ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
-    given = (logits, target, weight, stats, results[2], *shard, label_smoothing, z_loss)
-    _ops.cross_entropy_grad_(torch.ones_like(results[0]), *given)
+    options = (weight, stats, results[2], *shard, label_smoothing, z_loss)
+    _ops.cross_entropy_grad_(torch.ones_like(results[0]), logits, target, *options)
     return results
 
 
@@ -313,13 +305,23 @@ class _InPlace(torch.autograd.Function):
 # ---- fakes
 
 
-def _fake_losses(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_losses(
+    reduction_at: int, logits: Tensor, target: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens = target.numel()
     return (
-        target.new_empty([tokens] if reduction == "none" else [], dtype=torch.float32),
+        target.new_empty([tokens] if options[reduction_at] == "none" else [], dtype=torch.float32),
         target.new_empty([len(OUTPUTS), tokens], dtype=torch.float32),
         target.new_empty([], dtype=torch.float64),
     )
+
+
+for _at, _name in (
+    (-1, "cross_entropy_loss"),
+    (-2, "cross_entropy_and_grad_"),
+    (-3, "cross_entropy_and_grad_over_shards_"),
+):
+    torch.library.register_fake(f"ringcomm::{_name}", partial(_fake_losses, _at))
 
 
 @torch.library.register_fake("ringcomm::softmax_stats")
@@ -330,21 +332,6 @@ def _(logits: Tensor, *options: Any) -> Tensor:
 @torch.library.register_fake("ringcomm::merge_softmax_stats")
 def _(stats: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(stats)
-
-
-@torch.library.register_fake("ringcomm::cross_entropy_loss")
-def _(stats: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_losses(target, options[-1])
-
-
-@torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
-def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_losses(target, options[-2])
-
-
-@torch.library.register_fake("ringcomm::cross_entropy_and_grad_over_shards_")
-def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_losses(target, options[-3])
 
 
 @torch.library.register_fake("ringcomm::cross_entropy_grad")

@@ -25,7 +25,7 @@ from ringcomm.ops.triton_kernels import (
     launch,
     lead_of,
     mark_written,
-    register_on_cuda,
+    on_cuda,
     stats_plan,
     twice_plan,
 )
@@ -92,7 +92,6 @@ class _Rows(NamedTuple):
     num_tokens: int
     width: int  # padding included
     num_classes: int
-    vector_elems: int  # of 16 bytes
 
 
 def _rows_of(
@@ -100,51 +99,37 @@ def _rows_of(
 ) -> _Rows:
     num_tokens, width = logits.shape
     num_classes = width if vocab_size < 0 else min(max(vocab_size - vocab_start, 0), width)
-    vector_elems = VECTOR_BYTES // logits.element_size()
     weight = _checked_weight(weight, vocab_size)
-    return _Rows(target.contiguous(), weight, num_tokens, width, num_classes, vector_elems)
+    return _Rows(target.contiguous(), weight, num_tokens, width, num_classes)
 
 
 # ---- softmax_stats and merge_softmax_stats
 
 
-def softmax_stats(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    wants_weighted: bool,
-    wants_more: bool,
-) -> Tensor:
+@on_cuda
+def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given: Any) -> Tensor:
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
+    vocab_start, vocab_size, ignore_index, scale, softcap, wants_weighted, wants_more = given
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     num_entries = rows.num_tokens + 1
     stats = logits.new_empty([num_entries, _NUM_STATS], dtype=torch.float32)
-    options = (ignore_index, logit_scale, softcap)
-    wants = (wants_weighted, wants_more)
+    options = (ignore_index, scale, softcap)
     _, _, _, way, _, digest = _C.softmax_shard_entry(
-        vocab_start, vocab_size, *options, rows.num_classes, *wants
+        vocab_start, vocab_size, *options, rows.num_classes, wants_weighted, wants_more
     )
     shard_weight = None
     if wants_weighted and rows.weight is not None:
         shard_weight = rows.weight[vocab_start:]
-    plan = stats_plan(rows.width)
     launch(
         kernels().cross_entropy.stats_kernel,
         (num_entries,),
         *(logits, rows.target, shard_weight, stats),
         *(lead_of(logits), logits.stride(0), rows.num_tokens, rows.num_classes),
         *(vocab_start, way, digest, *options),
-        VEC=rows.vector_elems,
-        BLOCK=plan.block,
         HAS_SOFTCAP=softcap != 0,
         WANTS_WEIGHTED=wants_weighted,
         WANTS_MORE=wants_more,
-        num_warps=plan.num_warps,
+        **stats_plan(rows.width).constants(logits),
     )
     return stats
 
@@ -159,6 +144,7 @@ def merge_gathered(gathered: Tensor, num_ranks: int) -> Tensor:
     return merged
 
 
+@on_cuda
 def merge_softmax_stats(stats: Tensor, group_name: str) -> Tensor:
     """The ranks' stats merged in rank order, after an all_gather by the group's own backend."""
     group = group_named(group_name)
@@ -209,13 +195,11 @@ def _losses_of(
     target: Tensor,
     weight: Tensor | None,
     denominator: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
+    *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of cross_entropy_loss, from merged stats."""
+    *options, reduction = terms
+    _, _, label_smoothing, _ = options
     num_tokens = target.numel()
     by_token = stats.new_empty([4, num_tokens])
     if num_tokens:
@@ -224,7 +208,7 @@ def _losses_of(
             kernels().token_losses.loss_kernel,
             (-(-num_tokens // TOKEN_BLOCK),),
             *(stats, target, weight, weight_sum, by_token, num_tokens),
-            *(vocab_size, ignore_index, label_smoothing, z_loss),
+            *options,
             SMOOTHS=label_smoothing != 0,
             BLOCK=TOKEN_BLOCK,
             num_warps=4,
@@ -237,6 +221,7 @@ def _losses_of(
     return loss, by_token, denominator
 
 
+@on_cuda
 def cross_entropy_loss(
     stats: Tensor,
     target: Tensor,
@@ -277,25 +262,25 @@ def _differentiate(
         return
     shard_weight = None if rows.weight is None else rows.weight[vocab_start:]
     weight_sum = _weight_sum_of(rows.weight, label_smoothing)
-    plan = grad_plan(rows.width, logits.element_size())
     lead, to_lead, stride, to_stride = lead_of(logits), lead_of(to), logits.stride(0), to.stride(0)
     grad_loss = grad_loss.to(torch.float32).contiguous()
-    with torch.cuda.device_of(logits):
-        kernels().cross_entropy.grad_kernel[(rows.num_tokens,)](
-            *(grad_loss, int(grad_loss.dim() != 0), logits, to, rows.target),
-            *(rows.weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
-            *(lead, stride, to_lead, to_stride, rows.num_tokens, rows.width, rows.num_classes),
-            *options,
-            VEC=rows.vector_elems,
-            BLOCK=plan.block,
-            HAS_SOFTCAP=softcap != 0,
-            SMOOTHS=label_smoothing != 0,
-            HAS_PADDING=rows.num_classes < rows.width,
-            IS_ALIGNED=lead == to_lead and (stride - to_stride) % rows.vector_elems == 0,
-            num_warps=plan.num_warps,
-        )
+    element_bytes = logits.element_size()
+    launch(
+        kernels().cross_entropy.grad_kernel,
+        (rows.num_tokens,),
+        *(grad_loss, int(grad_loss.dim() != 0), logits, to, rows.target),
+        *(rows.weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
+        *(lead, stride, to_lead, to_stride, rows.num_tokens, rows.width, rows.num_classes),
+        *options,
+        HAS_SOFTCAP=softcap != 0,
+        SMOOTHS=label_smoothing != 0,
+        HAS_PADDING=rows.num_classes < rows.width,
+        IS_ALIGNED=lead == to_lead and (stride - to_stride) * element_bytes % VECTOR_BYTES == 0,
+        **grad_plan(rows.width, element_bytes).constants(logits),
+    )
 
 
+@on_cuda
 def cross_entropy_grad(grad_loss: Tensor, logits: Tensor, *given: Any) -> Tensor:
     """The gradient of the logits, as a new tensor."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -303,6 +288,7 @@ def cross_entropy_grad(grad_loss: Tensor, logits: Tensor, *given: Any) -> Tensor
     return grad
 
 
+@on_cuda
 def cross_entropy_grad_(grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
     """Overwrites the logits with their gradient."""
     _differentiate(logits, grad_loss, logits, *given)
@@ -312,6 +298,7 @@ def cross_entropy_grad_(grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
 # ---- cross_entropy_and_grad_ and scale_
 
 
+@on_cuda
 def cross_entropy_and_grad_(
     logits: Tensor,
     target: Tensor,
@@ -343,20 +330,19 @@ def cross_entropy_and_grad_(
         *(stats, denominator, lead_of(logits), logits.stride(0)),
         *(rows.num_tokens, rows.width, rows.num_classes),
         *(ignore_index, logit_scale, softcap, label_smoothing, z_loss),
-        VEC=rows.vector_elems,
-        BLOCK=plan.block,
         HAS_SOFTCAP=softcap != 0,
         SMOOTHS=label_smoothing != 0,
         HAS_PADDING=rows.num_classes < rows.width,
         WANTS_MORE=wants_more,
         IS_HELD=held is not None,
-        num_warps=plan.num_warps,
+        **plan.constants(logits),
     )
     mark_written(logits)
     terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
     return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
 
 
+@on_cuda
 def cross_entropy_and_grad_over_shards_(
     logits: Tensor,
     target: Tensor,
@@ -382,29 +368,15 @@ def cross_entropy_and_grad_over_shards_(
     return in_two_passes_(logits, target, weight, num_items, vocab_start, vocab_size, *options)
 
 
+@on_cuda
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiplies rows in place by a number read on the device; the factor 1 writes nothing."""
     rows = tensor if tensor.dim() == 2 else tensor.view(1, -1)
     if rows.numel():
-        plan = grad_plan(rows.shape[1], rows.element_size())
         launch(
             kernels().cross_entropy.scale_kernel,
             (rows.shape[0],),
             *(rows, factor.to(rows.device), lead_of(rows), rows.stride(0), rows.shape[1]),
-            VEC=VECTOR_BYTES // rows.element_size(),
-            BLOCK=plan.block,
-            num_warps=plan.num_warps,
+            **grad_plan(rows.shape[1], rows.element_size()).constants(rows),
         )
     mark_written(tensor)
-
-
-register_on_cuda(
-    softmax_stats,
-    merge_softmax_stats,
-    cross_entropy_loss,
-    cross_entropy_grad,
-    cross_entropy_grad_,
-    cross_entropy_and_grad_,
-    cross_entropy_and_grad_over_shards_,
-    scale_,
-)

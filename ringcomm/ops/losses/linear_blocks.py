@@ -36,18 +36,13 @@ def _is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def tokens_per_block(num_classes: int, element_bytes: int, *, is_on_gpu: bool) -> int:
-    """The number of tokens whose logits are in memory at once; on a GPU a multiple of a tile."""
-    row_bytes = max(1, num_classes) * element_bytes
-    if is_on_gpu:
-        return max(1, CUDA_BLOCK_BYTES // row_bytes // CUDA_TILE) * CUDA_TILE
-    return max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes)
-
-
 def token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
     """The tokens of each block of logits (tokens, all classes of this rank)."""
-    given = weight.shape[0], rows.element_size()
-    return _slices(len(rows), tokens_per_block(*given, is_on_gpu=_is_on_gpu(rows)))
+    row_bytes = max(1, len(weight)) * rows.element_size()
+    step = max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes)
+    if _is_on_gpu(rows):
+        step = max(1, CUDA_BLOCK_BYTES // row_bytes // CUDA_TILE) * CUDA_TILE
+    return _slices(len(rows), step)
 
 
 def class_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
@@ -105,13 +100,6 @@ class LayerGradients:
         return self.rows, self.weight, self.bias
 
 
-def _is_kept() -> bool:
-    """Whether the graph is retained, so that saved tensors may be used again."""
-    # A compiler decides itself which tensors it overwrites.
-    is_compiling = torch.compiler.is_compiling()
-    return is_compiling or keeps_graph()
-
-
 def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A saved gradient times a factor, rounded to a dtype; needs no second tensor of its size.
 
@@ -120,7 +108,8 @@ def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | 
     if grad is None:
         return None
     if grad.dtype == dtype:
-        if _is_kept():
+        # A compiler decides itself which tensors it overwrites.
+        if torch.compiler.is_compiling() or keeps_graph():
             return grad * factor
         _ops.scale_(grad, factor)
         return grad

@@ -248,7 +248,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return *(scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none
         # Only once: an update writes into the saved weight.
         rows, weight, bias, *known = ctx.saved_tensors
-        differentiate = functools.partial(_differentiate, ctx.options, grad_loss, *known)
+        differentiate = functools.partial(_differentiate, ctx, grad_loss, known)
         # backward() may run under autocast, which would round fp32 sums.
         with _without_autocast(rows.device):
             make = _grads_by_token if ctx.fused_update is None else _update_by_class
@@ -257,14 +257,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _with_gradients(
-    ctx: Any,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    num_items: Tensor | None,
+    ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor]:
+    target, class_weight, num_items = given
     options, shard = ctx.options, ctx.shard
     sums = LayerGradients(rows, weight, bias, ctx.needs_input_grad, ctx.sum_dtype)
     # Computes the divisor of the losses and checks all targets. Only the last entry of the stats is
@@ -290,14 +285,9 @@ def _with_gradients(
 
 
 def _without_gradients(
-    ctx: Any,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    num_items: Tensor | None,
+    ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor]:
+    target, class_weight, num_items = given
     options, shard = ctx.options, ctx.shard
     stats = rows.new_empty([len(rows) + 1, 6], dtype=torch.float32)
     # Even without tokens, the stats have the entry that describes the shards.
@@ -313,20 +303,13 @@ def _without_gradients(
 
 
 def _differentiate(
-    options: LossOptions,
-    grad_loss: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    stats: Tensor,
-    denominator: Tensor,
-    logits: Tensor,
-    block: slice,
-    shard: VocabShard,
+    ctx: Any, grad_loss: Tensor, known: list[Any], logits: Tensor, block: slice, shard: VocabShard
 ) -> None:
     """Overwrites the logits of a block of tokens with their gradient."""
+    target, class_weight, stats, denominator = known
     upstream = grad_loss[block] if grad_loss.dim() else grad_loss
     part = torch.cat([stats[:-1][block], stats[-1:]])  # with the entry that describes the shards
-    given = (target[block], class_weight, part, denominator, *options.for_grad(shard))
+    given = (target[block], class_weight, part, denominator, *ctx.options.for_grad(shard))
     _ops.cross_entropy_grad_(upstream, logits, *given)
 
 

@@ -31,7 +31,7 @@ from ringcomm.ops.triton_kernels import (
     launch,
     lead_of,
     mark_written,
-    register_on_cuda,
+    on_cuda,
 )
 
 # ---- fakes
@@ -67,6 +67,7 @@ def _(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> 
 # ---- SGD
 
 
+@on_cuda
 def sgd_update_(
     weight: Tensor,
     grad: Tensor,
@@ -111,6 +112,7 @@ def _update_elements(
 # ---- linear layers
 
 
+@on_cuda
 def linear_sgd_update_(
     weight: Tensor,
     x: Tensor,
@@ -163,6 +165,7 @@ def _update_by_product(
 # ---- embeddings
 
 
+@on_cuda
 def embedding_sgd_update_(
     weight: Tensor,
     indices: Tensor,
@@ -221,6 +224,7 @@ def _tiles(matrix: Tensor) -> tuple[int, int]:
     return -(-matrix.shape[0] // plans.MATRIX_ROWS), -(-matrix.shape[1] // plans.MATRIX_COLS)
 
 
+@on_cuda
 def square_sums(
     grad: Tensor, scale: float, *, clip_value: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -247,6 +251,7 @@ def _factored(op: str, weight: Tensor, grad: Tensor, *factors: Tensor) -> tuple[
     return gradient_of(op, weight, grad), *(factor.contiguous() for factor in factors)
 
 
+@on_cuda
 def adalomo_squares(
     weight: Tensor,
     grad: Tensor,
@@ -271,6 +276,7 @@ def adalomo_squares(
     return sums.sum(1).float()
 
 
+@on_cuda
 def adalomo_update_(
     weight: Tensor,
     grad: Tensor,
@@ -298,13 +304,3 @@ def adalomo_update_(
         is_stochastic = step.is_stochastic
         launch(kernel, (tiles_down * tiles_across,), *given, IS_STOCHASTIC=is_stochastic, **_TILE)
     mark_written(weight, low)
-
-
-register_on_cuda(
-    sgd_update_,
-    linear_sgd_update_,
-    embedding_sgd_update_,
-    square_sums,
-    adalomo_squares,
-    adalomo_update_,
-)

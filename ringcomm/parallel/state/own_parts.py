@@ -177,7 +177,8 @@ class OptimizerParts:
     def _parts_of(
         self, name: str, param: Any, stored: Callable[[Any], State] | None
     ) -> dict[Path, Any]:
-        optimizer, found = self._optimizer, {}
+        optimizer = self._optimizer
+        found: dict[Path, Any] = {}
         span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
         for key, value in self._state_of(param).items():
             part = value
@@ -262,8 +263,8 @@ def _init_state(optimizer: Any) -> None:
         # By a step with a learning rate of 0, which must not count.
         copy = over_groups(inner, [{**group, "params": [nn.Parameter(weight)]}])
         init_optim_state(copy)
-        found = next(iter(copy.state.values()), {}).items()
-        new = {key: value * 0 if key == "step" else value for key, value in found}
+        made: State = next(iter(copy.state.values()), {})
+        new = {key: value * 0 if key == "step" else value for key, value in made.items()}
         if new and is_zero:
             optimizer._set_state(param, new)
         elif new:

@@ -34,7 +34,7 @@ from ringcomm.parallel.zero.optimizer import (
 )
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage3 import HOOK_AT_STAGE_3, Zero3
-from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, hooks_of_leaf, root_mesh
+from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, root_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
@@ -287,7 +287,7 @@ def _refusals(
     }
     if not is_trained:
         return refusals
-    early, late = hooks_of_leaf(param)
+    early, late = param._backward_hooks, param._post_accumulate_grad_hooks
     is_full, is_cast = param.dtype == torch.float32, options.param_dtype is not None
     takes = (torch.float32,) if by_fsdp else (torch.float32, torch.float16, torch.bfloat16)
     kinds = "float32" if by_fsdp else "float32, float16 or bfloat16"

@@ -32,7 +32,6 @@ from ringcomm.torch_names import (
     fill_accumulated,
     fsdp_params,
     graph_task,
-    hooks_of_leaf,
     reduce_unused,
     untraced,
 )
@@ -180,7 +179,7 @@ class Zero3(ZeroOptimizer):
                 " make the model and its optimizer again from a checkpoint, or use stage 1 or 2"
             )
         super()._check_unchanged()
-        if any(hooks_of_leaf(param)[0] for param in self.all_params()):
+        if any(param._backward_hooks for param in self.all_params()):
             raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
 
     def _update(self, factor: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -167,3 +170,49 @@ def train(opt: InBackwardOptimizer, model: Any, data: list[Tensor]) -> list[floa
 def changed(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
     """The names of weights that are not what they were."""
     return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+
+
+# ---- a backward pass that raises
+
+
+def fail_once(model: Any) -> Any:
+    """Makes a backward pass raise between the two uses of the block; returns what undoes it."""
+    hooks: list[Any] = []
+
+    def of_first_use(_module: Any, _args: Any, out: Tensor) -> None:
+        if not hooks:
+            hooks.append(out.register_hook(lambda _: 1 / 0))
+
+    return model.norm.register_forward_hook(of_first_use)
+
+
+def gradients_of(model: nn.Module, data: list[Tensor], *, fails: bool) -> dict[str, Any]:
+    """By name the sum of torch's gradients, or None, and how many have arrived."""
+    twin, counts = make("plain"), Counter[str]()
+    twin.load_state_dict(model.state_dict())
+    for name, param in twin.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: counts.update([name]))
+    for ids in data[:-1]:
+        twin(ids).backward()
+    if fails:
+        fail_once(twin)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        twin(data[-1]).backward()
+    return {name: (param.grad, counts[name]) for name, param in twin.named_parameters()}
+
+
+def step_by_hand(opt: Any, model: nn.Module, grads: dict[str, Any], at_least: int = 0) -> None:
+    """A step by the gradients that have arrived so often."""
+    for name, param in model.named_parameters():
+        grad, count = grads[name]
+        param.grad = grad if count >= at_least else None
+    opt.step()
+
+
+def fail_last(model: Any, opt: Any, parts: list[Tensor]) -> Any:
+    for ids in parts[:-1]:
+        opt.backward(model(ids))
+    hook = fail_once(model)
+    with pytest.raises(ZeroDivisionError):
+        opt.backward(model(parts[-1]))
+    return hook

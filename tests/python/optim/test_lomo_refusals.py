@@ -17,7 +17,10 @@ from lomo_models import (
     batches,
     changed,
     distance,
+    fail_last,
+    gradients_of,
     make,
+    step_by_hand,
     train,
     train_sgd,
     weights,
@@ -92,6 +95,56 @@ def test_few_tokens_hold_what_a_layer_had_and_many_its_gradient() -> None:
         assert held is not None
         assert (len(held.parts) == 1) is is_dense
         assert held.nbytes == (64 * 64 * 4 if is_dense else tokens * 128 * 4)
+
+
+CUT_OFF: list[tuple[int, dict[str, Any]]] = [  # micro-batches before the exception, and options
+    (0, {}),
+    (0, {"weight_decay": 0.1}),
+    (0, {"accumulation_steps": 2}),
+    (1, {"accumulation_steps": 2, "weight_decay": 0.1}),
+    (0, {"clip_grad_norm": 0.1}),
+    (0, {"loss_scale": 1024.0}),
+    (1, {"loss_scale": "dynamic", "accumulation_steps": 2}),
+    (0, {"clip_grad_norm": 0.1, "clip_mode": "two_pass"}),
+]
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "step"])
+@pytest.mark.parametrize(("num_before", "options"), CUT_OFF, ids=str)
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.filterwarnings("ignore:.*got parameters without their model")
+def test_a_backward_pass_that_raises(
+    kind: Any, num_before: int, options: dict[str, Any], then: str
+) -> None:
+    """zero_grad() drops what waits. step() makes a step by the gradients that had arrived."""
+    ours, theirs = make("plain"), make("plain")
+    opt = kind(ours, LR, **options)
+    num_parts, mode = opt.options.accumulation_steps, opt.options.mode
+    of_step = {key: options[key] for key in ("weight_decay", "clip_grad_norm") if key in options}
+    oracle = kind(theirs.parameters(), LR, **of_step)
+    data = batches(3 * num_parts)
+    for begin in range(0, len(data), num_parts):
+        parts = data[begin : begin + num_parts]
+        if begin == num_parts:
+            cut = parts[: num_before + 1]
+            grads = gradients_of(theirs, cut, fails=True)
+            hook = fail_last(ours, opt, cut)
+            if then == "step":
+                opt.step()
+                if mode != "two_pass":
+                    step_by_hand(oracle, theirs, grads)
+            elif mode == "immediate":
+                steps = oracle.param_groups[0]["step"]
+                step_by_hand(oracle, theirs, grads, at_least=num_parts)
+                oracle.param_groups[0]["step"] = steps
+            opt.zero_grad()
+            hook.remove()
+            assert opt.held_bytes == 0
+            assert distance(ours, theirs) < 1e-5
+        step_by_hand(oracle, theirs, gradients_of(theirs, parts, fails=False))
+        train(opt, ours, parts)
+        assert distance(ours, theirs) < 1e-5
+        assert opt.param_groups[0]["step"] == oracle.param_groups[0]["step"]
 
 
 # ---- what is refused

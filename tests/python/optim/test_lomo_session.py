@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from lomo_models import LR, LowRank, Net, batches, changed, distance, make, train, weights
+from ranks import in_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 from ringcomm.optim import AdaLomo, Lomo
@@ -309,6 +311,30 @@ def test_micro_batches_are_dropped(how: str) -> None:
             model(third).backward()
         by.step()
     assert distance(ours, theirs) < 1e-6
+
+
+@in_ranks(2)
+def test_micro_batches_are_dropped_under_fully_shard(rank: int) -> None:
+    for how in ("optimizer", "model", "model to zeros"):
+        ours, theirs = make("plain"), make("plain")
+        for layer in (ours.up, ours.down, ours):
+            fully_shard(layer)
+        opt, sgd = Lomo(ours, LR, accumulation_steps=2), torch.optim.SGD(theirs.parameters(), LR)
+        first, second, third = batches(3, rows=4)
+        mine = slice(2 * rank, 2 * rank + 2)
+        ours(first[mine]).backward()
+        if how == "model to zeros":
+            with pytest.raises(RuntimeError, match=r"zero_grad\(\) of Lomo"):
+                ours.zero_grad(set_to_none=False)
+            return
+        (opt if how == "optimizer" else ours).zero_grad()
+        for ids in (second, third):
+            ours(ids[mine]).backward()
+            theirs(ids).backward()
+        opt.step()
+        sgd.step()
+        for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(param.full_tensor(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}])

@@ -1,4 +1,4 @@
-"""LOMO on replicas where ranks use different weights, and jobs that would drift apart."""
+"""LOMO on ranks that use different weights, that raise, and jobs that would drift apart."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_weights
 from gradient_watch import GradientWatch
-from lomo_models import VOCAB, Net, batches, make, weights
+from lomo_models import (
+    VOCAB,
+    Net,
+    batches,
+    fail_last,
+    gradients_of,
+    make,
+    step_by_hand,
+    train,
+    weights,
+)
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm import MismatchError
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards
 
@@ -178,6 +190,90 @@ def test_one_gradient_at_a_time_is_alive(rank: int) -> None:
         opt.step()
         peaks.append(watch.stop())
     assert max(peaks) <= max(param.nbytes for param in Net().parameters()) + 256, peaks
+
+
+# ---- a backward pass that raises on all ranks
+
+
+def train_cut_off(
+    rank: int, how: str, kind: Any, options: dict[str, Any], then: str
+) -> dict[str, Any]:
+    """Weights after three steps; in the second, a backward pass raises before it is repeated."""
+    model = make("plain")
+    shards = WeightShards(model) if how == "WeightShards" else None
+    group = dist.group.WORLD if how == "replicas" else None
+    opt = kind(model, LR, 0.1, group=group, **options)
+    for i, ids in enumerate(batches(3, rows=2)):
+        mine = [ids[rank : rank + 1]]
+        if i == 1:
+            hook = fail_last(model, opt, mine)
+            getattr(opt, then)()
+            opt.zero_grad()
+            hook.remove()
+        train(opt, model, mine)
+    found: Any = weights(model) if shards is None else full_weights(shards)
+    return {name: found[name] for name, _ in model.named_parameters()}
+
+
+RAISES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("replicas", Lomo, {}),
+    ("replicas", Lomo, {"overlap": True}),
+    ("replicas", Lomo, {"loss_scale": 1024.0}),
+    ("replicas", Lomo, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"}),
+    ("replicas", AdaLomo, {}),
+    ("WeightShards", Lomo, {}),
+    ("WeightShards", AdaLomo, {"loss_scale": 1024.0}),
+]
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "step"])
+@pytest.mark.parametrize(("how", "kind", "options"), RAISES, ids=str)
+@pytest.mark.filterwarnings("ignore:.*got parameters without their model")
+def test_a_backward_pass_that_raises(how: str, kind: Any, options: Any, then: str) -> None:
+    """No weight is written, nor decayed, whose gradient has not arrived."""
+    results = run_ranks(2, train_cut_off, how, kind, options, then)
+    model = make("plain")
+    oracle = kind(model.parameters(), LR, 0.1)
+    for i, ids in enumerate(batches(3, rows=2)):
+        if i == 1 and "clip_mode" not in options:
+            steps = oracle.param_groups[0]["step"]
+            if then == "step" or not options.get("loss_scale"):
+                step_by_hand(oracle, model, gradients_of(model, [ids], fails=True))
+            if then == "zero_grad":
+                oracle.param_groups[0]["step"] = steps
+        step_by_hand(oracle, model, gradients_of(model, [ids], fails=False))
+    for name, expected in weights(model).items():
+        torch.testing.assert_close(results[0][name], expected, rtol=0, atol=1e-5)
+        assert torch.equal(results[1][name], results[0][name])
+
+
+@in_ranks(2)
+def test_a_backward_pass_that_raises_under_fully_shard(rank: int) -> None:
+    """fully_shard keeps gradients of that pass, as torch's: nothing continues."""
+    for options in ({}, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"}):
+        model = make("plain")
+        fully_shard(model)
+        opt: Any = Lomo(model, LR, **options)
+        mine = [batches(1, rows=2)[0][rank : rank + 1]]
+        train(opt, model, mine)
+        fail_last(model, opt, mine)
+        for call in (opt.zero_grad, opt.step, opt.zero_grad):
+            with pytest.raises(RuntimeError, match=r"raised an error under fully_shard"):
+                call()
+
+
+@in_ranks(2, fresh=True)
+def test_a_backward_pass_that_raises_on_one_rank(rank: int) -> None:
+    """The next call of that rank is not the one that the others wait in."""
+    model = make("plain")
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    mine = [batches(1, rows=2)[0][rank : rank + 1]]
+    train(opt, model, mine)
+    if rank == 1:
+        fail_last(model, opt, mine)
+        opt.zero_grad()
+    with pytest.raises(MismatchError):
+        train(opt, model, mine)
 
 
 # ---- replicas that would drift

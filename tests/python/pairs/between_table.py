@@ -10,11 +10,7 @@ from pair_table import Case, Refused, Table, condition
 TOLERANCE = 1e-4
 # Cells that are wrong today, and why: a case that has all of the values must fail. Delete what is
 # mended; a case that passes although it is here fails the test, which names the line.
-PENDING: dict[str, str] = {
-    "system: Lomo or AdaLomo; between steps: exception in backward": (
-        "zero_grad() refuses, and step() does not end with the updates of that pass alone"
-    ),
-}
+PENDING: dict[str, str] = {}
 
 ACTIONS = (
     "none",

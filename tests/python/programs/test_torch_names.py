@@ -164,7 +164,7 @@ IN_TORCH = (
 # Found on objects, which the test below makes.
 ON_OBJECTS = {
     *("_cdata", "_timeout", "_module_parameters", "_ddp_params_and_buffers_to_ignore"),
-    *("_ddp_ignored", "_get_fsdp_state", "_unsharded_param"),
+    *("_ddp_ignored", "_get_fsdp_state", "_unsharded_param", "_spec"),
 }
 # Of older versions of torch, which torch_stage.py and torch_names.py ask for by version.
 OF_VERSIONS = {
@@ -234,6 +234,8 @@ def test_objects_have_the_names(rank: int) -> None:
         names = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param", "reduce_dtype")
         gone += [f"FSDPParam.{name}" for name in names if not hasattr(param, name)]
     assert len(torch_names.fsdp_params(unit)[0]) == 2
+    alike = torch_names.like_dtensor(unit.weight, torch.ones(2, 4))
+    assert (alike.shape, alike.placements) == (unit.weight.shape, unit.weight.placements)
     assert not gone, f"torch {torch.__version__} has no {', '.join(gone)}: see torch_names.py"
 
 
