@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
+from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model_axes import Held
 from ringcomm.parallel.shards import find_shards
@@ -69,7 +70,7 @@ class Slot:
         self.hook_id = -1  # of the hook that reports gradients
         add = weakref.WeakMethod(self._added)  # autograd keeps the placeholder
         placeholder = GradientPlaceholder(
-            _local_of(param),
+            local_of(param),
             f"{optimizer} takes the gradient of {name} inside the backward pass:"
             " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
             f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale=, group= and zero_grad() of"
@@ -102,7 +103,7 @@ class Slot:
         """This rank's part of the weight, which updates write."""
         if self.shards is not None:
             return self.shards.shard_of(self.param)
-        return _local_of(self.param).detach()
+        return local_of(self.param).detach()
 
     # ---- its gradient
 
@@ -118,7 +119,7 @@ class Slot:
         if grad is None or grad is self.placeholder:
             return is_new
         self.param.grad = None
-        self.add(_local_of(grad.detach()))
+        self.add(local_of(grad.detach()))
         return True
 
     def add(self, grad: Tensor) -> None:
@@ -128,7 +129,7 @@ class Slot:
     def _added(self, grad: Tensor) -> None:
         """Called by autograd, which would add to the placeholder."""
         self.refuse_second(self._is_spent)
-        self.add(_local_of(grad))
+        self.add(local_of(grad))
         self._is_new = True
 
     def refuse_second(self, is_complete: bool) -> None:
@@ -233,10 +234,6 @@ class Slot:
             self._node = torch.autograd.graph.get_gradient_edge(whole).node
             self._node_is_for = current
         return will_run(self._node)
-
-
-def _local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- this rank's part of a weight

@@ -23,8 +23,7 @@ def count_items(targets: Tensor, num_parts: int = 1) -> list[int]:
     if kind.is_floating_point or kind.is_complex or kind == torch.bool or targets.is_meta:
         return [0 if targets.is_meta else len(part) for part in targets.chunk(num_parts)]
     parts = [part.ne(IGNORED).sum() for part in targets.chunk(num_parts)]
-    counts: list[int] = torch.stack(parts).tolist()
-    return counts
+    return torch.stack(parts).tolist()
 
 
 class PartLoss:
@@ -138,8 +137,7 @@ class Batch(NamedTuple):
             return [self]
 
         def part(idx: int) -> Batch:
-            found: Batch = tree_map_only(Tensor, lambda x: x.chunk(num)[idx], self)
-            return found
+            return tree_map_only(Tensor, lambda x: x.chunk(num)[idx], self)
 
         return [part(idx) for idx in range(num)]
 
@@ -196,5 +194,4 @@ def make_batch(
             raise ValueError(f"{name} must be a tensor with {num_rows} rows, got {rows} rows")
 
     batch = Batch(args, kwargs, targets if has_targets else None)
-    moved: Batch = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(device), batch)
-    return moved
+    return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(device), batch)

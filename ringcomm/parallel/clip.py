@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model_axes import Axes, Held, axes_of
 from ringcomm.torch_names import all_gather_single
 
@@ -56,8 +56,7 @@ def clip_grad_norm_(
             raise ValueError(
                 f"{name} clips by the 2-norm: norm_type must be 2, got norm_type={norm_type}"
             )
-        own: Tensor = model.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
-        return own
+        return model.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -70,7 +69,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads.values()]
+    parts = [local_of(grad) for grad in grads.values()]
     for of_kind in _by_kind(parts):
         torch._foreach_mul_(of_kind, factor.to(of_kind[0].device))
     return norm

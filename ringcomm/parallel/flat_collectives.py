@@ -31,6 +31,11 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
 
 
+def local_of(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor or TensorPart; another tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's shard of the mean of the ranks' buffers, as a new tensor.
 
@@ -83,8 +88,7 @@ def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:
     """All ranks' numbers, from int64 [1] on a device that the group supports. Collective."""
     numbers = number.new_empty(group.size())
     all_gather_single(numbers, number, group=group)
-    found: list[int] = numbers.tolist()
-    return found
+    return numbers.tolist()
 
 
 def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -170,8 +170,7 @@ def largest_of(
         return values
     for group in groups:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-    found: list[int] = tensor.tolist()
-    return found
+    return tensor.tolist()
 
 
 def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:

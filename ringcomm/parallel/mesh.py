@@ -182,8 +182,7 @@ class ParallelDims:
                 f"the axis must be one of {', '.join(_AXES)}, ep, edp, batch, hsdp; got {axis!r}"
             )
         lines = box.movedim(dim, -1).reshape(-1, box.shape[dim])
-        line: list[int] = lines[(lines == rank).any(dim=1)][0].tolist()
-        return line
+        return lines[(lines == rank).any(dim=1)][0].tolist()
 
 
 def _timed(mesh: DeviceMesh) -> DeviceMesh:

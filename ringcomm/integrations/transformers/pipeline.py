@@ -85,8 +85,7 @@ def _output(model: Any, head_name: str, run: Callable[[Tensor], Tensor]) -> Any:
         made = MoeModelOutputWithPast(last_hidden_state=hidden)
         base = _Call(lambda *_, **__: made)
         shell = _shell_of(model, {model.base_model_prefix: base, head_name: _Call(run)})
-        logits: Tensor = shell().logits
-        return logits
+        return shell().logits
 
     return forward
 

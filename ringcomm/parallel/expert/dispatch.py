@@ -123,8 +123,7 @@ def dispatch(rows: Tensor, plan: DispatchPlan) -> Tensor:
     """
     if plan.needs_grad and not rows.requires_grad:
         rows = rows.detach().requires_grad_()
-    received: Tensor = _Exchange.apply(rows, plan.sent, plan.received, plan.group)
-    return received
+    return _Exchange.apply(rows, plan.sent, plan.received, plan.group)
 
 
 def by_expert(received: Tensor, plan: DispatchPlan) -> list[Tensor]:
@@ -141,5 +140,4 @@ def combine(results: Sequence[Tensor], received: Tensor, plan: DispatchPlan) -> 
     pieces = [piece for of_rank in zip(*split, strict=True) for piece in of_rank]
     # Zero rows of the received tensor, so that a rank without experts takes part in backward.
     joined = torch.cat([received[:0], *pieces])
-    rows: Tensor = _Exchange.apply(joined, plan.received, plan.sent, plan.group)
-    return rows
+    return _Exchange.apply(joined, plan.received, plan.sent, plan.group)

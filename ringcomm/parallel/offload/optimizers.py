@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
+from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier, split_row
 from ringcomm.parallel.offload.transfers import BufferPool
 
@@ -44,11 +44,6 @@ class Operands:
 
     def done(self, param: Tensor) -> None:
         """Called after the last get() of a step."""
-
-
-def local_of(tensor: Any) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class StatesView(Mapping[Any, dict[str, Any]]):

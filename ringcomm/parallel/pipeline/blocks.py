@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel.batches import parameters_of
-from ringcomm.parallel.flat_collectives import all_gathered
+from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.pipeline.schedules import Log, Plan
 from ringcomm.parallel.shards.units import check_can_materialize
@@ -268,7 +267,7 @@ def tied_gradients_summed(part: StagePart) -> Iterator[None]:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             # Data-parallel ranks of other stages have the same part of a DTensor.
-            mine = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            mine = local_of(param.grad)
             first, *others = _exchange(mine, ranks, part.group)
             mine.copy_(sum(others, start=first.clone()))
         if (earlier := before[param]) is not None:

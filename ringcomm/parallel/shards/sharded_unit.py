@@ -139,8 +139,7 @@ class ShardedUnit:
         if not self.is_away(param):
             return self.shards[param]
         with self._home.row(self.shards[param], is_written=False) as row:
-            copy: Tensor = row.clone()
-        return copy
+            return row.clone()
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
         """Replaces this rank's piece; inside WeightShards.writing()."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.flat_collectives import all_gathered
+from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model_axes import stage_part_of, tensor_groups_of
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
@@ -21,7 +21,6 @@ from ringcomm.parallel.state.tensor_part import (
     Path,
     TensorPart,
     fill,
-    local_of,
     own_elements,
     part_of,
     range_boxes,
@@ -201,8 +200,7 @@ class OptimizerParts:
             if optimizer.steps:
                 return optimizer.state_of(param)
             return optimizer.new_state_of(param, local_of(param.detach()))
-        found: State = optimizer.state.get(param, {})
-        return found
+        return optimizer.state.get(param, {})
 
     def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
         """Loads the values of known paths, and options of the groups."""

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.flat_collectives import all_gathered, device_of
+from ringcomm.parallel.flat_collectives import all_gathered, device_of, local_of
 from ringcomm.torch_names import make_wrapper, shape_and_offset
 
 Path = tuple[str, ...]
@@ -174,11 +174,6 @@ def range_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
 
 
 # ---- tensors of any kind
-
-
-def local_of(part: Tensor) -> Tensor:
-    """This rank's elements."""
-    return part.to_local() if isinstance(part, TensorPart | DTensor) else part
 
 
 def part_of(value: Tensor) -> TensorPart:

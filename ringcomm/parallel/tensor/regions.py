@@ -55,8 +55,7 @@ def copy_to_tp(
         return x
     name = resolved.group_name
     if sequence_dim is None:
-        result: Tensor = _Sum.apply(x, name, False, inplace)
-        return result
+        return _Sum.apply(x, name, False, inplace)
     whole: Tensor = _all_gather(x.movedim(sequence_dim, 0).contiguous(), name)
     return whole.movedim(0, sequence_dim).contiguous()
 
@@ -92,8 +91,7 @@ def reduce_from_tp(
         return x
     name = resolved.group_name
     if sequence_dim is None:
-        result: Tensor = _Sum.apply(x, name, True, inplace)
-        return result
+        return _Sum.apply(x, name, True, inplace)
     if x.shape[sequence_dim] % resolved.size():
         raise ValueError(
             f"{resolved.size()} ranks cannot split {x.shape[sequence_dim]} tokens evenly: pad the"
@@ -127,8 +125,7 @@ def gather_from_tp(
     backward pass sends nothing.
     """
     resolved = resolve_group(group, mesh)
-    result: Tensor = _GatherFromTp.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
-    return result
+    return _GatherFromTp.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
 
 
 def all_reduce_grad_(
@@ -171,8 +168,7 @@ def _summed(x: Tensor, group_name: str, inplace: bool) -> Tensor:
     if inplace and x.is_contiguous():
         _all_reduce_(x, "sum", group_name)
         return x
-    result: Tensor = _all_reduce(x, "sum", group_name)
-    return result
+    return _all_reduce(x, "sum", group_name)
 
 
 class _Sum(torch.autograd.Function):

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.flat_collectives import check_agreement, device_of
+from ringcomm.parallel.flat_collectives import check_agreement, device_of, local_of
 from ringcomm.parallel.model_axes import StagePart, stage_part_of
-from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import check_can_materialize, materialize
 from ringcomm.parallel.tensor.regions import summed_over

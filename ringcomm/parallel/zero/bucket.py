@@ -289,8 +289,7 @@ class BackwardPasses:
         mine += [bool(bucket.arrived) for bucket in self._buckets]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self._group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
-        found: list[int] = facts.tolist()
-        return found
+        return facts.tolist()
 
     # ---- by pass
 

@@ -122,8 +122,7 @@ def _steps(
         for grad in grads:
             weight.grad = grad.clone()
             twin.step()
-    found: dict[str, Any] = twin.state.get(weight, {})
-    return found
+    return twin.state.get(weight, {})
 
 
 def _like(value: Any, weight: Tensor) -> Any:

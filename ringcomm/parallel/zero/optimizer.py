@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
+from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.model_axes import Axes, Held, axes_of
-from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
 from ringcomm.parallel.zero.states import States
 from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks
@@ -250,8 +250,7 @@ class ZeroOptimizer(States):
     # ---- the step
 
     def _device(self) -> torch.device:
-        device: torch.device = self.all_params()[0].device
-        return device
+        return self.all_params()[0].device
 
     @cached_property
     def _axes(self) -> Axes:

@@ -18,9 +18,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in
 from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.weight_shards import refuse_moves

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ringcomm.loss_scale import LossScale
-from ringcomm.parallel.flat_collectives import all_gather_shards
-from ringcomm.parallel.offload.optimizers import StatesView, local_of, numbered_groups
+from ringcomm.parallel.flat_collectives import all_gather_shards, local_of
+from ringcomm.parallel.offload.optimizers import StatesView, numbered_groups
 from ringcomm.torch_names import shape_and_offset
 
 # A key of parameter groups in a state_dict() for the loss scale, which torch's format lacks.
