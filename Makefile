@@ -99,7 +99,7 @@ format: check-python  ## rewrite files as lint wants them
 types: check-python  ## mypy
 	@$(PREPARE) --need lint --need train --need test -- tools/lint.py --types
 
-compat: check-python  ## a short set of tests with torch 2.11 and the newest (ARGS=--compile, ARGS=2.14)
+compat: check-python  ## a short set of tests with torch 2.11 and the newest (ARGS=2.14)
 	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
 
 gpu-machine: check-python  ## build and test with Python 3.12, torch 2.11 for CUDA and images for sm_90, without a GPU

@@ -6,21 +6,17 @@ ignore. The wheel of torch is installed without the CUDA packages that it names,
 gigabytes: tools/stand_ins.py makes what takes their place. RINGCOMM_TORCH_INDEX names an index of
 wheels for CPUs instead.
 
-Usage: python tools/compat.py [--compile] [VERSION...]   (default: 2.11 and the newest of pip)
-
---compile only compiles the bindings against the headers of each version.
+Usage: python tools/compat.py [VERSION...]   (default: 2.11 and the newest of pip)
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -48,9 +44,6 @@ GROUPS = ("build", "train", "test")
 LEFT_OUT = ("playwright", "triton")
 # They name torch: pip would install what this torch names.
 WITHOUT_DEPENDENCIES = ("accelerate",)
-# Full compiles without the optimizer: only whether the code compiles matters.
-FLAGS = (buildconfig.CXX_STANDARD, "-O0", "-g0", "-fPIC", "-w")
-DEFINES = ("-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H")
 
 
 class Offline(Exception):
@@ -143,32 +136,6 @@ def find_version(prefix: str) -> str:
         return have
 
 
-def compiles(version: str, source: Path) -> bool:
-    """Compiles a file against a version's headers; whether that passes."""
-    include = torch_folder(version) / "include"
-    places = [include, include / "torch" / "csrc" / "api" / "include"]
-    system = [f"-isystem{place}" for place in (*places, sysconfig.get_path("include"))]
-    command = [*buildconfig.compiler(), *FLAGS, *DEFINES, f"-I{buildconfig.CSRC}", *system]
-    command += ["-c", str(source), "-o", str(source.with_suffix(f".{version}.o"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = "\n".join(["fails", *done.stderr.splitlines()[:30]]) if done.returncode else "compiles"
-    print(f"[compat] torch {version}: {said}", flush=True)
-    return done.returncode == 0
-
-
-def all_compile(versions: list[str]) -> bool:
-    """Compiles the bindings against each version's headers; whether all pass."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(buildconfig.num_jobs()) as pool,
-    ):
-        # As one file: what they include of torch, nearly the whole work, is parsed once.
-        sources = buildconfig.sources(buildconfig.BINDINGS_FOLDER)
-        together = Path(folder) / "all.cc"
-        together.write_text("".join(f'#include "{path}"\n' for path in sources), encoding="utf-8")
-        return all(list(pool.map(lambda version: compiles(version, together), versions)))
-
-
 def runs(version: str) -> bool:
     """Builds ringcomm in a version's environment and runs the tests; whether all pass."""
     source, venv = HOME / version / "source", HOME / version / "venv"
@@ -197,7 +164,6 @@ def runs(version: str) -> bool:
 def main() -> int:
     """Returns 0 if all passes, or if offline outside CI with nothing cached."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="only compile the bindings")
     parser.add_argument("versions", nargs="*", metavar="VERSION", default=[OLDEST, ""])
     options = parser.parse_args()
     try:
@@ -210,8 +176,6 @@ def main() -> int:
         is_ci = os.environ.get("CI", "") not in ("", "0", "false")
         print(f"compat: {'FAILED' if is_ci else 'SKIPPED'}, no torch to be had: {error}")
         return int(is_ci)
-    if options.compile:
-        return int(not all_compile(versions))
     passed = [runs(version) for version in versions]
     return int(not all(passed))
 
