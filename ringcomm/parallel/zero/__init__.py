@@ -21,6 +21,7 @@ from ringcomm.parallel.model_axes import StagePart, stage_part_of
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import check_can_materialize, materialize
 from ringcomm.parallel.tensor.regions import summed_over
+from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
@@ -242,6 +243,12 @@ def _checked_names(
             "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
+    for param, (_, split) in split_params(model).items() if by_fsdp else ():
+        if any(begin == end for begin, end in split.ranges):
+            raise ValueError(
+                f"{names[param]} has no part for some tensor-parallel ranks, and fully_shard of"
+                " stage 3 takes no empty parts: use stage 1 or 2, or fewer ranks"
+            )
     trained = set(params)
     for param, name in names.items():
         refusals = _refusals(name, param, options, stage, mesh, is_trained=param in trained)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from between_model import ACTION_STEP, STEPS, VOCABULARY, Alone, make_model, probe, use
 from pair_model import local_of
 from pair_table import Case
+from ranks import end_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -61,7 +62,7 @@ def outcome(rank: int, case: Case, folder: Path) -> Outcome:
             _leave(rank, num_ranks, found, folder)
         return found
     finally:
-        dist.destroy_process_group()
+        end_groups()
 
 
 def _train(rank: int, case: Case, folder: Path) -> Outcome:

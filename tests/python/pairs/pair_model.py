@@ -18,6 +18,7 @@ CLIP_VALUE = 0.02
 SCALE = 1024.0
 OVERFLOW_STEP = 1  # where losses are scaled dynamically
 VOCABULARY, HIDDEN, ROWS = 11, 6, 8
+INNER = 11  # uneven over 2 and 4 ranks, and with a part for each
 # Which weights of the middle block have a gradient: see _use().
 GRADIENTS = (
     "all",
@@ -43,8 +44,8 @@ class Block(nn.Module):
         super().__init__()
         self.mixture: nn.Module | None = Mixture() if has_experts else None
         self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, 9)
-        self.down = nn.Linear(9, HIDDEN)
+        self.up = nn.Linear(HIDDEN, INNER)
+        self.down = nn.Linear(INNER, HIDDEN)
         self.adapter = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, with_adapter: bool = True) -> Tensor:

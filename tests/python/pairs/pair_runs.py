@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from pair_model import STEPS, WORLD_SIZE
 from pair_table import Case, Table
+from ranks import end_groups
 from torch import Tensor
 
 RESUME_STEP = 2
@@ -74,7 +75,7 @@ def _group(rank: int, table: str, case: Case, folder: Path) -> Iterator[None]:
         with pair_loops.launched(case, rank, num_ranks):
             yield
     finally:
-        dist.destroy_process_group()
+        end_groups()
         torch.compiler.reset()  # graphs of other cases have other shapes
 
 

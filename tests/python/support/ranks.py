@@ -398,3 +398,16 @@ def _leave(rank: int) -> set[str]:
     if dist.is_initialized():
         dist.destroy_process_group()
     return names
+
+
+def end_groups() -> None:
+    """Destroys all groups of a rank that may make others.
+
+    DTensor caches shardings by the contents of meshes: the next group's weights would be on a mesh
+    of this one, with groups that are gone.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()

@@ -29,6 +29,7 @@ from zero_models import (
     weights,
 )
 
+from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import zero
 
 # ---- what is refused
@@ -41,6 +42,7 @@ def test_errors(rank: int) -> None:
     adafactor = torch.optim.Adafactor(model.parameters())
     frozen = Net()
     half, scalar = nn.Linear(3, 3).to(torch.bfloat16), Towers()
+    narrow = ColumnParallelLinear(3, 1)  # rank 1 has nothing of it
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         (model, adafactor, {"stage": 1}, TypeError, "Adafactor keeps sums over rows and columns"),
         (model, model, {"stage": 1}, TypeError, "expected an optimizer as the second"),
@@ -57,6 +59,7 @@ def test_errors(rank: int) -> None:
         (model, sgd, {"stage": 2, "units": []}, ValueError, "for stage 3 only"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 3}, ValueError, "must be float32"),
         (scalar, torch.optim.SGD(scalar.parameters()), {"stage": 3}, ValueError, "no dimensions"),
+        (narrow, torch.optim.SGD(narrow.parameters()), {"stage": 3}, ValueError, "no empty parts"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 1, "param_dtype": torch.bfloat16},
          ValueError, "is torch.bfloat16"),
     ]  # fmt: skip
