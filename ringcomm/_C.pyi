@@ -81,13 +81,6 @@ def cross_entropy_by_clusters(
     num_items: torch.Tensor | None,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...
-def cross_entropy_over_shards(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    num_items: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...
 def softmax_shard_entry(
     vocab_start: int,
     vocab_size: int,

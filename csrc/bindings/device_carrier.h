@@ -66,12 +66,6 @@ class DeviceCarrier {
   /// Whether its data has headers, so that kernels detect different calls.
   virtual bool finds_mismatches() const { return false; }
 
-  /// How many clusters of `cluster_blocks` blocks a row kernel in which ranks wait
-  /// (cuda::RowLaunch) may have, if the device runs `max_active` of them at a time; 0 if this group
-  /// has no such kernel. The same on all ranks. Collective at the first call for a number of
-  /// blocks.
-  virtual int row_clusters(unsigned /*cluster_blocks*/, int /*max_active*/) { return 0; }
-
   /// Memory on this rank's device that the other ranks read and write where it is. Collective.
   /// Throws NotImplementedError where the carrier has no such memory.
   struct LentMemory {

@@ -97,12 +97,6 @@ DeviceCarrier::LentMemory DeviceGroup::borrow(const c10::Stream& stream, std::si
   return carrier(stream.device()).borrow(num_bytes, DevicePlace::of(stream));
 }
 
-int DeviceGroup::row_clusters(c10::Device device, unsigned cluster_blocks, int max_active) {
-  const std::lock_guard order(order_);
-  check();
-  return carrier(device).row_clusters(cluster_blocks, max_active);
-}
-
 std::map<std::string, std::string> DeviceGroup::transports() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, std::string> names;

@@ -59,8 +59,6 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
                                           DeviceCallInfo info);
   /// Returns the carrier for a device. The first call creates it and is collective over the group.
   DeviceCarrier& carrier(c10::Device device);
-  /// DeviceCarrier::row_clusters().
-  int row_clusters(c10::Device device, unsigned cluster_blocks, int max_active);
   /// Memory that other ranks access directly. Collective over the group.
   DeviceCarrier::LentMemory lend(c10::Device device, std::size_t num_bytes);
   /// Whether that device's carrier, which there is already, has such memory.

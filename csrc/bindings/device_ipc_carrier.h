@@ -25,9 +25,6 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   void check_messages(const std::vector<DeviceMessage>& messages) override;
   bool has_room_for_messages(int peer) override { return engine_->has_room_for_messages(peer); }
   bool finds_mismatches() const override { return true; }
-  int row_clusters(unsigned cluster_blocks, int max_active) override {
-    return engine_->row_clusters(cluster_blocks, max_active);
-  }
   LentMemory lend(std::size_t num_bytes) override;
   bool can_lend() const override { return engine_->can_lend(); }
   LentMemory borrow(std::size_t num_bytes, const DevicePlace& place) override;

@@ -129,16 +129,6 @@ std::optional<LossResults> cross_entropy_by_clusters_of(
                                     label_smoothing, z_loss, reduction, wants_more});
 }
 
-std::optional<LossResults> cross_entropy_over_shards_of(
-    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& num_items, const std::string& group_name, int64_t vocab_start,
-    int64_t vocab_size, int64_t ignore_index, double logit_scale, double softcap,
-    double label_smoothing, double z_loss, const std::string& reduction, bool wants_more) {
-  return cross_entropy_over_shards(logits, target, weight, num_items, group_name, vocab_start,
-                                   {vocab_size, ignore_index, logit_scale, softcap, label_smoothing,
-                                    z_loss, reduction, wants_more});
-}
-
 // The types of c10d must be known: ours are their children.
 void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
@@ -223,8 +213,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cgroup_limits", &cgroup_limits_of, py::arg("proc"), py::arg("cgroups"));
   m.def("softmax_shard_entry", &softmax_shard_entry);
   m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters_of,
-        py::call_guard<py::gil_scoped_release>());
-  m.def("cross_entropy_over_shards", &cross_entropy_over_shards_of,
         py::call_guard<py::gil_scoped_release>());
   m.def("say_last_words", &shm::Bootstrap::say_last_words, py::arg("text"));
   m.def("say_exit", &shm::Bootstrap::say_exit);

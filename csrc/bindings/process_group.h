@@ -143,12 +143,6 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void ring_all_reduce(const at::Tensor& tensor, int64_t num_slots, int64_t slot_bytes);
   /// all_reduce of SoftmaxStats, as rows of floats, by their merging; blocks.
   void merge_softmax_stats(const at::Tensor& input, const at::Tensor& output);
-  /// How many clusters all_reduce_in_rows may have; DeviceCarrier::row_clusters.
-  int row_clusters(c10::Device device, unsigned cluster_blocks, int max_active);
-  /// An all_reduce of `num_stats` SoftmaxStats inside a kernel of rows of `logits`, which keeps
-  /// `kept` until it has ended.
-  void all_reduce_in_rows(const at::Tensor& logits, std::size_t num_stats,
-                          const cuda::RowLaunch& rows, std::vector<at::Tensor> kept);
   /// Blocks. `spec` lacks what follows from the tensors.
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 

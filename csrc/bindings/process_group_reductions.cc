@@ -7,7 +7,6 @@
 
 #include "bindings/premul_sum.h"
 #include "bindings/process_group.h"
-#include "bindings/python_errors.h"
 #include "bindings/sparse_all_reduce.h"
 #include "bindings/tensors.h"
 #include "device/softmax.h"
@@ -95,33 +94,6 @@ void ProcessGroupRingcomm::merge_softmax_stats(const at::Tensor& input, const at
   calls[0].call.reduction = Reduction::kMerge;
   calls[0].call.num_elems = num_elems_of(input) / kNumSoftmaxStats;
   start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {output},
-        options_->timeout, false);
-}
-
-int ProcessGroupRingcomm::row_clusters(c10::Device device, unsigned cluster_blocks,
-                                       int max_active) {
-  int num_clusters = 0;
-  with_python_errors(
-      [&] { num_clusters = devices()->row_clusters(device, cluster_blocks, max_active); });
-  return num_clusters;
-}
-
-void ProcessGroupRingcomm::all_reduce_in_rows(const at::Tensor& logits, std::size_t num_stats,
-                                              const cuda::RowLaunch& rows,
-                                              std::vector<at::Tensor> kept) {
-  TensorCall item;
-  item.call = {.op = OpKind::kAllReduce,
-               .dtype = DType::kSoftmaxStats,
-               .reduction = Reduction::kMerge,
-               .num_elems = num_stats,
-               .rows = &rows};
-  item.inputs = {logits.const_data_ptr()};
-  item.outputs = {logits.mutable_data_ptr()};
-  item.profiled = {logits};
-  item.kept = std::move(kept);
-  std::vector<TensorCall> calls;
-  calls.push_back(std::move(item));
-  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {logits},
         options_->timeout, false);
 }
 

@@ -59,10 +59,6 @@ struct ShardUpdate {
   std::array<float*, 2> states = {};
 };
 
-namespace cuda {
-struct RowLaunch;
-}
-
 /// One call of a collective, as one rank makes it.
 ///
 /// `num_elems` is what one rank contributes or receives: the whole buffer of all_reduce, reduce and
@@ -95,7 +91,6 @@ struct Collective {
   std::uint32_t ring_num_slots = 0;           ///< 0: the group's
   std::uint64_t ring_slot_bytes = 0;          ///< 0: the group's
   const ShardUpdate* update = nullptr;        ///< of reduce_scatter_update_all_gather
-  const cuda::RowLaunch* rows = nullptr;      ///< of an all_reduce of stats inside a loss's kernel
   bool is_counted = true;                     ///< in Stats: of the program, not of the library
 
   std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }

@@ -7,14 +7,12 @@
 #define RINGCOMM_HD
 #endif
 
-/// Loop unrolling in kernels: fully, which keeps arrays in registers; not at all, where speed is
-/// not worth the registers; or by four.
+/// Loop unrolling in kernels: fully, which keeps arrays in registers; or not at all, where speed is
+/// not worth the registers.
 #ifdef __CUDACC__
 #define RINGCOMM_UNROLL _Pragma("unroll")
 #define RINGCOMM_ROLLED _Pragma("unroll 1")
-#define RINGCOMM_UNROLL_BY_4 _Pragma("unroll 4")
 #else
 #define RINGCOMM_UNROLL
-#define RINGCOMM_UNROLL_BY_4
 #define RINGCOMM_ROLLED
 #endif

@@ -31,20 +31,10 @@ RINGCOMM_HD constexpr std::size_t packet_turn(std::uint64_t number) {
   return static_cast<std::size_t>(number % 2);
 }
 
-/// Which half of a place's packets a row uses. A call of many rows uses one number per row and half
-/// of the packets. In turn t a rank writes number t before it reads the peers' number t-1, which
-/// hides the latency. Its write overwrites number t-4. The peers have read that: this rank has read
-/// their t-2, which they wrote after they had read t-4. Before the first row and after the last, a
-/// rank reads in the turn in which it writes, because the calls before and after use whole places.
-RINGCOMM_HD constexpr std::size_t packet_half(std::uint64_t number) {
-  return static_cast<std::size_t>(number / 2 % 2);
-}
-
-/// The number after a call that used `num_used`. After a failure peers still wait for packets of
+/// The number after a call. After a failure peers still wait for packets of
 /// that call, so all later numbers of this rank are ones whose flags no peer waits for.
-RINGCOMM_HD constexpr std::uint64_t packets_after(std::uint64_t before, std::uint64_t num_used,
-                                                  bool succeeded) {
-  return succeeded ? before + num_used : before | std::uint64_t{1} << 63;
+RINGCOMM_HD constexpr std::uint64_t packets_after(std::uint64_t before, bool succeeded) {
+  return succeeded ? before + 1 : before | std::uint64_t{1} << 63;
 }
 
 template <class A>

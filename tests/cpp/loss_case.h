@@ -111,11 +111,10 @@ class LossCase {
         .ignore_index = kIgnore,
         .width = options_.width,
         .num_classes = classes(),
-        .vocab_size = classes(),
+        .segment_vectors = (num_vectors + options_.cluster_blocks - 1) / options_.cluster_blocks,
         .logit_scale = options_.logit_scale,
         .label_smoothing = options_.label_smoothing,
-        .z_loss = options_.z_loss,
-        .segment_vectors = (num_vectors + options_.cluster_blocks - 1) / options_.cluster_blocks};
+        .z_loss = options_.z_loss};
     REQUIRE(call.segment_vectors <= kThreads * cuda::kVectorsPerThread);
     const unsigned shared_bytes =
         cuda::LossPlan{options_.cluster_blocks, call.segment_vectors}.shared_bytes();

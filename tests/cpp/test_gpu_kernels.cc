@@ -360,38 +360,6 @@ TEST_CASE("kernels: any number of groups leaves room on a GPU") {
       }
 }
 
-// With all seats taken by row kernels and others, a cluster of the last rank still finds room.
-// Multiprocessors are in at most 8 groups of 8 or more, and a cluster is in one group.
-TEST_CASE("kernels: rows of all ranks but one leave room for a cluster of the last") {
-  for (const int num_sms : {16, 78, 132, 148})
-    for (const bool is_on_one_device : {true, false})
-      for (int sharing = is_on_one_device ? 2 : 1; sharing <= 8; ++sharing)
-        for (const int cluster_blocks : {1, 2, 4, 8}) {
-          cuda::DeviceFacts facts{.world_size = is_on_one_device ? sharing : 2 * sharing,
-                                  .max_ranks_per_device = sharing,
-                                  .is_on_one_device = is_on_one_device,
-                                  .min_multiprocessors = num_sms};
-          const int seats = cuda::num_seats(num_sms);
-          facts.free_seats = seats;
-          const cuda::StagingLayout layout = cuda::make_staging_layout(facts);
-          const int payers = sharing - (is_on_one_device ? 1 : 0);
-          const auto own = static_cast<int>(layout.num_blocks);
-          const int free = seats - payers * own, most_active = num_sms / cluster_blocks;
-          const cuda::RowPlan plan =
-              cuda::plan_rows(facts, layout, cluster_blocks, most_active, free, 0);
-          CHECK(plan.num_clusters <= static_cast<int>(layout.num_packet_blocks));
-          CHECK(plan.num_clusters * sharing <= most_active);
-          CHECK(payers * plan.num_more_seats <= free);
-          if (plan.num_clusters == 0) continue;
-          const int unused = own + plan.num_more_seats - plan.num_clusters * cluster_blocks;
-          const int left = num_sms - seats + payers * unused;
-          CHECK(left > std::min(8, num_sms / 8) * (cluster_blocks - 1));
-          const cuda::RowPlan again =
-              cuda::plan_rows(facts, layout, cluster_blocks, most_active, 0, plan.num_more_seats);
-          CHECK(again.num_clusters == plan.num_clusters);
-        }
-}
-
 // Two steps of a kernel on one rank's arrays, and of the host's.
 void update_alone(Optimizer optimizer, std::size_t num_elems) {
   std::vector<float> start(num_elems), grad(num_elems);

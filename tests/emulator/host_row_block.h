@@ -54,8 +54,9 @@ class HostRowBlock {
     std::memcpy(context_.cluster_shared[rank] + offset, &part, sizeof part);
     __atomic_fetch_add(&heading(rank).exchanged[exchange], 1, __ATOMIC_RELEASE);
   }
-  void await_parts(unsigned exchange, unsigned turn, unsigned num_parts) {
-    await(heading(cluster_rank()).exchanged[exchange], parts_awaited_[exchange], turn, num_parts);
+  void await_parts(unsigned exchange, unsigned turn) {
+    await(heading(cluster_rank()).exchanged[exchange], parts_awaited_[exchange], turn,
+          cluster_blocks());
   }
 
   void load(unsigned slot, std::byte* to, const std::byte* from, unsigned num_bytes) const {
@@ -108,7 +109,7 @@ class HostRowBlock {
   }
 
   BlockContext& context_;
-  std::array<std::uint64_t, cuda::kMaxRowSlots> loads_awaited_ = {};
+  std::array<std::uint64_t, cuda::kNumRowSlots> loads_awaited_ = {};
   std::array<std::uint64_t, cuda::kNumExchanges> parts_awaited_ = {};
   std::deque<Store> stores_;  // of thread 0
 };

@@ -34,17 +34,8 @@ using RowBlock = HostRowBlock<kLossThreads * kVectorsPerThread>;
              RINGCOMM_BARE body(block, call);                                          \
            }}},
 
-#define RINGCOMM_HOST_SHARD_LOSS_KERNEL(name, body)                                             \
-  {#name, {#name, sizeof(ShardLossCall), [](const void* parameter, BlockContext& context) {     \
-             const auto& call = *static_cast<const ShardLossCall*>(parameter);                  \
-             HostBlock waiter(call, context, *static_cast<HostBlock::Shared*>(context.shared)); \
-             RowBlock block(context);                                                           \
-             RINGCOMM_BARE body(block, waiter, call);                                           \
-           }}},
-
 const std::map<std::string_view, Kernel> kKernels = {
-    RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_LOSS_KERNELS(RINGCOMM_HOST_LOSS_KERNEL)
-        RINGCOMM_SHARD_LOSS_KERNELS(RINGCOMM_HOST_SHARD_LOSS_KERNEL)};
+    RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_LOSS_KERNELS(RINGCOMM_HOST_LOSS_KERNEL)};
 
 }  // namespace
 

@@ -36,7 +36,7 @@ IMAGES = ROOT / "build" / "cuda"
 # The ring, which is chosen by name only, keeps some of its state in memory between loops; of types
 # that nobody reduces in bulk, and of what runs once in a call, a table says enough.
 COLD = re.compile(r"ring_\w+|\w+_any|two_shot_softmax_stats|where|sum_losses")
-WITH_PACKETS = re.compile(r"one_shot_\w+|(smooth_)?shard_loss_rows_\w+")
+WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
 # N * U (device/cuda/combine.h).
 SUMS = re.compile(r"(two_shot|reduce_scatter|reduce)_(float16|bfloat16|float32)")

@@ -286,11 +286,6 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
       "Tensor? num_items, int vocab_size, int ignore_index, float logit_scale, float softcap, "
       "float label_smoothing, float z_loss, str reduction, bool wants_more) "
       "-> (Tensor, Tensor, Tensor)");
-  m.def(
-      "cross_entropy_and_grad_over_shards_(Tensor(a!) logits, Tensor target, Tensor? weight, "
-      "Tensor? num_items, int vocab_start, int vocab_size, int ignore_index, float logit_scale, "
-      "float softcap, float label_smoothing, float z_loss, str reduction, bool wants_more, "
-      "str group_name) -> (Tensor, Tensor, Tensor)");
   m.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
 }
 

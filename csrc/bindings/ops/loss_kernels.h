@@ -38,18 +38,4 @@ std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
                                                      const std::optional<at::Tensor>& num_items,
                                                      const LossKernelOptions& options);
 
-/// The same over the ranks of a group that have a shard of the classes each, this one those from
-/// `vocab_start` on; options.num_classes are of all ranks. One read and one write of the logits on
-/// each, and 16 bytes per row to each peer, inside the kernel. Collective.
-///
-/// Returns nothing, on all ranks and without changes, if ranks cannot map each other's memory, take
-/// turns on a GPU or have no room for kernels that wait, if a rank has no such kernels, and for the
-/// options above. Shards may be at most an eighth longer than vocab_size divided by the ranks: a
-/// rank with a longer one alone returns nothing, and its different call then raises a MismatchError
-/// on all ranks. Shards that do not fit together make all results NaN.
-std::optional<LossResults> cross_entropy_over_shards(
-    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& num_items, const std::string& group_name,
-    std::int64_t vocab_start, const LossKernelOptions& options);
-
 }  // namespace ringcomm

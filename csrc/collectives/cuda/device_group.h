@@ -36,7 +36,6 @@ class DeviceGroup {
   bool takes_turns() const { return facts_.takes_turns; }
   /// Why, and what to do: the end of an error's text.
   const std::string& why_turns() const { return why_turns_; }
-  const DeviceFacts& facts() const { return facts_; }
   const std::vector<RankPlace>& places() const { return places_; }
   HandleKind handle_kind() const { return kind_; }
   MailRoom& mail_room() const { return *mail_room_; }

@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "collectives/cuda/header_words.h"
-#include "collectives/cuda/row_launch.h"
 #include "collectives/reduction.h"
 
 namespace ringcomm::cuda {
@@ -39,7 +38,6 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimit
       calls_(group_->host_memory(), communicator.rank()),
       lent_(exchange_, *group_,
             group_->host_memory() + CallBoard::num_bytes(communicator.world_size())),
-      rows_(exchange_, *group_),
       turns_(group_->takes_turns() ? std::make_shared<TurnEvents>(exchange_, group_->leaving())
                                    : nullptr),
       watch_({.control = group_->control(),
@@ -123,27 +121,19 @@ std::shared_ptr<const Loan> Engine::borrow(std::size_t num_bytes, const StreamPl
   return lent_.borrow(num_bytes, place);
 }
 
-int Engine::row_clusters(unsigned cluster_blocks, int max_active) {
-  check_alive();
-  return turns_ == nullptr ? rows_.num_clusters(cluster_blocks, max_active) : 0;
-}
-
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
                         const StreamPlace& place) {
   check_alive();
   PlannedCall& planned = plans_.plan(call, header);
   lent_.collect();
-  if (call.rows == nullptr)
-    lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
+  lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
     planned.call.launch = num_launches_;
     calls_.note(num_launches_++, planned.header);
   }
-  if (call.rows != nullptr)
-    call.rows->launch(planned.call, place.stream);
-  else if (turns_ != nullptr)
+  if (turns_ != nullptr)
     launch_in_turns(planned, place.stream);
   else
     kernels_.launch(planned.kernel, planned.plan.num_blocks, planned.call, place.stream);

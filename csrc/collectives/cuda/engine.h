@@ -17,7 +17,6 @@
 #include "collectives/cuda/kernels.h"
 #include "collectives/cuda/lent_memory.h"
 #include "collectives/cuda/plan_cache.h"
-#include "collectives/cuda/row_room.h"
 
 namespace ringcomm::cuda {
 
@@ -64,11 +63,6 @@ class Engine {
   /// the group has no more. Collective; only where can_lend(). With the device's context current.
   std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place);
 
-  /// How many clusters of `cluster_blocks` blocks a RowLaunch of this group may have; 0 if some
-  /// rank has no room or no such kernels. `max_active` of them run on this rank's GPU at a time.
-  /// Collective at the first call for a number of blocks. Throws Error.
-  int row_clusters(unsigned cluster_blocks, int max_active);
-
   /// Permanently ends the waits of all kernels. From any thread.
   void abort() noexcept { watch_.end_waits(); }
   /// Whether they do, or one has by itself, or one of another rank. From any thread.
@@ -105,7 +99,6 @@ class Engine {
   PlanCache plans_;
   CallBoard calls_;
   LentMemory lent_;
-  RowRoom rows_;
   std::shared_ptr<TurnEvents> turns_;  // if ranks take turns
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;

@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include "collectives/cuda/header_words.h"
-#include "collectives/cuda/row_launch.h"
 #include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
@@ -21,8 +20,7 @@ namespace {
 // device.
 constexpr std::size_t kOwnUpdateElems = 8 << 10;
 constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
-// The bytes per row that a row kernel sends to each peer.
-constexpr std::size_t kRowPartBytes = 16;
+
 const char* optimizer_name(Optimizer optimizer) {
   switch (optimizer) {
     case Optimizer::kSgd:
@@ -220,12 +218,6 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
     header.num_elems = digest_of_shares(call, static_cast<int>(layout.world_size));
   }
   if (call.op != OpKind::kAllReduce) return;
-  if (call.rows != nullptr) {
-    header.algorithm = Algorithm::kOneShot;
-    header.ring_num_slots = call.rows->num_clusters;
-    header.ring_slot_bytes = call.rows->digest;
-    return;
-  }
   if (takes_turns) {
     header.algorithm = Algorithm::kTwoShot;
     return;
@@ -262,12 +254,6 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   kernel_call.divisor = divisor_of(call, kernel_call.world_size);
   kernel_call.num_elems = call.num_elems;
   plan.traffic.algorithm = header.algorithm;
-  if (call.rows != nullptr) {
-    plan.num_blocks = call.rows->num_clusters;
-    plan.traffic.sent_bytes =
-        static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_elems * kRowPartBytes;
-    return plan;
-  }
   if (!is_reduction(call.op) && call.op != OpKind::kReduceUpdateGather) {
     plan_move(call, kernel_call, plan);
     return plan;

@@ -15,7 +15,7 @@ std::size_t hash_of(const CallHeader& header) {
 
 PlannedCall& PlanCache::plan(const Collective& call, const CallHeader& header) {
   const HeaderWords words = to_words(header);
-  const bool is_kept = call.op == OpKind::kAllReduce && call.rows == nullptr;
+  const bool is_kept = call.op == OpKind::kAllReduce;
   PlannedCall& planned = is_kept ? kept_[hash_of(header) % kNumKept] : other_;
   if (is_kept && planned.kernel != nullptr && planned.header == words) {
     planned.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
@@ -27,7 +27,7 @@ PlannedCall& PlanCache::plan(const Collective& call, const CallHeader& header) {
   planned.call = {};
   static_cast<GroupFrame&>(planned.call) = frame_;
   planned.plan = plan_launch(call, header, planned.call);
-  if (call.rows == nullptr) planned.kernel = kernels_.find(planned.plan.kernel);
+  planned.kernel = kernels_.find(planned.plan.kernel);
   return planned;
 }
 

@@ -37,12 +37,6 @@ constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all block
 // Data in a block's packets: from all ranks together, and at most from one rank.
 constexpr std::size_t kPacketBytesOfAll = 8 << 10;
 constexpr std::size_t kMaxPacketBytes = 2 << 10;
-// The fraction of the free seats that row kernels may take; the others are for further groups.
-constexpr int kRowSeats = 3, kRowSeatsOf = 4;
-// A cluster runs in one of a GPU's groups of multiprocessors (GPCs). sm_90 and sm_100 have at most
-// 8 of them, each with at least 8 multiprocessors.
-constexpr int kMostGpcs = 8, kMinMultiprocessorsPerGpc = 8;
-
 // The number of a device's ranks that take seats.
 int num_payers(const DeviceFacts& facts) {
   return facts.max_ranks_per_device - (facts.is_on_one_device && facts.world_size > 1 ? 1 : 0);
@@ -103,27 +97,6 @@ unsigned blocks_that_fit(const DeviceFacts& facts) {
   if (free < seats) most = std::min(most, free / kShareOfFurther / payers);
   // Where the shares are less than a block, one does as long as there are seats for it.
   return static_cast<unsigned>(std::clamp(most, free >= payers ? 1 : 0, kMaxBlocks));
-}
-
-RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int cluster_blocks,
-                  int max_active, int free_seats, int num_taken) {
-  const int payers = num_payers(facts);
-  const int num_gpcs =
-      std::clamp(facts.min_multiprocessors / kMinMultiprocessorsPerGpc, 1, kMostGpcs);
-  // The multiprocessors that are left if all seats are taken. A cluster fits if at least one GPC
-  // has as many free multiprocessors as the cluster has blocks.
-  const int left = facts.min_multiprocessors - num_seats(facts.min_multiprocessors);
-  const int apart = std::max(0, num_gpcs * (cluster_blocks - 1) + 1 - left);
-  const int apart_each = (apart + payers - 1) / payers;
-  const int own = static_cast<int>(layout.num_blocks) + num_taken;
-  const int most = own + free_seats * kRowSeats / kRowSeatsOf / payers;
-  RowPlan plan;
-  plan.num_clusters = std::max(0, std::min({max_active / facts.max_ranks_per_device,
-                                            static_cast<int>(layout.num_packet_blocks),
-                                            (most - apart_each) / cluster_blocks}));
-  if (plan.num_clusters > 0)
-    plan.num_more_seats = std::max(0, plan.num_clusters * cluster_blocks + apart_each - own);
-  return plan;
 }
 
 StagingLayout make_staging_layout(const DeviceFacts& facts) {

@@ -35,19 +35,6 @@ unsigned blocks_that_fit(const DeviceFacts& facts);
 /// more.
 StagingLayout make_staging_layout(const DeviceFacts& facts);
 
-/// The clusters of a row kernel in which ranks wait for each other (RowLaunch). Each block has its
-/// own multiprocessor.
-struct RowPlan {
-  int num_clusters = 0;    ///< of each rank; 0: no room
-  int num_more_seats = 0;  ///< for each rank that takes seats, in addition to those of its blocks
-};
-/// `max_active` is the number of such clusters that a GPU runs at the same time (minimum over
-/// GPUs); `free_seats` are free on every GPU; `num_taken` were taken for rows before. The plan
-/// takes enough seats that a cluster of the last rank finds room while all other ranks wait and all
-/// other seats are taken; the argument is in docs/design/cross_entropy.md.
-RowPlan plan_rows(const DeviceFacts& facts, const StagingLayout& layout, int cluster_blocks,
-                  int max_active, int free_seats, int num_taken);
-
 /// The blocks for messages to another rank, and as many for messages from it, out of `free_seats`;
 /// 0 if there are too few.
 unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_seats);

@@ -75,13 +75,13 @@ class GpuRowBlock {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
         "[%5];" ::"r"(address_at(rank, &place)),
-        "f"(part.max), "f"(part.sum), "f"(part.total), "f"(part.target),
+        "f"(part.max), "f"(part.sum), "f"(part.total), "f"(part.unused),
         "r"(address_at(rank, &heading().exchanged[exchange]))
         : "memory");
   }
-  __device__ void await_parts(unsigned exchange, unsigned turn, unsigned num_parts) const {
+  __device__ void await_parts(unsigned exchange, unsigned turn) const {
     std::uint64_t& barrier = heading().exchanged[exchange];
-    if (threadIdx.x == 0) arrive(barrier, num_parts * unsigned{sizeof(LossPart)});
+    if (threadIdx.x == 0) arrive(barrier, cluster_blocks() * unsigned{sizeof(LossPart)});
     // Data from another block is ordered with cluster scope.
     std::uint32_t is_over;
     do {

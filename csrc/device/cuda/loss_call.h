@@ -12,7 +12,7 @@ namespace ringcomm::cuda {
 struct LossCall {
   std::byte* logits = nullptr;            ///< of the first row, aligned to an element
   const std::int64_t* targets = nullptr;  ///< (tokens)
-  const float* class_weights = nullptr;   ///< (vocab_size); null: all 1
+  const float* class_weights = nullptr;   ///< (classes); null: all 1
   /// The divisor of the losses: this word, else the sum of the targets' weights, else a number.
   const double* num_items = nullptr;
   bool counts_targets = false;
@@ -23,29 +23,25 @@ struct LossCall {
   std::int64_t num_tokens = 0;
   std::int64_t row_stride_bytes = 0;
   std::int64_t ignore_index = -100;
-  std::int32_t width = 0;        ///< elements of a row, padding included
-  std::int32_t num_classes = 0;  ///< at most that
-  std::int32_t vocab_size = 0;   ///< num_classes; of all ranks together if they have shards
-  float logit_scale = 1;         ///< positive
-  float label_smoothing = 0;     ///< only without class weights
-  float z_loss = 0;
+  std::int32_t width = 0;             ///< elements of a row, padding included
+  std::int32_t num_classes = 0;       ///< at most that
   std::uint32_t segment_vectors = 0;  ///< of a row, for each block of a cluster; see LossPlan
+  float logit_scale = 1;              ///< positive
+  float label_smoothing = 0;          ///< only without class weights
+  float z_loss = 0;
 };
 
 inline constexpr unsigned kLossThreads = 512;
 inline constexpr unsigned kMaxClusterBlocks = 8;  ///< more are not portable
 /// One row is computed with, one is loaded and one is stored.
 inline constexpr unsigned kNumRowSlots = 3;
-/// With shards one more row waits for the other ranks.
-inline constexpr unsigned kMaxRowSlots = 4;
-/// The exchanges of a row's parts in a cluster: two rows in turn, from all blocks to the first one
-/// and back.
-inline constexpr unsigned kNumExchanges = 4;
+/// The exchanges of a row's parts in a cluster: two rows in turn.
+inline constexpr unsigned kNumExchanges = 2;
 inline constexpr unsigned kVectorBytes = 16;
 /// Elements of a thread stay in registers: 64 of 16 bits.
 inline constexpr unsigned kVectorsPerThread = 8;
 /// In front of the slots in a block's shared memory: barriers and sums.
-inline constexpr unsigned kLossHeadingBytes = 1664;
+inline constexpr unsigned kLossHeadingBytes = 1152;
 
 /// How a cluster of blocks divides a row.
 struct LossPlan {

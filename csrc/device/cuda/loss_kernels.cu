@@ -1,4 +1,3 @@
-#include "device/cuda/gpu_block.cuh"
 #include "device/cuda/gpu_row_block.cuh"
 #include "device/cuda/loss_kernel_list.h"
 
@@ -18,17 +17,6 @@ namespace ringcomm::cuda {
     RINGCOMM_BARE body(block, call);                            \
   }
 RINGCOMM_LOSS_KERNELS(RINGCOMM_LOSS_KERNEL)
-
-static_assert(kLossThreads == kBlockThreads);
-#define RINGCOMM_SHARD_LOSS_KERNEL(name, body)                  \
-  extern "C" __global__ void __launch_bounds__(kLossThreads, 1) \
-      name(const __grid_constant__ ShardLossCall call) {        \
-    __shared__ GpuBlock::Shared shared;                         \
-    GpuBlock waiter(call, shared);                              \
-    GpuRowBlock block;                                          \
-    RINGCOMM_BARE body(block, waiter, call);                    \
-  }
-RINGCOMM_SHARD_LOSS_KERNELS(RINGCOMM_SHARD_LOSS_KERNEL)
 
 }  // namespace ringcomm::cuda
 

@@ -14,7 +14,7 @@
 
 namespace ringcomm::cuda {
 
-RINGCOMM_HD constexpr LossPart no_part() { return {kLowestLogit, 0, 0, 0}; }
+RINGCOMM_HD constexpr LossPart no_part() { return {kLowestLogit, 0, 0}; }
 
 /// Special target columns: no gradient, and a gradient of NaN.
 inline constexpr int kIgnoredTarget = -1;
@@ -51,7 +51,7 @@ class LossRows {
     load(first, 0, now);
     load(first + step, 1, next);
     scale_ = static_cast<float>(call_.logit_scale / find_denominator());
-    if (kSmooths) smooth_ = call_.label_smoothing / static_cast<float>(call_.vocab_size) * scale_;
+    if (kSmooths) smooth_ = call_.label_smoothing / static_cast<float>(call_.num_classes) * scale_;
     unsigned slot = 0, turn = 0;
     for (std::int64_t row = first; row < call_.num_tokens; row += step) {
       const std::int64_t later = target(row + 3 * step);
@@ -72,7 +72,7 @@ class LossRows {
     block_.drain_stores();
   }
 
- protected:
+ private:
   static constexpr int kPerVector = Logits::kPerVector;
   using Stored = typename Logits::Stored;
   using Elements = float[B::kVectorsPerThread][kPerVector];
@@ -284,8 +284,7 @@ class LossRows {
     }
     return {.max = most,
             .sum = block_.warp_sum(sum),
-            .total = kSmooths ? block_.warp_sum(total) : 0.0F,
-            .target = 0};
+            .total = kSmooths ? block_.warp_sum(total) : 0.0F};
   }
 
   /// The row's, from those of all warps of the cluster.
@@ -307,7 +306,7 @@ class LossRows {
       for (unsigned peer = lane(); peer < block_.cluster_blocks(); peer += B::kWarpThreads)
         block_.send(peer, exchange, parts[block_.cluster_rank()], part);
     }
-    block_.await_parts(exchange, turn, block_.cluster_blocks());
+    block_.await_parts(exchange, turn);
     LossPart whole = no_part();
     RINGCOMM_UNROLL
     for (const LossPart& part : parts) whole.max = fmaxf(whole.max, part.max);
@@ -325,8 +324,7 @@ class LossRows {
     return {.max = most,
             .sum = a.sum * power_of_2((a.max - most) * scale2()) +
                    b.sum * power_of_2((b.max - most) * scale2()),
-            .total = a.total + b.total,
-            .target = 0};
+            .total = a.total + b.total};
   }
 
   RINGCOMM_HD void write_gradient(unsigned slot, const LossSegment& segment, Elements& elements,
@@ -347,7 +345,7 @@ class LossRows {
     const double scale = call_.logit_scale, log_sum = logf(whole.sum);
     const double lse = scale * whole.max + log_sum;
     double loss = target_weight * (log_sum - scale * (static_cast<double>(x) - whole.max));
-    if (kSmooths) loss += call_.label_smoothing * (lse - scale * whole.total / call_.vocab_size);
+    if (kSmooths) loss += call_.label_smoothing * (lse - scale * whole.total / call_.num_classes);
     if (call_.z_loss != 0) loss += call_.z_loss * lse * lse;
     return static_cast<float>(loss);
   }

@@ -32,7 +32,7 @@ RINGCOMM_HD double weight_of_targets(B& block, const LossCall& call, double* of_
     if (target == call.ignore_index) continue;
     if (call.class_weights == nullptr)
       weight += 1;
-    else if (target >= 0 && target < call.vocab_size)
+    else if (target >= 0 && target < call.num_classes)
       weight += static_cast<double>(load_constant(call.class_weights + target));
   }
   return sum_of_threads(block, weight, of_warps);

@@ -47,25 +47,6 @@ RINGCOMM_HD inline std::uint64_t header_data(const KernelCall& call, std::size_t
   return call.header[2 * (packet - 1)] | std::uint64_t{call.header[2 * (packet - 1) + 1]} << 32;
 }
 
-/// Waits for the digest of a rank's header. A thread that finds a different call reports it to the
-/// host immediately, which ends the other threads' waits for data that may never arrive. The header
-/// is after the digest.
-template <Block B>
-RINGCOMM_HD Stop compare_digest(B& block, const KernelCall& call, const PacketPlaces& places,
-                                std::uint32_t flag, int rank) {
-  if (rank == call.rank) return Stop::kNone;
-  const Packet* packets = places.at(call.rank, rank);
-  std::uint64_t data = 0;
-  const Stop stop = await_packet(block, packets[0], flag, rank, data);
-  if (stop != Stop::kNone || data == call.header_digest) return stop;
-  tell_alone(block, call, kMismatch, rank, [&](int word) {
-    std::uint64_t words = 0;
-    const Stop is_late = await_packet(block, packets[1 + word / 2], flag, rank, words);
-    return is_late == Stop::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32)) : 0;
-  });
-  return Stop::kAborted;
-}
-
 /// A block's part of the call. Item i of its work is to compare the digest of rank i's header, item
 /// world_size + i to reduce packet i: so all digests have arrived in the first turn of the threads
 /// (the first few turns with few threads), before anything is stored.
@@ -102,7 +83,7 @@ class OneShot {
       Stop stop = Stop::kNone;
       std::uint64_t result = 0;
       if (item < num_ranks)
-        stop = compare_digest(block_, call_, places_, flag_, static_cast<int>(item));
+        stop = compare_digest(static_cast<int>(item));
       else if (item < num_items)
         stop = reduce(item - num_ranks, result);
       if (first < num_ranks) stop = block_.agree(stop);
@@ -112,7 +93,7 @@ class OneShot {
         store_word(call_.outputs[0], begin_ + item - num_ranks, num_bytes_, result);
     }
     if (num_items > block_.num_threads()) last = block_.agree(last);
-    if (block_.thread_idx() == 0) number_ = packets_after(calls_before_, 1, last == Stop::kNone);
+    if (block_.thread_idx() == 0) number_ = packets_after(calls_before_, last == Stop::kNone);
     return last;
   }
 
@@ -130,6 +111,23 @@ class OneShot {
         put_packet(block_, places_.at(peer, call_.rank)[i], data, flag_);
       }
     }
+  }
+
+  /// Waits for the digest of a rank's header. A thread that finds a different call reports it to
+  /// the host immediately, which ends the other threads' waits for data that may never arrive. The
+  /// header is after the digest.
+  RINGCOMM_HD Stop compare_digest(int rank) {
+    if (rank == call_.rank) return Stop::kNone;
+    const Packet* packets = places_.at(call_.rank, rank);
+    std::uint64_t data = 0;
+    const Stop stop = await_packet(block_, packets[0], flag_, rank, data);
+    if (stop != Stop::kNone || data == call_.header_digest) return stop;
+    tell_alone(block_, call_, kMismatch, rank, [&](int word) {
+      std::uint64_t words = 0;
+      const Stop is_late = await_packet(block_, packets[1 + word / 2], flag_, rank, words);
+      return is_late == Stop::kNone ? static_cast<std::uint32_t>(words >> (word % 2 * 32)) : 0;
+    });
+    return Stop::kAborted;
   }
 
   /// Loads the packets of several ranks together, and waits for those that have not arrived.

@@ -4,29 +4,26 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "device/cuda/limits.h"
 #include "device/cuda/loss_call.h"
 
 namespace ringcomm::cuda {
 
 /// The partial result of some logits of a row.
 struct LossPart {
-  float max;     ///< the lowest number without any above -infinity
-  float sum;     ///< of exp(logit_scale * (x - max))
-  float total;   ///< of x, for label smoothing
-  float target;  ///< x of the target in an exchange; 0 in parts without it
+  float max;    ///< the lowest number without any above -infinity
+  float sum;    ///< of exp(logit_scale * (x - max))
+  float total;  ///< of x, for label smoothing
+  float unused = 0;
 };
 static_assert(sizeof(LossPart) == kVectorBytes);
 
 /// In front of the slots in shared memory.
 struct LossHeading {
-  std::uint64_t loaded[kMaxRowSlots];        ///< barriers of a GPU's block
-  std::uint64_t exchanged[kNumExchanges];    ///< the same
-  LossPart of_blocks[2][kMaxClusterBlocks];  ///< for two rows in turn
+  std::uint64_t loaded[kNumRowSlots];      ///< barriers of a GPU's block
+  std::uint64_t exchanged[kNumExchanges];  ///< the same
+  alignas(kVectorBytes) LossPart of_blocks[kNumExchanges][kMaxClusterBlocks];
   LossPart of_warps[32];
   double counts[32];
-  LossPart of_all_ranks[2];  ///< for two rows in turn, if ranks have shards
-  LossPart of_ranks[kMaxRanks];
 };
 static_assert(sizeof(LossHeading) <= kLossHeadingBytes);
 
@@ -39,8 +36,8 @@ static_assert(sizeof(LossHeading) <= kLossHeadingBytes);
 ///   cluster. Writes before a barrier are visible after it.
 /// - warp_max and warp_sum are over kWarpThreads threads side by side, and all of them get it.
 /// - shared is the block's shared memory. send stores a part at the same place of a block of the
-///   cluster, of one of kNumExchanges; await_parts returns to all threads of a block when it has
-///   received that many parts of an exchange; it is called for each exchange in turn, like
+///   cluster, of one of kNumExchanges; await_parts returns to all threads of a block when every
+///   block of the cluster has sent it a part; it is called for each exchange in turn, like
 ///   await_load.
 /// - load and store start a copy, and are called by thread 0 only. A load is complete when
 ///   await_load of its slot and turn returns, which all threads call for every load in turn (0, 1,
@@ -65,7 +62,7 @@ concept RowBlock =
       { block.warp_sum(value) } -> std::same_as<float>;
       { block.warp_sum(wide) } -> std::same_as<double>;
       block.send(number, number, part, part);
-      block.await_parts(number, number, number);
+      block.await_parts(number, number);
       block.load(number, bytes, static_cast<const std::byte*>(bytes), number);
       block.await_load(number, number);
       block.seal();

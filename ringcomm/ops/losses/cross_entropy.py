@@ -58,9 +58,8 @@ def cross_entropy(
     q[c] = weight[c] * ((1 - label_smoothing) * [c == target] + label_smoothing / vocab_size).
 
     With a `group` each rank has the logits of some classes, and all ranks compute the same loss.
-    The forward pass has one all_reduce of 24 bytes per token, the backward pass no collective. With
-    a backend other than ringcomm it is an all_gather. With inplace=True, on GPUs whose memory all
-    ranks map, the exchange is part of the loss's kernel.
+    The forward pass has one all_reduce of 24 bytes per token, the backward pass no collective. On
+    GPUs, and with a backend other than ringcomm, it is an all_gather.
 
     Args:
         logits: shape (..., V), V this rank's classes; float32, float16 or bfloat16. A DTensor
@@ -78,10 +77,9 @@ def cross_entropy(
         num_items: the divisor of "mean", instead of the sum of weights: a number, or a tensor with
             one element.
         inplace: the forward pass overwrites the logits with their gradient. This needs no memory
-            for the gradient and saves one pass over the logits. It supports "mean" and "sum" and
-            must be the same on all ranks of a group. On GPUs a shard must then not exceed an even
-            shard by more than an eighth. A float16 gradient is scaled by a power of two until the
-            backward pass, because the smallest float16 is 6e-8.
+            for the gradient and, without a group, saves one pass over the logits. It supports
+            "mean" and "sum". A float16 gradient is scaled by a power of two until the backward
+            pass, because the smallest float16 is 6e-8.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].
@@ -195,27 +193,6 @@ def loss_of_all_classes(
     return stats, *_ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
 
 
-def in_two_passes_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    num_items: Tensor | None,
-    *given: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """cross_entropy_and_grad_over_shards_: stats of all rows, their all_reduce, the gradient."""
-    *shard, label_smoothing, z_loss, reduction, wants_more, group_name = given
-    stats = _ops.softmax_stats(logits, target, weight, *shard, label_smoothing > 0, wants_more)
-    stats = _ops.merge_softmax_stats(stats, group_name)
-    terms = (*shard[1:3], label_smoothing, z_loss, reduction)
-    results = _ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
-    options = (weight, stats, results[2], *shard, label_smoothing, z_loss)
-    _ops.cross_entropy_grad_(torch.ones_like(results[0]), logits, target, *options)
-    return results
-
-
-torch.library.impl("ringcomm::cross_entropy_and_grad_over_shards_", "CPU", in_two_passes_)
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -271,21 +248,19 @@ class _InPlace(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         room, given = None, (rows, target, weight)
         grad_options = options.for_grad(shard)
-        if rows.dtype == torch.float16:
+        if rows.dtype == torch.float16 or shard.group_name is not None:
             stats = _ops.softmax_stats(*given, *options.for_stats(shard))
             stats, loss, by_token, denominator = loss_of_all_classes(
                 stats, target, weight, num_items, shard, options
             )
-            room = _room(rows, weight, denominator, options)
-            upstream = torch.ones_like(loss)
-            grad_given = (*given, stats, denominator / room, *grad_options)
-            _ops.cross_entropy_grad_(upstream, *grad_given)
-        elif shard.group_name is None:
+            if rows.dtype == torch.float16:
+                room = _room(rows, weight, denominator, options)
+                denominator = denominator / room
+            grad_given = (*given, stats, denominator, *grad_options)
+            _ops.cross_entropy_grad_(torch.ones_like(loss), *grad_given)
+        else:
             more = (*grad_options[1:], options.reduction, options.wants_more)
             loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
-        else:
-            more = (*grad_options, options.reduction, options.wants_more, shard.group_name)
-            loss, by_token, _ = _ops.cross_entropy_and_grad_over_shards_(*given, num_items, *more)
         ctx.save_for_backward(rows.detach(), room)
         ctx.is_used = False
         ctx.mark_non_differentiable(by_token)
@@ -316,11 +291,7 @@ def _fake_losses(
     )
 
 
-for _at, _name in (
-    (-1, "cross_entropy_loss"),
-    (-2, "cross_entropy_and_grad_"),
-    (-3, "cross_entropy_and_grad_over_shards_"),
-):
+for _at, _name in ((-1, "cross_entropy_loss"), (-2, "cross_entropy_and_grad_")):
     torch.library.register_fake(f"ringcomm::{_name}", partial(_fake_losses, _at))
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import _C
-from ringcomm.ops.losses.cross_entropy import in_two_passes_
 from ringcomm.ops.triton_kernels import (
     COUNT_BLOCK,
     TOKEN_BLOCK,
@@ -340,32 +339,6 @@ def cross_entropy_and_grad_(
     mark_written(logits)
     terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
     return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
-
-
-@on_cuda
-def cross_entropy_and_grad_over_shards_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    num_items: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of sharded logits; overwrites this rank's shard with its gradient.
-
-    Uses one kernel that exchanges the stats of a row between ranks, if it supports the call; else
-    computes the stats of all rows, their all_reduce, and the gradient. Collective.
-    """
-    *terms, group_name = options
-    # Errors for targets and shards need the stats of all ranks on the host.
-    if not checks_targets():
-        given = (target.contiguous(), _checked_weight(weight, vocab_size), num_items)
-        where = (group_name, vocab_start, vocab_size)
-        results = _C.cross_entropy_over_shards(logits, *given, *where, *terms)
-        if results is not None:
-            return results
-    return in_two_passes_(logits, target, weight, num_items, vocab_start, vocab_size, *options)
 
 
 @on_cuda

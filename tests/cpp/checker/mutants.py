@@ -236,14 +236,6 @@ MUTANTS = (
         "number % 1",
         (Run("packet2", "deadlock"), Run("packet2_high", "deadlock")),
     ),
-    # Rows in turn in two places instead of four.
-    Mutant(
-        "packet_rows_in_two_places",
-        "packet_protocol.h",
-        "number / 2 % 2",
-        "number / 2 % 1",
-        (Run("packet2_rows", "deadlock"),),
-    ),
     # Believes a packet whose other half is still that of an earlier call.
     Mutant(
         "packet_half_flagged",

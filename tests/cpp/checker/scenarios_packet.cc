@@ -62,81 +62,6 @@ Stop exchange(CheckerArch& arch, const Exchange& shape, int rank) {
   return Stop::kNone;
 }
 
-// ---- calls of rows
-
-/// Each rank's memory has two places of two packets: an exchange as above uses both packets of a
-/// place, a row one of them.
-struct Rows {
-  int num_rows = 0;
-  Cursor* cursors = nullptr;
-
-  Packet& packet(int to, std::uint64_t number, std::size_t half) const {
-    const std::size_t place = 2 * packet_turn(number) + half;
-    return reinterpret_cast<Packet&>(cursors[2 * (4 * static_cast<std::size_t>(to) + place)]);
-  }
-  void lay_out(Memory& memory) {
-    std::vector<std::string> names;
-    for (int to = 0; to < 2; ++to)
-      for (int packet = 0; packet < 4; ++packet)
-        for (const char* half : {"low ", "high "})
-          names.push_back(half + std::to_string(packet) + " to " + std::to_string(to));
-    cursors = memory.add_cursors(static_cast<int>(names.size()), names);
-  }
-};
-
-void put(CheckerArch& arch, const Rows& shape, int rank, std::uint64_t number, std::size_t half) {
-  put_packet(arch, shape.packet(1 - rank, number, half), Exchange::data(rank, number),
-             packet_flag(number));
-}
-
-void take(CheckerArch& arch, const Rows& shape, int rank, std::uint64_t number, std::size_t half) {
-  const std::uint64_t data = await_packet(arch, shape.packet(rank, number, half), number);
-  arch.require(data == Exchange::data(1 - rank, number), ViolationKind::kWrongData,
-               "took a packet of another row");
-}
-
-/// An exchange, a call of rows with one number before and one after them, and an exchange.
-Stop exchange_rows(CheckerArch& arch, const Rows& shape, int rank) {
-  std::uint64_t number = 1;
-  const auto exchange_both = [&] {
-    arch.checkpoint(number);
-    for (const std::size_t half : {0u, 1u}) put(arch, shape, rank, number, half);
-    for (const std::size_t half : {0u, 1u}) take(arch, shape, rank, number, half);
-    ++number;
-  };
-  const auto put_one = [&](std::uint64_t n) { put(arch, shape, rank, n, packet_half(n)); };
-  const auto take_one = [&](std::uint64_t n) { take(arch, shape, rank, n, packet_half(n)); };
-  exchange_both();
-  put_one(number);
-  take_one(number);
-  for (int turn = 0; turn <= shape.num_rows; ++turn) {
-    ++number;
-    arch.checkpoint(number);
-    if (turn < shape.num_rows) put_one(number);
-    if (turn > 0) take_one(number - 1);
-  }
-  put_one(number);
-  take_one(number);
-  ++number;
-  exchange_both();
-  return Stop::kNone;
-}
-
-Scenario rows(std::string name, int num_rows) {
-  auto shape = std::make_shared<Rows>();
-  shape->num_rows = num_rows;
-  Scenario scenario;
-  scenario.name = std::move(name);
-  scenario.text = "packets, 2 ranks, a call of " + std::to_string(num_rows) + " rows";
-  scenario.num_ranks = 2;
-  scenario.setup = [shape](Memory& memory) { shape->lay_out(memory); };
-  scenario.body = [shape](CheckerArch& arch, int rank) {
-    return exchange_rows(arch, *shape, rank);
-  };
-  scenario.check = [](const Memory&, int) { return std::string(); };
-  return scenario;
-}
-
 Scenario packets(std::string name, int num_calls, bool stores_high_first) {
   auto shape = std::make_shared<Exchange>();
   shape->num_calls = num_calls;
@@ -155,7 +80,7 @@ Scenario packets(std::string name, int num_calls, bool stores_high_first) {
 }  // namespace
 
 std::vector<Scenario> packet_scenarios() {
-  return {packets("packet2", 5, false), packets("packet2_high", 5, true), rows("packet2_rows", 5)};
+  return {packets("packet2", 5, false), packets("packet2_high", 5, true)};
 }
 
 }  // namespace ringcomm::checker

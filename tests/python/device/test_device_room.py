@@ -20,7 +20,6 @@ import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
 from ranks import remove_gpu_file
 from test_errors import caught
-from test_gpu_shard_losses import check_case
 
 from ringcomm import _C
 
@@ -109,23 +108,6 @@ def test_after_its_file_of_seats_was_removed_a_gpu_has_no_more_groups_of_kernels
     left_behind.touch()
     assert remove_gpu_file(left_behind)
     assert not left_behind.exists()
-
-
-def check_loss_without_room(rank: int) -> bytes:
-    """One GPU's file is removed before a loss takes seats: it makes do with the group's."""
-    dist.all_reduce(torch.ones(1, device=GPU))
-    emugpu.synchronize()
-    (file,) = gpu_files()
-    dist.barrier()
-    if rank == 1:
-        file.unlink()
-    dist.barrier()
-    return check_case(rank, "large", sizes=(30_000, 30_000))
-
-
-def test_a_loss_over_shards_that_finds_no_more_seats_on_one_gpu() -> None:
-    first, second = run(2, check_loss_without_room, num_devices=2)
-    assert first == second
 
 
 def check_hang(rank: int) -> str:

@@ -104,10 +104,7 @@ def halved(access: str) -> str:
     )
 
 
-PACKET_KERNELS = ["one_shot_any", "shard_loss_rows_float32", "smooth_shard_loss_rows_bfloat16"]
-
-
-@pytest.mark.parametrize("name", PACKET_KERNELS)
+@pytest.mark.parametrize("name", ["one_shot_any", "one_shot_bfloat16"])
 def test_packets_are_whole_whatever_the_table_says(name: str) -> None:
     usage = USAGE.replace("STACK:16", "STACK:0")
     whole = gate.facts_of(usage, PACKETS)
@@ -176,8 +173,7 @@ def kernel_names() -> list[str]:
         ["c++", "-E", "-P", "-std=c++20", f"-I{CSRC}",
          "-imacros", "device/cuda/kernel_list.h", "-imacros", "device/cuda/loss_kernel_list.h",
          "-x", "c++", "-"],
-        input="RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(KERNEL)\n"
-        "RINGCOMM_SHARD_LOSS_KERNELS(KERNEL)",
+        input="RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(KERNEL)",
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return re.findall(r"KERNEL\(ringcomm_(\w+),", done.stdout)
@@ -186,7 +182,7 @@ def kernel_names() -> list[str]:
 def test_table_has_every_kernel() -> None:
     _, table = gate.read_table()
     names = kernel_names()
-    assert len(names) > 60
+    assert len(names) > 56
     assert set(table) == {f"{name} sm_{arch}" for name in names for arch in gate.ARCHITECTURES}
     for key, facts in table.items():
         assert gate.problems_of(key, facts, facts) == []
