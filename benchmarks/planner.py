@@ -37,6 +37,7 @@ from ringcomm.measure.algorithms import measure_algorithms, world_of
 from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.timing import Contender, measure, open_default_group
 from ringcomm.planner.costs import compute_flops
+from ringcomm.planner.models import ModelShape
 
 COMPUTE, UPDATE, NEW_MEMORY = "forward, backward", "update", "new memory"
 # More than an allocator keeps.
@@ -107,7 +108,7 @@ class Oracle:
     def __init__(self, systems: Systems, records: list[dict[str, Any]], world: Any) -> None:
         times = {record["system"]: record["p50_us"] * 1e-6 for record in records}
         self.systems = systems
-        self.shape = planner.ModelShape(
+        self.shape = ModelShape(
             "decoder",
             layers=systems.num_layers,
             hidden=systems.width,

@@ -64,7 +64,12 @@ class Replicas:
         `arrived` is the weight whose gradient has just arrived; None outside a backward pass.
         Collective.
         """
-        self._keep_order(slots)
+        if len(self._order) != len(slots):
+            uses = sorted(slots, key=lambda slot: (-slot.first_use, -slot.index))
+            self._order = [slot.index for slot in uses]
+        if self._order[: len(self._arrived)] != self._arrived:
+            moved = set(self._arrived)
+            self._order = self._arrived + [i for i in self._order if i not in moved]
         self._awaited = _coming(slots, arrived)
         has = [int(slot in self._awaited or slot.has_grad) for slot in slots]
         positions = [0] * len(slots)
@@ -79,14 +84,6 @@ class Replicas:
         self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
         self.has_agreed = True
-
-    def _keep_order(self, slots: list[Slot]) -> None:
-        if len(self._order) != len(slots):
-            uses = sorted(slots, key=lambda slot: (-slot.first_use, -slot.index))
-            self._order = [slot.index for slot in uses]
-        if self._order[: len(self._arrived)] != self._arrived:
-            moved = set(self._arrived)
-            self._order = self._arrived + [i for i in self._order if i not in moved]
 
     def came(self, slot: Slot) -> bool:
         """Notes this rank's gradient; returns whether the pass awaited it."""

@@ -179,20 +179,17 @@ class GradientPath:
             slot.mark(is_spent=True)
         if slot.shards is not None:
             grad = gradient.dense().to(slot.grad_dtype)
-            local = slot.shards.reduce_scatter(slot.param, grad)
+            gradient = Gradient(slot.shards.reduce_scatter(slot.param, grad))
             slot.shards.release(slot.param)
-            self._reduced(slot, Gradient(local))
-        elif self.replicas is None:
+        if self.replicas is None:
             self._reduced(slot, gradient)
-        else:
-            self._complete_replicas(self.replicas, slot, gradient.dense())
-
-    def _complete_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor) -> None:
-        if replicas.one_pass_name and (self._is_checked or self._pass == "update"):
+            return
+        grad, name = gradient.dense(), self.replicas.one_pass_name
+        if name and (self._is_checked or self._pass == "update"):
             self._is_due = slot.is_written = True
-            if self._optimizer.update_replicas(replicas.one_pass_name, slot, grad, self._factor):
+            if self._optimizer.update_replicas(name, slot, grad, self._factor):
                 return
-        replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
+        self.replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
 
     # ---- kept or applied
 

@@ -8,11 +8,7 @@ See docs/design/planner.md.
 """
 
 from ringcomm.planner.hardware import Cluster
-from ringcomm.planner.hardware import Hardware as Hardware
 from ringcomm.planner.job import Job
-from ringcomm.planner.models import ModelShape as ModelShape
-from ringcomm.planner.plans import Plan as Plan
-from ringcomm.planner.plans import Plans as Plans
 from ringcomm.planner.plans import plan
 
 __all__ = ["Cluster", "Job", "plan"]

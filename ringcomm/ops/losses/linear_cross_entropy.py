@@ -107,7 +107,15 @@ def linear_cross_entropy(
     check_logits(hidden, class_weight, "hidden")
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
-    _check_accumulation(accumulate_dtype, hidden.dtype, fused_update)
+    if accumulate_dtype not in (None, torch.float32, hidden.dtype):
+        raise ValueError(
+            f"accumulate_dtype must be float32 or hidden's dtype {hidden.dtype}, got"
+            f" {accumulate_dtype}"
+        )
+    if fused_update is not None and accumulate_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"fused_update needs gradients in float32, got accumulate_dtype={accumulate_dtype}"
+        )
     if mesh is not None:
         group = resolve_group(group, mesh)
     if sequence_parallel and (group is None or hidden.dim() == 1):
@@ -176,19 +184,6 @@ def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 f"hidden and the {name} must be on the same device, got {hidden.device} and"
                 f" {tensor.device}"
             )
-
-
-def _check_accumulation(
-    accumulate_dtype: torch.dtype | None, dtype: torch.dtype, fused_update: FusedUpdate | None
-) -> None:
-    if accumulate_dtype not in (None, torch.float32, dtype):
-        raise ValueError(
-            f"accumulate_dtype must be float32 or hidden's dtype {dtype}, got {accumulate_dtype}"
-        )
-    if fused_update is not None and accumulate_dtype not in (None, torch.float32):
-        raise ValueError(
-            f"fused_update needs gradients in float32, got accumulate_dtype={accumulate_dtype}"
-        )
 
 
 class _SumGradients(torch.autograd.Function):

@@ -160,8 +160,10 @@ class FlatZero(ZeroOptimizer):
         """(rule, number of the step, neighbours) of the weights that have a gradient."""
 
         def kind(param: nn.Parameter) -> Any:
-            step = 0 if rules[param] is None else self._num_steps(param)
-            return param in self._present, rules[param], step + 1
+            state = {} if rules[param] is None else self._states.get(param, {})
+            # Of SGD it only matters whether there was a step.
+            num_steps = state.get("step", state.get("momentum_buffer") is not None)
+            return param in self._present, rules[param], int(num_steps) + 1
 
         runs = groupby(bucket.params, kind)
         return [(rule, step, [*run]) for (has_grad, rule, step), run in runs if has_grad]
@@ -213,11 +215,6 @@ class FlatZero(ZeroOptimizer):
         self._gradients.of = {}
 
     # ---- state
-
-    def _num_steps(self, param: nn.Parameter) -> int:
-        """The updates of a weight by a rule; of SGD it only matters whether there was one."""
-        state = self._states.get(param, {})
-        return int(state.get("step", state.get("momentum_buffer") is not None))
 
     def _begun_states(
         self, bucket: Bucket, params: Sequence[nn.Parameter], rule: Rule

@@ -198,7 +198,7 @@ class SecondMoments(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in (p for p in group["params"] if p.grad is not None):
                 state = self.state[param]

@@ -94,14 +94,15 @@ def test_what_accelerate_would_do_wrong(rank: int) -> None:
         prepare(accelerate.Accelerator(cpu=True), other, sharded)
     with pytest.raises(TypeError, match=r"give other optimizers to accelerator\.prepare\(\)"):
         prepare(accelerate.Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), LR))
-    for make in (
+    make_optimizer: Any
+    for make_optimizer in (
         lambda m: Lomo(m, LR, group="none"),
         lambda m: zero.shard(m, torch.optim.SGD(m.parameters(), LR), 3, group=alone),
     ):
         linear = ColumnParallelLinear.from_linear(nn.Linear(6, 8), group=dist.group.WORLD)
         split = nn.Sequential(linear)
         with pytest.raises(ValueError, match=r"train it with ringcomm\.parallel\.parallelize"):
-            prepare(accelerate.Accelerator(cpu=True), split, make(split))
+            prepare(accelerate.Accelerator(cpu=True), split, make_optimizer(split))
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     accelerator = accelerate.Accelerator(cpu=True)

@@ -250,7 +250,8 @@ def test_a_backward_pass_that_raises(how: str, kind: Any, options: Any, then: st
 @in_ranks(2)
 def test_a_backward_pass_that_raises_under_fully_shard(rank: int) -> None:
     """fully_shard keeps gradients of that pass, as torch's: nothing continues."""
-    for options in ({}, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"}):
+    cases: tuple[dict[str, Any], ...] = ({}, {"clip_grad_norm": 100.0, "clip_mode": "two_pass"})
+    for options in cases:
         model = make("plain")
         fully_shard(model)
         opt: Any = Lomo(model, LR, **options)

@@ -17,7 +17,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.parallel import tensor
-from ringcomm.planner import ModelShape
+from ringcomm.planner.models import ModelShape
 
 SHAPE = ModelShape(
     "small", layers=3, hidden=64, heads=8, kv_heads=4, ffn=150, vocab=131, context=32

@@ -13,10 +13,10 @@ import pytest
 
 from ringcomm.parallel import pipeline
 from ringcomm.parallel.pipeline.schedules import make_plan
-from ringcomm.planner import Cluster, Hardware, Job, ModelShape, Plan, Plans, plan
+from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.candidate import RankPart, kept_by
 from ringcomm.planner.costs import Traffic, activations_of, compute_flops, traffic_of_stage
-from ringcomm.planner.hardware import HARDWARE, Group, Link, find_hardware
+from ringcomm.planner.hardware import HARDWARE, Group, Hardware, Link, find_hardware
 from ringcomm.planner.job import (
     SCHEDULES,
     SYSTEMS,
@@ -25,8 +25,8 @@ from ringcomm.planner.job import (
     live_micro_batches,
     mesh_fault,
 )
-from ringcomm.planner.models import find_model
-from ringcomm.planner.plans import by_rank
+from ringcomm.planner.models import ModelShape, find_model
+from ringcomm.planner.plans import Plan, Plans, by_rank
 from ringcomm.tuning import World
 
 GIGA = 10**9

@@ -16,7 +16,9 @@ from zero_models import live_bytes
 import ringcomm
 from ringcomm.optim import Lomo
 from ringcomm.parallel import WeightShards, offload, zero
-from ringcomm.planner import Cluster, Hardware, Job, Plan, plan
+from ringcomm.planner import Cluster, Job, plan
+from ringcomm.planner.hardware import Hardware
+from ringcomm.planner.plans import Plan
 
 CPU = Cluster(2, "cpu-core").hardware
 SYSTEMS = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
