@@ -92,6 +92,8 @@ void check_tensor(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu() || at::isAccelerator(tensor.device().type()),
                     "ringcomm: ", op, " got a tensor on ", tensor.device(),
                     "; it supports CPUs and accelerators only");
+  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().nbytes() > 0, "ringcomm: ", op,
+              " got a tensor whose memory was freed, such as a sharded weight between its uses");
 }
 
 const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op) {

@@ -208,7 +208,9 @@ def test_reading_a_freed_weight_raises(rank: int, offloads: bool) -> None:
     for _ in range(2):
         param = model[0][0].weight
         for name, call in READS.items():
-            with pytest.raises(RuntimeError, match=rf"{name}\(\) of a weight that is sharded and"):
+            # torch 2.11 asks no subclass before a collective.
+            message = rf"{name}(\(\) of a weight that is sharded| got a tensor whose memory was)"
+            with pytest.raises(RuntimeError, match=message):
                 call(param)
         for call in COPIES:
             with pytest.raises(RuntimeError, match="sharded weights cannot be copied"):

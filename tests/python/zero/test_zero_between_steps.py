@@ -176,7 +176,8 @@ def test_copies(rank: int, stage: int) -> None:
         train(model, optimizer, rank, 2, range(2, 3))
         for found in (*copies, average.module):
             assert same(weights(found), values)
-            loss_of(found.to(torch.float64), *(x.double() for x in batch(0))).backward()
+            x, y = batch(0)
+            loss_of(found.to(torch.float64), x.double(), y).backward()
         average.update_parameters(model)
         assert not same(weights(average.module), values)
     model, optimizer = make(stage, "adamw", place={"to": "cpu"})
