@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -72,7 +73,12 @@ void update(const at::Tensor& param, const at::Tensor& grad,
   for (std::size_t i = 0; i < operands.size(); ++i)
     for (std::size_t j = 0; j < i; ++j) check_apart(operands[i], operands[j], kUpdateName);
 
-  const UpdateOp op = host::make_update_op(spec, reduced_dtype(grad, kUpdateName));
+  UpdateOp op;
+  try {
+    op = host::make_update_op(spec, reduced_dtype(grad, kUpdateName));
+  } catch (const std::invalid_argument& error) {  // which torch 2.15 makes a RuntimeError
+    TORCH_CHECK_VALUE(false, error.what());
+  }
   const int64_t param_bytes = param.element_size();
   const int64_t grad_bytes = grad.element_size();
   at::parallel_for(0, param.numel(), kGrainElems, [&](int64_t begin, int64_t end) {

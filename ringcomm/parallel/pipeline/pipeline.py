@@ -45,6 +45,7 @@ class _Made(NamedTuple):
 
     boundaries: list[Metas]
     schedule: Any
+    stages: list[Stage]
     trained: list[bool]  # this rank's weights
 
 
@@ -232,6 +233,8 @@ class Pipeline:
                         " the same blocks"
                     )
                 made.schedule.step(*args, **options, return_outputs=False)
+                for stage in made.stages:
+                    stage.drop_unused()
             return self._shared_loss()
 
     @torch.no_grad()
@@ -385,7 +388,7 @@ class Pipeline:
         ]
         last = stages[-1]
         schedule = self.plan.start(stages, lambda *args: last.extend_forward(self._loss, *args))
-        return _Made(boundaries, schedule, self._trained())
+        return _Made(boundaries, schedule, stages, self._trained())
 
     def _trained(self) -> list[bool]:
         return [p.requires_grad for m in self._modules.values() for p in m.parameters()]

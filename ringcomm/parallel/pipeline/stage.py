@@ -196,9 +196,8 @@ class Stage(TorchStage):
             self._timed(kind, call, *args, **kw)
         self._note_used()
 
-    def perform_reduce_grad(self, *args: Any) -> None:
-        """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
-        super().perform_reduce_grad(*args)
+    def drop_unused(self) -> None:
+        """After a step: drops zeros that fully_shard has reduced for weights that no rank uses."""
         if not isinstance(self.submod, FSDPModule):
             return
         params: list[Any] = list(self.submod.parameters())
