@@ -20,7 +20,12 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 
 GPU = "emugpu"
 # Of a call on the caller's stream: which context, which capture, the kernel, the event behind it.
-ONE_CALL = ("cuCtxGetCurrent", "cuStreamGetCaptureInfo_v2", "cuLaunchKernel", "cuEventRecord")
+ONE_CALL: tuple[str, ...] = (
+    "cuCtxGetCurrent",
+    "cuStreamGetCaptureInfo_v2",
+    "cuLaunchKernel",
+    "cuEventRecord",
+)
 if TORCH_VERSION >= (2, 15):  # c10d looks at the current stream once more
     ONE_CALL += ONE_CALL[:2]
 # Of one on the group's own stream, besides: it waits for the caller's stream. Then of wait(): the
