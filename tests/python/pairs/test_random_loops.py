@@ -49,8 +49,9 @@ def makes_sense(case: Case) -> bool:
     is_alone = case.get("used") in ("others on each rank", "one rank alone")
     if is_alone and case.get("system") in ("infinity", "tensor", "pipeline", "mesh"):
         return False  # refused (docs/pairs.md), or ranks have no rows of their own
-    if case["between steps"] == "state_dict" and case.get("sizes") == "uneven":
-        return "tp" not in case["mesh"]  # refused by name: no DTensor describes uneven heads
+    has_uneven_heads = case.get("sizes") == "uneven" and "tp" in case["mesh"]
+    if has_uneven_heads and case["between steps"] == "state_dict":
+        return False  # refused by name: no DTensor describes them
     if case["backend"] == "gloo" and (
         case["leaving"] != "together"
         or case.get("system") == "infinity"
