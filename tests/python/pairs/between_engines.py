@@ -14,6 +14,7 @@ from between_model import (
     count,
     make_model,
     probe,
+    probed_loss,
     scheduler_of,
     torch_optimizer,
     use,
@@ -109,9 +110,7 @@ class Engine:
         self.optimizer.scale(loss).backward()
 
     def evaluate(self) -> float:
-        use(self.case, ACTION_STEP, 0)
-        with torch.no_grad():
-            return float(self.model(input_ids=probe(), labels=probe()).loss)
+        return probed_loss(self.case, self.model)
 
     def hooked(self) -> list[nn.Module]:
         """The first and the last layer of the model, of those that this rank has."""

@@ -115,6 +115,13 @@ def probe() -> Tensor:
     return torch.arange(3 * LENGTH).view(3, LENGTH)[:2] % VOCABULARY
 
 
+def probed_loss(case: Case, model: Any) -> float:
+    """The loss of the probe, without gradients."""
+    use(case, ACTION_STEP, 0)
+    with torch.no_grad():
+        return float(model(input_ids=probe(), labels=probe()).loss)
+
+
 def count(labels: Tensor) -> int:
     """How many tokens are predicted."""
     return int((labels[:, 1:] != -100).sum())
@@ -230,9 +237,7 @@ class Alone:
             (loss / total).backward()
 
     def evaluate(self) -> float:
-        use(self.case, ACTION_STEP, 0)
-        with torch.no_grad():
-            return float(self.model(input_ids=probe(), labels=probe()).loss)
+        return probed_loss(self.case, self.model)
 
     def hooked(self) -> list[nn.Module]:
         """The first and the last layer."""
