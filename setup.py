@@ -51,7 +51,7 @@ def make_extension() -> setuptools.Extension:
     """Returns the extension, with GPU kernels if nvcc and a CUDA torch are installed."""
     from torch.utils import cpp_extension
 
-    bindings = buildconfig.sources(buildconfig.BINDINGS_FOLDER)
+    bindings = buildconfig.sources(*buildconfig.TORCH_FOLDERS)
     if not bindings:
         raise buildconfig.BuildProblem("csrc/bindings has no source: is the checkout complete?")
     found = buildconfig.sources(*buildconfig.ENGINE_FOLDERS)

@@ -1,7 +1,7 @@
-"""The passes of cross-entropy over tensors on a GPU: csrc/bindings/cross_entropy.cc in Triton.
+"""The passes of cross-entropy over tensors on a GPU: csrc/ops/cross_entropy.cc in Triton.
 
 Stats are of shape (tokens + 1, 6): max, sum, target, weighted, entropy and argmax (an int32's bits)
-of each token, and an entry that describes the shard. Formulas are there and in device/softmax.h.
+of each token, and an entry that describes the shard. Formulas are there and in kernels/softmax.h.
 One program has one row of logits, or a block of tokens; there are no atomic additions, so results
 are deterministic. Values that would force a host synchronization (the denominator, the gradient of
 the loss, whether a target is a class) are read inside the kernels. A target that is not a class
@@ -58,7 +58,7 @@ def store_no_logits(stats, row):
 
 @triton.jit
 def store_shard(stats, row, num_classes, way, digest):
-    """The entry after the last token, as shard_entry in csrc/bindings/softmax_stats.cc makes it."""
+    """The entry after the last token, as shard_entry in csrc/ops/softmax_stats.cc makes it."""
     size = num_classes.to(tl.float32)
     store_stats(stats, row, 0.0, digest.to(tl.float32), size, way, 0.0, digest)
 

@@ -1,6 +1,6 @@
 """Loads stored weights as fp32, and stores fp32 weights with one rounding.
 
-The formulas are those of docs/design/optim.md and of csrc/device/host/update_kernels.h, to the
+The formulas are those of docs/design/optim.md and of csrc/kernels/update_kernels.h, to the
 last bit. bfloat16 is rounded by integers: the interpreter's own conversion truncates, a GPU's has
 another NaN, and a memory-bound kernel has the instructions to spare.
 """

@@ -12,7 +12,7 @@ GAP = tl.constexpr(-2.0)
 
 @triton.jit
 def scatter(number):
-    """14 bits that depend on all bits of a number, as csrc/bindings/softmax_stats.cc has them."""
+    """14 bits that depend on all bits of a number, as csrc/ops/softmax_stats.cc has them."""
     value = number.to(tl.int64).to(tl.uint64)
     value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCD
     value = (value ^ (value >> 33)) * 0xC4CEB9FE1A85EC53

@@ -185,9 +185,9 @@ def build_extension(python: str) -> None:
     """Builds ringcomm._C in place and links the package into the environment, where needed."""
     found, suffix, url = probe(python)
     state = read_json(EXTENSION_STATE)
-    folders = (*buildconfig.ENGINE_FOLDERS, buildconfig.BINDINGS_FOLDER)
+    folders = (*buildconfig.ENGINE_FOLDERS, *buildconfig.TORCH_FOLDERS)
     inputs = [*buildconfig.sources(*folders), *buildconfig.headers()]
-    inputs += buildconfig.sources("device/cuda", suffix=".cu")
+    inputs += buildconfig.sources("cuda/kernels", suffix=".cu")
     inputs.append(ROOT / "tools" / "cuda_kernels.py")
     install = digest([ROOT / name for name in INSTALL_INPUTS], python, found.get("torch", ""))
     # Which kernels for GPUs a build has, and what compiles them.

@@ -22,9 +22,10 @@ MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 11)
 MACHINES = ("x86_64", "aarch64")
 
-# Everything but the bindings is the engine: no torch headers, and the C++ tests link it alone.
-ENGINE_FOLDERS = ("core", "device", "transport", "storage", "collectives")
-BINDINGS_FOLDER = "bindings"
+# What knows torch, and what does not: the C++ tests link the second alone.
+TORCH_FOLDERS = ("bindings", "ops", "cuda/bindings", "cuda/messages")
+ENGINE_FOLDERS = ("core", "reduce", "kernels", "transport", "storage", "collectives")
+ENGINE_FOLDERS += ("cuda/kernels", "cuda/driver", "cuda/collectives")
 
 CXX_STANDARD = "-std=c++20"
 # Contraction is off so that a sum rounds the same way on every machine and SIMD level.

@@ -1,4 +1,4 @@
-"""Compiles csrc/device/cuda/*.cu into images that the extension carries (device/cuda/image.cc).
+"""Compiles csrc/cuda/kernels/*.cu into images that the extension carries (cuda/kernels/image.cc).
 
 Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
 RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
@@ -24,7 +24,7 @@ import buildconfig
 from buildconfig import CSRC, ROOT, BuildProblem
 
 # Has what was compiled within, which no compiler tells ninja.
-EMBEDDER = CSRC / "device" / "cuda" / "image.cc"
+EMBEDDER = CSRC / "cuda" / "kernels" / "image.cc"
 ARCHITECTURES = ("80", "90", "100")
 HELD = "-DRINGCOMM_HELD_VECTORS"
 # Sums round the same way as on the CPU: nothing is contracted.
@@ -33,7 +33,7 @@ FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false")
 
 def sources() -> list[Path]:
     """Returns the files of kernels."""
-    return sorted((CSRC / "device" / "cuda").glob("*.cu"))
+    return sorted((CSRC / "cuda" / "kernels").glob("*.cu"))
 
 
 def default_archs() -> tuple[str, ...]:

@@ -5,9 +5,9 @@
 #include <random>
 #include <sstream>
 
-#include "collectives/cuda/kernels.h"
-#include "collectives/cuda/launch_plan.h"
-#include "collectives/cuda/staging_plan.h"
+#include "cuda/collectives/kernels.h"
+#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/staging_plan.h"
 #include "gpu/point.h"
 #include "gpu/rank_memory.h"
 #include "gpu/ranks.h"

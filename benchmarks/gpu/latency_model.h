@@ -11,12 +11,12 @@
 #include <cstdint>
 
 #include "collectives/collective.h"
-#include "collectives/cuda/launch_plan.h"
-#include "device/cuda/call.h"
-#include "device/cuda/limits.h"
-#include "device/cuda/loss_call.h"
-#include "device/cuda/mail.h"
-#include "device/cuda/memory.h"
+#include "cuda/collectives/launch_plan.h"
+#include "cuda/kernels/call.h"
+#include "cuda/kernels/limits.h"
+#include "cuda/kernels/loss_call.h"
+#include "cuda/kernels/mail.h"
+#include "cuda/kernels/memory.h"
 
 namespace ringcomm::benchmarks {
 
@@ -131,7 +131,7 @@ class LatencyModel {
            std::max(num * period_us, all_us);
   }
 
-  /// Of cross_entropy_and_grad_ on rows of 16-bit logits, in clusters (device/cuda/loss_rows.h): a
+  /// Of cross_entropy_and_grad_ on rows of 16-bit logits, in clusters (cuda/kernels/loss_rows.h): a
   /// row is loaded, one is computed with, and one is stored at a time.
   double loss_rows_us(double num_rows, double row_bytes, const cuda::LossPlan& plan,
                       int num_clusters) const {

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "collectives/collective.h"
+#include "cuda/driver/driver.h"
 #include "gpu/latency_model.h"
-#include "transport/cuda/driver.h"
 
 namespace ringcomm::benchmarks {
 

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <memory>
 
-#include "collectives/cuda/launch_plan.h"
-#include "collectives/cuda/lent_buffers.h"
+#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/lent_buffers.h"
+#include "cuda/driver/device_memory.h"
 #include "gpu/ranks.h"
-#include "transport/cuda/device_memory.h"
 
 namespace ringcomm::benchmarks {
 

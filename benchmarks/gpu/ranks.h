@@ -19,8 +19,8 @@
 #include <string>
 #include <vector>
 
-#include "device/cuda/limits.h"
-#include "transport/cuda/driver_api.h"
+#include "cuda/driver/driver_api.h"
+#include "cuda/kernels/limits.h"
 
 namespace ringcomm::benchmarks {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/cuda/header_words.h"
+#include "cuda/collectives/header_words.h"
 
 namespace ringcomm {
 namespace {

@@ -9,14 +9,14 @@
 #include <vector>
 
 #include "bindings/files.h"
-#include "bindings/ops/loss_kernels.h"
 #include "bindings/process_group.h"
 #include "bindings/shared_tensors.h"
-#include "bindings/softmax_stats.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
-#include "device/reduce_op.h"
+#include "cuda/bindings/loss_kernels.h"
+#include "ops/softmax_stats.h"
+#include "reduce/reduce_op.h"
 #include "transport/cgroup_limits.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/shared_arena.h"

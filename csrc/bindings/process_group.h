@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "bindings/comms_event.h"
-#include "bindings/device_group.h"
 #include "bindings/group_options.h"
 #include "bindings/work.h"
 #include "collectives/communicator.h"
 #include "collectives/trace.h"
+#include "cuda/bindings/device_group.h"
 
 namespace ringcomm {
 

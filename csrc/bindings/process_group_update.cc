@@ -9,8 +9,8 @@
 
 #include "bindings/process_group.h"
 #include "bindings/tensors.h"
-#include "bindings/weight_update.h"
 #include "core/chunk_layout.h"
+#include "ops/weight_update.h"
 
 namespace ringcomm {
 namespace {

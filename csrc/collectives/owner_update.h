@@ -5,8 +5,8 @@
 
 #include "collectives/collective.h"
 #include "core/chunk_layout.h"
-#include "device/reduce_op.h"
-#include "device/update_op.h"
+#include "kernels/update_op.h"
+#include "reduce/reduce_op.h"
 
 namespace ringcomm {
 

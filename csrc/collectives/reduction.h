@@ -4,7 +4,7 @@
 #include <string>
 
 #include "collectives/collective.h"
-#include "device/reduce_op.h"
+#include "reduce/reduce_op.h"
 
 namespace ringcomm {
 

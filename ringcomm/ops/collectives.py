@@ -1,4 +1,4 @@
-"""Wrappers, fakes and gradients of csrc/bindings/ops/collective_ops.cc.
+"""Wrappers, fakes and gradients of csrc/bindings/collective_ops.cc.
 
 Gradients are adjoints of the sum of the ranks' losses, as in torch.distributed.nn. all_reduce(sum)
 is therefore its own adjoint; all_gather and reduce_scatter(sum) are each other's adjoints, and so

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/cuda/header_words.h"
-#include "collectives/cuda/launch_plan.h"
-#include "collectives/cuda/lent_buffers.h"
-#include "collectives/cuda/staging_plan.h"
-#include "device/cuda/call.h"
+#include "cuda/collectives/header_words.h"
+#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/lent_buffers.h"
+#include "cuda/collectives/staging_plan.h"
+#include "cuda/kernels/call.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::testing {

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "device/cuda/loss_call.h"
-#include "device/cuda/loss_kernel_list.h"
+#include "cuda/kernels/loss_call.h"
+#include "cuda/kernels/loss_kernel_list.h"
 #include "emulator/cluster_state.h"
 #include "emulator/host_row_block.h"
 #include "reduce_oracle.h"

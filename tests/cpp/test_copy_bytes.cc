@@ -2,8 +2,8 @@
 #include <cstring>
 #include <vector>
 
-#include "device/host/simd_tables.h"
-#include "device/reduce_op.h"
+#include "reduce/reduce_op.h"
+#include "reduce/simd_tables.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

@@ -12,8 +12,8 @@
 #include <string>
 
 #include "core/errors.h"
+#include "cuda/driver/device_room.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/cuda/device_room.h"
 
 namespace {
 

@@ -13,7 +13,7 @@
 #include "collective_case.h"
 #include "collectives/update_in_parts.h"
 #include "core/chunk_layout.h"
-#include "device/update_op.h"
+#include "kernels/update_op.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"

@@ -8,9 +8,9 @@
 #include <string>
 
 #include "collective_case.h"
-#include "collectives/cuda/engine.h"
+#include "cuda/collectives/engine.h"
+#include "cuda/driver/driver.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/cuda/driver.h"
 
 namespace {
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/cuda/launch_plan.h"
-#include "collectives/cuda/staging_plan.h"
+#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/staging_plan.h"
 #include "gpu/latency_model.h"
 #include "third_party/doctest/doctest.h"
 

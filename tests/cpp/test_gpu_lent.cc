@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/chunk_layout.h"
-#include "device/cuda/reduce_gather.h"
+#include "cuda/kernels/reduce_gather.h"
 #include "emulator/host_block.h"
 #include "gpu_ranks.h"
 #include "sanitizers.h"

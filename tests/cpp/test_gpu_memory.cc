@@ -3,7 +3,7 @@
 #include <numeric>
 #include <vector>
 
-#include "device/cuda/memory.h"
+#include "cuda/kernels/memory.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

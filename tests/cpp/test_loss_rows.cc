@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "device/cuda/loss_call.h"
+#include "cuda/kernels/loss_call.h"
 #include "loss_case.h"
 #include "third_party/doctest/doctest.h"
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/host/simd_tables.h"
-#include "device/reduce_op.h"
+#include "reduce/reduce_op.h"
+#include "reduce/simd_tables.h"
 #include "reduce_oracle.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/host/softmax_tables.h"
-#include "device/softmax.h"
+#include "kernels/softmax.h"
+#include "kernels/softmax_tables.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 

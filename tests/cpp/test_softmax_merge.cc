@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "device/reduce_op.h"
-#include "device/softmax.h"
 #include "hosts_ranks.h"
+#include "kernels/softmax.h"
 #include "memory_messages.h"
+#include "reduce/reduce_op.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/host/update_tables.h"
-#include "device/update_op.h"
+#include "kernels/update_op.h"
+#include "kernels/update_tables.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 

@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/host/update_tables.h"
-#include "device/host/weight_update_tables.h"
-#include "device/stochastic_rounding.h"
-#include "device/weight_update.h"
+#include "kernels/stochastic_rounding.h"
+#include "kernels/update_tables.h"
+#include "kernels/weight_update.h"
+#include "kernels/weight_update_tables.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 

@@ -53,6 +53,6 @@ void store_plain(void* to, const P& value) {
 
 }  // namespace ringcomm::emulator
 
-// Plain accesses of kernels, in device/cuda/memory.h.
+// Plain accesses of kernels, in cuda/kernels/memory.h.
 #define RINGCOMM_HOST_LOAD(P, from) ::ringcomm::emulator::load_plain<P>(from)
 #define RINGCOMM_HOST_STORE(P, to, value) ::ringcomm::emulator::store_plain<P>(to, value)

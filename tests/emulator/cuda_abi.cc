@@ -8,9 +8,9 @@
 #include <string_view>
 #include <type_traits>
 
+#include "cuda/driver/driver_api.h"
 #include "emulator/errors.h"
 #include "emulator/extra_api.h"
-#include "transport/cuda/driver_api.h"
 
 // Older versions have types only.
 extern "C" std::remove_pointer_t<PFN_cuStreamGetCaptureInfo_v11030> cuStreamGetCaptureInfo_v2;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transport/cuda/driver_api.h"
+#include "cuda/driver/driver_api.h"
 
 namespace ringcomm::emulator {
 

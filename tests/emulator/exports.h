@@ -1,7 +1,7 @@
 #pragma once
 
+#include "cuda/driver/driver_api.h"
 #include "emulator/extra_api.h"
-#include "transport/cuda/driver_api.h"
 
 // The functions that the library exports, declared from the lists of their users; a definition with
 // other parameters does not compile, and one that is missing does not link. exports.cc gives them

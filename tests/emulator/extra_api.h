@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transport/cuda/driver_api.h"
+#include "cuda/driver/driver_api.h"
 
 // Driver functions that ringcomm does not call, for the emulator's torch device and its own tests.
 

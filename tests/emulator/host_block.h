@@ -7,9 +7,9 @@
 #include <thread>
 
 #include "core/wait_policy.h"
-#include "device/cuda/block.h"
-#include "device/cuda/call.h"
-#include "device/cuda/memory.h"
+#include "cuda/kernels/block.h"
+#include "cuda/kernels/call.h"
+#include "cuda/kernels/memory.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::emulator {

@@ -9,8 +9,8 @@
 #include <deque>
 #include <vector>
 
-#include "device/cuda/loss_call.h"
-#include "device/cuda/row_block.h"
+#include "cuda/kernels/loss_call.h"
+#include "cuda/kernels/row_block.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::emulator {

@@ -54,7 +54,7 @@ class PlainAccesses {
   BlockContext& context_;
 };
 
-/// A kernel of csrc/device/cuda, compiled by the host's compiler. It takes one parameter, a struct
+/// A kernel of csrc/cuda/kernels, compiled by the host's compiler. It takes one parameter, a struct
 /// of `param_bytes`, which each of its threads reads where the launch has copied it to.
 struct Kernel {
   const char* name;

@@ -1,11 +1,11 @@
-// The kernels of csrc/device/cuda by the host's compiler.
+// The kernels of csrc/cuda/kernels by the host's compiler.
 
 #include <cstring>
 #include <map>
 #include <string_view>
 
-#include "device/cuda/kernel_list.h"
-#include "device/cuda/loss_kernel_list.h"
+#include "cuda/kernels/kernel_list.h"
+#include "cuda/kernels/loss_kernel_list.h"
 #include "emulator/host_block.h"
 #include "emulator/host_row_block.h"
 #include "emulator/kernel_registry.h"

@@ -38,7 +38,7 @@ IMAGES = ROOT / "build" / "cuda"
 COLD = re.compile(r"ring_\w+|\w+_any|two_shot_softmax_stats|where|sum_losses")
 WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
-# N * U (device/cuda/combine.h).
+# N * U (cuda/kernels/combine.h).
 SUMS = re.compile(r"(two_shot|reduce_scatter|reduce)_(float16|bfloat16|float32)")
 COPIES = re.compile(r"move(_same)?")
 AT_ONCE = 4

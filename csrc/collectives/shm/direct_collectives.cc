@@ -8,7 +8,7 @@
 #include "collectives/reduction.h"
 #include "collectives/shm/algorithm_choice.h"
 #include "core/chunk_layout.h"
-#include "device/reduce_op.h"
+#include "reduce/reduce_op.h"
 
 namespace ringcomm {
 namespace {

@@ -11,7 +11,7 @@
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
 #include "core/stop.h"
-#include "device/reduce_op.h"
+#include "reduce/reduce_op.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
 #include "transport/shm/shared_arena.h"

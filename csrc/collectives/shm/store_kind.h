@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "collectives/collective.h"
-#include "device/reduce_op.h"
+#include "reduce/reduce_op.h"
 
 namespace ringcomm {
 

@@ -5,7 +5,7 @@
 
 #include <functional>
 
-#include "transport/cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 // The emulated GPUs as torch sees them: "emugpu", torch's private device type. Devices and streams
 // work like torch's CUDA: each thread has a current device and, on each device, a current stream,

@@ -129,7 +129,7 @@ def test_what_it_does_not_know_is_refused() -> None:
 
 def test_the_code_has_these_instructions() -> None:
     """What the tests say of waits and publications is what the device's code has."""
-    code = (ROOT / "csrc/device/cuda/gpu_block.cuh").read_text(encoding="utf-8")
+    code = (ROOT / "csrc/cuda/kernels/gpu_block.cuh").read_text(encoding="utf-8")
     found = set(re.findall(r'asm volatile\("((?:ld|st|membar|fence)[\w.]*)', code))
     assert found == {
         "ld.acquire.sys.global.u64",

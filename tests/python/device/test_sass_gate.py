@@ -171,7 +171,7 @@ def kernel_names() -> list[str]:
     """Of kernel_list.h and loss_kernel_list.h."""
     done = subprocess.run(
         ["c++", "-E", "-P", "-std=c++20", f"-I{CSRC}",
-         "-imacros", "device/cuda/kernel_list.h", "-imacros", "device/cuda/loss_kernel_list.h",
+         "-imacros", "cuda/kernels/kernel_list.h", "-imacros", "cuda/kernels/loss_kernel_list.h",
          "-x", "c++", "-"],
         input="RINGCOMM_ALL_KERNELS(KERNEL)\nRINGCOMM_LOSS_KERNELS(KERNEL)",
         capture_output=True, text=True, check=True,
@@ -190,7 +190,7 @@ def test_table_has_every_kernel() -> None:
 
 def test_kernels_use_no_bit_functions_of_the_standard_library() -> None:
     """nvcc takes them for constants without a word: all sums were 2^-32 of what they are."""
-    lists = [CSRC / "device/cuda" / name for name in ("kernel_list.h", "loss_kernel_list.h")]
+    lists = [CSRC / "cuda/kernels" / name for name in ("kernel_list.h", "loss_kernel_list.h")]
     command = ["c++", "-MM", "-std=c++20", f"-I{CSRC}", "-x", "c++", *map(str, lists)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     headers = {word for word in done.stdout.split() if word.endswith(".h")}

@@ -1,0 +1,355 @@
+#include "cuda/bindings/device_group.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+#include <thread>
+
+#include "bindings/header_check.h"
+#include "bindings/python_errors.h"
+
+namespace ringcomm {
+namespace {
+
+// How long a device may take to end aborted work, before its memory is leaked.
+constexpr std::chrono::seconds kAbortPatience{10};
+// How long the watchdogs of this rank and others may take to report why a call failed.
+constexpr std::chrono::seconds kFailurePatience{2};
+
+std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item) {
+  all.insert(all.end(), item.kept.begin(), item.kept.end());
+  return std::exchange(item.profiled, {});
+}
+
+// Posts the messages of `messages` with ranks for which there is room. Returns whether the last
+// enqueued operation is the carrier's.
+bool post_messages(DeviceCarrier& carrier, const DevicePlace& place,
+                   const std::vector<DeviceMessageCall>& calls,
+                   std::vector<DeviceMessage>& messages, std::set<int>& refused) {
+  const auto is_refused = [&](const auto& message) { return refused.count(message.peer) != 0; };
+  for (const DeviceMessage& message : messages)
+    if (!carrier.has_room_for_messages(message.peer)) refused.insert(message.peer);
+  std::erase_if(messages, is_refused);
+  if (!messages.empty()) carrier.exchange(messages, place);
+  bool is_last = !messages.empty();
+  for (const DeviceMessageCall& call : calls) {
+    if (!call.item.finish || is_refused(call.message)) continue;
+    call.item.finish();
+    is_last = false;
+  }
+  return is_last;
+}
+
+}  // namespace
+
+DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store,
+                         c10::intrusive_ptr<GroupOptions> options,
+                         std::weak_ptr<Communicator> communicator, int rank, int world_size)
+    : store_(std::move(store)),
+      options_(std::move(options)),
+      communicator_(std::move(communicator)),
+      rank_(rank),
+      world_size_(world_size) {}
+
+DeviceGroup::~DeviceGroup() {
+  for (const auto& use : uses_) use->disown();
+}
+
+DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [known, carrier] : carriers_)
+      if (known == device) return *carrier;
+  }
+  // Without the lock: it waits for other ranks.
+  std::unique_ptr<DeviceCarrier> made;
+  try {
+    made = make_device_carrier({store_, rank_, world_size_, *options_, communicator()}, device);
+  } catch (const std::exception&) {
+    check();  // throws the reason if a watchdog ended the group
+    throw;
+  }
+  const std::lock_guard lock(mutex_);
+  if (is_aborted_) made->abort();
+  return *carriers_.emplace_back(device, std::move(made)).second;
+}
+
+DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
+  const std::lock_guard order(order_);
+  check();
+  return carrier(device).lend(num_bytes);
+}
+
+bool DeviceGroup::can_lend(c10::DeviceIndex device) {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(carriers_.begin(), carriers_.end(), [&](const auto& one) {
+    return one.first.index() == device && one.second->can_lend();
+  });
+}
+
+DeviceCarrier::LentMemory DeviceGroup::borrow(const c10::Stream& stream, std::size_t num_bytes) {
+  const std::lock_guard order(order_);
+  const DeviceContext context(stream.device());
+  check();
+  return carrier(stream.device()).borrow(num_bytes, DevicePlace::of(stream));
+}
+
+std::map<std::string, std::string> DeviceGroup::transports() {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, std::string> names;
+  for (const auto& [device, carrier] : carriers_) names[device.str()] = carrier->name();
+  return names;
+}
+
+void DeviceGroup::abort() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(is_aborted_, true)) return;
+  for (const auto& use : uses_) use->give_up();
+  for (const auto& [device, carrier] : carriers_) carrier->abort();
+}
+
+std::shared_ptr<Communicator> DeviceGroup::communicator() const {
+  std::shared_ptr<Communicator> communicator = communicator_.lock();
+  TORCH_CHECK_VALUE(communicator != nullptr, "ringcomm: this process group has been destroyed");
+  return communicator;
+}
+
+void DeviceGroup::abort_if_failed() {
+  const auto communicator = communicator_.lock();
+  if (communicator != nullptr && communicator->failure().has_failed()) abort();
+}
+
+void DeviceGroup::check() {
+  abort_if_failed();
+  if (const auto communicator = communicator_.lock(); communicator != nullptr)
+    communicator->failure().rethrow_if_any();
+}
+
+template <class MayCome>
+void DeviceGroup::await_reason(const MayCome& may_come) {
+  const auto deadline = std::chrono::steady_clock::now() + kFailurePatience;
+  for (check(); may_come() && std::chrono::steady_clock::now() < deadline; check())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  check();  // reported since
+}
+
+void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
+  await_reason([&] {
+    const auto communicator = communicator_.lock();
+    if (communicator == nullptr) return false;
+    Membership* const members = communicator->members();
+    if (members != nullptr && members->state_of(rank_) == Stop::kAborted)
+      communicator->failure().raise_stopped(Stop::kAborted, rank_,
+                                            {.op = title, .description = title});
+    return true;
+  });
+  const std::string why = std::string(title) + " failed on its device" +
+                          (detail.empty() ? "; no rank has reported a reason" : ": " + detail);
+  end(why);
+  check();
+  throw Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = title}, "ringcomm: " + why);
+}
+
+bool DeviceGroup::has_another_given_up() {
+  const auto communicator = communicator_.lock();
+  return communicator != nullptr && communicator->members() != nullptr &&
+         communicator->members()->is_given_up(/*asks=*/true);
+}
+
+bool DeviceGroup::is_stuck() {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(carriers_.begin(), carriers_.end(),
+                     [](const auto& item) { return item.second->is_stuck(); });
+}
+
+void DeviceGroup::end(const std::string& why) {
+  if (const auto communicator = communicator_.lock(); communicator != nullptr)
+    communicator->abort(why);
+  abort();
+}
+
+void DeviceGroup::drain() {
+  using Clock = std::chrono::steady_clock;
+  const std::lock_guard order(order_);
+  auto deadline = Clock::now() + options_->timeout;
+  std::deque<std::shared_ptr<DeviceUse>> uses;
+  {
+    const std::lock_guard lock(mutex_);
+    uses = uses_;
+  }
+  for (const auto& use : uses) {
+    for (bool has_aborted = false; !use->is_over();
+         std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+      const auto communicator = communicator_.lock();
+      const bool has_failed = communicator == nullptr || communicator->failure().has_failed();
+      if (!has_failed && Clock::now() < deadline) continue;
+      if (has_aborted && (Clock::now() >= deadline || is_stuck())) break;
+      if (std::exchange(has_aborted, true)) continue;
+      abort();
+      deadline = Clock::now() + kAbortPatience;
+    }
+  }
+}
+
+// Messages with one rank need not wait for those with another.
+c10::Stream DeviceGroup::own_stream(c10::Device device, int peer) {
+  const std::pair key(device.index(), peer);
+  const auto found = streams_.find(key);
+  if (found != streams_.end()) return found->second;
+  const c10::Stream stream =
+      c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+  streams_.emplace(key, stream);
+  return stream;
+}
+
+void DeviceGroup::lose(const std::vector<at::Tensor>& kept) {
+  const std::lock_guard lock(mutex_);
+  lost_.insert(lost_.end(), kept.begin(), kept.end());
+}
+
+// Releases completed uses. The device is queried only for uses that still hold tensors. Among the
+// others, if nothing else references them, the last one of each stream is sufficient.
+void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& earlier : uses_)
+    if (earlier->has_tensors() && !earlier->is_over()) break;
+  std::vector<c10::Stream> later{use->stream()};
+  const auto is_told_of = [&](const auto& earlier) {
+    if (earlier->is_known_to_be_over()) return true;
+    if (earlier.use_count() > 1 || earlier->has_tensors()) return false;
+    if (std::find(later.begin(), later.end(), earlier->stream()) != later.end()) return true;
+    later.push_back(earlier->stream());
+    return false;
+  };
+  // From the last one to the first.
+  uses_.erase(uses_.begin(), std::remove_if(uses_.rbegin(), uses_.rend(), is_told_of).base());
+  uses_.push_back(use);
+  if (is_aborted_) use->give_up();
+}
+
+template <class Enqueue>
+void DeviceGroup::ending_on_failure(const std::function<std::string()>& what,
+                                    const Enqueue& enqueue) {
+  try {
+    enqueue();
+  } catch (const std::exception& error) {
+    // If ranks make different calls, their data may end in an error before the hosts have compared
+    // the headers, which tells more.
+    await_reason([&] { return num_checks_ > 0; });
+    // The other ranks have continued, so the group ends.
+    end(what() + ": " + error.what());
+    throw;
+  }
+}
+
+void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const DevicePlace& place) {
+  const std::shared_ptr<Communicator> engine = communicator();
+  carrier.check_collective(place);
+  CallHeader header = engine->issue(item.call);
+  carrier.plan(item.call, header);
+  if (world_size_ > 1 && !carrier.finds_mismatches()) {
+    check_header(engine, item.call, header, options_->timeout,
+                 [weak = weak_from_this()](bool has_failed) {
+                   const auto group = weak.lock();
+                   if (group == nullptr) return;
+                   if (has_failed) group->abort();
+                   --group->num_checks_;
+                 });
+    ++num_checks_;
+  }
+  ending_on_failure([&] { return describe(header); },
+                    [&] {
+                      engine->count(item.call.op, carrier.enqueue(item.call, header, place));
+                      if (item.finish) item.finish();
+                    });
+}
+
+c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCallInfo info,
+                                                    const std::vector<at::Tensor>& inputs,
+                                                    std::vector<at::Tensor> kept,
+                                                    const Body& body) {
+  auto work = c10::make_intrusive<DeviceWork>(weak_from_this(), rank_, info.op_type, info.title,
+                                              inputs, info.results, communicator()->next_seq());
+  if (info.barrier_timeout) work->set_barrier(*info.barrier_timeout);
+  with_python_errors([&] {
+    const std::lock_guard order(order_);
+    check();
+    const c10::Stream home = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    const c10::Stream stream = info.is_async ? own_stream(device, info.peer) : home;
+    const c10::StreamGuard guard(stream);
+    const DeviceContext context(device);
+    if (stream != home) DeviceEvent::record(home).block(stream);
+    kept.insert(kept.end(), info.results.begin(), info.results.end());
+    DeviceCarrier& used = carrier(device);
+    const DevicePlace place = DevicePlace::of(stream);
+    std::shared_ptr<const cuda::Event> end;
+    try {
+      if (body(used, place)) end = used.last_end();
+    } catch (...) {
+      if (communicator()->failure().has_failed()) lose(kept);
+      throw;
+    }
+    const auto use = std::make_shared<DeviceUse>(
+        place, home, end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream),
+        std::move(kept), used, used.take_works());
+    keep(use);
+    work->set_enqueued(use);
+  });
+  if (info.barrier_timeout && !info.is_async) work->wait();
+  return work;
+}
+
+c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vector<TensorCall> calls,
+                                                  DeviceCallInfo info) {
+  std::vector<at::Tensor> inputs, kept;
+  for (TensorCall& item : calls) {
+    item.link();
+    for (at::Tensor& input : take_kept(kept, item)) inputs.push_back(std::move(input));
+  }
+  return enqueue(device, std::move(info), inputs, std::move(kept),
+                 [&](DeviceCarrier& carrier, const DevicePlace& place) {
+                   for (const TensorCall& item : calls) run(item, carrier, place);
+                   return !calls.empty() && !calls.back().finish;
+                 });
+}
+
+// A rank without room for a peer's messages and that peer both refuse them. Messages with other
+// ranks are sent, because those ranks may already wait for them.
+c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
+                                                     std::vector<DeviceMessageCall> calls,
+                                                     DeviceCallInfo info) {
+  std::vector<at::Tensor> inputs, kept;
+  std::vector<DeviceMessage> messages;
+  if (calls.size() == 1) info.peer = calls[0].message.peer;
+  for (DeviceMessageCall& call : calls) {
+    messages.push_back(call.message);
+    for (at::Tensor& input : take_kept(kept, call.item)) inputs.push_back(std::move(input));
+  }
+  std::set<int> refused;
+  auto work =
+      enqueue(device, std::move(info), inputs, std::move(kept),
+              [&](DeviceCarrier& carrier, const DevicePlace& place) {
+                carrier.check_messages(messages);
+                bool is_last = false;
+                ending_on_failure(
+                    [] { return "sends and receives"; },
+                    [&] { is_last = post_messages(carrier, place, calls, messages, refused); });
+                return is_last;
+              });
+  if (refused.empty()) return work;
+  work->wait();
+  std::string names;
+  for (const int peer : refused)
+    names += (names.empty() ? "rank " : ", rank ") + std::to_string(peer);
+  C10_THROW_ERROR(
+      ValueError,
+      c10::str(
+          "ringcomm: the GPU has no room left for kernels that wait for messages of ", names,
+          "; use all_to_all, or destroy groups that are no longer used and make this one again",
+          messages.empty() ? "" : " (messages with other ranks were exchanged)"));
+}
+
+}  // namespace ringcomm

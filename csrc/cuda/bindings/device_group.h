@@ -1,0 +1,122 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "bindings/group_options.h"
+#include "bindings/tensor_call.h"
+#include "collectives/communicator.h"
+#include "cuda/bindings/device_carrier.h"
+#include "cuda/bindings/device_work.h"
+
+namespace ringcomm {
+
+/// The metadata of a call.
+struct DeviceCallInfo {
+  c10d::OpType op_type;
+  const char* title;
+  std::vector<at::Tensor> results;
+  bool is_async = true;
+  std::optional<std::chrono::milliseconds> barrier_timeout = {};  ///< of what the host waits for
+  int peer = -1;                                                  ///< of a message alone
+};
+
+/// A user's send or receive, and what it needs: `finish` of `item` is for afterwards.
+struct DeviceMessageCall {
+  c10::Device device;
+  DeviceMessage message;
+  TensorCall item;
+};
+
+/// A group's calls on device tensors: assigns their order, streams and carrier, and keeps the
+/// tensors that they use alive. Thread-safe.
+class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
+ public:
+  DeviceGroup(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<GroupOptions> options,
+              std::weak_ptr<Communicator> communicator, int rank, int world_size);
+  ~DeviceGroup();
+
+  /// Enqueues collectives. Synchronous ones run on the caller's current stream; asynchronous ones
+  /// on the group's own stream, after the work of the current one. Throws what the engine throws.
+  c10::intrusive_ptr<c10d::Work> start(c10::Device device, std::vector<TensorCall> calls,
+                                       DeviceCallInfo info);
+  /// Enqueues messages of which none waits for another.
+  c10::intrusive_ptr<c10d::Work> exchange(c10::Device device, std::vector<DeviceMessageCall> calls,
+                                          DeviceCallInfo info);
+  /// Returns the carrier for a device. The first call creates it and is collective over the group.
+  DeviceCarrier& carrier(c10::Device device);
+  /// Memory that other ranks access directly. Collective over the group.
+  DeviceCarrier::LentMemory lend(c10::Device device, std::size_t num_bytes);
+  /// Whether that device's carrier, which there is already, has such memory.
+  bool can_lend(c10::DeviceIndex device);
+  /// DeviceCarrier::borrow(): collective over the group.
+  DeviceCarrier::LentMemory borrow(const c10::Stream& stream, std::size_t num_bytes);
+  /// A readable description of the transport of each device.
+  std::map<std::string, std::string> transports();
+
+  /// If the group has failed, ends enqueued work; check() then throws the cause.
+  void abort_if_failed();
+  void check();
+  /// Ends the group.
+  void end(const std::string& why);
+  void abort() noexcept;
+  /// A call of this group has ended on a device without having done all: throws why, which other
+  /// threads and ranks may be about to tell, or else ends the group for `detail`.
+  [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
+  /// Whether another rank has failed; between hosts, this reads the store.
+  bool has_another_given_up();
+  bool is_stuck();
+  /// Waits until devices are through with all calls; where the group has failed, ends them.
+  void drain();
+
+ private:
+  /// Whether the last that it has enqueued was the carrier's.
+  using Body = std::function<bool(DeviceCarrier&, const DevicePlace&)>;
+
+  c10::intrusive_ptr<c10d::Work> enqueue(c10::Device device, DeviceCallInfo info,
+                                         const std::vector<at::Tensor>& inputs,
+                                         std::vector<at::Tensor> kept, const Body& body);
+  void run(const TensorCall& item, DeviceCarrier& carrier, const DevicePlace& place);
+  std::shared_ptr<Communicator> communicator() const;
+  c10::Stream own_stream(c10::Device device, int peer);
+  void keep(const std::shared_ptr<DeviceUse>& use);
+  void lose(const std::vector<at::Tensor>& kept);
+  /// Throws the reason for which the group ends, if a watchdog of this or another rank reports one
+  /// in time, while `may_come()`.
+  template <class MayCome>
+  void await_reason(const MayCome& may_come);
+  template <class Enqueue>
+  void ending_on_failure(const std::function<std::string()>& what, const Enqueue& enqueue);
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<GroupOptions> options_;
+  std::weak_ptr<Communicator> communicator_;
+  int rank_;
+  int world_size_;
+
+  std::atomic<int> num_checks_ = 0;  // of headers, under way
+  std::mutex order_;                 // held while a call is enqueued; guards what follows
+  std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_;
+
+  std::mutex mutex_;                             // held for moments; guards what follows
+  std::deque<std::shared_ptr<DeviceUse>> uses_;  // perhaps not waited for yet
+  std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use
+  std::vector<std::pair<c10::Device, std::unique_ptr<DeviceCarrier>>> carriers_;  // never shrinks
+  bool is_aborted_ = false;
+};
+
+}  // namespace ringcomm

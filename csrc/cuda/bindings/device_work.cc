@@ -1,0 +1,220 @@
+#include "cuda/bindings/device_work.h"
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "bindings/python_errors.h"
+#include "bindings/work.h"
+#include "cuda/bindings/device_carrier.h"
+#include "cuda/bindings/device_group.h"
+
+namespace ringcomm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Between two looks at an event: short for what is about to end, and no burden for what is not.
+constexpr std::chrono::microseconds kFirstNap{20};
+constexpr std::chrono::microseconds kLongestNap{2000};
+
+}  // namespace
+
+// ---- DeviceUse
+
+DeviceUse::DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEvent end,
+                     std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts)
+    : stream_(place.stream),
+      home_(home),
+      carrier_(&carrier),
+      parts_(std::move(parts)),
+      end_(std::move(end)),
+      is_captured_(place.is_captured()),
+      tensors_(std::move(tensors)) {
+  // On the caller's own stream, later users of the memory are ordered after this work.
+  if (stream_ == home_) tensors_.clear();
+  if (is_captured_) parts_.clear();
+}
+
+bool DeviceUse::is_over() {
+  if (is_captured_) return true;
+  std::vector<at::Tensor> freed;  // without the lock
+  Parts ended;
+  const std::lock_guard lock(mutex_);
+  if (!is_over_) {
+    const QueriesInCaptures allowed(stream_.device());
+    is_over_ = end_.is_over();
+    if (is_over_) {
+      // Checked after the event has passed, because a failing carrier sets this first.
+      is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
+      ended.swap(parts_);
+      for (const auto& part : ended) note_failure(part->exception());
+    }
+  }
+  if (is_over_) freed.swap(tensors_);
+  return is_over_;
+}
+
+void DeviceUse::look_for_failure() {
+  {
+    const std::lock_guard lock(mutex_);
+    // One that is over may outlive the carrier, and is known to be broken or not.
+    if (is_over_ || is_captured_) return;
+    if (parts_.empty() && (carrier_ == nullptr || !carrier_->may_have_given_up())) return;
+  }
+  is_over();
+}
+
+bool DeviceUse::is_known_to_be_over() {
+  const std::lock_guard lock(mutex_);
+  return is_over_ || is_captured_;
+}
+
+bool DeviceUse::has_tensors() {
+  const std::lock_guard lock(mutex_);
+  return !tensors_.empty();
+}
+
+void DeviceUse::block_current_stream() {
+  const c10::Stream current =
+      c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
+  std::vector<at::Tensor> freed;  // without the lock
+  const std::lock_guard lock(mutex_);
+  if (current != stream_) {
+    const DeviceContext context(current.device());
+    end_.block(current);
+  }
+  if (current == home_) freed.swap(tensors_);
+}
+
+// With the lock held.
+void DeviceUse::note_failure(const std::exception_ptr& error) {
+  if (error == nullptr || !failure_.empty()) return;
+  is_broken_ = true;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& what) {
+    failure_ = what.what();
+  } catch (...) {
+    failure_ = "an exception that is not a std::exception";
+  }
+}
+
+void DeviceUse::give_up() {
+  const std::lock_guard lock(mutex_);
+  is_broken_ = is_broken_ || (!is_over_ && !is_captured_);
+}
+
+void DeviceUse::doubt() {
+  const std::lock_guard lock(mutex_);
+  is_broken_ = !is_captured_;
+}
+
+void DeviceUse::disown() {
+  give_up();
+  const std::lock_guard lock(mutex_);
+  carrier_ = nullptr;
+}
+
+std::string DeviceUse::failure() {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+bool DeviceUse::is_broken() {
+  const std::lock_guard lock(mutex_);
+  return is_broken_;
+}
+
+// ---- DeviceWork
+
+DeviceWork::DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type,
+                       const char* title, const std::vector<at::Tensor>& inputs,
+                       std::vector<at::Tensor> results, std::uint64_t seq)
+    : Work(rank, op_type, title, inputs),
+      group_(std::move(group)),
+      title_(title),
+      results_(std::move(results)),
+      seq_(seq) {}
+
+void DeviceWork::set_enqueued(std::shared_ptr<DeviceUse> use) {
+  use_ = std::move(use);
+  finish();  // of its record: for profilers a call ends where the host is done with it
+}
+
+// A stream of a group that has failed may stay blocked.
+bool DeviceWork::isCompleted() { return use_->is_over() || !isSuccess(); }
+
+bool DeviceWork::isSuccess() const {
+  use_->look_for_failure();
+  if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
+  return !use_->is_broken();
+}
+
+std::exception_ptr DeviceWork::exception() const {
+  try {
+    check_whole();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+bool DeviceWork::wait(std::chrono::milliseconds timeout) {
+  with_python_errors([&] {
+    if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
+    check_whole();
+    use_->block_current_stream();
+    if (timeout != kNoTimeout)
+      wait_on_host(timeout, false);
+    else if (barrier_timeout_)
+      wait_on_host(*barrier_timeout_, true);
+  });
+  return true;
+}
+
+void DeviceWork::check_whole() const {
+  if (isSuccess()) return;
+  if (const auto group = group_.lock(); group != nullptr)
+    group->throw_given_up(title_, use_->failure());
+  throw Error({.kind = ErrorKind::kAborted, .op = title_},
+              std::string("ringcomm: ") + title_ + " was not complete when its group ended");
+}
+
+void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group) {
+  const Clock::time_point deadline = Clock::now() + std::min(timeout, kLongestTimeout);
+  for (auto nap = kFirstNap; !use_->is_over(); nap = std::min(2 * nap, kLongestNap)) {
+    const bool is_late = Clock::now() >= deadline;
+    if (const auto group = group_.lock(); group != nullptr) {
+      if (is_interrupted()) group->end("interrupted by a signal");
+      if (is_late && ends_group)
+        group->end(std::string(title_) + " waited for all ranks for " +
+                   std::to_string(timeout.count()) + " ms");
+      group->abort_if_failed();
+    }
+    check_whole();
+    if (is_late) throw_wait_timeout(title_, timeout);
+    std::this_thread::sleep_for(nap);
+  }
+  if (const auto group = group_.lock(); group != nullptr && group->has_another_given_up())
+    use_->doubt();
+  check_whole();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
+  const std::lock_guard lock(future_mutex_);
+  if (future_ != nullptr) return future_;
+  future_ =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                               std::vector<c10::Device>{use_->stream().device()});
+  // The future takes its events from the stream that is current.
+  const c10::StreamGuard guard(use_->stream());
+  future_->markCompleted(c10::IValue(results_));
+  return future_;
+}
+
+}  // namespace ringcomm

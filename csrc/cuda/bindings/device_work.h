@@ -1,0 +1,116 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "cuda/bindings/device_event.h"
+#include "cuda/bindings/driver_device.h"
+
+namespace ringcomm {
+
+class DeviceCarrier;
+class DeviceGroup;
+
+/// The tensors that a call on a device uses, and the event of its end. The event of an aborted call
+/// looks like that of a complete call, so it only counts if nothing has failed by then.
+/// Thread-safe.
+class DeviceUse {
+ public:
+  using Parts = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+  /// `end` is after the work enqueued at `place`. Allocators reuse freed memory for later work on
+  /// `home`, the current stream at the call. Captured work ends when its graph runs and cannot be
+  /// queried, so it counts as complete at once. `carrier` must live until disown(); `parts` is the
+  /// result of its take_works().
+  DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEvent end,
+            std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts);
+
+  const c10::Stream& stream() const { return stream_; }
+  /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
+  bool is_over();
+  /// Checks whether it is broken; queries the device only if something has failed.
+  void look_for_failure();
+  /// Whether it was seen to be over.
+  bool is_known_to_be_over();
+  bool has_tensors();
+  /// Makes the device's current stream wait, and releases the tensors if that orders later users of
+  /// their memory.
+  void block_current_stream();
+  /// The group has ended: work that is not known to be complete counts as broken.
+  void give_up();
+  /// Another rank had failed by the time this ended.
+  void doubt();
+  /// Like give_up(), before the carrier is destroyed.
+  void disown();
+  /// Whether the device is through without having done all of it, as far as is_over() has seen.
+  bool is_broken();
+  /// The error message of a part; empty if there is none.
+  std::string failure();
+
+ private:
+  void note_failure(const std::exception_ptr& error);
+
+  c10::Stream stream_;
+  c10::Stream home_;
+  std::mutex mutex_;  // guards the rest
+  const DeviceCarrier* carrier_;
+  Parts parts_;
+  DeviceEvent end_;
+  bool is_captured_;
+  bool is_over_ = false;
+  bool is_broken_ = false;
+  std::string failure_;
+  std::vector<at::Tensor> tensors_;
+};
+
+/// The device work of one c10d call, enqueued on a stream. The host never waits, except in barriers
+/// and in wait() with a timeout.
+class DeviceWork final : public c10d::Work {
+ public:
+  DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type, const char* title,
+             const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
+             std::uint64_t seq);
+
+  /// Called once, after everything was enqueued and before the work is shared.
+  void set_enqueued(std::shared_ptr<DeviceUse> use);
+  /// The host waits for this one, so long; after that the group ends.
+  void set_barrier(std::chrono::milliseconds timeout) { barrier_timeout_ = timeout; }
+
+  bool isCompleted() override;
+  /// Whether it has not failed yet.
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  /// Makes the current stream wait. With a timeout, and for a barrier, the host waits too. Throws
+  /// CollectiveTimeoutError, or the error that ended the group.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return results_; }
+  /// Complete immediately; its users wait on the device.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return seq_; }
+
+ private:
+  void check_whole() const;
+  void wait_on_host(std::chrono::milliseconds timeout, bool ends_group);
+
+  std::weak_ptr<DeviceGroup> group_;
+  const char* title_;
+  std::vector<at::Tensor> results_;
+  std::uint64_t seq_;
+  std::shared_ptr<DeviceUse> use_;
+  std::optional<std::chrono::milliseconds> barrier_timeout_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "collectives/collective.h"
+#include "cuda/collectives/device_group.h"
+#include "cuda/collectives/events.h"
+#include "cuda/collectives/lent_buffers.h"
+#include "cuda/collectives/record_exchange.h"
+#include "cuda/collectives/segment.h"
+#include "cuda/kernels/call.h"
+
+namespace ringcomm::cuda {
+
+/// A rank's part of a segment, held by the owner of a user's tensor.
+class Loan {
+ public:
+  struct Return {
+    std::size_t row;
+    bool is_captured;  ///< returned during a capture, whose graph may use it
+    std::vector<std::shared_ptr<const Event>> ends;  ///< of what still used it
+  };
+  /// The queue of a group's returned loans.
+  struct Returns {
+    std::mutex mutex;
+    bool is_closed = false;
+    std::vector<Return> all;
+  };
+
+  Loan(DeviceOrdinal device, std::size_t row, std::shared_ptr<DeviceMemory> memory,
+       std::shared_ptr<Returns> returns)
+      : device_(device), row_(row), memory_(std::move(memory)), returns_(std::move(returns)) {}
+
+  std::byte* data() const { return memory_->data(); }
+  /// Call it once, from any thread, when the tensor is destroyed: only the work that these streams
+  /// hold now still uses its memory. If the group has been destroyed, waits for the streams.
+  void give_back(const std::vector<StreamHandle>& streams) const noexcept;
+
+ private:
+  DeviceOrdinal device_;
+  std::size_t row_;
+  std::shared_ptr<DeviceMemory> memory_;  // may outlive the group
+  std::shared_ptr<Returns> returns_;
+};
+
+/// Segments for users' tensors, in which peers access the buffers of collectives directly. A table
+/// on the device has the local address of each rank's part of each segment; a segment has the same
+/// row on all ranks.
+///
+/// When a segment is freed: a rank's part is unused when its owner has returned it and the streams
+/// that used it have passed that point. A kernel accesses a peer's part only until that peer's
+/// kernel of the same call ends, so no rank uses the part afterwards. Each rank counts its unused
+/// parts in the group's host memory. When a segment's parts are all unused, each rank unmaps the
+/// others' parts; when all have done that, each frees its own. Parts that a graph has captured
+/// exist as long as the group.
+///
+/// Borrowed memory is reused instead of freed when it is returned: by this rank's streams, after
+/// the work that used it last. Peers access it only in kernels that end before this rank's kernels.
+///
+/// One thread at a time.
+class LentMemory {
+ public:
+  static constexpr std::size_t kMaxSegments = 256;
+  static constexpr std::size_t num_bytes() { return kMaxSegments * sizeof(Row); }
+
+  /// `words`: num_bytes() of host memory that all ranks have mapped, zeroed at first.
+  LentMemory(RecordExchange& exchange, DeviceGroup& group, std::byte* words);
+  ~LentMemory();
+  LentMemory(const LentMemory&) = delete;
+  LentMemory& operator=(const LentMemory&) = delete;
+
+  /// Collective. Throws Unavailable, Error, std::invalid_argument.
+  std::shared_ptr<const Loan> lend(std::size_t num_bytes);
+  /// The same, from returned parts if every rank has one that fits; `place` then waits for its last
+  /// use. Otherwise in a new segment, and ranks drop returned parts that were too small. Null if
+  /// the group has its maximum of segments, or a GPU has no memory for one. Collective.
+  std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place);
+  /// Tells the kernel of a planned call which of its buffers are in segments. A segment that a
+  /// graph captures is never freed.
+  void find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
+                    KernelCall& kernel_call);
+  /// A captured graph uses this address: if it is in a segment, that stays as long as the group.
+  void keep_for_graph(const void* data);
+  /// Frees segments that no rank uses, unless that would make the host wait for the device. Queries
+  /// the driver only for returned parts.
+  void collect();
+
+ private:
+  /// In host memory.
+  struct Row {
+    std::uint32_t num_gone;   ///< ranks whose tensor is destroyed
+    std::uint32_t num_users;  ///< ranks that have the segment mapped; 0: the row is free
+  };
+  struct Entry {
+    std::unique_ptr<Segment> segment;
+    bool is_captured = false;
+    bool is_gone = false;
+    bool has_closed = false;  // the others' parts
+    bool is_kept = false;     // to be borrowed again
+    bool is_free = false;     // of those, for the next; not before these have passed:
+    std::vector<std::shared_ptr<const Event>> ends = {};
+    std::uint64_t freed_at = 0;  // how many had been returned before
+  };
+
+  Row& row(std::size_t idx) const { return rows_[idx]; }
+  std::size_t make_room();
+  std::size_t choose_row();
+  bool has_all_parts(std::size_t idx) const;
+  std::shared_ptr<const Loan> lend_in(std::size_t idx, std::size_t num_bytes);
+  std::size_t find_kept(std::size_t num_bytes, bool is_captured) const;
+  void drop_kept(std::size_t num_bytes);
+  void tell_kernels(std::size_t row, const Segment& segment);
+  void take_returns();
+  void close_unused();
+  void free_closed();
+  /// The place of a buffer; 0 if it is in no segment.
+  std::uint64_t place_of(const std::byte* data, std::size_t num_bytes) const;
+
+  RecordExchange& exchange_;
+  DeviceGroup& group_;
+  Row* rows_;
+  std::array<Entry, kMaxSegments> entries_;
+  std::size_t num_rows_ = 0;  // of the entries, those that were ever in use
+  int num_lent_ = 0;
+  int num_gone_ = 0;                     // of those
+  std::uint64_t num_returned_ = 0;       // of those to be borrowed again
+  std::vector<Loan::Return> returning_;  // that streams have yet to pass
+  std::shared_ptr<Loan::Returns> returns_;
+  std::unique_ptr<DeviceMemory> bases_;         // of all ranks' parts, for kernels
+  std::unique_ptr<MappedHostMemory> base_row_;  // kept, as giving it back waits for the GPU
+};
+
+}  // namespace ringcomm::cuda

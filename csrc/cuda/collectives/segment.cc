@@ -1,0 +1,192 @@
+#include "cuda/collectives/segment.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "core/errors.h"
+#include "cuda/collectives/events.h"
+#include "cuda/collectives/unavailable.h"
+#include "transport/shm/bootstrap.h"
+
+namespace ringcomm::cuda {
+namespace {
+
+constexpr std::chrono::milliseconds kFetchTimeout{10'000};
+
+// The signature that every rank writes into its own part and checks in the others'.
+std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
+
+// Memory of this process's ranks, for ranks that are other threads of the process.
+class OwnMemories {
+ public:
+  static OwnMemories& all() {
+    static OwnMemories& memories = *new OwnMemories;  // threads may use it until the process ends
+    return memories;
+  }
+  std::uint64_t add(const std::shared_ptr<DeviceMemory>& memory) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(memories_, [](const auto& item) { return item.second.expired(); });
+    memories_[++num_added_] = memory;
+    return num_added_;
+  }
+  std::shared_ptr<DeviceMemory> find(std::uint64_t number, int rank) {
+    const std::lock_guard lock(mutex_);
+    std::shared_ptr<DeviceMemory> memory = memories_[number].lock();
+    if (memory == nullptr)
+      throw Error({.kind = ErrorKind::kSystem, .rank = rank},
+                  "ringcomm: rank " + std::to_string(rank) + " has released its memory");
+    return memory;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::uint64_t num_added_ = 0;
+  std::map<std::uint64_t, std::weak_ptr<DeviceMemory>> memories_;
+};
+
+}  // namespace
+
+struct Segment::Part {
+  RecordText<160> offer_key;
+  IpcMemHandle handle = {};
+  std::uint64_t number = 0;  // of the memory, where threads of one process are ranks
+  std::uint64_t num_bytes = 0;
+  RecordText<256> problem;
+};
+
+std::string new_offer_key() {
+  static std::atomic<int> num_offers = 0;
+  return shm::Bootstrap::instance().address() + "/cuda/" + std::to_string(num_offers++);
+}
+
+shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& key) {
+  shm::UniqueFd fd = shm::Bootstrap::instance().fetch(place.bootstrap_address, key, kFetchTimeout);
+  if (!fd)
+    throw Error({.kind = ErrorKind::kSystem, .rank = rank},
+                "ringcomm: rank " + std::to_string(rank) + " did not hand over its memory");
+  return fd;
+}
+
+void check_problems(const std::vector<RecordText<256>>& problems) {
+  for (std::size_t rank = 0; rank < problems.size(); ++rank)
+    if (const std::string problem = problems[rank].str(); !problem.empty())
+      throw Unavailable("rank " + std::to_string(rank) + ": " + problem);
+}
+
+Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
+                 const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes,
+                 Leaving& leaving, MappedHostMemory& word)
+    : device_(device),
+      num_bytes_(num_bytes),
+      word_(word),
+      theirs_(places.size()),
+      parts_(places.size()) {
+  const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind, leaving));
+  try {
+    std::vector<RecordText<256>> problems;
+    for (const Part& part : parts) problems.push_back(part.problem);
+    check_problems(problems);
+    agree(exchange, attempt([&] {
+            for (int peer = 0; peer < exchange.world_size(); ++peer) {
+              const auto idx = static_cast<std::size_t>(peer);
+              if (peer != exchange.rank()) map(peer, places[idx], parts[idx]);
+            }
+          }));
+    // Zeroed, including the signatures, before any rank uses it.
+    agree(exchange, attempt([&] { clear_own(); }));
+  } catch (const Unavailable&) {
+    if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
+    close_others();
+    exchange.all_gather(0);  // all ranks are here, and none has a part of another's open after this
+    leaving.drop(own_);
+    throw;
+  } catch (...) {
+    if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
+    throw;
+  }
+  if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
+}
+
+Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind, Leaving& leaving) {
+  Part part;
+  part.problem = attempt([&] {
+    own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, kind);
+    part.number = OwnMemories::all().add(own_);
+    part.num_bytes = own_->num_bytes();
+    parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
+    sign_own(exchange.rank());
+    if (kind == HandleKind::kIpc) {
+      leaving.keep(own_);
+      part.handle = own_->ipc_handle();
+      return;
+    }
+    offer_key_ = new_offer_key();
+    shm::Bootstrap::instance().offer(offer_key_, own_->export_fd());
+    part.offer_key = RecordText<160>(offer_key_);
+  });
+  return part;
+}
+
+void Segment::map(int peer, const RankPlace& place, const Part& part) {
+  const auto idx = static_cast<std::size_t>(peer);
+  DeviceUuid own_device = {};
+  check(driver().device_get_uuid(&own_device, device_), "ask the GPU for its name");
+  const std::string key = part.offer_key.str();
+  if (place.pid == ::getpid()) {
+    if (std::memcmp(&own_device, &place.device, sizeof own_device) == 0) {
+      theirs_[idx] = OwnMemories::all().find(part.number, peer);
+      parts_[idx] = theirs_[idx]->data();
+      return;
+    }
+    if (key.empty())
+      throw Error({.kind = ErrorKind::kSystem, .rank = peer},
+                  "ringcomm: threads of one process on several GPUs need memory handles that are "
+                  "file descriptors, which this driver does not support");
+  }
+  theirs_[idx] = key.empty() ? std::make_shared<DeviceMemory>(device_, part.num_bytes, part.handle)
+                             : std::make_shared<DeviceMemory>(device_, part.num_bytes,
+                                                              fetch_from(place, peer, key));
+  parts_[idx] = theirs_[idx]->data();
+  probe(peer);
+}
+
+void Segment::sign_own(int rank) {
+  const SideStream stream;
+  const std::uint64_t value = signature(rank);
+  std::memcpy(word_.host(), &value, sizeof value);
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
+                              reinterpret_cast<DevicePtr>(word_.device()), sizeof value,
+                              stream.get()),
+        "write to memory of the GPU");
+  stream.finish();
+}
+
+void Segment::probe(int peer) {
+  const SideStream stream;
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word_.device()),
+                              reinterpret_cast<DevicePtr>(parts_[static_cast<std::size_t>(peer)]),
+                              sizeof(std::uint64_t), stream.get()),
+        "read another rank's memory");
+  stream.finish();
+  std::uint64_t value = 0;
+  std::memcpy(&value, word_.host(), sizeof value);
+  if (value != signature(peer))
+    throw Error({.kind = ErrorKind::kSystem, .rank = peer},
+                "ringcomm: the memory that rank " + std::to_string(peer) +
+                    " handed over is not the memory that it has written to");
+}
+
+void Segment::clear_own() {
+  const SideStream stream;
+  check(driver().memset_d8_async(reinterpret_cast<DevicePtr>(own_->data()), 0, own_->num_bytes(),
+                                 stream.get()),
+        "clear memory of the GPU");
+  stream.finish();
+}
+
+}  // namespace ringcomm::cuda

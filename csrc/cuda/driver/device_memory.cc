@@ -1,0 +1,152 @@
+#include "cuda/driver/device_memory.h"
+
+#include <cstring>
+
+namespace ringcomm::cuda {
+namespace {
+
+// The driver takes smaller allocations from pieces of this size. A handle exports the whole piece,
+// and with it other allocations.
+constexpr std::size_t kIpcGranularity = std::size_t{2} << 20;
+
+std::size_t round_up(std::size_t num_bytes, std::size_t granularity) {
+  return (num_bytes + granularity - 1) / granularity * granularity;
+}
+
+MemAllocationProp prop_of(DeviceOrdinal device) {
+  MemAllocationProp prop = {};
+  prop.type = kAllocationPinned;
+  prop.requested_handle_types = kHandlePosixFd;
+  prop.location = {.type = kLocationDevice, .id = device};
+  return prop;
+}
+
+std::size_t rounded_up(DeviceOrdinal device, std::size_t num_bytes) {
+  std::size_t granularity = 0;
+  const MemAllocationProp prop = prop_of(device);
+  check(driver().mem_get_allocation_granularity(&granularity, &prop, kGranularityMinimum),
+        "ask for the granularity of device memory");
+  return round_up(num_bytes, granularity);
+}
+
+}  // namespace
+
+const char* name_of(HandleKind kind) {
+  return kind == HandleKind::kFd ? "file descriptors" : "IPC handles";
+}
+
+HandleKind best_handle_kind(DeviceOrdinal device) {
+  int has_virtual_memory = 0;
+  int has_fds = 0;
+  check(
+      driver().device_get_attribute(&has_virtual_memory, kVirtualMemoryManagementSupported, device),
+      "ask the GPU for its attributes");
+  check(driver().device_get_attribute(&has_fds, kHandleTypePosixFdSupported, device),
+        "ask the GPU for its attributes");
+  return has_virtual_memory != 0 && has_fds != 0 ? HandleKind::kFd : HandleKind::kIpc;
+}
+
+DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind)
+    : device_(device), num_bytes_(num_bytes), kind_(kind), is_own_(true) {
+  const ContextGuard guard(device);
+  if (kind == HandleKind::kIpc) {
+    num_bytes_ = round_up(num_bytes, kIpcGranularity);
+    check(driver().mem_alloc(&address_, num_bytes_), "allocate staging memory on the GPU");
+    return;
+  }
+  num_bytes_ = rounded_up(device, num_bytes);
+  const MemAllocationProp prop = prop_of(device);
+  check(driver().mem_create(&handle_, num_bytes_, &prop, 0), "allocate staging memory on the GPU");
+  map();
+}
+
+DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd)
+    : device_(device),
+      num_bytes_(rounded_up(device, num_bytes)),
+      kind_(HandleKind::kFd),
+      is_own_(false) {
+  const ContextGuard guard(device);
+  auto* shareable = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd.get()));
+  check(driver().mem_import_from_shareable_handle(&handle_, shareable, kHandlePosixFd),
+        "import another rank's memory");
+  map();
+}
+
+DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const IpcMemHandle& handle)
+    : device_(device), num_bytes_(num_bytes), kind_(HandleKind::kIpc), is_own_(false) {
+  const ContextGuard guard(device);
+  check(driver().ipc_open_mem_handle(&address_, handle, kIpcLazyPeerAccess),
+        "open another rank's memory");
+}
+
+void DeviceMemory::map() {
+  try {
+    check(driver().mem_address_reserve(&address_, num_bytes_, 0, 0, 0), "reserve addresses");
+    check(driver().mem_map(address_, num_bytes_, 0, handle_, 0), "map memory of a GPU");
+    is_mapped_ = true;
+    const MemAccessDesc access = {.location = {.type = kLocationDevice, .id = device_},
+                                  .flags = kAccessReadWrite};
+    check(driver().mem_set_access(address_, num_bytes_, &access, 1),
+          "give the GPU access to the memory of a rank");
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+DeviceMemory::~DeviceMemory() {
+  try {
+    const ContextGuard guard(device_);
+    const RelaxedCapture relaxed;
+    release();
+  } catch (const Error&) {
+    // The process is ending and the driver was unloaded before, which frees the memory.
+  }
+}
+
+void DeviceMemory::release() noexcept {
+  if (kind_ == HandleKind::kIpc) {
+    if (address_ != 0)
+      is_own_ ? driver().mem_free(address_) : driver().ipc_close_mem_handle(address_);
+    return;
+  }
+  if (is_mapped_) driver().mem_unmap(address_, num_bytes_);
+  if (address_ != 0) driver().mem_address_free(address_, num_bytes_);
+  if (handle_ != 0) driver().mem_release(handle_);
+}
+
+shm::UniqueFd DeviceMemory::export_fd() const {
+  int fd = -1;
+  check(driver().mem_export_to_shareable_handle(&fd, handle_, kHandlePosixFd, 0),
+        "hand out memory of the GPU");
+  return shm::UniqueFd(fd);
+}
+
+IpcMemHandle DeviceMemory::ipc_handle() const {
+  IpcMemHandle handle = {};
+  const ContextGuard guard(device_);
+  check(driver().ipc_get_mem_handle(&handle, address_), "hand out memory of the GPU");
+  return handle;
+}
+
+MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) : ordinal_(device) {
+  const ContextGuard guard(device);
+  check(driver().mem_host_alloc(&host_, num_bytes, kHostPortable | kHostDeviceMap),
+        "allocate host memory for the GPU");
+  std::memset(host_, 0, num_bytes);
+  DevicePtr address = 0;
+  check(driver().mem_host_get_device_pointer(&address, host_, 0), "map host memory for the GPU");
+  device_ = reinterpret_cast<void*>(address);
+}
+
+MappedHostMemory::~MappedHostMemory() {
+  try {
+    const ContextGuard guard(ordinal_);
+    const RelaxedCapture relaxed;
+    driver().mem_free_host(host_);
+  } catch (const Error&) {
+    // The process is ending and the driver was unloaded before, which frees the memory.
+  }
+}
+
+}  // namespace ringcomm::cuda

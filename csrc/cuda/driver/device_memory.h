@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/errors.h"
+#include "cuda/driver/driver.h"
+#include "transport/shm/unique_fd.h"
+
+namespace ringcomm::cuda {
+
+/// How device memory is shared with other processes.
+enum class HandleKind : std::uint8_t {
+  kFd,  ///< virtual memory management, by file descriptor
+  kIpc  ///< CUDA's older 64-byte handles, for devices or containers without file descriptors
+};
+
+const char* name_of(HandleKind kind);
+
+/// Memory of a device that other processes can map. It exists until its owner has freed it and
+/// every process has unmapped it.
+///
+/// With kFd the driver chooses the address, and only its own device may read and write it; a peer
+/// grants itself access when it maps the memory. All functions throw Error.
+class DeviceMemory {
+ public:
+  /// Allocates at least `num_bytes`, rounded up to the driver's granularity.
+  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind);
+  /// Maps another process's memory for `device`, from the result of export_fd() or ipc_handle()
+  /// there.
+  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd);
+  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const IpcMemHandle& handle);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
+  std::size_t num_bytes() const { return num_bytes_; }
+
+  shm::UniqueFd export_fd() const;
+  IpcMemHandle ipc_handle() const;
+
+ private:
+  void map();
+  void release() noexcept;
+
+  DeviceOrdinal device_;
+  std::size_t num_bytes_;
+  HandleKind kind_;
+  bool is_own_;
+  MemoryHandle handle_ = 0;
+  DevicePtr address_ = 0;
+  bool is_mapped_ = false;
+};
+
+/// The handle kind that the device supports; kFd if it does.
+HandleKind best_handle_kind(DeviceOrdinal device);
+
+/// Pinned host memory that kernels read and write directly.
+class MappedHostMemory {
+ public:
+  /// Zeroed; throws Error.
+  MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes);
+  ~MappedHostMemory();
+  MappedHostMemory(const MappedHostMemory&) = delete;
+  MappedHostMemory& operator=(const MappedHostMemory&) = delete;
+
+  void* host() const { return host_; }
+  void* device() const { return device_; }
+
+ private:
+  DeviceOrdinal ordinal_;
+  void* host_ = nullptr;
+  void* device_ = nullptr;
+};
+
+}  // namespace ringcomm::cuda

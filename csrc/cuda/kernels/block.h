@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/annotations.h"
+#include "core/arch.h"
+#include "core/packet_protocol.h"
+#include "core/stop.h"
+#include "cuda/kernels/tables.h"
+
+namespace ringcomm::cuda {
+
+/// The interface of a block of threads that runs collectives, in addition to the Arch of core.
+/// Kernels are written against it, and run on GPUs (gpu_block.cuh) and, in tests, on host threads.
+///
+/// - thread_idx, num_threads, block_idx, num_blocks: where this thread is.
+/// - sync is the barrier of the block's threads.
+/// - agree is a barrier that returns the same value to all threads: kNone if all threads pass
+///   kNone, or else one of the other Stops, with awaited_peer() of the thread that passed it.
+/// - tables is memory of the block, the same for all of its threads.
+/// - store_packet and load_packet move the two words of a Packet, each atomically, in no order.
+/// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0
+///   again; publish_word makes one of the control block, and all that this thread wrote before,
+///   visible to the host.
+/// - awaited_peer is the rank of the last stopped() or note_awaited().
+template <class B>
+concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,
+                                    std::uint64_t& word, std::uint32_t& flag) {
+  { block.thread_idx() } -> std::same_as<unsigned>;
+  { block.num_threads() } -> std::same_as<unsigned>;
+  { block.block_idx() } -> std::same_as<unsigned>;
+  { block.num_blocks() } -> std::same_as<unsigned>;
+  block.sync();
+  { block.agree(Stop{}) } -> std::same_as<Stop>;
+  { block.tables() } -> std::same_as<Tables&>;
+  block.store_packet(packet, std::uint64_t{}, std::uint64_t{});
+  block.load_packet(there, word, word);
+  { block.claim(flag) } -> std::same_as<bool>;
+  block.unclaim(flag);
+  block.publish_word(flag, std::uint32_t{});
+  { block.awaited_peer() } -> std::same_as<int>;
+  block.note_awaited(int{});
+};
+
+}  // namespace ringcomm::cuda

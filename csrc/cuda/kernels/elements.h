@@ -1,0 +1,191 @@
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/annotations.h"
+#include "core/types.h"
+#include "reduce/softmax_merge.h"
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+// How kernels accumulate elements: like the vectors of reduce/elements.h, one element at a
+// time, with bitwise equal results.
+
+namespace ringcomm::cuda {
+
+template <class To, class From>
+RINGCOMM_HD inline To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+RINGCOMM_HD inline float quiet(float value) {
+  return value == value ? value : bits_as<float>(0x7fc00000u);
+}
+RINGCOMM_HD inline double quiet(double value) {
+  return value == value ? value : bits_as<double>(std::uint64_t{0x7ff8} << 48);
+}
+
+// ---- 16-bit floats; both ways exact, or rounded to nearest even
+
+RINGCOMM_HD inline float bfloat16_to_fp32(std::uint16_t bits) {
+  return bits_as<float>(static_cast<std::uint32_t>(bits) << 16);
+}
+RINGCOMM_HD inline std::uint16_t fp32_to_bfloat16(float value) {
+#ifdef __CUDA_ARCH__
+  // The instruction's NaN differs from the host's.
+  return value == value ? __bfloat16_as_ushort(__float2bfloat16_rn(value)) : std::uint16_t{0x7fc0};
+#else
+  const auto bits = bits_as<std::uint32_t>(quiet(value));
+  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
+}
+
+RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(half));
+#else
+  // As in host/software_float16.h, which explains why this is exact.
+  const std::uint32_t shifted = (half & 0x7fffu) << 13;
+  const std::uint32_t exponent = shifted & 0x0f800000u;
+  const std::uint32_t sign = (half & 0x8000u) << 16;
+  if (exponent == 0) {
+    const float magnitude = bits_as<float>(shifted + (113u << 23)) - bits_as<float>(113u << 23);
+    return bits_as<float>(bits_as<std::uint32_t>(magnitude) | sign);
+  }
+  const std::uint32_t bias = (112u << 23) + (exponent == 0x0f800000u ? 112u << 23 : 0u);
+  return bits_as<float>((shifted + bias) | sign);
+#endif
+}
+RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
+#ifdef __CUDA_ARCH__
+  return value == value ? __half_as_ushort(__float2half_rn(value)) : std::uint16_t{0x7e00};
+#else
+  const auto bits = bits_as<std::uint32_t>(quiet(value));
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t nan = magnitude > (255u << 23) ? 0x200u : 0u;
+  if (magnitude < (113u << 23)) {
+    const float moved = bits_as<float>(magnitude) + bits_as<float>(126u << 23);
+    return static_cast<std::uint16_t>(sign | (bits_as<std::uint32_t>(moved) - (126u << 23)));
+  }
+  const std::uint32_t limited = magnitude < (143u << 23) ? magnitude : 143u << 23;
+  return static_cast<std::uint16_t>(
+      sign | nan | ((limited - (112u << 23) + 0xfffu + ((limited >> 13) & 1u)) >> 13));
+#endif
+}
+
+// ---- the types' interface: Stored is the type in memory, Acc the type that is combined
+
+template <class T>
+struct FloatElement {
+  using Stored = T;
+  using Acc = T;
+  RINGCOMM_HD static Acc load(Stored value) { return value; }
+  RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<T>(divisor); }
+  RINGCOMM_HD static Stored store(Acc acc) { return quiet(acc); }
+};
+
+/// Floats of 16 bits, accumulated in fp32.
+struct WideElement {
+  using Stored = std::uint16_t;
+  using Acc = float;
+  RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<float>(divisor); }
+};
+
+struct Float16Element : WideElement {
+  RINGCOMM_HD static Acc load(Stored value) { return float16_to_fp32(value); }
+  RINGCOMM_HD static Stored store(Acc acc) { return fp32_to_float16(acc); }
+};
+
+struct BFloat16Element : WideElement {
+  RINGCOMM_HD static Acc load(Stored value) { return bfloat16_to_fp32(value); }
+  RINGCOMM_HD static Stored store(Acc acc) { return fp32_to_bfloat16(acc); }
+};
+
+struct SoftmaxElement {
+  using Stored = SoftmaxStats;
+  using Acc = SoftmaxStats;
+  RINGCOMM_HD static Acc load(const Stored& value) { return value; }
+  RINGCOMM_HD static Acc divide(const Acc& acc, int) { return acc; }
+  RINGCOMM_HD static Stored store(const Acc& acc) { return acc; }
+};
+
+// ---- how two become one
+
+struct Sum {
+  template <class T>
+  RINGCOMM_HD static T apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>)  // wraps, which signed types may not
+      return static_cast<T>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
+    else
+      return a + b;
+  }
+};
+struct Product {
+  template <class T>
+  RINGCOMM_HD static T apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>)
+      return static_cast<T>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
+    else
+      return a * b;
+  }
+};
+/// Both keep the first of equals, and propagate NaN.
+struct Min {
+  template <class T>
+  RINGCOMM_HD static T apply(T a, T b) {
+    return a <= b ? a : (a != a ? a : b);
+  }
+};
+struct Max {
+  template <class T>
+  RINGCOMM_HD static T apply(T a, T b) {
+    return a >= b ? a : (a != a ? a : b);
+  }
+};
+/// One of these four; other reductions are sums.
+template <class T>
+RINGCOMM_HD T combined(Reduction reduction, T a, T b) {
+  switch (reduction) {
+    case Reduction::kProduct:
+      return Product::apply(a, b);
+    case Reduction::kMin:
+      return Min::apply(a, b);
+    case Reduction::kMax:
+      return Max::apply(a, b);
+    default:
+      return Sum::apply(a, b);
+  }
+}
+struct BitAnd {
+  template <class T>
+  RINGCOMM_HD static T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+struct BitOr {
+  template <class T>
+  RINGCOMM_HD static T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+struct BitXor {
+  template <class T>
+  RINGCOMM_HD static T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+/// Parts of rows of logits as one row.
+struct Merge {
+  RINGCOMM_HD static SoftmaxStats apply(const SoftmaxStats& a, const SoftmaxStats& b) {
+    return merged(a, b);
+  }
+};
+
+}  // namespace ringcomm::cuda

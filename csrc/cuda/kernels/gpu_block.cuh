@@ -1,0 +1,174 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/wait_policy.h"
+#include "cuda/kernels/block.h"
+#include "cuda/kernels/call.h"
+#include "cuda/kernels/memory.h"
+
+namespace ringcomm::cuda {
+
+/// A block of threads of a GPU. What a thread has acquired is ordered before what the others do
+/// after the barrier, and what they did before a barrier is ordered before what one releases after
+/// it; docs/design/gpu_orders.md has the argument.
+class GpuBlock {
+ public:
+  /// In memory that the threads of a block share.
+  struct Clock {
+    volatile std::uint32_t began;  ///< to wait; 0: not yet
+    volatile std::uint32_t asked;
+    volatile std::uint32_t stop;  ///< the value that a thread received
+  };
+  struct Shared {
+    Clock clock;
+    std::uint32_t
+        answers[2];  ///< used in turn: a thread that has not read one yet never sees the next
+    std::uint32_t agreed;
+    Tables tables;
+  };
+
+  __device__ GpuBlock(const GroupFrame& call, Shared& shared) : call_(call), shared_(shared) {
+    if (threadIdx.x == 0) {
+      shared.clock.began = 0;
+      shared.clock.asked = 0;
+      shared.clock.stop = 0;
+    }
+    __syncthreads();
+  }
+
+  __device__ unsigned thread_idx() const { return threadIdx.x; }
+  __device__ unsigned num_threads() const { return kBlockThreads; }
+  __device__ unsigned block_idx() const { return blockIdx.x; }
+  __device__ unsigned num_blocks() const { return gridDim.x; }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ Tables& tables() const { return shared_.tables; }
+
+  template <class F>
+  __device__ Stop once(const F& function) {
+    turn_ ^= 1;
+    if (threadIdx.x == 0) shared_.answers[turn_] = static_cast<std::uint32_t>(function());
+    __syncthreads();
+    return static_cast<Stop>(shared_.answers[turn_]);
+  }
+  /// For `num` up to the threads of a block.
+  template <class F>
+  __device__ Stop each(int num, const F& function) {
+    Stop stop = Stop::kNone;
+    if (static_cast<int>(threadIdx.x) < num) stop = function(static_cast<int>(threadIdx.x));
+    return agree(stop);
+  }
+  __device__ Stop agree(Stop stop) {
+    if (__syncthreads_or(stop != Stop::kNone) == 0) return Stop::kNone;
+    // If several threads write, the last one wins.
+    if (stop != Stop::kNone)
+      shared_.agreed =
+          static_cast<std::uint32_t>(stop) | static_cast<std::uint32_t>(awaited_peer_ + 1) << 8;
+    __syncthreads();
+    const std::uint32_t agreed = shared_.agreed;
+    __syncthreads();
+    awaited_peer_ = static_cast<int>(agreed >> 8) - 1;
+    return static_cast<Stop>(agreed & 0xff);
+  }
+
+  __device__ std::uint64_t load_acquire(const std::uint64_t& word) const {
+    std::uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
+    return value;
+  }
+  /// Threads of a GPU do not sleep, so no store needs an order with a later load.
+  __device__ std::uint64_t load_seq_cst(const std::uint64_t& word) const {
+    return load_acquire(word);
+  }
+  __device__ std::uint32_t load_seq_cst(const std::uint32_t&) const { return 0; }
+  __device__ void add_seq_cst(std::uint32_t&, std::int32_t) const {}
+  __device__ void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(word, value);
+  }
+  /// A thread for each: one fence of their warp, and all stores after it.
+  template <class WordOf>
+  __device__ void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) const {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < num)
+      store_release(word_of(static_cast<int>(threadIdx.x)), value);
+  }
+
+  __device__ void store_packet(Packet& packet, std::uint64_t low, std::uint64_t high) const {
+    asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(&packet), "l"(low), "l"(high)
+                 : "memory");
+  }
+  __device__ void load_packet(const Packet& packet, std::uint64_t& low, std::uint64_t& high) const {
+    asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(low), "=l"(high)
+                 : "l"(&packet)
+                 : "memory");
+  }
+
+  __device__ void copy(void* to, const void* from, std::size_t num_bytes) const {
+    copy_by_block(*this, to, from, num_bytes);
+  }
+
+  __device__ SpinBudget budget() const { return {}; }
+  __device__ void pause() const {}
+  __device__ Yielded yield() const {
+    __nanosleep(20);
+    return Yielded::kCoreIdle;
+  }
+  __device__ void park(const std::uint64_t&, std::uint64_t) const { __nanosleep(100); }
+  __device__ void wake(const std::uint64_t&) const {}
+  __device__ void note_core(std::uint32_t&) const {}
+  __device__ void leave_core(const std::uint32_t&) const {}
+
+  /// A block polls the host at most every 0.13 ms: each poll is two writes and a read over PCIe,
+  /// and every waiting block polls. The answer to one thread is valid for all.
+  __device__ Stop stopped(int peer) {
+    awaited_peer_ = peer;
+    Clock& clock = shared_.clock;
+    if (clock.stop != 0) return static_cast<Stop>(clock.stop);
+    std::uint64_t now_ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns));
+    const std::uint32_t now = static_cast<std::uint32_t>(now_ns >> kTickBits) | 1;
+    if (clock.began == 0) clock.began = now;
+    if (now - clock.asked < kAskEveryTicks) return Stop::kNone;
+    clock.asked = now;
+    call_.control->note_wait(peer, now);
+    std::uint32_t abort;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(abort) : "l"(&call_.control->abort));
+    Stop stop = Stop::kNone;
+    if (abort != 0)
+      stop = Stop::kAborted;
+    else if (std::uint64_t{now - clock.began} << kTickBits > call_.timeout_ns)
+      stop = Stop::kTimeout;
+    if (stop != Stop::kNone) clock.stop = static_cast<std::uint32_t>(stop);
+    return stop;
+  }
+  __device__ int awaited_peer() const { return awaited_peer_; }
+  __device__ void note_awaited(int peer) { awaited_peer_ = peer; }
+
+  __device__ bool claim(std::uint32_t& word) const { return atomicExch_system(&word, 1u) == 0; }
+  __device__ void unclaim(std::uint32_t& word) const {
+    *static_cast<volatile std::uint32_t*>(&word) = 0;
+  }
+  __device__ void publish_word(std::uint32_t& word, std::uint32_t value) const {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&word), "r"(value) : "memory");
+  }
+
+ private:
+  // Times are in ticks of 65.5 us; a register holds three days.
+  static constexpr int kTickBits = 16;
+  static constexpr std::uint32_t kAskEveryTicks = 2;
+
+  __device__ static void store_release(std::uint64_t& word, std::uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
+  }
+
+  const GroupFrame& call_;
+  Shared& shared_;
+  unsigned turn_ = 0;
+  int awaited_peer_ = -1;
+};
+
+static_assert(Block<GpuBlock>);
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "core/annotations.h"
+#include "cuda/kernels/elements.h"
+#include "cuda/kernels/memory.h"
+
+// Numbers of loss_rows.h: elements in vectors of 16 bytes, and functions that a GPU has
+// instructions for.
+
+namespace ringcomm::cuda {
+
+inline constexpr float kLog2E = 1.44269504F;
+/// Represents no logit: less than all numbers except -infinity, and differences to it are not NaN.
+inline constexpr float kLowestLogit = -std::numeric_limits<float>::max();
+
+/// A word of global memory that no kernel of the call writes.
+template <class T>
+RINGCOMM_HD inline T load_constant(const T* from) {
+#ifdef __CUDA_ARCH__
+  return __ldg(from);
+#else
+  return *from;
+#endif
+}
+
+/// 2^x; 0 where that is less than the smallest normal number.
+RINGCOMM_HD inline float power_of_2(float x) {
+#ifdef __CUDA_ARCH__
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+#else
+  const float power = std::exp2(x);
+  return power < std::numeric_limits<float>::min() ? 0.0F : power;
+#endif
+}
+
+/// a / b within 2 ulp, for b from 2^-126 to 2^126.
+RINGCOMM_HD inline float quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(a, b);
+#else
+  return a / b;
+#endif
+}
+
+/// One product and one sum, rounded once.
+RINGCOMM_HD inline float multiply_add(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
+/// Logits of a type: `kPerVector` of them in a vector. no_logits is a vector of -infinity.
+struct BFloat16Logits {
+  using Stored = std::uint16_t;
+  static constexpr int kPerVector = 8;
+
+  RINGCOMM_HD static Vector no_logits() {
+    return {{0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u}};
+  }
+  RINGCOMM_HD static float get(const Vector& vector, int i) {
+    const std::uint32_t word = vector.words[i / 2];
+    return bits_as<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+  }
+  /// NaN counts for nothing.
+  RINGCOMM_HD static float largest(const Vector& vector) {
+#ifdef __CUDA_ARCH__
+    std::uint32_t most, other;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(vector.words[0]), "r"(vector.words[1]));
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(other) : "r"(vector.words[2]), "r"(vector.words[3]));
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(other));
+    return fmaxf(bits_as<float>(most << 16), bits_as<float>(most & 0xffff0000u));
+#else
+    float most = get(vector, 0);
+    for (int i = 1; i < kPerVector; ++i) most = std::fmax(most, get(vector, i));
+    return most;
+#endif
+  }
+  /// A vector of kPerVector numbers, to nearest even.
+  RINGCOMM_HD static Vector vector_of(const float* values) {
+    Vector vector;
+    RINGCOMM_UNROLL
+    for (int i = 0; i < 4; ++i) vector.words[i] = word_of(values[2 * i], values[2 * i + 1]);
+    return vector;
+  }
+  RINGCOMM_HD static std::uint32_t word_of(float low, float high) {
+#ifdef __CUDA_ARCH__
+    std::uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return fp32_to_bfloat16(low) | std::uint32_t{fp32_to_bfloat16(high)} << 16;
+#endif
+  }
+  RINGCOMM_HD static Stored rounded(float value) { return fp32_to_bfloat16(value); }
+  RINGCOMM_HD static float widened(Stored value) { return bfloat16_to_fp32(value); }
+};
+
+struct FloatLogits {
+  using Stored = float;
+  static constexpr int kPerVector = 4;
+
+  RINGCOMM_HD static Vector no_logits() {
+    return {{0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u}};
+  }
+  RINGCOMM_HD static float get(const Vector& vector, int i) {
+    return bits_as<float>(vector.words[i]);
+  }
+  RINGCOMM_HD static float largest(const Vector& vector) {
+    return fmaxf(fmaxf(get(vector, 0), get(vector, 1)), fmaxf(get(vector, 2), get(vector, 3)));
+  }
+  RINGCOMM_HD static Vector vector_of(const float* values) {
+    Vector vector;
+    RINGCOMM_UNROLL
+    for (int i = 0; i < 4; ++i) vector.words[i] = bits_as<std::uint32_t>(values[i]);
+    return vector;
+  }
+  RINGCOMM_HD static Stored rounded(float value) { return value; }
+  RINGCOMM_HD static float widened(Stored value) { return value; }
+};
+
+}  // namespace ringcomm::cuda

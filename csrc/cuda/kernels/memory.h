@@ -1,0 +1,391 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/annotations.h"
+#include "cuda/kernels/tables.h"
+// On the host, where tests run kernels: a header by which their plain accesses go through a cache.
+#ifdef RINGCOMM_HOST_MEMORY
+#include RINGCOMM_HOST_MEMORY
+#else
+#define RINGCOMM_HOST_LOAD(P, from) (*static_cast<const P*>(from))
+#define RINGCOMM_HOST_STORE(P, to, value) (*static_cast<P*>(to) = (value))
+#endif
+
+// How the threads of a block move bytes together.
+//
+// A thread hides memory latency by issuing several loads before it uses the first. The compiler
+// keeps that order only without a branch, or a store that may alias, between the loads. So each
+// conditional load or store of a vector is one predicated instruction, and all loads of a group
+// precede its first store.
+
+namespace ringcomm::cuda {
+
+/// The largest unit of one load or store.
+struct alignas(16) Vector {
+  std::uint32_t words[4];
+};
+
+/// Whether what is loaded or stored should stay in the L2 cache: of staging memory, which peers
+/// read next, yes; of users' buffers, which a large call touches once, no. Only the order in which
+/// lines leave a full cache depends on it.
+enum class Cached : std::uint8_t { kNo, kYes };
+
+/// The same as an operand, of accesses of which only a run shows what they touch. Volatile, or
+/// kernels would keep it in registers from their begin on.
+RINGCOMM_HD inline std::uint64_t cache_policy(Cached cached) {
+#ifdef __CUDA_ARCH__
+  std::uint64_t first;
+  std::uint64_t normal;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return cached == Cached::kNo ? first : normal;
+#else
+  return static_cast<std::uint64_t>(cached);
+#endif
+}
+
+RINGCOMM_HD inline bool is_aligned(const void* pointer, std::size_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+}
+
+/// Returns the number, hidden from the optimizer. Otherwise the compiler keeps and increments a
+/// pointer for every load of a loop, in registers that are needed for data.
+RINGCOMM_HD inline std::uint32_t opaque(std::uint32_t number) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(number));
+#endif
+  return number;
+}
+
+/// Goes between loads and their first use. Otherwise the assembler uses the first before it issues
+/// the last, and the warp then waits without issuing the others. For whole warps.
+RINGCOMM_HD inline void end_of_loads() {
+#ifdef __CUDA_ARCH__
+  __syncwarp();
+#endif
+}
+
+/// The upper half of a product.
+RINGCOMM_HD inline std::uint32_t product_high(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return __umulhi(a, b);
+#else
+  return static_cast<std::uint32_t>((std::uint64_t{a} * b) >> 32);
+#endif
+}
+
+#ifdef __CUDA_ARCH__
+// A conditionally loaded register would have to keep its old value through the surrounding loops,
+// so it is set to zero first.
+#define RINGCOMM_LOAD_VECTOR(load, v, from, is_wanted)                             \
+  asm volatile(                                                                    \
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; "       \
+      "mov.b32 %2, 0; mov.b32 %3, 0; @p " load ".v4.u32 {%0, %1, %2, %3}, [%4]; }" \
+      : "=&r"(v.words[0]), "=&r"(v.words[1]), "=&r"(v.words[2]), "=&r"(v.words[3]) \
+      : "l"(from), "r"(static_cast<int>(is_wanted))                                \
+      : "memory")
+#define RINGCOMM_STORE_VECTOR(store, v, to, is_wanted)                     \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p " store           \
+               ".v4.u32 [%4], {%0, %1, %2, %3}; }" ::"r"(v.words[0]),      \
+               "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]), "l"(to), \
+               "r"(static_cast<int>(is_wanted))                            \
+               : "memory")
+#endif
+
+/// The vector at `from` if it `is_wanted`, else zeros.
+template <Cached kCached>
+RINGCOMM_HD inline Vector load_vector(const std::byte* from, bool is_wanted) {
+#ifdef __CUDA_ARCH__
+  Vector v;
+  if constexpr (kCached == Cached::kYes)
+    RINGCOMM_LOAD_VECTOR("ld.global", v, from, is_wanted);
+  else
+    RINGCOMM_LOAD_VECTOR("ld.global.cs", v, from, is_wanted);
+  return v;
+#else
+  return is_wanted ? RINGCOMM_HOST_LOAD(Vector, static_cast<const void*>(from)) : Vector{};
+#endif
+}
+
+template <Cached kCached>
+RINGCOMM_HD inline void store_vector(std::byte* to, const Vector& v, bool is_wanted) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kCached == Cached::kYes)
+    RINGCOMM_STORE_VECTOR("st.global", v, to, is_wanted);
+  else
+    RINGCOMM_STORE_VECTOR("st.global.cs", v, to, is_wanted);
+#else
+  if (is_wanted) RINGCOMM_HOST_STORE(Vector, static_cast<void*>(to), v);
+#endif
+}
+
+/// The same for any size that one instruction moves. The pointers are read from memory, so the
+/// compiler cannot know that they are global; each access states it.
+template <Cached kCached, class P>
+RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
+  P pack;
+#ifdef __CUDA_ARCH__
+  std::uint32_t words[4] = {};
+  const auto wanted = static_cast<int>(is_wanted);
+  if constexpr (sizeof(P) == sizeof(Vector)) {
+    const Vector v = load_vector<kCached>(static_cast<const std::byte*>(from), is_wanted);
+    __builtin_memcpy(words, v.words, sizeof words);
+  } else if constexpr (sizeof(P) == 8) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+        "@p ld.global.v2.u32 {%0, %1}, [%2]; }"
+        : "=&r"(words[0]), "=&r"(words[1])
+        : "l"(from), "r"(wanted)
+        : "memory");
+  } else if constexpr (sizeof(P) == 4) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u32 %0, [%1]; }"
+                 : "=&r"(words[0])
+                 : "l"(from), "r"(wanted)
+                 : "memory");
+  } else if constexpr (sizeof(P) == 2) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u16 %0, [%1]; }"
+                 : "=&r"(words[0])
+                 : "l"(from), "r"(wanted)
+                 : "memory");
+  } else {
+    static_assert(sizeof(P) == 1);
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u8 %0, [%1]; }"
+                 : "=&r"(words[0])
+                 : "l"(from), "r"(wanted)
+                 : "memory");
+  }
+  __builtin_memcpy(&pack, words, sizeof pack);
+#else
+  __builtin_memset(&pack, 0, sizeof pack);
+  if (is_wanted) pack = RINGCOMM_HOST_LOAD(P, from);
+#endif
+  return pack;
+}
+
+template <Cached kCached, class P>
+RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = true) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t words[4] = {};
+  __builtin_memcpy(words, &pack, sizeof pack);
+  const auto wanted = static_cast<int>(is_wanted);
+  if constexpr (sizeof(P) == sizeof(Vector)) {
+    store_vector<kCached>(static_cast<std::byte*>(to),
+                          Vector{{words[0], words[1], words[2], words[3]}}, is_wanted);
+  } else if constexpr (sizeof(P) == 8) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.u32 [%2], {%0, %1}; }" ::"r"(
+            words[0]),
+        "r"(words[1]), "l"(to), "r"(wanted)
+        : "memory");
+  } else if constexpr (sizeof(P) == 4) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u32 [%1], %0; }" ::"r"(words[0]),
+        "l"(to), "r"(wanted)
+        : "memory");
+  } else if constexpr (sizeof(P) == 2) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u16 [%1], %0; }" ::"r"(words[0]),
+        "l"(to), "r"(wanted)
+        : "memory");
+  } else {
+    static_assert(sizeof(P) == 1);
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u8 [%1], %0; }" ::"r"(words[0]),
+        "l"(to), "r"(wanted)
+        : "memory");
+  }
+#else
+  if (is_wanted) RINGCOMM_HOST_STORE(P, to, pack);
+#endif
+}
+
+/// The same with a cache_policy(), which only accesses of 8 and 16 bytes have.
+template <class P>
+RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted,
+                               [[maybe_unused]] std::uint64_t policy) {
+#ifdef __CUDA_ARCH__
+  P pack;
+  if constexpr (sizeof(P) == sizeof(Vector)) {
+    Vector v;
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+        "mov.b32 %2, 0; mov.b32 %3, 0; "
+        "@p ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6; }"
+        : "=&r"(v.words[0]), "=&r"(v.words[1]), "=&r"(v.words[2]), "=&r"(v.words[3])
+        : "l"(from), "r"(static_cast<int>(is_wanted)), "l"(policy)
+        : "memory");
+    __builtin_memcpy(&pack, v.words, sizeof pack);
+    return pack;
+  } else if constexpr (sizeof(P) == 8) {
+    std::uint32_t words[2];
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+        "@p ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %4; }"
+        : "=&r"(words[0]), "=&r"(words[1])
+        : "l"(from), "r"(static_cast<int>(is_wanted)), "l"(policy)
+        : "memory");
+    __builtin_memcpy(&pack, words, sizeof pack);
+    return pack;
+  }
+#endif
+  return load_pack<Cached::kYes, P>(from, is_wanted);
+}
+
+template <class P>
+RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted,
+                                   [[maybe_unused]] std::uint64_t policy) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t words[4] = {};
+  __builtin_memcpy(words, &pack, sizeof pack);
+  const auto wanted = static_cast<int>(is_wanted);
+  if constexpr (sizeof(P) == sizeof(Vector)) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %5, 0; "
+        "@p st.global.L2::cache_hint.v4.u32 [%4], {%0, %1, %2, %3}, %6; }" ::"r"(words[0]),
+        "r"(words[1]), "r"(words[2]), "r"(words[3]), "l"(to), "r"(wanted), "l"(policy)
+        : "memory");
+    return;
+  } else if constexpr (sizeof(P) == 8) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0; "
+        "@p st.global.L2::cache_hint.v2.u32 [%2], {%0, %1}, %4; }" ::"r"(words[0]),
+        "r"(words[1]), "l"(to), "r"(wanted), "l"(policy)
+        : "memory");
+    return;
+  }
+#endif
+  store_pack<Cached::kYes>(to, pack, is_wanted);
+}
+
+RINGCOMM_HD inline Copy copy_of(void* to, const void* from, std::size_t num_bytes) {
+  const bool is_whole = is_aligned(to, sizeof(Vector)) && is_aligned(from, sizeof(Vector));
+  return {static_cast<std::byte*>(to), static_cast<const std::byte*>(from),
+          static_cast<std::uint32_t>(num_bytes),
+          is_whole ? static_cast<std::uint32_t>(num_bytes / sizeof(Vector)) : 0};
+}
+
+/// Several copies as one list of vectors, distributed over the threads of a block: vector v of copy
+/// k has number k * stride + v. No copy is longer than the stride.
+class CopyList {
+ public:
+  RINGCOMM_HD CopyList(const Copy* copies, int num, const Stride& stride)
+      : copies_(copies), num_(static_cast<unsigned>(num)), stride_(stride) {}
+
+  /// For copies of at most `max_bytes`.
+  static constexpr Stride stride_of(std::size_t max_bytes) {
+    const auto num_vectors = static_cast<std::uint32_t>(max_bytes / sizeof(Vector));
+    // Rounded up. The value for 1 would overflow, so it is stored as 0.
+    return {num_vectors, num_vectors > 1 ? 0xffffffffu / num_vectors + 1 : 0};
+  }
+
+  RINGCOMM_HD std::uint32_t num_vectors() const { return num_ * stride_.num_vectors; }
+
+  struct Place {
+    std::byte* to;
+    const std::byte* from;
+    bool is_there;
+  };
+  RINGCOMM_HD Place at(std::uint32_t idx) const {
+    std::uint32_t k = product_high(idx, stride_.inverse);
+    if (stride_.num_vectors == 1) k = idx;
+    if (k * stride_.num_vectors > idx) --k;  // the inverse is rounded up
+    const Copy& copy = copies_[k < num_ ? k : 0];
+    const std::uint32_t vector = idx - k * stride_.num_vectors;
+    const std::size_t offset = std::size_t{vector} * sizeof(Vector);
+    return {copy.to + offset, copy.from + offset, k < num_ && vector < copy.num_vectors};
+  }
+  RINGCOMM_HD unsigned num() const { return num_; }
+  RINGCOMM_HD const Copy& operator[](unsigned k) const { return copies_[k]; }
+
+ private:
+  const Copy* copies_;
+  unsigned num_;
+  Stride stride_;
+};
+
+/// Vectors that a thread has in registers between memory and memory. `make kernel-sweep HELD=8`
+/// measures another number.
+#ifndef RINGCOMM_HELD_VECTORS
+#define RINGCOMM_HELD_VECTORS 4
+#endif
+inline constexpr std::uint32_t kHeldVectors = RINGCOMM_HELD_VECTORS;
+
+/// Those of a list from vector `first` on that are loaded before a wait and stored after it.
+template <Cached kFrom, Cached kTo>
+class HeldVectors {
+ public:
+  template <class B>
+  RINGCOMM_HD void load(const B& block, const CopyList& list, std::uint32_t first) {
+    RINGCOMM_UNROLL
+    for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
+      const auto place = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
+      held_[u] = load_vector<kFrom>(place.from, place.is_there);
+    }
+  }
+  template <class B>
+  RINGCOMM_HD void store(const B& block, const CopyList& list, std::uint32_t first) const {
+    RINGCOMM_UNROLL
+    for (std::uint32_t u = 0; u < kHeldVectors; ++u) {
+      const auto place = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
+      store_vector<kTo>(place.to, held_[u], place.is_there);
+    }
+  }
+
+ private:
+  Vector held_[kHeldVectors];
+};
+
+/// Units of a range, dealt to the threads of a block.
+template <class Unit, class B>
+RINGCOMM_HD void copy_units(const B& block, std::byte* to, const std::byte* from,
+                            std::uint32_t num_units) {
+  RINGCOMM_ROLLED
+  for (std::uint32_t i = block.thread_idx(); i < num_units; i += block.num_threads())
+    store_pack<Cached::kYes>(to + std::size_t{i} * sizeof(Unit),
+                             load_pack<Cached::kYes, Unit>(from + std::size_t{i} * sizeof(Unit)));
+}
+
+/// Copies the bytes outside whole vectors: everything if an address is not aligned.
+template <class B>
+RINGCOMM_HD void copy_rest(const B& block, const Copy& copy) {
+  const auto done = static_cast<std::uint32_t>(copy.num_vectors * sizeof(Vector));
+  if (done == copy.num_bytes) return;
+  std::byte* to = copy.to + done;
+  const std::byte* from = copy.from + done;
+  const std::uint32_t num_bytes = copy.num_bytes - done;
+  const std::uint32_t num_words = is_aligned(to, 4) && is_aligned(from, 4) ? num_bytes / 4 : 0;
+  copy_units<std::uint32_t>(block, to, from, num_words);
+  copy_units<std::byte>(block, to + num_words * 4, from + num_words * 4, num_bytes - num_words * 4);
+}
+
+/// Copies from vector `first` of the list; other threads may read the result after a sync.
+template <Cached kFrom, Cached kTo, class B>
+RINGCOMM_HD void copy_all(const B& block, const CopyList& list, std::uint32_t first = 0) {
+  RINGCOMM_ROLLED
+  for (; first < list.num_vectors(); first += kHeldVectors * block.num_threads()) {
+    CopyList::Place places[kHeldVectors];
+    Vector held[kHeldVectors];
+    RINGCOMM_UNROLL
+    for (std::uint32_t u = 0; u < kHeldVectors; ++u)
+      places[u] = list.at(opaque(first + u * block.num_threads() + block.thread_idx()));
+    RINGCOMM_UNROLL
+    for (std::uint32_t u = 0; u < kHeldVectors; ++u)
+      held[u] = load_vector<kFrom>(places[u].from, places[u].is_there);
+    RINGCOMM_UNROLL
+    for (std::uint32_t u = 0; u < kHeldVectors; ++u)
+      store_vector<kTo>(places[u].to, held[u], places[u].is_there);
+  }
+  RINGCOMM_ROLLED
+  for (unsigned k = 0; k < list.num(); ++k) copy_rest(block, list[k]);
+}
+
+/// memcpy by all threads of a block, of less than 4 GiB.
+template <Cached kFrom = Cached::kYes, Cached kTo = Cached::kYes, class B>
+RINGCOMM_HD void copy_by_block(const B& block, void* to, const void* from, std::size_t num_bytes) {
+  const Copy copy = copy_of(to, from, num_bytes);
+  copy_all<kFrom, kTo>(block, CopyList(&copy, 1, {copy.num_vectors, 0}));
+}
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,223 @@
+#pragma once
+
+#include "core/chunk_layout.h"
+#include "cuda/kernels/memory.h"
+#include "cuda/kernels/phases.h"
+
+// Moves data without reduction, on boards, piece by piece: every rank stages its data for the
+// others and copies their data for it. all_gather, broadcast, gather, scatter and all_to_all differ
+// in the sizes per pair of ranks; a barrier has no data.
+
+namespace ringcomm::cuda {
+
+/// Bytes of a region for each rank that a piece is staged for.
+RINGCOMM_HD inline std::size_t move_part_bytes(const StagingLayout& layout, bool is_shared) {
+  const std::size_t num_parts = is_shared || layout.world_size == 1 ? 1 : layout.world_size - 1;
+  return layout.region_bytes / num_parts / sizeof(Vector) * sizeof(Vector);
+}
+
+/// KernelCall's inputs and input_bytes are this rank's data for each rank, outputs and output_bytes
+/// the destinations of the data from each rank, including itself.
+///
+/// With kIsShared a rank has the same data for all ranks that receive from it, and stages it once.
+/// In step t a block waits until all ranks have ended step t - 1, stages piece t, copies piece t -
+/// 1, which all have staged, and publishes: one synchronization per piece.
+template <bool kIsShared, Block B>
+class Move {
+ public:
+  RINGCOMM_HD Move(B& block, const KernelCall& call)
+      : block_(block),
+        call_(call),
+        phases_(block, call),
+        part_bytes_(call.part_bytes),
+        is_known_(call.longest_bytes != KernelCall::kUnknown) {}
+
+  RINGCOMM_HD Stop run() {
+    // If sizes may differ between ranks, the first piece of every block contains them.
+    num_steps_ = 2;
+    if (is_known_)
+      num_steps_ =
+          call_.num_slices > 0 ? steps_of_block() : steps_of(pieces_of(call_.longest_bytes));
+    std::uint32_t step = call_.first_step;
+    phases_.begin_lending();
+    prepare(step, phases_.phase());
+    block_.sync();
+    RINGCOMM_ROLLED
+    for (; step < num_steps_ && step <= call_.last_step; ++step) {
+      if (const Stop stop = begin_step(step); stop != Stop::kNone) return stop;
+      if (phases_.lending() == Lending::kAll) return take_lent();
+      if (step >= 1)
+        copy_all<Cached::kYes, Cached::kNo>(block_,
+                                            list(block_.tables().of(step).taken, call_.world_size));
+      if (step + 1 < num_steps_) phases_.publish();
+    }
+    return Stop::kNone;
+  }
+
+ private:
+  /// At least one, which has the headers. A division, for sizes that the host does not know.
+  RINGCOMM_HD std::uint64_t pieces_of(std::uint64_t num_bytes) const {
+    return num_bytes == 0 ? 1 : num_slices(num_bytes, part_bytes_);
+  }
+  /// One more than the block's share of the pieces; 0 where it has none.
+  RINGCOMM_HD std::uint32_t steps_of_block() const {
+    const std::uint32_t pieces =
+        call_.slices_each + (block_.block_idx() < call_.num_longer ? 1 : 0);
+    return pieces > 0 ? pieces + 1 : 0;
+  }
+  RINGCOMM_HD std::uint32_t steps_of(std::uint64_t num_pieces) const {
+    const auto pieces = static_cast<std::uint32_t>(num_pieces);
+    const std::uint32_t block_idx = block_.block_idx();
+    if (block_idx >= pieces) return 0;
+    return (pieces - block_idx + block_.num_blocks() - 1) / block_.num_blocks() + 1;
+  }
+  RINGCOMM_HD ElemRange piece(std::uint64_t num_bytes, std::uint32_t step) const {
+    return slice_of({0, num_bytes}, block_.block_idx() + std::size_t{step} * block_.num_blocks(),
+                    part_bytes_);
+  }
+  /// The offset in `from`'s region of the part for `to`.
+  RINGCOMM_HD std::size_t part_offset(int from, int to) const {
+    return kIsShared ? 0 : static_cast<std::size_t>(to < from ? to : to - 1) * part_bytes_;
+  }
+  RINGCOMM_HD CopyList list(const Copy* copies, int num) const {
+    return {copies, num, call_.staged_stride};
+  }
+  RINGCOMM_HD CopyList staged(std::uint32_t step, bool has_heading) const {
+    const bool is_lending = has_heading && call_.lends == Lends::kYes;
+    const int num = kIsShared && call_.world_size > 1 ? 1 : call_.world_size - 1;
+    return list(block_.tables().of(step).staged, is_lending ? 0 : num);
+  }
+
+  /// Stages the step's piece. A rank that lends its buffers stages nothing until it knows that not
+  /// all ranks lend theirs.
+  RINGCOMM_HD Stop begin_step(std::uint32_t& step) {
+    bool has_heading = step <= 1 && phases_.lending() == Lending::kUnknown;
+    HeldVectors<Cached::kNo, Cached::kYes> held;
+    held.load(block_, staged(step, has_heading), 0);
+    std::byte* region = nullptr;
+    const bool is_first = step == 0 && has_heading;
+    if (const Stop stop = phases_.open(region, is_first); stop != Stop::kNone) return stop;
+    if (step == 1 && has_heading) {
+      if (const Stop stop = compare_calls(); stop != Stop::kNone) return stop;
+      if (phases_.lending() == Lending::kAll) return Stop::kNone;
+      // As ReduceGather's.
+      if (phases_.lending() == Lending::kSome) {
+        has_heading = false;
+        step = 0;
+        prepare(step, phases_.phase());
+        block_.sync();
+        held.load(block_, staged(step, false), 0);
+      }
+    }
+    const CopyList list = staged(step, has_heading);
+    held.store(block_, list, 0);
+    copy_all<Cached::kNo, Cached::kYes>(block_, list, kHeldVectors * block_.num_threads());
+    prepare(step + 1, phases_.phase() + 1);
+    return Stop::kNone;
+  }
+  RINGCOMM_HD Stop compare_calls() {
+    if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
+    if (is_known_) return Stop::kNone;
+    std::uint64_t longest_bytes = 0;
+    if (const Stop stop = compare_sizes(longest_bytes); stop != Stop::kNone) return stop;
+    is_known_ = true;
+    num_steps_ = steps_of(pieces_of(longest_bytes));
+    return Stop::kNone;
+  }
+
+  /// If all ranks lend their data: copies this rank's data directly from source to destination,
+  /// without staging.
+  RINGCOMM_HD Stop take_lent() {
+    RINGCOMM_ROLLED
+    for (std::uint32_t step = 1; step < num_steps_; ++step) {
+      RINGCOMM_ROLLED
+      for (auto i = static_cast<int>(block_.thread_idx()); i < call_.world_size;
+           i += static_cast<int>(block_.num_threads())) {
+        const int from = (call_.rank + i) % call_.world_size;
+        const ElemRange bytes = piece(call_.output_bytes[from], step - 1);
+        const std::byte* const input =
+            from == call_.rank ? call_.inputs[from] : block_.tables().lent.inputs[from];
+        prepare_taking(block_.tables().of(step), i, bytes, input + bytes.begin_elems);
+      }
+      // These tables were read two steps ago.
+      block_.sync();
+      copy_all<Cached::kYes, Cached::kNo>(block_,
+                                          list(block_.tables().of(step).taken, call_.world_size));
+    }
+    return phases_.rejoin();
+  }
+
+  /// As ReduceGather's.
+  RINGCOMM_HD void prepare(std::uint32_t step, std::uint64_t phase) {
+    StepTables& tables = block_.tables().of(step);
+    RINGCOMM_ROLLED
+    for (auto i = static_cast<int>(block_.thread_idx()); i < call_.world_size;
+         i += static_cast<int>(block_.num_threads())) {
+      if (kIsShared ? i == receiver() : i != call_.rank) {
+        const ElemRange bytes = piece(call_.input_bytes[i], step);
+        const int k = kIsShared ? 0 : i < call_.rank ? i : i - 1;
+        tables.staged[k] = copy_of(phases_.region(call_.rank, phase) + part_offset(call_.rank, i),
+                                   call_.inputs[i] + bytes.begin_elems, bytes.num_elems);
+      }
+      if (step == 0) continue;
+      const int from = (call_.rank + i) % call_.world_size;
+      const ElemRange bytes = piece(call_.output_bytes[from], step - 1);
+      prepare_taking(tables, i, bytes,
+                     from == call_.rank
+                         ? call_.inputs[from] + bytes.begin_elems
+                         : phases_.region(from, phase - 1) + part_offset(from, call_.rank));
+    }
+  }
+  /// Prepares copy i of a piece: the data of the i-th rank, counted from this one, for this rank.
+  RINGCOMM_HD void prepare_taking(StepTables& tables, int i, const ElemRange& bytes,
+                                  const std::byte* from) {
+    std::byte* const output =
+        call_.outputs[(call_.rank + i) % call_.world_size] + bytes.begin_elems;
+    tables.taken[i] = copy_of(output, from, from == output ? 0 : bytes.num_elems);
+  }
+  /// A rank that receives data from this one; any rank if none does.
+  RINGCOMM_HD int receiver() const {
+    RINGCOMM_ROLLED
+    for (int to = 0; to < call_.world_size; ++to)
+      if (to != call_.rank && call_.input_bytes[to] != 0) return to;
+    return call_.rank == 0 ? 1 : 0;
+  }
+
+  /// Whether each pair of ranks agrees on its sizes. All ranks check all pairs, so that all get the
+  /// same answer and the same number of pieces.
+  RINGCOMM_HD Stop compare_sizes(std::uint64_t& longest_bytes) {
+    RINGCOMM_ROLLED
+    for (int from = 0; from < call_.world_size; ++from) {
+      RINGCOMM_ROLLED
+      for (int to = 0; to < call_.world_size; ++to) {
+        const std::uint64_t sent_bytes = phases_.heading(from).input_bytes[to];
+        const std::uint64_t wanted_bytes = phases_.heading(to).output_bytes[from];
+        if (sent_bytes != wanted_bytes) {
+          tell(block_, call_, kSizesDiffer, from == call_.rank ? to : from,
+               FewWords{static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to),
+                        static_cast<std::uint32_t>(sent_bytes),
+                        static_cast<std::uint32_t>(sent_bytes >> 32),
+                        static_cast<std::uint32_t>(wanted_bytes),
+                        static_cast<std::uint32_t>(wanted_bytes >> 32)});
+          return Stop::kAborted;
+        }
+        longest_bytes = sent_bytes > longest_bytes ? sent_bytes : longest_bytes;
+      }
+    }
+    return Stop::kNone;
+  }
+
+  B& block_;
+  const KernelCall& call_;
+  Phases<B> phases_;
+  std::size_t part_bytes_;
+  std::uint32_t num_steps_ = 0;
+  bool is_known_;
+};
+
+template <bool kIsShared, Block B>
+RINGCOMM_HD void move(B& block, const KernelCall& call) {
+  run_collective<Move<kIsShared, B>>(block, call);
+}
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,22 @@
+// The passes over logits in 64-byte vectors.
+
+#if defined(__x86_64__)
+
+#include "core/types.h"
+#include "kernels/softmax_tables.h"
+
+#define RINGCOMM_VECTOR_BYTES 64
+#include "kernels/lanes_avx512.h"
+#include "kernels/softmax_kernels.h"
+
+namespace ringcomm::host {
+
+constinit const SoftmaxKernels kAvx512Softmax = make_softmax_kernels();
+
+}  // namespace ringcomm::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif  // __x86_64__

@@ -1,0 +1,22 @@
+// The updates in 32-byte vectors.
+
+#if defined(__x86_64__)
+
+#include "core/types.h"
+#include "kernels/update_tables.h"
+
+#define RINGCOMM_VECTOR_BYTES 32
+#include "kernels/lanes_avx2.h"
+#include "kernels/update_kernels.h"
+
+namespace ringcomm::host {
+
+constinit const UpdateKernels kAvx2Updates = make_update_kernels();
+
+}  // namespace ringcomm::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif  // __x86_64__
