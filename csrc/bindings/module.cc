@@ -12,7 +12,6 @@
 #include "bindings/process_group.h"
 #include "bindings/shared_tensors.h"
 #include "collectives/collective.h"
-#include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "cuda/bindings/loss_kernels.h"
 #include "ops/softmax_stats.h"

@@ -4,13 +4,60 @@
 #include <stdexcept>
 #include <utility>
 
-#include "collectives/owner_update.h"
-#include "collectives/reduction.h"
-#include "collectives/traced_p2p.h"
-#include "collectives/update_in_parts.h"
+#include "collectives/fused_update.h"
+#include "collectives/hosts/carrier.h"
+#include "collectives/messages/carrier.h"
+#include "collectives/shm/carrier.h"
+#include "transport/messages/message_transport.h"
+#include "transport/peer_table.h"
+#include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
 namespace {
+
+// A carrier, and a readable description of the choice with its reason.
+struct ChosenCarrier {
+  std::unique_ptr<Carrier> carrier;
+  std::string reason;
+};
+
+// Chooses the transport of a group of at least 2 ranks; collective.
+ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
+                           const CommunicatorOptions& options, const MakeMessages& make_messages,
+                           const KnownProcesses& known, std::chrono::milliseconds timeout) {
+  const bool is_p2p = options.transport == "p2p";
+  shm::Rendezvous rendezvous(store,
+                             {.rank = rank,
+                              .world_size = world_size,
+                              .options = options.to_text(),
+                              .host_id = options.host_id,
+                              .known = known},
+                             {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size),
+                              .is_one_host = options.transport == "shm"},
+                             timeout);
+  const PeerTable peer_table = rendezvous.find_ranks();
+  const std::string hosts = peer_table.describe();
+  if (peer_table.num_hosts() == 1 && !is_p2p)
+    return {std::make_unique<ShmCarrier>(rendezvous, peer_table, rank, options), "shm: " + hosts};
+
+  if (!make_messages)
+    throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
+                                ", but no backend for messages is available");
+  std::string name;
+  const MakeMessages make = [&](const LookForRanks& look) {
+    auto messages = make_messages(look);
+    name = messages->name();
+    return messages;
+  };
+  if (is_p2p || peer_table.max_ranks_on_a_host() == 1) {
+    auto carrier = std::make_unique<MessageCarrier>(store, rendezvous, options, make);
+    return {std::move(carrier),
+            "p2p over " + name +
+                (is_p2p ? ", as requested; " : ", because no two ranks share a host; ") + hosts};
+  }
+  auto carrier = std::make_unique<HostsCarrier>(store, rendezvous, peer_table, options, make);
+  return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
+}
 
 // Rejects calls that no rank can run, and roots outside the group.
 void check_op(const Collective& call, int world_size) {
@@ -74,7 +121,7 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
     transport_ = std::move(chosen.reason);
     if (!carrier_->runs_in_caller()) queue_.leave_to_thread();
   }
-  check_algorithm(options.algorithm);
+  check_all_reduce_algorithm(options.algorithm, transport_);
   failure_ = std::make_unique<Failure>(carrier_ != nullptr ? &carrier_->membership() : nullptr,
                                        rank, world_size);
   if (carrier_ != nullptr) p2p_ = carrier_->make_p2p(*failure_, stats_);
@@ -84,7 +131,7 @@ Communicator::~Communicator() { trace::leave_group(trace_group_); }
 
 void Communicator::trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
   trace_group_ = trace::add_group(name, rank_, ranks, transport_);
-  if (p2p_ != nullptr) p2p_ = std::make_unique<TracedP2p>(std::move(p2p_), trace_group_);
+  if (p2p_ != nullptr) p2p_ = traced(std::move(p2p_), trace_group_);
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
@@ -156,22 +203,15 @@ OrderedQueue::Ticket Communicator::submit(Sequence sequence, const WaitLimits& l
       std::move(done));
 }
 
-void Communicator::check_algorithm(Algorithm algorithm) const {
-  check_all_reduce_algorithm(
-      algorithm, carrier_ != nullptr ? carrier_->all_reduce_algorithms() : kAllReduceAlgorithms,
-      transport_);
-}
-
 void Communicator::validate(const Collective& call) const {
   check_op(call, world_size_);
-  if (call.op == OpKind::kAllReduce) check_algorithm(call.algorithm);
+  if (call.op == OpKind::kAllReduce) check_all_reduce_algorithm(call.algorithm, transport_);
   check_own_share(call, rank_);
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather) {
     if (call.update == nullptr) throw std::invalid_argument("an update needs an optimizer");
     host::make_update_op(call.update->spec, call.dtype);
   }
-  options_.check_ring(call);
 }
 
 Algorithm Communicator::algorithm_of(const Collective& call) const {
@@ -209,7 +249,7 @@ CallHeader Communicator::planned(const Collective& call) {
 void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   const CallHeader header = planned(call);
-  trace::Span traced([&] { return event_of(call, header, trace_group_); });
+  trace::Span span([&] { return event_of(call, header, trace_group_); });
   if (carrier_ == nullptr) {
     run_alone(call);
     count(header.op, {});
@@ -229,7 +269,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
             ? update_in_parts(call, rank_, world_size_,
                               [&](const Collective& part) { return run_part(part, limits); })
             : carrier_->run(call, header, limits);
-    traced.set_algorithm(name_of(traffic.algorithm));
+    span.set_algorithm(name_of(traffic.algorithm));
     if (call.is_counted) count(header.op, traffic);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
@@ -250,7 +290,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
 // One part of an update that the carrier cannot fuse.
 Traffic Communicator::run_part(const Collective& part, const WaitLimits& limits) {
   const CallHeader header = planned(part);
-  const trace::Span traced([&] { return event_of(part, header, trace_group_); });
+  const trace::Span span([&] { return event_of(part, header, trace_group_); });
   return carrier_->run(part, header, limits);
 }
 

@@ -10,13 +10,10 @@
 #include <vector>
 
 #include "collectives/carrier.h"
-#include "collectives/carrier_registry.h"
 #include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "collectives/failure.h"
 #include "collectives/ordered_queue.h"
-#include "collectives/point_to_point.h"
-#include "collectives/stats.h"
+#include "collectives/p2p.h"
 #include "collectives/trace.h"
 #include "transport/key_value_store.h"
 #include "transport/wait_limits.h"
@@ -126,7 +123,6 @@ class Communicator {
   bool is_inherited() const { return failure_->is_inherited(); }
 
  private:
-  void check_algorithm(Algorithm algorithm) const;
   void validate(const Collective& call) const;
   template <typename Body>
   void run_in_order(const Body& body, const WaitLimits& limits);

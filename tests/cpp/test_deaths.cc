@@ -30,7 +30,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/p2p_op.h"
+#include "collectives/p2p.h"
 #include "core/test_steps.h"
 #include "sanitizers.h"
 #include "socket_messages.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/update_in_parts.h"
+#include "collectives/fused_update.h"
 #include "core/chunk_layout.h"
 #include "kernels/update_op.h"
 #include "sanitizers.h"

@@ -8,7 +8,7 @@
 #include "collectives/hosts/agreement.h"
 #include "collectives/messages/collectives.h"
 #include "collectives/messages/exchange.h"
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "collectives/messages/exchange.h"
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {

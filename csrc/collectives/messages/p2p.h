@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "collectives/failure.h"
-#include "collectives/point_to_point.h"
-#include "collectives/stats.h"
+#include "collectives/p2p.h"
+#include "collectives/collective.h"
 #include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/message_watch.h"

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "collectives/failure.h"
-#include "collectives/point_to_point.h"
+#include "collectives/p2p.h"
 #include "collectives/shm/p2p_mailbox.h"
-#include "collectives/stats.h"
+#include "collectives/collective.h"
 #include "core/wait_policy.h"
 #include "transport/background_thread.h"
 #include "transport/shm/group.h"
