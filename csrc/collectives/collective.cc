@@ -8,8 +8,9 @@ namespace ringcomm {
 namespace {
 
 constexpr std::array<const char*, kNumOpKinds> kOpNames = {
-    "barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast",
-    "gather", "scatter", "all_to_all", "reduce_scatter_update_all_gather", "send", "recv"};
+    "barrier",   "all_reduce", "reduce",  "reduce_scatter", "all_gather",
+    "broadcast", "gather",     "scatter", "all_to_all",     "reduce_scatter_update_all_gather",
+    "send",      "recv"};
 constexpr std::array<const char*, kNumAlgorithms> kAlgorithmNames = {
     "auto", "one_shot", "two_shot", "ring", "direct", "hierarchical"};
 

@@ -82,16 +82,12 @@ class Communicator {
   /// Runs a collective to its end, in this thread when no other is before it. Throws Error,
   /// std::invalid_argument.
   void run(const Collective& call, const WaitLimits& limits);
-
+  void run(const Sequence& sequence, const WaitLimits& limits);
   /// Starts a collective. The call's arrays and buffers must live until `done` has been called,
   /// which happens once, on any thread, with the error or null. Throws std::invalid_argument, and
   /// what ended the group.
   OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
-
-  /// The same for a sequence.
-  void run(const Sequence& sequence, const WaitLimits& limits);
   OrderedQueue::Ticket submit(Sequence sequence, const WaitLimits& limits, Done done);
-
   OrderedQueue& queue() { return queue_; }
 
   /// For collectives that do not go through the queue, but are enqueued to a device in the order of
@@ -112,15 +108,8 @@ class Communicator {
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
-  /// Whether the process of `rank` is known to have ended.
-  bool has_died(int rank) { return members() != nullptr && members()->has_died(rank); }
-  /// Whether it is stopped (SIGSTOP), as far as the kernel tells.
-  bool is_stopped(int rank) { return members() != nullptr && members()->is_stopped(rank); }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
-  /// Whether this object was inherited by fork(). If so, do not use or destroy it: its threads do
-  /// not exist here.
-  bool is_inherited() const { return failure_->is_inherited(); }
 
  private:
   void validate(const Collective& call) const;

@@ -6,10 +6,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <ctime>
-#include <memory>
 #include <mutex>
 
 #include "transport/page_bytes.h"
@@ -59,39 +59,32 @@ std::string field(const char* name, const std::string& value) {
 }  // namespace
 
 /// The ring buffer of one thread.
-class Buffer {
- public:
-  Buffer(ThreadHeader* header, Event* events, std::size_t capacity)
-      : header_(header), events_(events), capacity_(capacity) {}
-
+struct Buffer {
   /// Writes an event; its number.
   std::uint64_t write(const Event& event) {
-    const std::uint64_t number = header_->num_events;
-    events_[number % capacity_] = event;
+    const std::uint64_t number = header->num_events;
+    events[number % capacity] = event;
     // Stored after the event, so that a reader sees complete events only, also in the file of a
     // killed or running process.
-    __atomic_store_n(&header_->num_events, number + 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&header->num_events, number + 1, __ATOMIC_RELEASE);
     return number;
   }
   /// The event of that number; null where it has been overwritten.
-  Event* find(std::uint64_t number) {
-    return header_->num_events - number <= capacity_ ? &events_[number % capacity_] : nullptr;
-  }
-  void note_alive(std::uint64_t time_ns) {
-    __atomic_store_n(&header_->alive_ns, time_ns, __ATOMIC_RELAXED);
+  Event* find(std::uint64_t number) const {
+    return header->num_events - number <= capacity ? &events[number % capacity] : nullptr;
   }
 
+  std::uint64_t number;  // of the buffer
+  ThreadHeader* header;
+  Event* events;
+  std::size_t capacity;
   // The innermost collective of this thread.
   std::uint64_t seq = kNoSeq;
   std::uint32_t group = kNoGroup;
-
- private:
-  ThreadHeader* header_;
-  Event* events_;
-  std::size_t capacity_;
 };
 
-/// The recording of a process. Never destroyed, because threads use it until they end.
+/// The recording of a process. Neither it nor a Buffer is ever destroyed, because threads use them
+/// until they end.
 class Recorder {
  public:
   Recorder(int events_fd, int log_fd, std::size_t num_events)
@@ -99,7 +92,7 @@ class Recorder {
         log_fd_(log_fd),
         num_events_(num_events),
         thread_bytes_(page_bytes() + whole_pages(num_events * sizeof(Event))) {
-    header_ = static_cast<FileHeader*>(map(0, page_bytes()));
+    header_ = reinterpret_cast<FileHeader*>(map(0, page_bytes()));
     if (header_ != nullptr) header_->magic = {'R', 'I', 'N', 'G', 'T', 'R', 'C', '1'};
   }
 
@@ -109,24 +102,24 @@ class Recorder {
   /// A buffer for the calling thread, or null: no memory, or too many threads.
   Buffer* take_buffer() {
     const std::lock_guard lock(mutex_);
-    std::size_t number = buffers_.size();
+    Buffer* buffer = nullptr;
     if (!free_.empty()) {
-      number = free_.back();
+      buffer = free_.back();
       free_.pop_back();
-    } else if (number >= kMaxThreads || !add_buffer()) {
-      return nullptr;
+    } else {
+      buffer = make_buffer();
     }
+    if (buffer == nullptr) return nullptr;
     std::array<char, 16> name{};
     ::pthread_getname_np(::pthread_self(), name.data(), name.size());
-    log(field("thread", number) + ", " + field("name", name.data()) + ", " +
+    log(field("thread", buffer->number) + ", " + field("name", name.data()) + ", " +
         field("tid", static_cast<std::uint64_t>(::syscall(SYS_gettid))));
-    return buffers_[number].get();
+    return buffer;
   }
   /// Its thread has ended. Its events remain, and another thread may append to them.
-  void give_back(const Buffer* buffer) {
+  void give_back(Buffer* buffer) {
     const std::lock_guard lock(mutex_);
-    for (std::size_t number = 0; number < buffers_.size(); ++number)
-      if (buffers_[number].get() == buffer) free_.push_back(number);
+    free_.push_back(buffer);
   }
   void count_lost() {
     if (header_ != nullptr) __atomic_fetch_add(&header_->num_lost, 1, __ATOMIC_RELAXED);
@@ -155,29 +148,31 @@ class Recorder {
   std::uint32_t next_group() { return num_groups_.fetch_add(1); }
 
  private:
-  void* map(std::size_t offset, std::size_t num_bytes) const {
+  // Null where there is no memory.
+  std::byte* map(std::size_t offset, std::size_t num_bytes) const {
     const auto place = static_cast<off_t>(offset);
     // Allocated beforehand: a write to a mapped hole of a full disk would kill the process.
     if (::posix_fallocate(events_fd_, place, static_cast<off_t>(num_bytes)) != 0) return nullptr;
     void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, events_fd_, place);
-    return data != MAP_FAILED ? data : nullptr;
+    return data != MAP_FAILED ? static_cast<std::byte*>(data) : nullptr;
+  }
+
+  Buffer* make_buffer() {
+    if (num_buffers_ == kMaxThreads) return nullptr;
+    std::byte* data = map(page_bytes() + num_buffers_ * thread_bytes_, thread_bytes_);
+    if (data == nullptr) return nullptr;
+    return new Buffer{.number = num_buffers_++,
+                      .header = reinterpret_cast<ThreadHeader*>(data),
+                      .events = reinterpret_cast<Event*>(data + page_bytes()),
+                      .capacity = num_events_};
   }
 
   // 0 while it has no number.
   std::uint8_t find_name(const char* literal) const {
     const std::size_t count = num_names_.load(std::memory_order_acquire);
-    for (std::size_t i = 0; i < count; ++i)
-      if (names_[i] == literal) return static_cast<std::uint8_t>(i + 1);
-    return 0;
-  }
-
-  bool add_buffer() {
-    void* data = map(page_bytes() + buffers_.size() * thread_bytes_, thread_bytes_);
-    if (data == nullptr) return false;
-    auto* events = reinterpret_cast<Event*>(static_cast<std::byte*>(data) + page_bytes());
-    buffers_.push_back(
-        std::make_unique<Buffer>(static_cast<ThreadHeader*>(data), events, num_events_));
-    return true;
+    const auto* end = names_.data() + count;
+    const auto* found = std::find(names_.data(), end, literal);
+    return found != end ? static_cast<std::uint8_t>(found - names_.data() + 1) : std::uint8_t{0};
   }
 
   const int generation_ = process_generation();
@@ -190,8 +185,8 @@ class Recorder {
   std::atomic<std::size_t> num_names_ = 0;  // those below it do not change any more
   std::atomic<std::uint32_t> num_groups_ = 0;
   std::mutex mutex_;  // guards the buffers, and new names
-  std::vector<std::unique_ptr<Buffer>> buffers_;
-  std::vector<std::size_t> free_;
+  std::size_t num_buffers_ = 0;
+  std::vector<Buffer*> free_;
 };
 
 namespace {
@@ -269,7 +264,8 @@ void add_failure(const std::exception_ptr& error) {
 
 void note_alive() {
   if (!is_on()) return;
-  if (Buffer* buffer = find_buffer(); buffer != nullptr) buffer->note_alive(now_ns());
+  if (const Buffer* buffer = find_buffer(); buffer != nullptr)
+    __atomic_store_n(&buffer->header->alive_ns, now_ns(), __ATOMIC_RELAXED);
 }
 
 std::uint8_t name_number(const char* literal) {

@@ -302,9 +302,10 @@ using Meshes = std::array<testing::SocketMesh, 2>;
 void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
                       Communicator& first, const WaitLimits& limits) {
   FolderStore store(folder, [] {}, "second/");
-  const auto group = make_group(store, rank, mesh, limits.timeout,
-                                {.has_died = [&](int peer) { return first.has_died(peer); },
-                                 .is_stopped = [&](int peer) { return first.is_stopped(peer); }});
+  const auto group =
+      make_group(store, rank, mesh, limits.timeout,
+                 {.has_died = [&](int peer) { return first.members()->has_died(peer); },
+                  .is_stopped = [&](int peer) { return first.members()->is_stopped(peer); }});
   run_collectives(*group, limits);
 }
 

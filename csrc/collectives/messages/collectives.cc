@@ -59,8 +59,7 @@ std::uint64_t all_reduce(MessageEngine& engine, const Collective& call, const Ca
   }
   const std::uint64_t sent_bytes = direct_reduce_scatter(engine, header, shares);
   return sent_bytes +
-         (is_ring ? ring_all_gather(engine, shares)
-                  : direct_all_gather(engine, header, shares));
+         (is_ring ? ring_all_gather(engine, shares) : direct_all_gather(engine, header, shares));
 }
 
 std::uint64_t reduce_scatter(MessageEngine& engine, const Collective& call,

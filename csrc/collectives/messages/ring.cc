@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "collectives/messages/exchange.h"
-#include "core/ring_schedule.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
@@ -190,7 +189,8 @@ class Ring {
   std::uint64_t sent_bytes_ = 0;
 };
 
-std::uint64_t run_ring(MessageEngine& engine, const MessageShares& shares, bool has_reduce_scatter, bool has_all_gather) {
+std::uint64_t run_ring(MessageEngine& engine, const MessageShares& shares, bool has_reduce_scatter,
+                       bool has_all_gather) {
   const std::size_t slice_elems = engine.cut().slot_bytes / shares.element_bytes;
   return Ring(engine, shares,
               {.num_slices = num_slices(shares.max_elems(), slice_elems),

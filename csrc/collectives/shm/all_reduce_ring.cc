@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "collectives/fused_update.h"
 #include "collectives/collective.h"
+#include "collectives/fused_update.h"
 #include "collectives/shm/algorithms.h"
 #include "collectives/shm/ring_links.h"
 #include "core/chunk_layout.h"

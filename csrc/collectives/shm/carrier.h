@@ -1,6 +1,5 @@
 #pragma once
 
-
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/shm/direct_collectives.h"

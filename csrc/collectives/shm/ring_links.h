@@ -19,8 +19,7 @@ struct RingLinks {
 
   explicit RingLinks(Engine& engine)
       : schedule(engine.rank(), engine.world_size()),
-        to_next(engine.arch(), engine.group().ring_link(engine.rank()),
-                schedule.next()),
+        to_next(engine.arch(), engine.group().ring_link(engine.rank()), schedule.next()),
         from_previous(engine.arch(), engine.group().ring_link(schedule.previous()),
                       schedule.previous()),
         slot_bytes(engine.group().ring_link(engine.rank()).slot_bytes),

@@ -82,11 +82,10 @@ void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan&
 }
 
 void plan_ring(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  // The slots are a block's two regions.
-  constexpr std::uint32_t kMaxSlotBytes = 256 << 10;
+  // The slots are a block's two regions, or the beginning of them.
   kernel_call.ring_num_slots = 2;
-  kernel_call.ring_slot_bytes =
-      std::min(kMaxSlotBytes, kernel_call.staging.layout.region_bytes / kLineBytes * kLineBytes);
+  kernel_call.ring_slot_bytes = static_cast<std::uint32_t>(std::min<std::size_t>(
+      256 << 10, kernel_call.staging.layout.region_bytes / kLineBytes * kLineBytes));
   const std::size_t elem_bytes = element_bytes(call.dtype);
   const ChunkLayout layout(call.num_elems, kernel_call.world_size);
   plan.num_blocks =

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "collectives/messages/collectives.h"
 #include "collectives/collective.h"
+#include "collectives/messages/collectives.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
@@ -152,12 +152,10 @@ void MessageDeviceCarrier::all_reduce(const Collective& call, const CallHeader& 
   const MessageShares shares = MessageShares::of_buffer(call, engine_.world_size());
   const bool is_ring = header.algorithm == Algorithm::kRing;
   if (is_ring && !options_.is_rank_ordered)
-    return device_ring(engine_, call, shares,
-                       {.has_reduce_scatter = true, .has_all_gather = true});
+    return device_ring(engine_, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
   device_reduce_scatter(engine_, call, shares);
   if (is_ring)
-    device_ring(engine_, call, shares,
-                {.has_reduce_scatter = false, .has_all_gather = true});
+    device_ring(engine_, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
   else
     device_all_gather(engine_, shares);
 }
@@ -166,8 +164,7 @@ void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHead
   const MessageShares shares =
       MessageShares::of_reduce_scatter(call, engine_.rank(), engine_.world_size());
   if (header.algorithm == Algorithm::kRing)
-    device_ring(engine_, call, shares,
-                {.has_reduce_scatter = true, .has_all_gather = false});
+    device_ring(engine_, call, shares, {.has_reduce_scatter = true, .has_all_gather = false});
   else
     device_reduce_scatter(engine_, call, shares);
 }
@@ -175,8 +172,7 @@ void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHead
 void MessageDeviceCarrier::all_gather(const Collective& call, const CallHeader& header) {
   const MessageShares shares = gathered_shares(engine_, call);
   if (header.algorithm == Algorithm::kRing)
-    device_ring(engine_, call, shares,
-                {.has_reduce_scatter = false, .has_all_gather = true});
+    device_ring(engine_, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
   else
     device_all_gather(engine_, shares);
 }

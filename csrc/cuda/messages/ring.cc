@@ -3,7 +3,6 @@
 
 #include "collectives/collective.h"
 #include "core/ring_schedule.h"
-#include "core/ring_schedule.h"
 #include "cuda/messages/algorithms.h"
 #include "cuda/messages/reduce.h"
 
