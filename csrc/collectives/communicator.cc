@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "collectives/fused_update.h"
@@ -15,16 +16,14 @@
 namespace ringcomm {
 namespace {
 
-// A carrier, and a readable description of the choice with its reason.
-struct ChosenCarrier {
-  std::unique_ptr<Carrier> carrier;
-  std::string reason;
-};
-
-// Chooses the transport of a group of at least 2 ranks; collective.
-ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
-                           const CommunicatorOptions& options, const MakeMessages& make_messages,
-                           const KnownProcesses& known, std::chrono::milliseconds timeout) {
+// Chooses the transport of a group of at least 2 ranks, and says in words which and why;
+// collective.
+std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& store, int rank,
+                                                              int world_size,
+                                                              const CommunicatorOptions& options,
+                                                              const MakeMessages& make_messages,
+                                                              const KnownProcesses& known,
+                                                              std::chrono::milliseconds timeout) {
   const bool is_p2p = options.transport == "p2p";
   shm::Rendezvous rendezvous(store,
                              {.rank = rank,
@@ -57,29 +56,6 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
   }
   auto carrier = std::make_unique<HostsCarrier>(store, rendezvous, peer_table, options, make);
   return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
-}
-
-// Rejects calls that no rank can run, and roots outside the group.
-void check_op(const Collective& call, int world_size) {
-  if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
-    throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
-  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
-                        call.op == OpKind::kGather || call.op == OpKind::kScatter;
-  if (has_root && (call.root < 0 || call.root >= world_size))
-    throw std::invalid_argument("root must be a rank of the group, 0 to " +
-                                std::to_string(world_size - 1) + ", got " +
-                                std::to_string(call.root));
-}
-
-// A rank's share for itself is an argument error of that rank, not a mismatch between ranks.
-void check_own_share(const Collective& call, int rank) {
-  const std::size_t given = call.input_share(rank);
-  const std::size_t taken = call.output_share(rank);
-  if (given != taken)
-    throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank) +
-                                " has " + std::to_string(given * element_bytes(call.dtype)) +
-                                " bytes for itself, and room for " +
-                                std::to_string(taken * element_bytes(call.dtype)));
 }
 
 // In a group of one every output is its input, or that updated.
@@ -116,9 +92,8 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
     : rank_(rank), world_size_(world_size), options_(options) {
   options.validate();
   if (world_size > 1) {
-    auto chosen = make_carrier(store, rank, world_size, options, make_messages, known, timeout);
-    carrier_ = std::move(chosen.carrier);
-    transport_ = std::move(chosen.reason);
+    std::tie(carrier_, transport_) =
+        make_carrier(store, rank, world_size, options, make_messages, known, timeout);
     if (!carrier_->runs_in_caller()) queue_.leave_to_thread();
   }
   check_all_reduce_algorithm(options.algorithm, transport_);
@@ -204,9 +179,23 @@ OrderedQueue::Ticket Communicator::submit(Sequence sequence, const WaitLimits& l
 }
 
 void Communicator::validate(const Collective& call) const {
-  check_op(call, world_size_);
+  if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
+    throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
+                        call.op == OpKind::kGather || call.op == OpKind::kScatter;
+  if (has_root && (call.root < 0 || call.root >= world_size_))
+    throw std::invalid_argument("root must be a rank of the group, 0 to " +
+                                std::to_string(world_size_ - 1) + ", got " +
+                                std::to_string(call.root));
   if (call.op == OpKind::kAllReduce) check_all_reduce_algorithm(call.algorithm, transport_);
-  check_own_share(call, rank_);
+  // A rank's share for itself is an argument error of that rank, not a mismatch between ranks.
+  const std::size_t given = call.input_share(rank_);
+  const std::size_t taken = call.output_share(rank_);
+  if (given != taken)
+    throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank_) +
+                                " has " + std::to_string(given * element_bytes(call.dtype)) +
+                                " bytes for itself, and room for " +
+                                std::to_string(taken * element_bytes(call.dtype)));
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather) {
     if (call.update == nullptr) throw std::invalid_argument("an update needs an optimizer");
@@ -262,13 +251,15 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout,
                     .num_calls = static_cast<std::int64_t>(header.seq) + 1};
   };
+  const auto run_part = [&](const Collective& part) {
+    const CallHeader header_of_part = planned(part);
+    const trace::Span span_of_part([&] { return event_of(part, header_of_part, trace_group_); });
+    return carrier_->run(part, header_of_part, limits);
+  };
   try {
     const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates();
-    const Traffic traffic =
-        is_in_parts
-            ? update_in_parts(call, rank_, world_size_,
-                              [&](const Collective& part) { return run_part(part, limits); })
-            : carrier_->run(call, header, limits);
+    const Traffic traffic = is_in_parts ? update_in_parts(call, rank_, world_size_, run_part)
+                                        : carrier_->run(call, header, limits);
     span.set_algorithm(name_of(traffic.algorithm));
     if (call.is_counted) count(header.op, traffic);
   } catch (const Stopped& stopped) {
@@ -285,13 +276,6 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     failure_->abort(activity().description + ": " + error.what());
     throw;
   }
-}
-
-// One part of an update that the carrier cannot fuse.
-Traffic Communicator::run_part(const Collective& part, const WaitLimits& limits) {
-  const CallHeader header = planned(part);
-  const trace::Span span([&] { return event_of(part, header, trace_group_); });
-  return carrier_->run(part, header, limits);
 }
 
 void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {

@@ -121,7 +121,6 @@ class Communicator {
   void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call, std::uint64_t seq) const;
   CallHeader planned(const Collective& call);
-  Traffic run_part(const Collective& part, const WaitLimits& limits);
 
   int rank_;
   int world_size_;

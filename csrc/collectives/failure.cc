@@ -34,11 +34,10 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
       for (int rank = 0; rank < world_size_; ++rank)
         if (members_->is_stopped(rank))
           raise(ErrorKind::kTimeout, rank,
-                waited + ", and the process of " + name_of_peer(rank) + " is stopped", activity,
-                false);
+                waited + ", and the process of " + name_of_peer(rank) + " is stopped", activity);
       raise(ErrorKind::kTimeout, peer,
             waited + "; read that rank's output, or raise the timeout of init_process_group",
-            activity, false);
+            activity);
     }
     case Stop::kPeerDied:
     case Stop::kPeerLeft: {
@@ -52,7 +51,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
         text = " died" +
                (stop == Stop::kPeerDied && !detail.empty() ? " (" + detail + ")" : std::string()) +
                why_it_ended(words);
-      raise(ErrorKind::kPeerDied, peer, name + text, activity, false);
+      raise(ErrorKind::kPeerDied, peer, name + text, activity);
     }
     case Stop::kAborted: {
       AbortReason reason = members_->abort_reason();
@@ -66,15 +65,15 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
     }
     case Stop::kInterrupted:
       raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + name,
-            activity, false);
+            activity);
     case Stop::kNone:
       break;
   }
-  raise(ErrorKind::kSystem, peer, "a wait ended without a reason", activity, false);
+  raise(ErrorKind::kSystem, peer, "a wait ended without a reason", activity);
 }
 
 void Failure::raise_mismatch(int peer, const std::string& difference, const Activity& activity) {
-  raise(ErrorKind::kMismatch, peer, difference, activity, false);
+  raise(ErrorKind::kMismatch, peer, difference, activity);
 }
 
 void Failure::abort(const std::string& why) {

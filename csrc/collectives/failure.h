@@ -54,7 +54,7 @@ class Failure {
 
  private:
   [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
-                          const Activity& activity, bool is_told_by_peer);
+                          const Activity& activity, bool is_told_by_peer = false);
   void keep(std::exception_ptr error);
   std::string calls_missed(int peer, const Activity& activity) const;
   std::string prefix() const;

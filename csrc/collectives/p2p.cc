@@ -17,24 +17,36 @@ class TracedP2p final : public PointToPoint {
       : messages_(std::move(messages)), group_(group) {}
 
   void post(const P2pOpPtr& op) override {
-    const trace::Event event = event_of(*op);
+    static std::atomic<std::uint64_t> num_messages = 0;
+    const bool is_send = op->kind == P2pOp::Kind::kSend;
+    // The engine's own messages have tags above the users' 32 bits.
+    const bool is_own = op->tag >> 32U != 0;
+    const trace::Event event{.begin_ns = trace::now_ns(),
+                             .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
+                             .num_bytes = op->num_bytes,
+                             .group = group_,
+                             .to = is_send ? op->peer : -1,
+                             .from = is_send ? -1 : op->peer,
+                             .chunk = is_own ? -1 : static_cast<std::int32_t>(op->tag),
+                             .kind = trace::Kind::kMessage,
+                             .name = trace::name_number(is_send ? "send" : "recv")};
     op->asked_peer = op->peer;
     trace::add(event);  // without an end: of a process that is killed there is nothing else
-    const auto finish = [event](const P2pOp& ended) {
+    // The operation keeps the function, so that the pointer is good wherever it is called.
+    const auto finish = [event, op = op.get()] {
       trace::Event end = event;
-      if (end.to < 0) end.from = ended.peer;  // of a receive from any source it is known now
+      if (end.to < 0) end.from = op->peer;  // of a receive from any source it is known now
       end.end_ns = trace::now_ns();
       trace::add(end);
     };
-    // The operation keeps the function, so that the pointer is good wherever it is called.
-    op->done = [finish, op = op.get(), done = std::move(op->done)] {
-      finish(*op);
+    op->done = [finish, done = std::move(op->done)] {
+      finish();
       if (done) done();
     };
     try {
       messages_->post(op);
     } catch (...) {
-      finish(*op);
+      finish();
       throw;
     }
   }
@@ -53,22 +65,6 @@ class TracedP2p final : public PointToPoint {
   void close(const Interrupted& is_interrupted) override { messages_->close(is_interrupted); }
 
  private:
-  trace::Event event_of(const P2pOp& op) const {
-    static std::atomic<std::uint64_t> num_messages = 0;
-    const bool is_send = op.kind == P2pOp::Kind::kSend;
-    // The engine's own messages have tags above the users' 32 bits.
-    const bool is_own = op.tag >> 32U != 0;
-    return {.begin_ns = trace::now_ns(),
-            .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
-            .num_bytes = op.num_bytes,
-            .group = group_,
-            .to = is_send ? op.peer : -1,
-            .from = is_send ? -1 : op.peer,
-            .chunk = is_own ? -1 : static_cast<std::int32_t>(op.tag),
-            .kind = trace::Kind::kMessage,
-            .name = trace::name_number(is_send ? "send" : "recv")};
-  }
-
   std::unique_ptr<PointToPoint> messages_;
   std::uint32_t group_;
 };
