@@ -71,6 +71,17 @@ void run_alone(const Collective& call) {
   std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
 }
 
+// What `body` throws, or null.
+template <typename Body>
+std::exception_ptr error_of(const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
 trace::Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
   return {.seq = header.seq,
           .num_bytes = call.num_bytes(),
@@ -121,13 +132,7 @@ void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
-  const auto task = [&] {
-    try {
-      body();
-    } catch (...) {
-      error = std::current_exception();
-    }
-  };
+  const auto task = [&] { error = error_of(body); };
   const auto poll = [&] {
     if (limits.is_interrupted && limits.is_interrupted()) abort("interrupted by a signal");
   };
@@ -143,15 +148,8 @@ void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
 template <typename Body>
 OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
   failure_->rethrow_if_any();
-  auto ticket = queue_.submit([body = std::move(body), done = std::move(done)] {
-    std::exception_ptr error;
-    try {
-      body();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    done(error);
-  });
+  auto ticket =
+      queue_.submit([body = std::move(body), done = std::move(done)] { done(error_of(body)); });
   // Counted after it is queued: if its thread cannot be started, the call did not happen.
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   return ticket;
