@@ -8,12 +8,8 @@
 #include <string>
 
 #include "core/types.h"
-<<<<<<< HEAD
-#include "kernels/update_op.h"
 #include "reduce/reduce_op.h"
-=======
 #include "reduce/update_op.h"
->>>>>>> main
 #include "transport/shm/rank_record.h"
 
 namespace ringcomm {

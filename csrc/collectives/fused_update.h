@@ -6,12 +6,7 @@
 
 #include "collectives/carrier.h"
 #include "core/chunk_layout.h"
-<<<<<<< HEAD:csrc/collectives/fused_update.h
-#include "kernels/update_op.h"
-=======
 #include "reduce/update_op.h"
-#include "reduce/reduce_op.h"
->>>>>>> main:csrc/collectives/owner_update.h
 
 namespace ringcomm {
 
