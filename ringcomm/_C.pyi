@@ -15,12 +15,9 @@ def create_process_group(
     timeout: timedelta,
     algorithm: str,
     is_rank_ordered: bool,
-    num_slots: int,
-    slot_bytes: int,
     one_shot_max_bytes: int,
     transport: str,
     p2p_backend: str,
-    device_slot_bytes: int,
     group_name: str,
     global_ranks: list[int],
 ) -> ProcessGroupRingcomm: ...
@@ -30,12 +27,9 @@ class GroupOptions:
 
     algorithm: str
     is_rank_ordered: bool
-    num_slots: int
-    slot_bytes: int
     one_shot_max_bytes: int
     transport: str
     p2p_backend: str
-    device_slot_bytes: int
 
 class ProcessGroupRingcomm:
     """A torch.distributed.Backend."""

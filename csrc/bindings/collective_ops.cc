@@ -151,11 +151,9 @@ at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduc
   return group->getRank() == dst ? output : at::zeros_like(output);
 }
 
-void ring_all_reduce_(const at::Tensor& input, const std::string& group_name, int64_t num_slots,
-                      int64_t slot_bytes) {
+void ring_all_reduce_(const at::Tensor& input, const std::string& group_name) {
   check_no_grad(input, "ring_all_reduce_", "all_reduce");
-  const auto ringcomm = ringcomm_group_of(group_name, input, "ring_all_reduce_");
-  ringcomm->ring_all_reduce(input, num_slots, slot_bytes);
+  ringcomm_group_of(group_name, input, "ring_all_reduce_")->ring_all_reduce(input);
   mark_written(input);
 }
 
@@ -170,7 +168,7 @@ TORCH_LIBRARY(ringcomm, m) {
   m.def("broadcast_(Tensor(a!) input, int src, str group_name) -> ()");
   m.def("broadcast(Tensor input, int src, str group_name) -> Tensor");
   m.def("reduce(Tensor input, int dst, str reduce_op, str group_name) -> Tensor");
-  m.def("ring_all_reduce_(Tensor(a!) input, str group_name, int num_slots, int slot_bytes) -> ()");
+  m.def("ring_all_reduce_(Tensor(a!) input, str group_name) -> ()");
 }
 
 void implement(torch::Library& m) {

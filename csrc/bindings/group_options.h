@@ -3,7 +3,7 @@
 #include <chrono>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "collectives/communicator_options.h"
+#include "collectives/collective.h"
 
 namespace ringcomm {
 

@@ -12,7 +12,6 @@
 #include "bindings/process_group.h"
 #include "bindings/shared_tensors.h"
 #include "collectives/collective.h"
-#include "collectives/stats.h"
 #include "collectives/trace.h"
 #include "reduce/reduce_op.h"
 #include "transport/cgroup_limits.h"
@@ -27,17 +26,13 @@ namespace {
 c10::intrusive_ptr<c10d::Backend> create_process_group(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, const std::string& algorithm, bool is_rank_ordered,
-    std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
-    const std::string& transport, const std::string& p2p_backend, std::size_t device_slot_bytes,
+    std::size_t one_shot_max_bytes, const std::string& transport, const std::string& p2p_backend,
     const std::string& group_name, const std::vector<uint64_t>& global_ranks) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
                     size, " ranks; ranks are 0 to ", size - 1);
   CommunicatorOptions options;
   options.algorithm = algorithm_from_name(algorithm);
   options.is_rank_ordered = is_rank_ordered;
-  options.num_slots = num_slots;
-  options.slot_bytes = slot_bytes;
-  options.device_slot_bytes = device_slot_bytes;
   options.one_shot_max_bytes = one_shot_max_bytes;
   options.transport = transport;
   options.p2p_backend = p2p_backend;
@@ -121,20 +116,13 @@ void bind_classes(py::module_& m) {
       .def_property_readonly(
           "is_rank_ordered",
           [](const GroupOptions& options) { return options.engine.is_rank_ordered; })
-      .def_property_readonly("num_slots",
-                             [](const GroupOptions& options) { return options.engine.num_slots; })
-      .def_property_readonly("slot_bytes",
-                             [](const GroupOptions& options) { return options.engine.slot_bytes; })
       .def_property_readonly(
           "one_shot_max_bytes",
           [](const GroupOptions& options) { return options.engine.one_shot_max_bytes; })
       .def_property_readonly("transport",
                              [](const GroupOptions& options) { return options.engine.transport; })
-      .def_property_readonly("p2p_backend",
-                             [](const GroupOptions& options) { return options.engine.p2p_backend; })
-      .def_property_readonly("device_slot_bytes", [](const GroupOptions& options) {
-        return options.engine.device_slot_bytes;
-      });
+      .def_property_readonly(
+          "p2p_backend", [](const GroupOptions& options) { return options.engine.p2p_backend; });
   // Its destructor releases the GIL while it waits for threads.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
@@ -156,8 +144,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_files(m);
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
         py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
-        py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),
-        py::arg("transport"), py::arg("p2p_backend"), py::arg("device_slot_bytes"),
+        py::arg("one_shot_max_bytes"), py::arg("transport"), py::arg("p2p_backend"),
         py::arg("group_name"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bindings/python_errors.h"
-#include "collectives/p2p_op.h"
+#include "collectives/p2p.h"
 #include "core/errors.h"
 #include "transport/wait_limits.h"
 

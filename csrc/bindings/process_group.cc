@@ -59,17 +59,17 @@ KnownProcesses ask_world(const c10::intrusive_ptr<c10d::Store>& store,
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_store.find(base_of(store));
   if (found == all.by_store.end()) return {};
-  const auto asking = [&](bool (Communicator::*question)(int)) {
+  const auto asking = [&](bool (Membership::*question)(int) const) {
     return [question, world = found->second, global_ranks](int rank) {
       const auto idx = static_cast<std::size_t>(rank);
       const std::shared_ptr<Communicator> known = world.lock();
-      return known != nullptr && idx < global_ranks.size() &&
+      Membership* const members = known != nullptr ? known->members() : nullptr;
+      return members != nullptr && idx < global_ranks.size() &&
              global_ranks[idx] < static_cast<std::uint64_t>(known->world_size()) &&
-             (known.get()->*question)(static_cast<int>(global_ranks[idx]));
+             (members->*question)(static_cast<int>(global_ranks[idx]));
     };
   };
-  return {.has_died = asking(&Communicator::has_died),
-          .is_stopped = asking(&Communicator::is_stopped)};
+  return {.has_died = asking(&Membership::has_died), .is_stopped = asking(&Membership::is_stopped)};
 }
 
 void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
@@ -162,7 +162,7 @@ void ProcessGroupRingcomm::shutdown() {
     devices.swap(devices_);
   }
   if (communicator == nullptr) return;
-  if (communicator->is_inherited()) {
+  if (communicator->failure().is_inherited()) {
     // In a forked child the group is the parent's; what must not be destroyed is leaked.
     new std::shared_ptr(std::move(communicator));
     new std::shared_ptr(std::move(devices));

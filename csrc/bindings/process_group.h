@@ -140,7 +140,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
   /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
   /// group's.
-  void ring_all_reduce(const at::Tensor& tensor, int64_t num_slots, int64_t slot_bytes);
+  void ring_all_reduce(const at::Tensor& tensor);
   /// all_reduce of SoftmaxStats, as rows of floats, by their merging; blocks.
   void merge_softmax_stats(const at::Tensor& input, const at::Tensor& output);
   /// Blocks. `spec` lacks what follows from the tensors.

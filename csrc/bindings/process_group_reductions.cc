@@ -72,17 +72,11 @@ void ProcessGroupRingcomm::all_reduce_into(const at::Tensor& input, const at::Te
         options_->timeout, false);
 }
 
-void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor, int64_t num_slots,
-                                           int64_t slot_bytes) {
+void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor) {
   check_tensor(tensor, "ring_all_reduce_");
   std::vector<TensorCall> calls;
   calls.push_back(all_reduce_call(tensor, tensor, c10d::ReduceOp::SUM));
-  TORCH_CHECK_VALUE(num_slots >= 0 && num_slots <= UINT32_MAX && slot_bytes >= 0,
-                    "ringcomm: ring_all_reduce_ got num_slots=", num_slots,
-                    " and slot_bytes=", slot_bytes);
   calls[0].call.algorithm = Algorithm::kRing;
-  calls[0].call.ring_num_slots = static_cast<std::uint32_t>(num_slots);
-  calls[0].call.ring_slot_bytes = static_cast<std::uint64_t>(slot_bytes);
   start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {tensor},
         options_->timeout, false);
 }

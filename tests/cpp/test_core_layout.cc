@@ -1,8 +1,10 @@
 // The arithmetic of core: schedules and offsets. The compiler checks most of it.
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
@@ -103,6 +105,31 @@ TEST_CASE("ring schedule of every world up to 64") {
     CHECK(is_complete(world));
     CHECK(visits_once(world));
   }
+}
+
+// Group by group; in it phase by phase, step by step, slice by slice.
+TEST_CASE("the turns of a ring are each slice's steps once, in groups of as many slices as slots") {
+  for (std::size_t slices = 0; slices <= 7; ++slices)
+    for (std::size_t slots = 1; slots <= 4; ++slots)
+      for (int steps = 1; steps <= 3; ++steps)
+        for (const auto& [reduces, gathers] :
+             {std::pair{true, true}, {true, false}, {false, true}}) {
+          const RingPlan plan{slices, 1, slots, steps, reduces, gathers};
+          RingTurn turn = plan.first();
+          for (std::size_t first = 0; first < slices; first += slots)
+            for (const bool is_gather : {false, true}) {
+              if (is_gather ? !gathers : !reduces) continue;
+              for (int step = 0; step < steps; ++step)
+                for (std::size_t idx = first; idx < std::min(first + slots, slices); ++idx) {
+                  REQUIRE_FALSE(plan.is_over(turn));
+                  REQUIRE(turn.is_gather == is_gather);
+                  REQUIRE(turn.step == step);
+                  REQUIRE(plan.slice_idx(turn) == idx);
+                  plan.advance(turn);
+                }
+            }
+          REQUIRE(plan.is_over(turn));
+        }
 }
 
 // Chunks are contiguous, cover everything, and differ by at most one; the longer ones come first.

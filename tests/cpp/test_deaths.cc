@@ -30,7 +30,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/p2p_op.h"
+#include "collectives/p2p.h"
 #include "core/test_steps.h"
 #include "sanitizers.h"
 #include "socket_messages.h"
@@ -302,9 +302,10 @@ using Meshes = std::array<testing::SocketMesh, 2>;
 void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
                       Communicator& first, const WaitLimits& limits) {
   FolderStore store(folder, [] {}, "second/");
-  const auto group = make_group(store, rank, mesh, limits.timeout,
-                                {.has_died = [&](int peer) { return first.has_died(peer); },
-                                 .is_stopped = [&](int peer) { return first.is_stopped(peer); }});
+  const auto group =
+      make_group(store, rank, mesh, limits.timeout,
+                 {.has_died = [&](int peer) { return first.members()->has_died(peer); },
+                  .is_stopped = [&](int peer) { return first.members()->is_stopped(peer); }});
   run_collectives(*group, limits);
 }
 

@@ -99,7 +99,6 @@ TEST_CASE("kernels: threads of a block, and blocks, share the work of every algo
                          .algorithm = algorithm,
                          .num_elems = num_elems,
                          .is_in_place = salt % 2 == 0,
-                         .ring_num_slots = 2 + salt % 3,
                          .salt = ++salt});
   cases.push_back({.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 70'000, .salt = 1});
   run_cases(2, 3, 4, cases);

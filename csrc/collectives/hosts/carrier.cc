@@ -21,9 +21,7 @@ std::size_t leader_max_bytes(int num_hosts) {
 }
 
 MessageEngine::Cut cut_of(const CommunicatorOptions& options) {
-  return {.num_slots = options.num_slots,
-          .slot_bytes = options.slot_bytes,
-          .is_rank_ordered = options.is_rank_ordered};
+  return {.slot_bytes = 256 << 10, .is_rank_ordered = options.is_rank_ordered};
 }
 
 std::unique_ptr<Carrier> make_local(shm::Rendezvous& ranks, const PeerTable& peer_table,

@@ -1,12 +1,9 @@
 #pragma once
 
-#include <array>
 #include <memory>
-#include <span>
 
 #include "collectives/carrier.h"
-#include "collectives/carrier_registry.h"
-#include "collectives/communicator_options.h"
+#include "collectives/collective.h"
 #include "collectives/hosts/engine.h"
 #include "transport/key_value_store.h"
 #include "transport/messages/message_transport.h"
@@ -32,7 +29,6 @@ class HostsCarrier final : public Carrier {
   Membership& membership() override { return members_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return false; }
-  std::span<const Algorithm> all_reduce_algorithms() const override { return kAlgorithms; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override {
@@ -40,9 +36,6 @@ class HostsCarrier final : public Carrier {
   }
 
  private:
-  static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
-                                             Algorithm::kTwoShot, Algorithm::kRing};
-
   void tell_host();
   bool is_flat(const Collective& call) const;
   void dispatch(const Collective& call, const CallHeader& header);

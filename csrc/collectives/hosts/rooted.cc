@@ -5,10 +5,10 @@
 #include <cstring>
 #include <vector>
 
+#include "collectives/collective.h"
 #include "collectives/hosts/agreement.h"
 #include "collectives/messages/collectives.h"
 #include "collectives/messages/exchange.h"
-#include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {

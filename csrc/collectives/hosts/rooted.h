@@ -1,7 +1,6 @@
 #pragma once
 
 #include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "collectives/hosts/engine.h"
 
 namespace ringcomm {

@@ -12,9 +12,7 @@ MessageCarrier::MessageCarrier(KeyValueStore& store, shm::Rendezvous& ranks,
       members_(store, ranks),
       transport_(members_.told_if_it_fails([&] { return make_messages(look_for(ranks)); })),
       watch_(*transport_, members_),
-      engine_(*transport_, {.num_slots = options.num_slots,
-                            .slot_bytes = options.slot_bytes,
-                            .is_rank_ordered = options.is_rank_ordered}) {
+      engine_(*transport_, {.is_rank_ordered = options.is_rank_ordered}) {
   members_.on_abort([this] { transport_->abort(); });
 }
 

@@ -1,12 +1,9 @@
 #pragma once
 
-#include <array>
 #include <memory>
-#include <span>
 
 #include "collectives/carrier.h"
-#include "collectives/carrier_registry.h"
-#include "collectives/communicator_options.h"
+#include "collectives/collective.h"
 #include "collectives/messages/engine.h"
 #include "transport/key_value_store.h"
 #include "transport/messages/message_transport.h"
@@ -26,15 +23,11 @@ class MessageCarrier final : public Carrier {
   Membership& membership() override { return members_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return false; }
-  std::span<const Algorithm> all_reduce_algorithms() const override { return kAlgorithms; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override { return 0; }
 
  private:
-  static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
-                                             Algorithm::kTwoShot, Algorithm::kRing};
-
   CommunicatorOptions options_;
   StoreMembership members_;
   std::unique_ptr<MessageTransport> transport_;

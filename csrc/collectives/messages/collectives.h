@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "collectives/messages/engine.h"
 
 namespace ringcomm {

@@ -22,9 +22,10 @@ class MessageEngine {
  public:
   /// The slices of collectives. Equal on all ranks.
   struct Cut {
-    std::uint32_t num_slots = 2;         ///< receives of a ring that are posted ahead
-    std::size_t slot_bytes = 256 << 10;  ///< of one message of a ring
-    bool is_rank_ordered = false;        ///< reductions go from left to right over the ranks
+    std::uint32_t num_slots = 2;  ///< receives of a ring that are posted ahead
+    /// Of one message of a ring. A message costs much more than a slot in shared memory.
+    std::size_t slot_bytes = 1 << 20;
+    bool is_rank_ordered = false;  ///< reductions go from left to right over the ranks
   };
 
   struct Posted {

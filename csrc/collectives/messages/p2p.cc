@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "collectives/messages/tags.h"
-#include "collectives/p2p_errors.h"
+#include "collectives/p2p.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {

@@ -10,9 +10,9 @@
 #include <tuple>
 #include <vector>
 
+#include "collectives/collective.h"
 #include "collectives/failure.h"
-#include "collectives/point_to_point.h"
-#include "collectives/stats.h"
+#include "collectives/p2p.h"
 #include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/message_watch.h"

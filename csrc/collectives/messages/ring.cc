@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "collectives/messages/exchange.h"
-#include "collectives/ring_turns.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
@@ -190,13 +189,13 @@ class Ring {
   std::uint64_t sent_bytes_ = 0;
 };
 
-std::uint64_t run_ring(MessageEngine& engine, const MessageShares& shares, std::uint32_t num_slots,
-                       std::size_t slot_bytes, bool has_reduce_scatter, bool has_all_gather) {
-  const std::size_t slice_elems = slot_bytes / shares.element_bytes;
+std::uint64_t run_ring(MessageEngine& engine, const MessageShares& shares, bool has_reduce_scatter,
+                       bool has_all_gather) {
+  const std::size_t slice_elems = engine.cut().slot_bytes / shares.element_bytes;
   return Ring(engine, shares,
               {.num_slices = num_slices(shares.max_elems(), slice_elems),
                .slice_elems = slice_elems,
-               .num_slots = num_slots,
+               .num_slots = engine.cut().num_slots,
                .num_steps = engine.world_size() - 1,
                .has_reduce_scatter = has_reduce_scatter,
                .has_all_gather = has_all_gather})
@@ -205,19 +204,16 @@ std::uint64_t run_ring(MessageEngine& engine, const MessageShares& shares, std::
 
 }  // namespace
 
-std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares,
-                              std::uint32_t num_slots, std::size_t slot_bytes) {
-  return run_ring(engine, shares, num_slots, slot_bytes, true, true);
+std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares) {
+  return run_ring(engine, shares, true, true);
 }
 
-std::uint64_t ring_reduce_scatter(MessageEngine& engine, const MessageShares& shares,
-                                  std::uint32_t num_slots, std::size_t slot_bytes) {
-  return run_ring(engine, shares, num_slots, slot_bytes, true, false);
+std::uint64_t ring_reduce_scatter(MessageEngine& engine, const MessageShares& shares) {
+  return run_ring(engine, shares, true, false);
 }
 
-std::uint64_t ring_all_gather(MessageEngine& engine, const MessageShares& shares,
-                              std::uint32_t num_slots, std::size_t slot_bytes) {
-  return run_ring(engine, shares, num_slots, slot_bytes, false, true);
+std::uint64_t ring_all_gather(MessageEngine& engine, const MessageShares& shares) {
+  return run_ring(engine, shares, false, true);
 }
 
 }  // namespace ringcomm

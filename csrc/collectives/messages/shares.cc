@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 
 namespace ringcomm {
 

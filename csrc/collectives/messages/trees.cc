@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/collective.h"
 #include "collectives/messages/exchange.h"
-#include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {

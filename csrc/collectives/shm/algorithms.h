@@ -22,9 +22,8 @@ std::uint64_t all_reduce_one_shot(Engine& engine, const Collective& call, const 
 /// result, gathers the others'.
 std::uint64_t all_reduce_two_shot(Engine& engine, const Collective& call, const CallHeader& header);
 
-/// Reduce-scatter and all-gather around a ring of links, slice by slice through
-/// `header.ring_num_slots` slots; between the two the call's update, if there is one, so that this
-/// is also the ring of reduce_scatter_update_all_gather.
+/// Reduce-scatter and all-gather around a ring of links, slice by slice; between the two the call's
+/// update, if there is one, so that this is also the ring of reduce_scatter_update_all_gather.
 std::uint64_t all_reduce_ring(Engine& engine, const Collective& call, const CallHeader& header);
 
 /// The ring for deterministic reductions in rank order: N - 1 times the bytes, like one_shot; the

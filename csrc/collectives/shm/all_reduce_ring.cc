@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "collectives/owner_update.h"
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
+#include "collectives/fused_update.h"
 #include "collectives/shm/algorithms.h"
 #include "collectives/shm/ring_links.h"
 #include "core/chunk_layout.h"
@@ -19,10 +19,10 @@ constexpr const char* kAllGather = "all_gather";
 // parameters; their elements may differ in size.
 class Ring {
  public:
-  Ring(Engine& engine, const Collective& call, const CallHeader& header)
+  Ring(Engine& engine, const Collective& call)
       : engine_(engine),
         call_(call),
-        links_(engine, header),
+        links_(engine),
         layout_(call.num_elems, engine.world_size()),
         op_(reduce_op_of(call)),
         output_bytes_(op_.element_bytes) {
@@ -30,7 +30,7 @@ class Ring {
       update_ = std::make_unique<OwnerUpdate>(call, engine.rank(), engine.world_size());
       output_bytes_ = update_->param_bytes();
     }
-    slice_elems_ = header.ring_slot_bytes / std::max(op_.element_bytes, output_bytes_);
+    slice_elems_ = links_.slot_bytes / std::max(op_.element_bytes, output_bytes_);
   }
 
   std::uint64_t run() {
@@ -42,7 +42,7 @@ class Ring {
       reduce_scatter(slice_idx);
       all_gather(slice_idx);
     }
-    // Drained, so that the next call may use other slots on the link.
+    // No rank returns before the next one has all of its slices.
     Engine::check(links_.to_next.wait_drained(0));
     engine_.count_copied(sent_bytes_ + received_bytes_);
     return sent_bytes_;
@@ -141,7 +141,7 @@ class Ring {
 
 std::uint64_t all_reduce_ring(Engine& engine, const Collective& call, const CallHeader& header) {
   engine.exchange_headers(header);
-  return Ring(engine, call, header).run();
+  return Ring(engine, call).run();
 }
 
 }  // namespace ringcomm

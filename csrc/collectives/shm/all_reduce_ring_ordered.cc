@@ -2,7 +2,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "collectives/shm/algorithms.h"
 #include "collectives/shm/ring_links.h"
 #include "core/chunk_layout.h"
@@ -17,12 +17,12 @@ constexpr const char* kPass = "all_gather";  // in the recording
 // around unreduced, (N-1)/2 times the bytes, and every rank reduces all of them in rank order.
 class OrderedRing {
  public:
-  OrderedRing(Engine& engine, const Collective& call, const CallHeader& header)
+  OrderedRing(Engine& engine, const Collective& call)
       : engine_(engine),
         call_(call),
-        links_(engine, header),
+        links_(engine),
         op_(reduce_op_of(call)),
-        slice_elems_(std::min<std::size_t>(header.ring_slot_bytes / op_.element_bytes,
+        slice_elems_(std::min<std::size_t>(links_.slot_bytes / op_.element_bytes,
                                            std::max<std::size_t>(1, call.num_elems))),
         received_(static_cast<std::size_t>(engine.world_size() - 1) * slice_elems_ *
                   op_.element_bytes),
@@ -81,7 +81,7 @@ class OrderedRing {
 std::uint64_t all_reduce_ring_ordered(Engine& engine, const Collective& call,
                                       const CallHeader& header) {
   engine.exchange_headers(header);
-  return OrderedRing(engine, call, header).run();
+  return OrderedRing(engine, call).run();
 }
 
 }  // namespace ringcomm

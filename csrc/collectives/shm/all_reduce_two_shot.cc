@@ -1,7 +1,7 @@
 #include <cstring>
 #include <vector>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 #include "core/chunk_layout.h"

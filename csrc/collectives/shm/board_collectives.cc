@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 

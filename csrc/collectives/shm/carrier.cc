@@ -10,13 +10,6 @@
 namespace ringcomm {
 namespace {
 
-shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
-  shm::SegmentConfig config;
-  config.ring_num_slots = options.num_slots;
-  config.ring_slot_bytes = options.slot_bytes;
-  return config;
-}
-
 shm::GroupIdentity identity_of(const PeerTable& peer_table, int rank,
                                const CommunicatorOptions& options) {
   return {.rank = peer_table.local_rank_of(rank),
@@ -38,14 +31,14 @@ std::size_t size_class_bytes(const Collective& call, const CallHeader& header, i
 ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                        const CommunicatorOptions& options)
     : options_(options),
-      group_(rendezvous, identity_of(peer_table, rank, options), segment_config(options),
+      group_(rendezvous, identity_of(peer_table, rank, options), shm::SegmentConfig{},
              peer_table.ranks_on(peer_table.host_of(rank))),
       scope_(group_),
       engine_(group_, scope_),
       direct_(engine_, options.algorithm) {}
 
-std::size_t ShmCarrier::shared_bytes(int world_size, const CommunicatorOptions& options) {
-  return shm::SegmentLayout(world_size, segment_config(options)).num_bytes();
+std::size_t ShmCarrier::shared_bytes(int world_size) {
+  return shm::SegmentLayout(world_size, {}).num_bytes();
 }
 
 std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
@@ -64,11 +57,6 @@ void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
         asked != Algorithm::kAuto
             ? asked
             : choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
-  if (header.algorithm == Algorithm::kRing) {
-    const CommunicatorOptions cut = options_.ring_options(call);
-    header.ring_num_slots = cut.num_slots;
-    header.ring_slot_bytes = cut.slot_bytes;
-  }
 }
 
 Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,

@@ -1,10 +1,7 @@
 #pragma once
 
-#include <array>
-#include <span>
-
 #include "collectives/carrier.h"
-#include "collectives/communicator_options.h"
+#include "collectives/collective.h"
 #include "collectives/shm/direct_collectives.h"
 #include "collectives/shm/engine.h"
 #include "transport/peer_table.h"
@@ -21,21 +18,17 @@ class ShmCarrier final : public Carrier {
              const CommunicatorOptions& options);
 
   /// Bytes of memory that the ranks of a group share.
-  static std::size_t shared_bytes(int world_size, const CommunicatorOptions& options);
+  static std::size_t shared_bytes(int world_size);
 
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return true; }
   bool fuses_updates() const override { return true; }
-  std::span<const Algorithm> all_reduce_algorithms() const override { return kAlgorithms; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:
-  static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
-                                             Algorithm::kTwoShot, Algorithm::kRing};
-
   std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);
   std::uint64_t run_staged(const Collective& call, const CallHeader& header);

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <thread>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "collectives/shm/algorithm_choice.h"
 #include "core/chunk_layout.h"
 #include "reduce/reduce_op.h"

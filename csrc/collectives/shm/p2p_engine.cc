@@ -6,7 +6,7 @@
 #include <system_error>
 #include <utility>
 
-#include "collectives/p2p_errors.h"
+#include "collectives/p2p.h"
 #include "core/errors.h"
 
 namespace ringcomm {

@@ -11,10 +11,10 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/collective.h"
 #include "collectives/failure.h"
-#include "collectives/point_to_point.h"
+#include "collectives/p2p.h"
 #include "collectives/shm/p2p_mailbox.h"
-#include "collectives/stats.h"
 #include "core/wait_policy.h"
 #include "transport/background_thread.h"
 #include "transport/shm/group.h"

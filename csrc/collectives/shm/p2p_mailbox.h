@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-#include "collectives/p2p_op.h"
+#include "collectives/p2p.h"
 #include "core/link_protocol.h"
 #include "transport/shm/host_arch.h"
 

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "collectives/owner_update.h"
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
+#include "collectives/fused_update.h"
 #include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 

@@ -15,14 +15,14 @@ struct RingLinks {
   RingSchedule schedule;
   SendLink<Arch> to_next;
   RecvLink<Arch> from_previous;
+  std::size_t slot_bytes;
 
-  /// Uses links with the slots of `header`.
-  RingLinks(Engine& engine, const CallHeader& header)
+  explicit RingLinks(Engine& engine)
       : schedule(engine.rank(), engine.world_size()),
-        to_next(engine.arch(), cut(engine.group().ring_link(engine.rank()), header),
-                schedule.next()),
-        from_previous(engine.arch(), cut(engine.group().ring_link(schedule.previous()), header),
+        to_next(engine.arch(), engine.group().ring_link(engine.rank()), schedule.next()),
+        from_previous(engine.arch(), engine.group().ring_link(schedule.previous()),
                       schedule.previous()),
+        slot_bytes(engine.group().ring_link(engine.rank()).slot_bytes),
         next_(engine.group().whole_rank(schedule.next())),
         previous_(engine.group().whole_rank(schedule.previous())) {}
 
@@ -37,12 +37,6 @@ struct RingLinks {
   }
 
  private:
-  static LinkGeometry cut(LinkGeometry geometry, const CallHeader& header) {
-    geometry.num_slots = header.ring_num_slots;
-    geometry.slot_bytes = header.ring_slot_bytes;
-    return geometry;
-  }
-
   int next_;  // both are ranks of the whole group
   int previous_;
 };

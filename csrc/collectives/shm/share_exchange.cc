@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "collectives/shm/algorithms.h"
 #include "collectives/shm/phase.h"
 #include "collectives/shm/share_sizes.h"

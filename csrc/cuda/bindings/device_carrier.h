@@ -44,7 +44,7 @@ class DeviceCarrier {
   /// The event after the last of these two calls, on its stream, if the carrier has recorded one.
   virtual std::shared_ptr<const cuda::Event> last_end() const { return nullptr; }
 
-  /// Sets algorithm and geometry of a header from values that are equal on all ranks.
+  /// Sets the algorithm of a header from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
   /// Throws std::invalid_argument where a collective on this stream, or such messages, cannot be

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "collectives/failure.h"
-#include "collectives/watch_thread.h"
 #include "cuda/collectives/call_board.h"
+#include "cuda/collectives/watch_thread.h"
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/control.h"
 #include "transport/membership.h"

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "cuda/collectives/header_words.h"
 
 namespace ringcomm::cuda {

@@ -9,8 +9,6 @@ namespace {
 template <class Visit>
 void visit_members(auto& header, const Visit& visit) {
   visit(header.num_elems);
-  visit(header.ring_slot_bytes);
-  visit(header.ring_num_slots);
   visit(header.root);
   visit(header.op);
   visit(header.dtype);
@@ -30,7 +28,7 @@ void visit_members(auto& header, const Visit& visit) {
   visit(header.update.has_master);
 }
 
-constexpr std::size_t kMemberBytes = 8 + 8 + 4 + 4 + 6 + 16 + 3 * 8 + 24 + 4 + 4;
+constexpr std::size_t kMemberBytes = 8 + 4 + 6 + 16 + 3 * 8 + 24 + 4 + 4;
 static_assert(kMemberBytes <= sizeof(HeaderWords));
 
 }  // namespace

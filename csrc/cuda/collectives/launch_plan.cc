@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
 #include "cuda/collectives/header_words.h"
@@ -81,12 +81,15 @@ void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan&
   }
 }
 
-void plan_ring(const Collective& call, const CallHeader& header, KernelCall& kernel_call,
-               LaunchPlan& plan) {
+void plan_ring(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+  // The slots are a block's two regions, or the beginning of them.
+  kernel_call.ring_num_slots = 2;
+  kernel_call.ring_slot_bytes = static_cast<std::uint32_t>(std::min<std::size_t>(
+      256 << 10, kernel_call.staging.layout.region_bytes / kLineBytes * kLineBytes));
   const std::size_t elem_bytes = element_bytes(call.dtype);
   const ChunkLayout layout(call.num_elems, kernel_call.world_size);
   plan.num_blocks =
-      blocks_for(num_slices(layout.max_chunk_elems(), header.ring_slot_bytes / elem_bytes),
+      blocks_for(num_slices(layout.max_chunk_elems(), kernel_call.ring_slot_bytes / elem_bytes),
                  kernel_call.staging.layout);
   const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
   for (int step = 0; step < schedule.num_steps(); ++step)
@@ -232,13 +235,6 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
   const bool is_open =
       asked != Algorithm::kOneShot && asked != Algorithm::kTwoShot && asked != Algorithm::kRing;
   header.algorithm = !is_open ? asked : fits_packets ? Algorithm::kOneShot : Algorithm::kTwoShot;
-  if (header.algorithm != Algorithm::kRing) return;
-  // Slots are in a block's two regions.
-  const CommunicatorOptions cut = options.ring_options(call);
-  header.ring_num_slots = std::min<std::uint32_t>(cut.num_slots, layout.region_bytes / kLineBytes);
-  header.ring_slot_bytes =
-      std::min<std::uint64_t>(cut.slot_bytes, 2 * std::uint64_t{layout.region_bytes} /
-                                                  header.ring_num_slots / kLineBytes * kLineBytes);
 }
 
 LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call) {
@@ -284,9 +280,7 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
         plan_one_shot(call, kernel_call, plan);
       } else if (header.algorithm == Algorithm::kRing) {
         plan.kernel = "ringcomm_ring_" + element;
-        kernel_call.ring_num_slots = header.ring_num_slots;
-        kernel_call.ring_slot_bytes = static_cast<std::uint32_t>(header.ring_slot_bytes);
-        plan_ring(call, header, kernel_call, plan);
+        plan_ring(call, kernel_call, plan);
       } else {
         plan.kernel = "ringcomm_two_shot_" + element;
         plan_reduction<ReduceShape::kAllReduce>(call, kernel_call, plan);

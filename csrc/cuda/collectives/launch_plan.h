@@ -6,7 +6,6 @@
 
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "cuda/kernels/call.h"
 
 namespace ringcomm::cuda {
@@ -20,7 +19,7 @@ struct LaunchPlan {
   Traffic traffic;
 };
 
-/// Sets algorithm and ring geometry. Only boards can be split into turns.
+/// Sets the algorithm. Only boards can be split into turns.
 void plan_header(const Collective& call, const CommunicatorOptions& options,
                  const StagingLayout& layout, bool takes_turns, CallHeader& header);
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 
 namespace ringcomm::cuda {
 namespace {

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "collectives/collective.h"
 #include "collectives/messages/collectives.h"
-#include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
@@ -24,21 +24,14 @@ MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
   return result;
 }
 
-CommunicatorOptions cut_for_devices(const GroupOptions& options) {
-  CommunicatorOptions cut = options.engine;
-  cut.slot_bytes = cut.device_slot_bytes;
-  return cut;
-}
-
 }  // namespace
 
 MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend,
                                            const DeviceCarrierGroup& group, c10::Device device)
     : communicator_(*group.communicator),
-      options_(cut_for_devices(group.options)),
+      options_(group.options.engine),
       name_(backend != nullptr ? "p2p over " + backend->getBackendName() : "none: a group of one"),
-      engine_(std::move(backend), group.rank, group.world_size, device,
-              {.num_slots = options_.num_slots, .slot_bytes = options_.slot_bytes}),
+      engine_(std::move(backend), group.rank, group.world_size, device),
       update_(device) {
   const int world_size = group.world_size;
   if (world_size > 1) {
@@ -159,12 +152,10 @@ void MessageDeviceCarrier::all_reduce(const Collective& call, const CallHeader& 
   const MessageShares shares = MessageShares::of_buffer(call, engine_.world_size());
   const bool is_ring = header.algorithm == Algorithm::kRing;
   if (is_ring && !options_.is_rank_ordered)
-    return device_ring(engine_, call, header, shares,
-                       {.has_reduce_scatter = true, .has_all_gather = true});
+    return device_ring(engine_, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
   device_reduce_scatter(engine_, call, shares);
   if (is_ring)
-    device_ring(engine_, call, header, shares,
-                {.has_reduce_scatter = false, .has_all_gather = true});
+    device_ring(engine_, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
   else
     device_all_gather(engine_, shares);
 }
@@ -173,8 +164,7 @@ void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHead
   const MessageShares shares =
       MessageShares::of_reduce_scatter(call, engine_.rank(), engine_.world_size());
   if (header.algorithm == Algorithm::kRing)
-    device_ring(engine_, call, header, shares,
-                {.has_reduce_scatter = true, .has_all_gather = false});
+    device_ring(engine_, call, shares, {.has_reduce_scatter = true, .has_all_gather = false});
   else
     device_reduce_scatter(engine_, call, shares);
 }
@@ -182,8 +172,7 @@ void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHead
 void MessageDeviceCarrier::all_gather(const Collective& call, const CallHeader& header) {
   const MessageShares shares = gathered_shares(engine_, call);
   if (header.algorithm == Algorithm::kRing)
-    device_ring(engine_, call, header, shares,
-                {.has_reduce_scatter = false, .has_all_gather = true});
+    device_ring(engine_, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
   else
     device_all_gather(engine_, shares);
 }

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "collectives/communicator_options.h"
+#include "collectives/collective.h"
 #include "cuda/bindings/device_carrier.h"
 #include "cuda/messages/algorithms.h"
 #include "cuda/messages/engine.h"

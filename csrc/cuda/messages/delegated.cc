@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "core/chunk_layout.h"
 #include "cuda/messages/algorithms.h"
 #include "cuda/messages/reduce.h"
@@ -48,7 +48,7 @@ class Pieces {
         reduce_(call.reduction, call.dtype, engine.device()),
         num_elems_(most_elems) {
     const auto num_ranks = static_cast<std::size_t>(engine.world_size());
-    const std::size_t piece_bytes = std::min(engine.cut().num_slots * engine.cut().slot_bytes,
+    const std::size_t piece_bytes = std::min(DeviceEngine::kNumSlots * DeviceEngine::kSlotBytes,
                                              kMaxStagingBytes / (2 * num_ranks));
     const std::size_t most = std::min(num_elems_, piece_bytes / element_bytes_);
     piece_elems_ = std::max<std::size_t>(1, num_slices(most, kElemsAlignment)) * kElemsAlignment;

@@ -12,12 +12,8 @@
 namespace ringcomm {
 
 DeviceEngine::DeviceEngine(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
-                           c10::Device device, Cut cut)
-    : backend_(std::move(backend)),
-      rank_(rank),
-      world_size_(world_size),
-      device_(device),
-      cut_(cut) {}
+                           c10::Device device)
+    : backend_(std::move(backend)), rank_(rank), world_size_(world_size), device_(device) {}
 
 DeviceEngine::~DeviceEngine() {
   // The backend ends before the memory that its messages may still use.

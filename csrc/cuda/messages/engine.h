@@ -28,11 +28,9 @@ namespace ringcomm {
 /// batches of a message's two ends depend on earlier batches only.
 class DeviceEngine {
  public:
-  /// The slices of data that is sent in pieces.
-  struct Cut {
-    std::size_t num_slots = 2;
-    std::size_t slot_bytes = std::size_t{4} << 20;
-  };
+  /// The slices of data that is sent in pieces. Each costs several launches of kernels.
+  static constexpr std::size_t kNumSlots = 2;
+  static constexpr std::size_t kSlotBytes = std::size_t{4} << 20;
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
   /// A batch that has been posted. wait() leaves it empty; so is one of no messages.
@@ -52,14 +50,13 @@ class DeviceEngine {
 
   /// `backend` is for these messages alone; null in a group of one.
   DeviceEngine(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
-               c10::Device device, Cut cut);
+               c10::Device device);
   ~DeviceEngine();
   DeviceEngine(const DeviceEngine&) = delete;
   DeviceEngine& operator=(const DeviceEngine&) = delete;
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
-  const Cut& cut() const { return cut_; }
   c10::Device device() const { return device_; }
 
   /// Adds to the batch that post() will start. Nothing of no bytes is sent: both ends know the
@@ -120,7 +117,6 @@ class DeviceEngine {
   int rank_;
   int world_size_;
   c10::Device device_;
-  Cut cut_;
   std::vector<Message> next_;  // of the next batch
   std::vector<at::Tensor> staging_;
   std::vector<at::Tensor> abandoned_;

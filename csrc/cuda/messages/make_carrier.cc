@@ -26,7 +26,7 @@ LookForRanks look_for(const DeviceCarrierGroup& group, c10::Device device) {
                             .description = "connecting tensors on " + device.str(),
                             .timeout = group.options.timeout};
     for (int rank = 0; rank < group.world_size; ++rank)
-      if (communicator.has_died(rank))
+      if (communicator.members()->has_died(rank))
         communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
     if (is_interrupted())
       communicator.failure().raise_stopped(Stop::kInterrupted, missing, activity);

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "collectives/communicator.h"
-#include "collectives/watch_thread.h"
+#include "cuda/collectives/watch_thread.h"
 
 namespace ringcomm {
 

@@ -11,7 +11,7 @@ namespace ringcomm::shm {
 
 /// The size of what the collectives put in front of their data (CallHeader, which asserts it):
 /// ranks compare it in their records.
-inline constexpr std::size_t kCallHeaderBytes = 112;
+inline constexpr std::size_t kCallHeaderBytes = 104;
 
 /// The record that each rank publishes in the store before ranks share memory.
 struct RankRecord {

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/carrier.h"
 #include "core/chunk_layout.h"
 #include "reduce/update_op.h"
-#include "reduce/reduce_op.h"
 
 namespace ringcomm {
 
@@ -42,5 +42,11 @@ class OwnerUpdate {
   std::size_t param_bytes_;
   std::vector<const void*> block_srcs_;
 };
+
+/// reduce_scatter_update_all_gather as a reduce_scatter, the update, and an all_gather, for
+/// carriers that know no update: `run` carries out a collective of uneven shares. Equal to the
+/// fused form to the last bit where that reduces in the same order.
+Traffic update_in_parts(const Collective& call, int rank, int world_size,
+                        const std::function<Traffic(const Collective&)>& run);
 
 }  // namespace ringcomm
