@@ -10,7 +10,7 @@
 #include "collectives/failure.h"
 #include "collectives/point_to_point.h"
 #include "collectives/stats.h"
-#include "core/stop.h"
+#include "core/arch.h"
 #include "transport/membership.h"
 #include "transport/wait_limits.h"
 

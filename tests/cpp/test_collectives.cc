@@ -11,6 +11,7 @@
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/shm/segment.h"
 
 namespace {
 
@@ -112,27 +113,22 @@ TEST_CASE("collectives in one piece and in several" * doctest::skip(testing::kHa
   });
 }
 
-// One slot's worth per chunk, one element more or less, many slots; links cut anew between calls.
-TEST_CASE("rings of 2 to 4 small slots, cut otherwise from call to call") {
-  const CommunicatorOptions options{.num_slots = 4, .slot_bytes = 256};
-  run_ranks(
-      4,
-      [&](Communicator& communicator) {
-        std::uint32_t salt = 0;
-        for (const std::uint64_t slot_bytes : {64U, 128U, 256U})
-          for (const std::uint32_t num_slots : {2U, 3U, 4U})
-            for (const std::size_t num_slices : {1U, 2U, 9U})
-              for (const std::size_t extra_elems : {0U, 1U, 3U}) {
-                const std::size_t full_elems = num_slices * slot_bytes / sizeof(float) * 4;
-                run_case(communicator, {.algorithm = Algorithm::kRing,
-                                        .num_elems = full_elems - 1 + extra_elems,
-                                        .is_in_place = salt % 2 == 0,
-                                        .ring_num_slots = num_slots,
-                                        .ring_slot_bytes = slot_bytes,
-                                        .salt = ++salt});
-              }
-      },
-      options);
+// One slot's worth per chunk, one element more or less, many slots.
+TEST_CASE("rings of one slice, two and many") {
+  constexpr std::size_t kSlotElems = shm::SegmentConfig{}.ring_slot_bytes / sizeof(float);
+  for (const int world_size : {2, 3}) {
+    run_ranks(world_size, [&](Communicator& communicator) {
+      std::uint32_t salt = 0;
+      for (const std::size_t num_slices : {1U, 2U, 5U})
+        for (const std::size_t extra_elems : {0U, 1U, 3U})
+          run_case(communicator, {.algorithm = Algorithm::kRing,
+                                  .num_elems = num_slices * kSlotElems *
+                                                   static_cast<std::size_t>(world_size) -
+                                               1 + extra_elems,
+                                  .is_in_place = salt % 2 == 0,
+                                  .salt = ++salt});
+    });
+  }
 }
 
 // ---- the same bits everywhere
@@ -174,7 +170,7 @@ TEST_CASE("in rank order every algorithm gives the left-to-right sum, to the las
                                                 .is_random = true,
                                                 .salt = ++salt});
                 },
-                {.is_rank_ordered = true, .slot_bytes = 256});
+                {.is_rank_ordered = true});
     }
 }
 

@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "core/chunk_layout.h"
-#include "core/ring_schedule.h"
 #include "core/wait_policy.h"
 #include "third_party/doctest/doctest.h"
 

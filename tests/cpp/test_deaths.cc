@@ -31,7 +31,7 @@
 
 #include "collective_case.h"
 #include "collectives/p2p_op.h"
-#include "core/test_steps.h"
+#include "core/annotations.h"
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"

@@ -51,7 +51,6 @@ struct UpdateCase {
   Reduction reduction = Reduction::kAvg;
   std::size_t num_elems = 0;
   bool is_random = false;
-  std::uint64_t ring_slot_bytes = 0;
 
   Case gradients(std::uint32_t step) const {
     return {.dtype = grad_dtype,
@@ -137,7 +136,6 @@ Model run_steps(const UpdateCase& c, int rank, int world_size, const RunCall& ru
          .num_elems = c.num_elems,
          .inputs = &input,
          .outputs = &output,
-         .ring_slot_bytes = c.ring_slot_bytes,
          .update = &update});
     expect(grad_kept == grad, "an unchanged gradient of " + c.to_text());
   }
@@ -204,13 +202,12 @@ TEST_CASE("updates in one slice and in several" * doctest::skip(testing::kHasThr
     constexpr std::size_t kSliceElems = (256 << 10) / sizeof(float) * 3;
     for (const std::size_t num_elems :
          {kSliceElems - 1, kSliceElems, kSliceElems + 1, 3 * kSliceElems + 5})
-      run_update_case(communicator, {.num_elems = num_elems});
-    for (const std::size_t num_elems : {47U, 48U, 49U, 1000U})
-      for (const DType grad_dtype : {kF32, DType::kBFloat16})
-        run_update_case(communicator, {.grad_dtype = grad_dtype,
-                                       .algorithm = Algorithm::kRing,
-                                       .num_elems = num_elems,
-                                       .ring_slot_bytes = 64});
+      for (const Algorithm algorithm : {Algorithm::kAuto, Algorithm::kRing})
+        run_update_case(communicator, {.algorithm = algorithm, .num_elems = num_elems});
+    for (const std::size_t num_elems : {49U, 3U << 17U})
+      run_update_case(communicator, {.grad_dtype = DType::kBFloat16,
+                                     .algorithm = Algorithm::kRing,
+                                     .num_elems = num_elems});
   });
 }
 

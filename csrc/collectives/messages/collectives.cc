@@ -55,12 +55,11 @@ std::uint64_t all_reduce(MessageEngine& engine, const Collective& call, const Ca
   const bool is_ring = header.algorithm == Algorithm::kRing;
   if (is_ring && !engine.cut().is_rank_ordered) {
     greet_neighbours(engine, header);
-    return ring_all_reduce(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
+    return ring_all_reduce(engine, shares);
   }
   const std::uint64_t sent_bytes = direct_reduce_scatter(engine, header, shares);
   return sent_bytes +
-         (is_ring ? ring_all_gather(engine, shares, header.ring_num_slots, header.ring_slot_bytes)
-                  : direct_all_gather(engine, header, shares));
+         (is_ring ? ring_all_gather(engine, shares) : direct_all_gather(engine, header, shares));
 }
 
 std::uint64_t reduce_scatter(MessageEngine& engine, const Collective& call,
@@ -69,7 +68,7 @@ std::uint64_t reduce_scatter(MessageEngine& engine, const Collective& call,
       MessageShares::of_reduce_scatter(call, engine.rank(), engine.world_size());
   if (header.algorithm != Algorithm::kRing) return direct_reduce_scatter(engine, header, shares);
   greet_neighbours(engine, header, shares.table());
-  return ring_reduce_scatter(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
+  return ring_reduce_scatter(engine, shares);
 }
 
 std::uint64_t all_gather(MessageEngine& engine, const Collective& call, const CallHeader& header) {
@@ -77,7 +76,7 @@ std::uint64_t all_gather(MessageEngine& engine, const Collective& call, const Ca
       MessageShares::of_all_gather(call, engine.rank(), engine.world_size());
   if (header.algorithm != Algorithm::kRing) return direct_all_gather(engine, header, shares);
   greet_neighbours(engine, header, shares.table());
-  return ring_all_gather(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
+  return ring_all_gather(engine, shares);
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "core/arch.h"
-#include "core/cursor.h"
 #include "core/wait_policy.h"
 #include "machine.h"
 

@@ -58,11 +58,6 @@ def broadcast(num_elems: int, root: int = 0) -> Call:
     return lambda g: dist.broadcast(torch.zeros(num_elems), root, g)
 
 
-def ring(num_slots: int) -> Call:
-    call = torch.ops.ringcomm.ring_all_reduce_
-    return lambda g: call(torch.ones(10), g.group_name, num_slots, 64)
-
-
 # What rank 0 calls, what all others call, and a word of each in the message.
 DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "size": (all_reduce(4), all_reduce(5), "16 bytes", "20 bytes"),
@@ -70,7 +65,6 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "reduction": (all_reduce(4), all_reduce(4, op=dist.ReduceOp.MAX), "sum", "max"),
     "collective": (all_reduce(4), broadcast(4), "all_reduce", "broadcast"),
     "root": (broadcast(4, 0), broadcast(4, 1), "root 0", "root 1"),
-    "slots": (ring(2), ring(3), "2 slots of 64 bytes", "3 slots of 64 bytes"),
 }
 
 
