@@ -24,7 +24,7 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
        .options = options.to_text(),
        .host_id = options.host_id,
        .known = known},
-      {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size, options),
+      {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size),
        .is_one_host = options.transport == "shm"},
       timeout);
   const PeerTable peer_table = rendezvous.find_ranks();

@@ -100,7 +100,7 @@ ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table,
       scope_(group_),
       engine_(group_, scope_) {}
 
-std::size_t ShmCarrier::shared_bytes(int world_size, const CommunicatorOptions&) {
+std::size_t ShmCarrier::shared_bytes(int world_size) {
   return shm::SegmentLayout(world_size, {}).num_bytes();
 }
 
@@ -110,11 +110,10 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  // The ring does not reduce in rank order; boards do.
-  const bool is_ring = asked == Algorithm::kRing && !options_.is_rank_ordered;
-  if (asked == Algorithm::kRing && !is_ring) asked = Algorithm::kTwoShot;
-  header.algorithm = Algorithm::kDirect;
-  if (call.op == OpKind::kReduceUpdateGather && is_ring) header.algorithm = asked;
+  // The ring does not reduce in rank order; two_shot does.
+  if (asked == Algorithm::kRing && options_.is_rank_ordered) asked = Algorithm::kTwoShot;
+  const bool is_fused_ring = call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing;
+  header.algorithm = is_fused_ring ? asked : Algorithm::kDirect;
   if (call.op == OpKind::kAllReduce)
     header.algorithm =
         asked != Algorithm::kAuto
@@ -152,31 +151,21 @@ Traffic ShmCarrier::run_explained(const Collective& call, const CallHeader& head
 // The note of this rank's buffers, if they are shared and the call may run on them.
 BufferNote ShmCarrier::note_of(const Collective& call) const {
   const shm::SharedArena* arena = shm::SharedArena::find();
-  const std::size_t num_bytes = call.num_bytes();
   const int world_size = group_.world_size();
+  const std::size_t num_bytes = call.num_bytes();
   if (arena == nullptr || num_bytes < min_direct_bytes(call.op, world_size) ||
       call.is_uneven(world_size))
     return {};
-  BufferNote note;
-  switch (call.op) {
-    case OpKind::kAllReduce:
-      if (call.algorithm != Algorithm::kAuto || options_.algorithm != Algorithm::kAuto) return {};
-      note = {.input = arena->locate(call.inputs[0], num_bytes),
-              .output = arena->locate(call.outputs[0], num_bytes)};
-      return note.output.is_somewhere() ? note : BufferNote{};
-    case OpKind::kReduceScatter:
-      if (is_contiguous(call.inputs, world_size, num_bytes))
-        note.input = arena->locate(call.inputs[0], input_bytes(call, world_size));
-      return note;
-    case OpKind::kAllGather:
-      note.input = arena->locate(call.inputs[0], num_bytes);
-      return note;
-    case OpKind::kBroadcast:
-      if (group_.rank() == call.root) note.input = arena->locate(call.inputs[0], num_bytes);
-      return note;
-    default:
-      return {};
-  }
+  const bool is_all_reduce = call.op == OpKind::kAllReduce;
+  const bool has_choice =
+      call.algorithm == Algorithm::kAuto && options_.algorithm == Algorithm::kAuto;
+  if ((is_all_reduce && !has_choice) ||
+      (call.op == OpKind::kBroadcast && group_.rank() != call.root) ||
+      (call.op == OpKind::kReduceScatter && !is_contiguous(call.inputs, world_size, num_bytes)))
+    return {};
+  BufferNote note{.input = arena->locate(call.inputs[0], input_bytes(call, world_size))};
+  if (is_all_reduce) note.output = arena->locate(call.outputs[0], num_bytes);
+  return is_all_reduce && !note.output.is_somewhere() ? BufferNote{} : note;
 }
 
 // Ranks do not know whether the peers' buffers are shared, so the first phase tells: a rank with
@@ -189,7 +178,7 @@ Traffic ShmCarrier::run_or_share(const Collective& call, const CallHeader& heade
     engine_.store_kinds().end();
     return Traffic{.sent_bytes = sent_bytes, .algorithm = header.algorithm};
   };
-  const BufferNote mine = note_of(call);
+  const BufferNote mine = entry.run_shared != nullptr ? note_of(call) : BufferNote{};
   engine_.begin(header, mine);
   if (!mine.is_given()) {
     const std::uint64_t sent_bytes = entry.run(engine_, call);

@@ -21,7 +21,7 @@ class ShmCarrier final : public Carrier {
              const CommunicatorOptions& options);
 
   /// Bytes of memory that the ranks of a group share.
-  static std::size_t shared_bytes(int world_size, const CommunicatorOptions& options);
+  static std::size_t shared_bytes(int world_size);
 
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;

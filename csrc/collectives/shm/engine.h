@@ -47,8 +47,8 @@ static_assert(Arch<TracedArch>);
 /// The locations of a rank's buffers in memory that its peers can map. Published with the call's
 /// header, and not compared. A rank that publishes locations stages no data in its first phase.
 struct BufferNote {
-  shm::ArenaLocation input;
-  shm::ArenaLocation output;
+  shm::ArenaLocation input = {};
+  shm::ArenaLocation output = {};
 
   bool is_given() const { return input.is_somewhere(); }
 };
