@@ -9,7 +9,7 @@
 #include "collectives/collective.h"
 #include "collectives/failure.h"
 #include "collectives/p2p.h"
-#include "core/stop.h"
+#include "core/arch.h"
 #include "transport/membership.h"
 #include "transport/wait_limits.h"
 

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <string>
 
+#include "core/arch.h"
 #include "core/errors.h"
-#include "core/stop.h"
 #include "transport/membership.h"
 #include "transport/process_generation.h"
 

@@ -6,8 +6,8 @@
 #include <functional>
 #include <string>
 
+#include "core/arch.h"
 #include "core/errors.h"
-#include "core/stop.h"
 
 namespace ringcomm {
 

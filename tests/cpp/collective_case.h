@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "collectives/communicator.h"
-#include "core/cursor.h"
+#include "core/arch.h"
 #include "core/types.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/chunk_layout.h"
-#include "core/ring_schedule.h"
 #include "core/wait_policy.h"
 #include "third_party/doctest/doctest.h"
 

@@ -2,7 +2,7 @@
 // other rank must get an error that names it, within two seconds of a death, by time-out of a stop.
 // A rank that is late at every step, while the others do their part and end: no rank gets an error.
 //
-// Steps are counted by the library itself (core/test_steps.h): cursors that advance, memory that is
+// Steps are counted by the library itself (RINGCOMM_STEP): cursors that advance, memory that is
 // mapped, sent or received, and what a rank writes for its peers; and by the store and the messages
 // of these tests. So new code is covered without a list. Ranks are processes, forked from a process
 // without threads: this program again, started with the one test case "child: ...".
@@ -31,7 +31,7 @@
 
 #include "collective_case.h"
 #include "collectives/p2p.h"
-#include "core/test_steps.h"
+#include "core/annotations.h"
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"

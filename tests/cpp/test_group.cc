@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/test_steps.h"
+#include "core/annotations.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/page_bytes.h"

@@ -7,8 +7,7 @@
 
 namespace ringcomm {
 
-/// The ring over messages. Chunks are sent in slices, with several in flight, so that a rank
-/// reduces one while the next is transferred. Each function returns the bytes that the next rank
+/// The ring over messages (collectives/ring.h). Each function returns the bytes that the next rank
 /// consumed; headers and sizes must have been compared before.
 
 /// Every rank ends with all chunks reduced, in `output`.

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "core/cursor.h"
+#include "core/arch.h"
 #include "cuda/collectives/header_words.h"
 
 namespace ringcomm::cuda {

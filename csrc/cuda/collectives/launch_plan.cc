@@ -5,7 +5,6 @@
 
 #include "collectives/collective.h"
 #include "core/chunk_layout.h"
-#include "core/ring_schedule.h"
 #include "cuda/collectives/header_words.h"
 #include "cuda/kernels/chunks.h"
 #include "cuda/kernels/mail.h"

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/cursor.h"
+#include "core/arch.h"
 #include "cuda/collectives/rank_place.h"
 #include "transport/shm/bootstrap.h"
 

@@ -6,7 +6,6 @@
 #include "core/annotations.h"
 #include "core/arch.h"
 #include "core/packet_protocol.h"
-#include "core/stop.h"
 #include "cuda/kernels/tables.h"
 
 namespace ringcomm::cuda {

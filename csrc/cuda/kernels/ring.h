@@ -3,8 +3,7 @@
 #include <algorithm>
 
 #include "core/chunk_layout.h"
-#include "core/link_primitives.h"
-#include "core/ring_schedule.h"
+#include "core/link_protocol.h"
 #include "cuda/kernels/combine.h"
 #include "cuda/kernels/phases.h"
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "core/annotations.h"
+#include "core/arch.h"
 #include "core/chunk_layout.h"
-#include "core/cursor.h"
 #include "core/link_protocol.h"
 #include "core/packet_protocol.h"
 #include "cuda/kernels/control.h"

@@ -4,6 +4,7 @@
 
 #include "collectives/collective.h"
 #include "collectives/messages/shares.h"
+#include "collectives/ring.h"
 #include "cuda/collectives/kernels.h"
 #include "cuda/messages/engine.h"
 
@@ -28,13 +29,9 @@ void device_scatter(DeviceEngine& engine, const Collective& call);
 void device_all_to_all(DeviceEngine& engine, const Collective& call);
 void device_barrier(DeviceEngine& engine);
 
-/// Around the ring, in the turns of core/ring_schedule.h.
-struct DeviceRingParts {
-  bool has_reduce_scatter;
-  bool has_all_gather;
-};
-void device_ring(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
-                 DeviceRingParts parts);
+/// Around the ring of collectives/ring.h.
+void device_ring(DeviceEngine& engine, const Collective& call, const CallHeader& header,
+                 const MessageShares& shares, const RingHalves& halves);
 
 /// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: by ringcomm's
 /// kernel where it has one for the device, and by torch's operators where not.

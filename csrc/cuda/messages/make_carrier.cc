@@ -8,7 +8,7 @@
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
-#include "core/stop.h"
+#include "core/arch.h"
 #include "cuda/messages/carrier.h"
 #include "transport/wait_limits.h"
 

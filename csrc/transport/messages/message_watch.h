@@ -5,7 +5,7 @@
 #include <list>
 #include <mutex>
 
-#include "core/stop.h"
+#include "core/arch.h"
 #include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/store_membership.h"

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "core/test_steps.h"
+#include "core/annotations.h"
 #include "transport/backoff.h"
 
 namespace ringcomm::shm {

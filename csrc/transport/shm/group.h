@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "core/arch.h"
 #include "core/errors.h"
-#include "core/stop.h"
 #include "transport/key_value_store.h"
 #include "transport/membership.h"
 #include "transport/process_generation.h"

@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/arch.h"
 #include "core/board_protocol.h"
-#include "core/cursor.h"
 #include "core/link_protocol.h"
 
 namespace ringcomm::shm {

@@ -8,7 +8,7 @@
 #include <fstream>
 #include <utility>
 
-#include "core/test_steps.h"
+#include "core/annotations.h"
 #include "transport/page_bytes.h"
 #include "transport/shm/system_error.h"
 

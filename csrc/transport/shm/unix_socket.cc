@@ -12,8 +12,8 @@
 #include <limits>
 #include <utility>
 
+#include "core/annotations.h"
 #include "core/errors.h"
-#include "core/test_steps.h"
 #include "transport/shm/system_error.h"
 #include "transport/wait_limits.h"
 

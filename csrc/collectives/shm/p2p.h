@@ -2,25 +2,24 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "collectives/collective.h"
 #include "collectives/failure.h"
 #include "collectives/p2p.h"
-#include "collectives/shm/p2p_mailbox.h"
-#include "core/wait_policy.h"
+#include "collectives/carrier.h"
 #include "transport/background_thread.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
 
 namespace ringcomm {
+
+class P2pMailbox;
 
 /// Point-to-point messages over links in shared memory.
 ///
@@ -30,7 +29,7 @@ namespace ringcomm {
 class P2pEngine final : public PointToPoint {
  public:
   P2pEngine(shm::Group& group, Failure& failure, Stats& stats);
-  ~P2pEngine() override { close({}); }
+  ~P2pEngine() override;
   P2pEngine(const P2pEngine&) = delete;
   P2pEngine& operator=(const P2pEngine&) = delete;
 
@@ -57,23 +56,17 @@ class P2pEngine final : public PointToPoint {
 
   Lock enter();
   void let_in(Lock& lock) const;
-  bool progress();
   void begin(const P2pOpPtr& op);
-  bool progress_or_fail(const std::function<void()>& first = {});
+  bool progress(const std::function<void()>& first = {});
   P2pMailbox& mailbox(int rank);
-  void start_thread();
   void drive(Lock& lock, const std::function<bool()>& is_enough, const Interrupted& is_interrupted);
   void drive_or_sleep(Lock& lock, const std::function<bool()>& is_over,
                       const Interrupted& is_interrupted);
-  void abort_if(const Interrupted& is_interrupted);
-  void look_around(Lock& lock, const Interrupted& is_interrupted);
+  void abort_if(Lock& lock, const Interrupted& is_interrupted);
   void fail_stuck();
   int awaited_peer(const P2pOp& op) const;
-  void fail(const P2pOpPtr& op, Stop stop, int peer);
-  void fail_size(const P2pMailbox::SizeMismatch& mismatch);
   void settle(Lock& lock);
   void ring(int rank);
-  void nudge_driver() { ring(group_.rank()); }
   void run_thread();
 
   shm::Group& group_;
@@ -84,9 +77,9 @@ class P2pEngine final : public PointToPoint {
 
   std::atomic<int> num_at_door_ = 0;  // threads that request the lock while another one drives
   std::mutex mutex_;                  // guards all below, and the links
-  std::vector<std::unique_ptr<P2pMailbox>>
-      mailboxes_;  // by rank, null until needed: links cost memory once looked at
-  P2pReceives receives_;
+  // By rank, null until needed: links cost memory once looked at.
+  std::vector<std::unique_ptr<P2pMailbox>> mailboxes_;
+  std::list<P2pOpPtr> receives_;  // that no message has matched, in the order of posting
   std::list<P2pOpPtr> pending_;
   std::condition_variable has_news_;  // waiters that do not drive sleep here
   std::condition_variable has_work_;  // the thread does here
