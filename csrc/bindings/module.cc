@@ -17,7 +17,7 @@
 #include "cuda/bindings/loss_kernels.h"
 #include "ops/softmax_stats.h"
 #include "reduce/reduce_op.h"
-#include "transport/cgroup_limits.h"
+#include "transport/process.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/shared_arena.h"
 

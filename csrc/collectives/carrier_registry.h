@@ -7,7 +7,6 @@
 
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
-#include "transport/key_value_store.h"
 #include "transport/membership.h"
 #include "transport/wait_limits.h"
 

@@ -8,7 +8,7 @@
 
 #include "core/types.h"
 #include "kernels/update_op.h"
-#include "transport/shm/rank_record.h"
+#include "transport/peer_table.h"
 
 namespace ringcomm {
 
@@ -131,7 +131,7 @@ struct CallHeader {
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;
 };
-static_assert(sizeof(CallHeader) == shm::kCallHeaderBytes);
+static_assert(sizeof(CallHeader) == kCallHeaderBytes);
 
 /// Whether ranks with these headers made the same call, whatever the sizes.
 bool is_same_call(CallHeader a, CallHeader b);

@@ -18,7 +18,7 @@
 #include "collectives/point_to_point.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
-#include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
@@ -118,7 +118,9 @@ class Communicator {
   /// Whether the process of `rank` is known to have ended.
   bool has_died(int rank) { return members() != nullptr && members()->has_died(rank); }
   /// Whether it is stopped (SIGSTOP), as far as the kernel tells.
-  bool is_stopped(int rank) { return members() != nullptr && members()->is_stopped(rank); }
+  bool is_stopped(int rank) {
+    return members() != nullptr && members()->process_of(rank).is_stopped();
+  }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
   /// Whether this object was inherited by fork(). If so, do not use or destroy it: its threads do

@@ -42,7 +42,8 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
     case Stop::kPeerDied:
     case Stop::kPeerLeft: {
       const std::string words = last_words_of(peer);
-      const bool has_exited = members_ != nullptr && peer >= 0 && members_->has_exited(peer);
+      const bool has_exited =
+          members_ != nullptr && peer >= 0 && members_->process_of(peer).has_exited;
       if (words.empty() && (has_exited || stop == Stop::kPeerLeft))
         raise(ErrorKind::kPeerDied, peer,
               name + (has_exited ? " has exited" : " has destroyed the group or exited") +
@@ -89,7 +90,7 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
   const std::string told = activity.description + ": " + text;
   ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
   if (members_ != nullptr && culprit >= 0) {
-    info.pid = members_->pid_of(culprit);
+    info.pid = members_->process_of(culprit).pid;
     info.host = members_->host_of(culprit);
   }
   const auto error = std::make_exception_ptr(Error(info, prefix() + told));
@@ -113,12 +114,12 @@ void Failure::keep(std::exception_ptr error) {
 
 int Failure::stopped_rank() const {
   for (int rank = 0; members_ != nullptr && rank < world_size_; ++rank)
-    if (members_->is_stopped(rank)) return rank;
+    if (members_->process_of(rank).is_stopped()) return rank;
   return -1;
 }
 
 std::string Failure::last_words_of(int peer) const {
-  return members_ != nullptr && peer >= 0 ? members_->last_words_of(peer) : std::string();
+  return members_ != nullptr && peer >= 0 ? members_->process_of(peer).last_words() : std::string();
 }
 
 // Of a rank that left by itself: which calls it has not made.
@@ -138,8 +139,7 @@ std::string Failure::prefix() const {
 std::string Failure::name_of_peer(int peer) const {
   if (peer < 0) return "any rank";
   if (members_ == nullptr) return "rank " + std::to_string(peer);
-  return name_of_process(peer, members_->pid_of(peer), members_->is_pid_hidden(peer),
-                         members_->host_of(peer));
+  return name_of_process(peer, members_->process_of(peer), members_->host_of(peer));
 }
 
 }  // namespace ringcomm

@@ -12,8 +12,7 @@
 #include <memory>
 #include <mutex>
 
-#include "transport/page_bytes.h"
-#include "transport/process_generation.h"
+#include "transport/process.h"
 
 namespace ringcomm::trace {
 namespace {

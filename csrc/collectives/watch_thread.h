@@ -6,7 +6,7 @@
 #include <functional>
 #include <mutex>
 
-#include "transport/background_thread.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

@@ -8,7 +8,7 @@
 #include "collectives/carrier_registry.h"
 #include "collectives/communicator_options.h"
 #include "collectives/messages/engine.h"
-#include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/message_watch.h"
 #include "transport/messages/store_membership.h"

@@ -17,14 +17,6 @@ shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
   return config;
 }
 
-shm::GroupIdentity identity_of(const PeerTable& peer_table, int rank,
-                               const CommunicatorOptions& options) {
-  return {.rank = peer_table.local_rank_of(rank),
-          .world_size = peer_table.num_ranks_on(peer_table.host_of(rank)),
-          .options = options.to_text(),
-          .host_id = options.host_id};
-}
-
 // The size of the call for the choice of the kind of stores.
 std::size_t size_class_bytes(const Collective& call, const CallHeader& header, int world_size) {
   if (!header.is_uneven) return call.num_bytes();
@@ -38,8 +30,7 @@ std::size_t size_class_bytes(const Collective& call, const CallHeader& header, i
 ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                        const CommunicatorOptions& options)
     : options_(options),
-      group_(rendezvous, identity_of(peer_table, rank, options), segment_config(options),
-             peer_table.ranks_on(peer_table.host_of(rank))),
+      group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), segment_config(options)),
       scope_(group_),
       engine_(group_, scope_),
       direct_(engine_, options.algorithm) {}

@@ -187,7 +187,8 @@ std::byte* DirectCollectives::locate(int rank, const shm::ArenaLocation& locatio
                                      std::size_t num_bytes) {
   if (rank == engine_.rank()) return shm::SharedArena::instance().address_of(location);
   auto& memory = memories_[static_cast<std::size_t>(rank)];
-  if (memory == nullptr) memory = shm::PeerMemory::of(engine_.group().bootstrap_address_of(rank));
+  if (memory == nullptr)
+    memory = shm::PeerMemory::of(engine_.group().process_of(rank).bootstrap_address);
   for (;;) {
     if (std::byte* data = memory->find(location, num_bytes, kFetchSlice)) return data;
     // Its process has stopped or ended.

@@ -7,7 +7,7 @@
 
 #include "collectives/collective.h"
 #include "collectives/shm/engine.h"
-#include "transport/shm/peer_memory.h"
+#include "transport/shm/shared_arena.h"
 
 namespace ringcomm {
 

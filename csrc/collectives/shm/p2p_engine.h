@@ -16,7 +16,7 @@
 #include "collectives/shm/p2p_mailbox.h"
 #include "collectives/stats.h"
 #include "core/wait_policy.h"
-#include "transport/background_thread.h"
+#include "transport/process.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
 
