@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/types.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 #include "transport/peer_table.h"
 
 namespace ringcomm {
