@@ -27,8 +27,7 @@ class Bootstrap {
   /// The bootstrap of this process. A forked child creates its own and cannot use the parent's.
   static Bootstrap& instance();
 
-  /// The address that peers connect to: a name in Linux's abstract socket namespace, which leaves
-  /// no file behind.
+  /// The name in Linux's abstract socket namespace that peers connect to; it leaves no file behind.
   const std::string& address() const { return address_; }
 
   /// Lets processes of the same user fetch `fd` under `key` until it is withdrawn.
@@ -37,8 +36,8 @@ class Bootstrap {
   void withdraw(const std::string& key);
 
   /// Fetches what the bootstrap at `address` offers under `key`; an empty descriptor if it has no
-  /// such offer or its process has ended. `look` is called about every 50 ms until the bootstrap
-  /// answers; an exception from it ends the wait.
+  /// such offer or its process has ended. `look` is called about every 50 ms, and may end the wait
+  /// by an exception.
   UniqueFd fetch(const std::string& address, const std::string& key,
                  std::chrono::milliseconds timeout, const std::function<void()>& look = {});
 
@@ -46,16 +45,14 @@ class Bootstrap {
   /// numbering; one watch per process, shared by all groups. Null if the process has ended.
   std::shared_ptr<PeerProcess> watch(const std::string& address, pid_t pid);
 
-  /// Tells the processes that watch this one why it is about to end (at most 256 bytes). Does not
-  /// wait or throw, and does nothing in a process without a bootstrap.
+  /// Tells the processes that watch this one why it is about to end (at most 256 bytes), or that it
+  /// is about to exit. Does not wait or throw, and does nothing in a process without a bootstrap.
   static void say_last_words(const std::string& text) noexcept;
-  /// Tells them that this process is about to exit, in the same way.
   static void say_exit() noexcept;
 
   /// Returns the time after which it wants to be called again at the latest; negative: none.
   using Task = std::chrono::milliseconds (*)();
-  /// Calls `task` on the bootstrap's thread, now and whenever that is about to sleep. There is one
-  /// task.
+  /// Calls the one `task` on the bootstrap's thread, now and whenever that is about to sleep.
   void call_while_idle(Task task);
 
  private:

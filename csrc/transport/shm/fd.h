@@ -78,9 +78,8 @@ void reserve_pages(std::byte* begin, std::size_t num_bytes);
 /// The same on any system.
 void populate_pages(std::byte* begin, std::size_t num_bytes);
 
-// Sockets for sequenced packets, in the abstract namespace. Its names have no file permissions and
-// can be taken by any user once they are free, so both ends check that the other runs as the same
-// user or root.
+// Sockets for sequenced packets, in the abstract namespace, whose names any user can take once they
+// are free. So both ends check that the other runs as the same user or root.
 
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);

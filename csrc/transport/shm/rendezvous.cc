@@ -161,7 +161,7 @@ SharedMemory Rendezvous::fetch_memory(const std::vector<int>& ranks, std::size_t
       check_time(leader, what);
       continue;
     }
-    const RankRecord& record = peer_of(leader).record;
+    const RankRecord record = peer_of(leader).record;  // which look_at_leader() may replace
     const UniqueFd fd = bootstrap_.fetch(record.bootstrap_address, memory_key(record, ranks.size()),
                                          timeout_, look_at_leader);
     if (fd) {

@@ -55,8 +55,7 @@ class Rendezvous {
   /// another host where that is an error.
   PeerTable find_ranks();
   /// Collective over the ranks of a host (`ranks`, ascending), after find_ranks(): maps the memory
-  /// of the first of them. Throws Error: kTimeout, kPeerDied, kInterrupted, and kSystem if the
-  /// memory cannot be mapped. The offer ends with this object.
+  /// of the first of them. Throws the same, and kSystem if the memory cannot be mapped.
   SharedMemory share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
   /// Waits for the value that `peer` sets at `key`; every rank sets one when it joins. Throws like
   /// find_ranks().

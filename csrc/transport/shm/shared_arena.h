@@ -54,8 +54,8 @@ struct ArenaLocation {
 /// it one by one, peers map it region by region (PeerMemory).
 ///
 /// A region is a memfd that the Bootstrap offers. Each is as large as all earlier ones together, so
-/// there are few, with one descriptor each; a peer that has mapped a region can access every later
-/// buffer in it. Regions exist until the process ends; only their pages are returned to the system.
+/// there are few; a peer that has mapped one can access every later buffer in it. Regions exist
+/// until the process ends; only their pages are returned to the system.
 ///
 /// All functions may be called from any thread. A forked child has an arena of its own; blocks that
 /// it inherited belong to the parent, and are shared with it.
@@ -102,8 +102,6 @@ class SharedArena {
   static std::string key_of(std::uint64_t region_id);
 
   SharedArena() = default;  // for PerProcess
-  SharedArena(const SharedArena&) = delete;
-  SharedArena& operator=(const SharedArena&) = delete;
 
  private:
   // Sizes double from kMinRegionBytes, so more regions would exceed the address space.
@@ -153,8 +151,7 @@ class OutOfMemory : public std::bad_alloc {
 
 /// The mapped arena of a peer's process. Each region is mapped at the first access to a buffer in
 /// it, and unmapped when the last group with that process is destroyed. No descriptor is kept.
-///
-/// All functions may be called from any thread.
+/// Functions may be called from any thread.
 class PeerMemory {
  public:
   /// The one of the process whose bootstrap is at `bootstrap_address`, shared by all groups.
