@@ -4,8 +4,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "transport/background_thread.h"
-#include "transport/per_process.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

@@ -14,7 +14,7 @@
 #include "collectives/collective.h"
 #include "collectives/trace.h"
 #include "reduce/reduce_op.h"
-#include "transport/cgroup_limits.h"
+#include "transport/process.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/shared_arena.h"
 

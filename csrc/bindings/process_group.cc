@@ -24,7 +24,7 @@
 #include "bindings/python_errors.h"
 #include "bindings/store_adapter.h"
 #include "core/errors.h"
-#include "transport/per_process.h"
+#include "transport/process.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "bindings/python_errors.h"
-#include "transport/key_value_store.h"
+#include "transport/membership.h"
 
 namespace ringcomm {
 

@@ -10,7 +10,7 @@
 #include "core/types.h"
 #include "reduce/reduce_op.h"
 #include "reduce/update_op.h"
-#include "transport/shm/rank_record.h"
+#include "transport/peer_table.h"
 
 namespace ringcomm {
 
@@ -170,7 +170,7 @@ struct CallHeader {
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;
 };
-static_assert(sizeof(CallHeader) == shm::kCallHeaderBytes);
+static_assert(sizeof(CallHeader) == kCallHeaderBytes);
 static_assert(offsetof(CallHeader, update) <= 64 - 8, "leaves room for a cursor in its cache line");
 
 /// Whether ranks with these headers made the same call, whatever the sizes.

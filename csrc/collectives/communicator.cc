@@ -30,8 +30,8 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& sto
                               .world_size = world_size,
                               .options = options.to_text(),
                               .host_id = options.host_id,
-                              .known = known},
-                             {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size),
+                              .known = known,
+                              .shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size),
                               .is_one_host = options.transport == "shm"},
                              timeout);
   const PeerTable peer_table = rendezvous.find_ranks();
@@ -48,7 +48,7 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& sto
     name = messages->name();
     return messages;
   };
-  if (is_p2p || peer_table.max_ranks_on_a_host() == 1) {
+  if (is_p2p || peer_table.num_hosts() == world_size) {
     auto carrier = std::make_unique<MessageCarrier>(store, rendezvous, options, make);
     return {std::move(carrier),
             "p2p over " + name +

@@ -15,7 +15,7 @@
 #include "collectives/ordered_queue.h"
 #include "collectives/p2p.h"
 #include "collectives/trace.h"
-#include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {

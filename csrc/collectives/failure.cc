@@ -41,8 +41,8 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
     }
     case Stop::kPeerDied:
     case Stop::kPeerLeft: {
-      const std::string words = peer >= 0 ? members_->last_words_of(peer) : std::string();
-      const bool has_exited = peer >= 0 && members_->has_exited(peer);
+      const std::string words = peer >= 0 ? members_->process_of(peer).last_words() : std::string();
+      const bool has_exited = peer >= 0 && members_->process_of(peer).has_exited;
       std::string text;
       if (words.empty() && (has_exited || stop == Stop::kPeerLeft))
         text = (has_exited ? " has exited" : " has destroyed the group or exited") +
@@ -89,7 +89,7 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
   const std::string told = activity.description + ": " + text;
   ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
   if (culprit >= 0) {
-    info.pid = members_->pid_of(culprit);
+    info.pid = members_->process_of(culprit).pid;
     info.host = members_->host_of(culprit);
   }
   const auto error = std::make_exception_ptr(Error(info, prefix() + told));
@@ -127,8 +127,7 @@ std::string Failure::prefix() const {
 
 std::string Failure::name_of_peer(int peer) const {
   if (peer < 0) return "any rank";
-  return name_of_process(peer, members_->pid_of(peer), members_->is_pid_hidden(peer),
-                         members_->host_of(peer));
+  return name_of_process(peer, members_->process_of(peer), members_->host_of(peer));
 }
 
 }  // namespace ringcomm

@@ -10,7 +10,7 @@
 #include "core/arch.h"
 #include "core/errors.h"
 #include "transport/membership.h"
-#include "transport/process_generation.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

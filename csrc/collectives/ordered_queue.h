@@ -8,7 +8,7 @@
 #include <mutex>
 #include <thread>
 
-#include "transport/background_thread.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

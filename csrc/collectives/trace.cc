@@ -14,8 +14,7 @@
 #include <mutex>
 #include <utility>
 
-#include "transport/page_bytes.h"
-#include "transport/process_generation.h"
+#include "transport/process.h"
 
 namespace ringcomm::trace {
 namespace {

@@ -11,7 +11,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "transport/process_generation.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

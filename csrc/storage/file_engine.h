@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "storage/block_queue.h"
-#include "transport/background_thread.h"
-#include "transport/process_generation.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

@@ -17,7 +17,7 @@
 #include "core/types.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
-#include "transport/shm/segment.h"
+#include "transport/shm/group.h"
 
 namespace ringcomm::testing {
 

@@ -35,8 +35,8 @@
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/backoff.h"
 #include "transport/shm/shared_arena.h"
+#include "transport/wait_limits.h"
 
 namespace {
 

@@ -133,8 +133,9 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
 TEST_CASE("the phases of uneven shares are those of the rank with the most to send") {
   testing::MemoryStore store;
   testing::run_threads(kManyRanks, [&](int rank) {
-    const shm::GroupIdentity identity{.rank = rank, .world_size = kManyRanks, .options = "shares"};
-    shm::Group group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
+    const shm::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shares"};
+    shm::Group group =
+        testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
     shm::WaitScope scope(group);
     scope.begin(kPatient);
     Engine engine(group, scope);

@@ -5,7 +5,7 @@
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/hosts/engine.h"
-#include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/message_watch.h"
 #include "transport/messages/store_membership.h"

@@ -13,9 +13,9 @@
 #include "collectives/collective.h"
 #include "collectives/failure.h"
 #include "collectives/p2p.h"
-#include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/message_watch.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

@@ -44,14 +44,6 @@ const Entry& entry_of(const CallHeader& header) {
   return *found;
 }
 
-shm::GroupIdentity identity_of(const PeerTable& peer_table, int rank,
-                               const CommunicatorOptions& options) {
-  return {.rank = peer_table.local_rank_of(rank),
-          .world_size = peer_table.num_ranks_on(peer_table.host_of(rank)),
-          .options = options.to_text(),
-          .host_id = options.host_id};
-}
-
 // The size of the call for the choice of the kind of stores.
 std::size_t size_class_bytes(const Collective& call, const CallHeader& header, int world_size) {
   if (!header.is_uneven) return call.num_bytes();
@@ -95,8 +87,7 @@ std::size_t min_direct_bytes(OpKind op, int world_size) {
 ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
                        const CommunicatorOptions& options)
     : options_(options),
-      group_(rendezvous, identity_of(peer_table, rank, options), {},
-             peer_table.ranks_on(peer_table.host_of(rank))),
+      group_(rendezvous, peer_table.ranks_on(peer_table.host_of(rank)), {}),
       scope_(group_),
       engine_(group_, scope_) {}
 

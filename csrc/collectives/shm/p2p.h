@@ -12,8 +12,7 @@
 
 #include "collectives/failure.h"
 #include "collectives/p2p.h"
-#include "collectives/carrier.h"
-#include "transport/background_thread.h"
+#include "transport/process.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
 

@@ -11,8 +11,8 @@
 #include "core/errors.h"
 #include "cuda/collectives/kernels.h"
 #include "cuda/collectives/unavailable.h"
+#include "transport/peer_table.h"
 #include "transport/shm/bootstrap.h"
-#include "transport/shm/rank_record.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -90,7 +90,7 @@ std::string DeviceGroup::describe() const {
 
 std::vector<DeviceGroup::Place> DeviceGroup::find_places(RecordExchange& exchange) {
   Place mine;
-  mine.host_id = RecordText<64>(shm::host_id());
+  mine.host_id = RecordText<64>(host_id());
   mine.pid = ::getpid();
   mine.problem = attempt([&] {
     mine.bootstrap_address = RecordText<112>(shm::Bootstrap::instance().address());

@@ -13,7 +13,7 @@
 #include "cuda/driver/device_room.h"
 #include "cuda/kernels/control.h"
 #include "cuda/kernels/staging.h"
-#include "transport/shm/shared_memory.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
 

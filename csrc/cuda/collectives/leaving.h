@@ -47,7 +47,7 @@ class Leaving {
   std::byte* words_;
   std::size_t rank_;
   /// The ranks' processes; null for ranks of this process, which open nothing.
-  std::vector<std::shared_ptr<shm::PeerProcess>> peers_;
+  std::vector<std::shared_ptr<PeerProcess>> peers_;
   std::vector<std::shared_ptr<void>> exported_;
 };
 

@@ -10,7 +10,7 @@
 #include "cuda/collectives/rank_place.h"
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/driver/device_memory.h"
-#include "transport/shm/unique_fd.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
 

@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "core/errors.h"
-#include "transport/shm/system_error.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
 namespace {

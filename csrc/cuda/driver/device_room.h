@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cuda/driver/driver_api.h"
-#include "transport/shm/unique_fd.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
 

@@ -4,7 +4,7 @@
 #include <exception>
 #include <string>
 
-#include "transport/backoff.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 namespace {

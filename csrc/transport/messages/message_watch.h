@@ -6,9 +6,9 @@
 #include <mutex>
 
 #include "core/arch.h"
-#include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/store_membership.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 

@@ -22,8 +22,8 @@ StoreMembership::StoreMembership(KeyValueStore& store, shm::Rendezvous& ranks)
   const auto key_of = [this](int rank) { return prefix_ + "rank/" + std::to_string(rank); };
   store.set(key_of(rank_), ranks.mine().to_text());
   for (int peer = 0; peer < ranks.world_size(); ++peer) {
-    records_.push_back(shm::RankRecord::from_text(ranks.wait_for(key_of(peer), peer)));
-    const shm::RankRecord& theirs = records_.back();
+    records_.push_back(RankRecord::from_text(ranks.wait_for(key_of(peer), peer)));
+    const RankRecord& theirs = records_.back();
     if (theirs.options != ranks.mine().options)
       throw Error({.kind = ErrorKind::kMismatch,
                    .rank = peer,
@@ -59,15 +59,10 @@ Stop StoreMembership::state_of(int) const {
   return reason_.has_value() ? Stop::kAborted : Stop::kNone;
 }
 
-pid_t StoreMembership::pid_of(int rank) const {
-  const auto& process = processes_[static_cast<std::size_t>(rank)];
-  return process != nullptr ? process->pid : record_of(rank).pid;
-}
-
 bool StoreMembership::is_alive(int rank) const {
   // If a rank is a thread of this process, the process does not tell whether the rank lives.
-  const bool is_another = record_of(rank).bootstrap_address != record_of(rank_).bootstrap_address;
-  return is_another && processes_[static_cast<std::size_t>(rank)] != nullptr && !has_died(rank);
+  const std::string& address = process_of(rank).bootstrap_address;
+  return !address.empty() && address != record_of(rank_).bootstrap_address && !has_died(rank);
 }
 
 bool StoreMembership::is_given_up(bool asks) noexcept {

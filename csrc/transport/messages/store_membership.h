@@ -14,9 +14,8 @@
 #include <vector>
 
 #include "core/errors.h"
-#include "transport/key_value_store.h"
 #include "transport/membership.h"
-#include "transport/shm/rank_record.h"
+#include "transport/peer_table.h"
 #include "transport/shm/rendezvous.h"
 #include "transport/wait_limits.h"
 
@@ -42,23 +41,16 @@ class StoreMembership final : public Membership {
   /// The function that ends this rank's waits; set once, before the first wait.
   void on_abort(std::function<void()> end_waits) { end_waits_ = std::move(end_waits); }
 
-  const shm::RankRecord& record_of(int rank) const {
-    return records_[static_cast<std::size_t>(rank)];
+  const RankRecord& record_of(int rank) const { return records_[static_cast<std::size_t>(rank)]; }
+  const PeerProcess& process_of(int rank) const override {
+    return *processes_[static_cast<std::size_t>(rank)];
   }
-  pid_t pid_of(int rank) const override;
-  bool is_pid_hidden(int rank) const override { return shm::is_pid_hidden(processes_, rank); }
   const std::string& host_of(int rank) const override { return record_of(rank).host; }
 
   /// Others are in the store, which takes its time.
   Stop state_of(int rank) const override;
-  bool has_died(int rank) const override { return shm::has_died(processes_, rank); }
-  bool has_exited(int rank) const override { return shm::has_exited(processes_, rank); }
   /// Known after has_left().
   std::int64_t num_calls_of(int rank) const override;
-  bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
-  std::string last_words_of(int rank) const override {
-    return shm::last_words_of(processes_, rank);
-  }
   /// Whether the process of `rank` is known to live.
   bool is_alive(int rank) const;
   /// The result of `make`, a part of making the group. Where that throws, the other ranks hear of
@@ -95,8 +87,8 @@ class StoreMembership final : public Membership {
 
   int rank_;
   std::unique_ptr<KeyValueStore> store_;
-  std::vector<shm::RankRecord> records_;
-  shm::PeerProcesses processes_;
+  std::vector<RankRecord> records_;
+  PeerProcesses processes_;
   std::string prefix_;  // of this group's keys: the store may hold those of an earlier group
   std::function<void()> end_waits_;
   mutable std::mutex mutex_;

@@ -1,12 +1,33 @@
-#include "transport/cgroup_limits.h"
+#include "transport/process.h"
 
-#include <cstdlib>
+#include <cerrno>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <system_error>
 
 namespace ringcomm {
 namespace {
+
+std::atomic<int> generation = 0;
+
+using Body = std::function<void()>;
+
+void* run_body(void* body) {
+  const std::unique_ptr<Body> owned(static_cast<Body*>(body));
+  (*owned)();
+  return nullptr;
+}
+
+int create_thread(::pthread_t& thread, std::size_t stack_bytes, Body* body) {
+  ::pthread_attr_t attributes;
+  ::pthread_attr_init(&attributes);
+  if (stack_bytes > 0) ::pthread_attr_setstacksize(&attributes, stack_bytes);
+  const int error = ::pthread_create(&thread, &attributes, run_body, body);
+  ::pthread_attr_destroy(&attributes);
+  return error;
+}
 
 using std::filesystem::path;
 
@@ -40,13 +61,41 @@ void read_folder(const path& folder, CgroupLimits& limits) {
 
 // A container may see its own cgroup at the root and its name on the host: folders that are not
 // there are skipped.
-void read_ancestors(const path& root, const path& cgroup, CgroupLimits& limits) {
-  path folder = root;
+void read_ancestors(path folder, const path& cgroup, CgroupLimits& limits) {
   read_folder(folder, limits);
   for (const path& name : cgroup.relative_path()) read_folder(folder /= name, limits);
 }
 
 }  // namespace
+
+int process_generation() {
+  // A load instead of a system call, because every collective calls it.
+  [[maybe_unused]] static const int registered =
+      ::pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
+  return generation.load(std::memory_order_relaxed);
+}
+
+BackgroundThread start_background_thread(const char* name, std::function<void()> body,
+                                         std::size_t stack_bytes) {
+  auto owned = std::make_unique<Body>(std::move(body));
+  sigset_t all, previous;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &previous);  // the thread inherits it
+  ::pthread_t thread{};
+  int error = create_thread(thread, stack_bytes, owned.get());
+  // Thread-local variables of the program's libraries are part of the stack, and may fill a small
+  // one.
+  if (error == EINVAL) error = create_thread(thread, kDefaultStackBytes, owned.get());
+  ::pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+  if (error != 0)
+    throw std::system_error(error, std::generic_category(),
+                            std::string("ringcomm: the thread ") + name +
+                                " could not be started; check the limits of threads (ulimit -u, "
+                                "pids.max of the cgroup) and of memory");
+  owned.release();
+  ::pthread_setname_np(thread, name);
+  return BackgroundThread(thread);
+}
 
 CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups) {
   CgroupLimits limits;
