@@ -143,7 +143,7 @@ std::byte* Engine::find_shared(int rank, const shm::ArenaLocation& location,
                                  .offset_bytes = location.offset_bytes + offset_bytes};
   if (rank == this->rank()) return shm::SharedArena::instance().address_of(place);
   auto& memory = memories_[static_cast<std::size_t>(rank)];
-  if (memory == nullptr) memory = shm::PeerMemory::of(group_.bootstrap_address_of(rank));
+  if (memory == nullptr) memory = shm::PeerMemory::of(group_.process_of(rank).bootstrap_address);
   for (;;) {
     if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;
     check(arch_.stopped(rank));  // its process has stopped or ended

@@ -17,7 +17,7 @@
 #include "reduce/reduce_op.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
-#include "transport/shm/peer_memory.h"
+#include "transport/shm/shared_arena.h"
 
 namespace ringcomm {
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "collectives/failure.h"
+#include "collectives/collective.h"
 #include "collectives/p2p.h"
 #include "transport/process.h"
 #include "transport/shm/group.h"
