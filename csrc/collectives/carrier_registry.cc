@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "collectives/hosts/carrier.h"
-#include "collectives/messages/carrier.h"
 #include "collectives/shm/carrier.h"
 #include "transport/messages/message_transport.h"
 #include "transport/peer_table.h"
@@ -41,14 +40,14 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
     name = messages->name();
     return messages;
   };
-  if (is_p2p || peer_table.max_ranks_on_a_host() == 1) {
-    auto carrier = std::make_unique<MessageCarrier>(store, rendezvous, options, make);
-    return {std::move(carrier),
-            "p2p over " + name +
-                (is_p2p ? ", as requested; " : ", because no two ranks share a host; ") + hosts};
-  }
-  auto carrier = std::make_unique<HostsCarrier>(store, rendezvous, peer_table, options, make);
-  return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
+  const bool is_flat = is_p2p || peer_table.max_ranks_on_a_host() == 1;
+  auto carrier =
+      std::make_unique<HostsCarrier>(store, rendezvous, peer_table, options, make, is_flat);
+  std::string reason =
+      !is_flat ? "shm inside a host, p2p over " + name + " between them; "
+               : "p2p over " + name +
+                     (is_p2p ? ", as requested; " : ", because no two ranks share a host; ");
+  return {std::move(carrier), reason + hosts};
 }
 
 }  // namespace ringcomm

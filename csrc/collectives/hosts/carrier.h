@@ -7,26 +7,26 @@
 #include "collectives/carrier.h"
 #include "collectives/carrier_registry.h"
 #include "collectives/communicator_options.h"
-#include "collectives/hosts/engine.h"
+#include "collectives/messages/engine.h"
 #include "transport/key_value_store.h"
+#include "transport/messages/message_members.h"
 #include "transport/messages/message_transport.h"
-#include "transport/messages/message_watch.h"
-#include "transport/messages/store_membership.h"
 #include "transport/peer_table.h"
 
 namespace ringcomm {
 
-/// Collectives of ranks on several hosts, at least one of which has several ranks: shared memory
-/// inside a host, messages between hosts. All sends and receives of users go over messages, so that
-/// a receive from any source sees every rank.
+/// Collectives of ranks that do not all share memory: messages, and shared memory inside the hosts
+/// that have several ranks. All sends and receives of users go over messages, so that a receive
+/// from any source sees every rank.
 ///
 /// A rank that fails reports it twice: in its host's shared memory, for the ranks of its host, and
 /// in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
 class HostsCarrier final : public Carrier {
  public:
-  /// Collective over the group, whose ranks have been found. Throws Error.
+  /// Collective over the group, whose ranks have been found. Everything goes over messages if
+  /// `is_flat`. Throws Error.
   HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const PeerTable& peer_table,
-               const CommunicatorOptions& options, const MakeMessages& make_messages);
+               const CommunicatorOptions& options, const MakeMessages& make_messages, bool is_flat);
   ~HostsCarrier() override { members_.leave(); }
 
   Membership& membership() override { return members_; }
@@ -45,16 +45,14 @@ class HostsCarrier final : public Carrier {
 
   void tell_host();
   bool is_flat(const Collective& call) const;
-  void dispatch(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
   PeerTable peer_table_;
-  StoreMembership members_;
-  std::unique_ptr<Carrier> local_;  // null on a host with one rank
+  bool is_flat_;
+  MessageMembers members_;
+  std::unique_ptr<Carrier> local_;  // null on a host with one rank, and if all goes over messages
   std::unique_ptr<MessageTransport> transport_;
-  MessageWatch watch_;
-  MessageEngine planner_;  // of all ranks over messages, for calls that take that way
-  HostsEngine engine_;
+  MessageEngine messages_;
 };
 
 }  // namespace ringcomm

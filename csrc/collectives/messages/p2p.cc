@@ -9,7 +9,7 @@
 #include <system_error>
 #include <utility>
 
-#include "collectives/messages/tags.h"
+#include "collectives/messages/engine.h"
 #include "collectives/p2p_errors.h"
 #include "transport/wait_limits.h"
 
@@ -32,22 +32,22 @@ struct MessageP2p::Envelope {
 };
 
 struct MessageP2p::Item {
-  Item(const P2pOpPtr& operation, MessageWatch& watch)
-      : op(operation), watched(watch, operation->deadline) {}
+  Item(const P2pOpPtr& operation, MessageMembers& members)
+      : op(operation), watched(members, operation->deadline) {}
 
   bool is_send() const { return op->kind == P2pOp::Kind::kSend; }
 
   P2pOpPtr op;
   Envelope envelope;
-  MessageWatch::Operation watched;
+  MessageMembers::Operation watched;
   MessageTransport::MessagePtr envelope_message;
   MessageTransport::MessagePtr data_message;
 };
 
-MessageP2p::MessageP2p(MessageTransport& transport, MessageWatch& watch, Failure& failure,
+MessageP2p::MessageP2p(MessageTransport& transport, MessageMembers& members, Failure& failure,
                        Stats& stats)
     : transport_(transport),
-      watch_(watch),
+      members_(members),
       failure_(failure),
       stats_(stats),
       num_long_sends_(static_cast<std::size_t>(transport.world_size())) {}
@@ -57,10 +57,10 @@ MessageP2p::~MessageP2p() { close({}); }
 void MessageP2p::close(const Interrupted& is_interrupted) {
   Lock lock(mutex_);
   if (is_stopping_) return;
-  std::optional<MessageWatch::Operation> flush;
+  std::optional<MessageMembers::Operation> flush;
   try {
     if (num_sends_ > 0) {
-      flush.emplace(watch_, flush_deadline_);
+      flush.emplace(members_, flush_deadline_);
       flush->await(MessageTransport::kAnySource);
     }
   } catch (const std::system_error&) {  // no thread to watch the deadline
@@ -128,7 +128,7 @@ void MessageP2p::post(const P2pOpPtr& op) {
 
 // Allocates the resources of the operation; throws if that fails.
 std::unique_ptr<MessageP2p::Item> MessageP2p::prepare(const P2pOpPtr& op) {
-  auto item = std::make_unique<Item>(op, watch_);
+  auto item = std::make_unique<Item>(op, members_);
   item->envelope.num_bytes = item->is_send() ? op->num_bytes : 0;
   return item;
 }

@@ -15,7 +15,7 @@
 #include "collectives/stats.h"
 #include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
-#include "transport/messages/message_watch.h"
+#include "transport/messages/message_members.h"
 
 namespace ringcomm {
 
@@ -35,7 +35,7 @@ namespace ringcomm {
 class MessageP2p final : public PointToPoint {
  public:
   /// All must live as long.
-  MessageP2p(MessageTransport& transport, MessageWatch& watch, Failure& failure, Stats& stats);
+  MessageP2p(MessageTransport& transport, MessageMembers& members, Failure& failure, Stats& stats);
   ~MessageP2p() override;
   MessageP2p(const MessageP2p&) = delete;
   MessageP2p& operator=(const MessageP2p&) = delete;
@@ -73,7 +73,7 @@ class MessageP2p final : public PointToPoint {
   void tell(Lock& lock, const P2pOpPtr& op);
 
   MessageTransport& transport_;
-  MessageWatch& watch_;
+  MessageMembers& members_;
   Failure& failure_;
   Stats& stats_;
 

@@ -4,7 +4,6 @@
 #include <optional>
 #include <vector>
 
-#include "collectives/messages/exchange.h"
 #include "collectives/ring_turns.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
