@@ -41,8 +41,7 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
     return messages;
   };
   const bool is_flat = is_p2p || peer_table.max_ranks_on_a_host() == 1;
-  auto carrier =
-      std::make_unique<HostsCarrier>(store, rendezvous, peer_table, options, make, is_flat);
+  auto carrier = make_hosts_carrier(store, rendezvous, peer_table, options, make, is_flat);
   std::string reason =
       !is_flat ? "shm inside a host, p2p over " + name + " between them; "
                : "p2p over " + name +

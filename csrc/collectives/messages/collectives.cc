@@ -67,10 +67,8 @@ std::uint64_t move_directly(MessageEngine& engine, const Collective& call,
   if (call.root >= 0) greet_neighbours(engine, header);
   std::uint64_t sent_bytes = 0;
   MessageExchange exchange(engine, header);
-  for_each_distance(engine, [&](int to, int from) {
-    exchange.recv_part(call, from);
-    sent_bytes += exchange.send_part(call, to);
-  });
+  for_each_distance(engine, [&](int to, int) { sent_bytes += exchange.send_part(call, to); });
+  for_each_distance(engine, [&](int, int from) { exchange.recv_part(call, from); });
   exchange.finish();
   const auto given = part_given(call, engine.rank(), engine.rank());
   const auto taken = part_taken(call, engine.rank(), engine.rank());
@@ -234,6 +232,7 @@ std::uint64_t reduce_directly(MessageEngine& engine, const CallHeader& header,
   const int rank = engine.rank();
   const std::size_t bytes = shares.element_bytes;
   const bool receives = root < 0 || rank == root;
+  const std::size_t num_staged = engine.num_staged();
   // Larger shares are reduced in pieces, because all ranks' parts are staged at the same time.
   const std::size_t max_elems =
       std::clamp<std::size_t>(engine.cut().num_slots * engine.cut().slot_bytes / bytes, 1,
@@ -265,6 +264,7 @@ std::uint64_t reduce_directly(MessageEngine& engine, const CallHeader& header,
                          own.num_elems, shares.divisor);
   }
   exchange.finish();
+  engine.unstage(num_staged);
   return sent_bytes;
 }
 

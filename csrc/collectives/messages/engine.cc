@@ -104,17 +104,21 @@ void MessageExchange::send(int peer, const void* data, std::size_t num_bytes) {
   if (envelope.is_whole() && num_bytes > 0) std::memcpy(envelope.data.data(), data, num_bytes);
   sends_.push_back(engine_.isend(peer, MessageTags::kEnvelope, &envelope, sizeof(MessageEnvelope)));
   if (!envelope.is_whole())
-    sends_.push_back(engine_.isend(peer, MessageTags::kData, data, num_bytes));
+    sends_.push_back(engine_.isend(peer, MessageTags::of_data(num_bytes), data, num_bytes));
 }
 
 void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
   MessageEnvelope& envelope = free_envelope();
-  incoming_.push_back(
-      {.peer = peer,
-       .data = data,
-       .num_bytes = num_bytes,
-       .envelope = &envelope,
-       .message = engine_.irecv(peer, MessageTags::kEnvelope, &envelope, sizeof(MessageEnvelope))});
+  incoming_.push_back({.peer = peer,
+                       .data = data,
+                       .num_bytes = num_bytes,
+                       .envelope = &envelope,
+                       .envelope_message = engine_.irecv(peer, MessageTags::kEnvelope, &envelope,
+                                                         sizeof(MessageEnvelope)),
+                       .data_message = {}});
+  if (num_bytes > sizeof(envelope.data) && num_bytes <= MessageTags::kMaxSized)
+    incoming_.back().data_message =
+        engine_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
 }
 
 std::size_t MessageExchange::send_part(const Collective& call, int peer) {
@@ -123,8 +127,7 @@ std::size_t MessageExchange::send_part(const Collective& call, int peer) {
   const std::size_t num_bytes = part->num_elems * element_bytes(call.dtype);
   const void* data = part->data;
   const bool is_in_place = call.op == OpKind::kAllToAll && data == call.outputs[peer];
-  if (is_in_place && num_bytes > 0)  // the receive may complete before the send
-    data = std::memcpy(engine_.stage(num_bytes), data, num_bytes);
+  if (is_in_place && num_bytes > 0) data = std::memcpy(engine_.stage(num_bytes), data, num_bytes);
   send(peer, data, num_bytes);
   return num_bytes;
 }
@@ -136,16 +139,16 @@ void MessageExchange::recv_part(const Collective& call, int peer) {
 
 void MessageExchange::finish() {
   for (Incoming& incoming : incoming_) {
-    engine_.wait(incoming.message);
+    engine_.wait(incoming.envelope_message);
     check(incoming);
-    if (!incoming.envelope->is_whole())
-      incoming.message =
-          engine_.irecv(incoming.peer, MessageTags::kData, incoming.data, incoming.num_bytes);
-    else if (incoming.num_bytes > 0)
+    if (!incoming.envelope->is_whole() && !incoming.data_message)
+      incoming.data_message = engine_.irecv(incoming.peer, MessageTags::of_data(incoming.num_bytes),
+                                            incoming.data, incoming.num_bytes);
+    else if (incoming.envelope->is_whole() && incoming.num_bytes > 0)
       std::memcpy(incoming.data, incoming.envelope->data.data(), incoming.num_bytes);
   }
   for (const Incoming& incoming : incoming_)
-    if (!incoming.envelope->is_whole()) engine_.wait(incoming.message);
+    if (incoming.data_message) engine_.wait(*incoming.data_message);
   for (const MessageEngine::Handle send : sends_) engine_.wait(send);
   incoming_.clear();
   sends_.clear();

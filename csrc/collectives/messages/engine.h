@@ -6,12 +6,14 @@
 #include <deque>
 #include <list>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
-#include "transport/messages/message_members.h"
+#include "collectives/messages/members.h"
 #include "transport/messages/message_transport.h"
 
 namespace ringcomm {
@@ -24,6 +26,14 @@ struct MessageTags {
   static constexpr int kReduceScatter = kEnvelope + 2;
   static constexpr int kAllGather = kEnvelope + 3;
   static constexpr int kChain = kEnvelope + 4;
+
+  /// Data of so many bytes at most has a tag of its size, so its receive may be posted before the
+  /// envelope is checked: a message of another size does not match it.
+  static constexpr std::size_t kMaxSized = std::size_t{1} << 20;
+  static constexpr int kFirstSized = kEnvelope + 0x200000;
+  static constexpr int of_data(std::size_t num_bytes) {
+    return num_bytes <= kMaxSized ? kFirstSized + static_cast<int>(num_bytes) : kData;
+  }
 
   /// Never sent: a receive of it ends with the connection.
   static constexpr int kGuard = kEnvelope + 0xffff;
@@ -100,8 +110,11 @@ class MessageEngine {
   /// A send that is waited for in finish(), or after many more of its kind.
   void post_send(int peer, int tag, const void* data, std::size_t num_bytes);
 
-  /// Memory until finish() or drop(), aligned for any element.
+  /// Memory until unstage(), finish() or drop(), aligned for any element.
   std::byte* stage(std::size_t num_bytes);
+  std::size_t num_staged() const { return staging_.size(); }
+  /// Frees what was staged after the first `num_staged`: no message uses it any more.
+  void unstage(std::size_t num_staged) { staging_.resize(num_staged); }
 
   /// Ends the operation: waits for all sends. Throws as wait() does.
   void finish();
@@ -122,8 +135,8 @@ class MessageEngine {
 };
 
 /// Precedes data that one rank sends to another, with its call and size. A message must fit its
-/// receive, and the envelope always does, so it is checked before data is received into a buffer.
-/// Small data is part of it.
+/// receive, and the envelope always does, so it is checked before long data is received. Small data
+/// is part of it.
 struct MessageEnvelope {
   CallHeader header;
   std::uint64_t num_bytes;
@@ -146,10 +159,11 @@ class MessageExchange {
 
   /// Starts a transfer. `data` is read until finish().
   void send(int peer, const void* data, std::size_t num_bytes);
-  /// Fills `data` in finish(), which waits for the peers in the order of these calls.
+  /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
   void recv(int peer, void* data, std::size_t num_bytes);
   /// The transfers of a gather, scatter or all_to_all between this rank and `peer`, where there is
-  /// one; all_to_all may be in place. The first returns the bytes sent.
+  /// one. The first returns the bytes sent. all_to_all may be in place if all sends, which then
+  /// copy, come before the receives.
   std::size_t send_part(const Collective& call, int peer);
   void recv_part(const Collective& call, int peer);
   /// Returns when all transfers have ended. Throws Stopped, and Mismatched if a peer made a
@@ -162,7 +176,8 @@ class MessageExchange {
     void* data;
     std::size_t num_bytes;
     MessageEnvelope* envelope;
-    MessageEngine::Handle message;
+    MessageEngine::Handle envelope_message;
+    std::optional<MessageEngine::Handle> data_message;
   };
 
   MessageEnvelope& free_envelope();

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/watch_thread.h"
 #include "core/stop.h"
-#include "transport/background_thread.h"
 #include "transport/key_value_store.h"
 #include "transport/membership.h"
 #include "transport/messages/message_transport.h"
@@ -39,7 +39,7 @@ class MessageMembers final : public Membership {
   /// Collective, after `ranks` has found them: every rank publishes its record for this very group
   /// and reads the others'. Throws what `ranks` does, and Error of kMismatch where options differ.
   MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks);
-  ~MessageMembers() override { stop_watch(); }
+  ~MessageMembers() override = default;
   MessageMembers(const MessageMembers&) = delete;
   MessageMembers& operator=(const MessageMembers&) = delete;
 
@@ -109,9 +109,8 @@ class MessageMembers final : public Membership {
     // Guarded by the members' mutex.
     int peer_ = kNobody;
     bool is_orphan_ = false;
-    int num_looks_gone_ = 0;  // of the watchdog, in which the peer was gone
-    Clock::time_point is_gone_since_ = Clock::time_point::max();  // as seen by the watchdog
-    Stop stop_ = Stop::kNone;                                     // why the watchdog ended it
+    int num_looks_gone_ = 0;   // of the watchdog, in which the peer was gone
+    Stop stop_ = Stop::kNone;  // why the watchdog ended it
     std::list<Operation*>::iterator place_;
   };
 
@@ -128,9 +127,8 @@ class MessageMembers final : public Membership {
   bool look();
   void look_patiently();
   bool is_gone(int peer) const;
-  bool must_end(Operation& operation, Clock::time_point now) const;
-  void run_watch();
-  void stop_watch();
+  bool must_end(Operation& operation) const;
+  void watch_operations();
 
   int rank_;
   std::unique_ptr<KeyValueStore> store_;
@@ -145,14 +143,12 @@ class MessageMembers final : public Membership {
   mutable std::condition_variable has_reason_;
   std::optional<AbortReason> reason_;
   std::map<int, std::int64_t> num_calls_of_;  // of the ranks known to have left
-  std::condition_variable has_news_;          // for the watchdog
   std::list<Operation*> operations_;
-  Clock::time_point wakes_at_ = Clock::time_point::max();
-  bool is_stopping_ = false;
-  BackgroundThread watch_;
 
-  Clock::time_point store_fails_since_ = Clock::time_point::max();  // the watchdog's, as the next
+  int num_looks_ = 0;  // the watchdog's, as the next ones
+  Clock::time_point store_fails_since_ = Clock::time_point::max();
   bool is_store_gone_ = false;
+  std::optional<WatchThread> watch_;  // last: it uses all of the above
 };
 
 }  // namespace ringcomm

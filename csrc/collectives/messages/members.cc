@@ -1,4 +1,4 @@
-#include "transport/messages/message_members.h"
+#include "collectives/messages/members.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -9,17 +9,19 @@
 namespace ringcomm {
 namespace {
 
-// How long a rank may take to notice that another one has failed.
-constexpr std::chrono::milliseconds kLookInterval{100};
-// After this many checks with nothing to watch, the thread sleeps until the next operation wakes
-// it, which costs that operation some microseconds.
-constexpr int kIdleLooks = 10;
+// How late the watchdog may end a wait.
+constexpr std::chrono::milliseconds kLookInterval{20};
+// It reads the store at every fifth look: how long a rank may take to notice that another one has
+// failed.
+constexpr int kLooksPerQuestion = 5;
+// After this many looks with nothing to watch, it sleeps until the next operation wakes it, which
+// costs that operation some microseconds.
+constexpr int kIdleLooks = 50;
+// Messages that a process sent before its end arrive within so many looks on the same machine: half
+// a second, or more on a busy machine, where any time may pass without a thread's turn.
+constexpr int kLooksForLastWords = 25;
 // A store that is unreachable for this long is treated as lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
-// Messages that a process sent before its end arrive within this time on the same machine, and as
-// many checks: on a busy machine any time may pass without a thread's turn.
-constexpr std::chrono::milliseconds kLastWords{500};
-constexpr int kLooksForLastWords = 5;
 // How long a live rank that has closed its connection may take to report why, and the reason for an
 // abort to get here after the abort.
 constexpr std::chrono::milliseconds kReasonGrace{2000};
@@ -51,7 +53,7 @@ MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
 }
 
 void MessageMembers::leave() {
-  stop_watch();
+  watch_.reset();
   try {
     store_->set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
   } catch (const std::exception&) {
@@ -157,16 +159,16 @@ bool MessageMembers::look() {
 
 MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point deadline)
     : members_(members), deadline_(deadline) {
-  bool must_wake = false;
-  {
-    const std::lock_guard lock(members.mutex_);
-    if (!members.watch_.joinable())
-      members.watch_ =
-          start_background_thread("ringcomm-watch", [&members] { members.run_watch(); });
-    place_ = members.operations_.insert(members.operations_.end(), this);
-    must_wake = deadline < members.wakes_at_;
-  }
-  if (must_wake) members.has_news_.notify_one();
+  const std::lock_guard lock(members.mutex_);
+  if (!members.watch_)
+    members.watch_.emplace("ringcomm-watch",
+                           WatchThread::Pace{.interval = kLookInterval, .num_looks = kIdleLooks},
+                           [&members] {
+                             members.watch_operations();
+                             return true;
+                           });
+  place_ = members.operations_.insert(members.operations_.end(), this);
+  members.watch_->wake();
 }
 
 MessageMembers::Operation::~Operation() {
@@ -178,7 +180,6 @@ void MessageMembers::Operation::await(int peer) {
   const std::lock_guard lock(members_.mutex_);
   peer_ = peer;
   num_looks_gone_ = 0;
-  is_gone_since_ = Clock::time_point::max();
 }
 
 void MessageMembers::Operation::no_source_is_left() {
@@ -214,42 +215,25 @@ bool MessageMembers::is_gone(int peer) const {
 }
 
 // Whether it is over now, with the lock held.
-bool MessageMembers::must_end(Operation& operation, Clock::time_point now) const {
+bool MessageMembers::must_end(Operation& operation) const {
   if (operation.stop_ != Stop::kNone) return false;
-  if (now >= operation.deadline_) operation.stop_ = Stop::kTimeout;
+  if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
   const bool is_orphan = operation.is_orphan_ && operation.peer_ == MessageTransport::kAnySource;
-  if (is_orphan || is_gone(operation.peer_)) {
-    operation.is_gone_since_ = std::min(operation.is_gone_since_, now);
-    if (++operation.num_looks_gone_ > kLooksForLastWords &&
-        now - operation.is_gone_since_ >= kLastWords)
-      operation.stop_ = Stop::kPeerDied;
-  }
+  if ((is_orphan || is_gone(operation.peer_)) && ++operation.num_looks_gone_ > kLooksForLastWords)
+    operation.stop_ = Stop::kPeerDied;
   return operation.stop_ != Stop::kNone;
 }
 
-void MessageMembers::run_watch() {
-  std::unique_lock lock(mutex_);
-  int num_idle_looks = 0;
-  while (!is_stopping_) {
-    num_idle_looks = operations_.empty() ? num_idle_looks + 1 : 0;
-    if (num_idle_looks > kIdleLooks) {
-      wakes_at_ = Clock::time_point::max();
-      has_news_.wait(lock, [this] { return is_stopping_ || !operations_.empty(); });
-      continue;
-    }
-    wakes_at_ = Clock::now() + kLookInterval;
-    for (const Operation* operation : operations_)
-      if (operation->stop_ == Stop::kNone) wakes_at_ = std::min(wakes_at_, operation->deadline_);
-    has_news_.wait_until(lock, wakes_at_);
-    const Clock::time_point now = Clock::now();
-    bool must_abort = false;
-    for (Operation* operation : operations_) must_abort |= must_end(*operation, now);
-    if (is_stopping_ || operations_.empty()) continue;
-    lock.unlock();
-    if (must_abort) transport_->abort();
-    look_patiently();
-    lock.lock();
+void MessageMembers::watch_operations() {
+  bool must_abort = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (operations_.empty()) return;
+    watch_->wake();  // and looks again
+    for (Operation* operation : operations_) must_abort |= must_end(*operation);
   }
+  if (must_abort) transport_->abort();
+  if (++num_looks_ % kLooksPerQuestion == 0) look_patiently();
 }
 
 void MessageMembers::look_patiently() {
@@ -267,15 +251,6 @@ void MessageMembers::look_patiently() {
           .text = std::string("the group's store can no longer be reached (") + error.what() +
                   "); the process that serves it, usually rank 0, has probably ended"});
   }
-}
-
-void MessageMembers::stop_watch() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_stopping_ = true;
-  }
-  has_news_.notify_all();
-  if (watch_.joinable()) watch_.join();
 }
 
 }  // namespace ringcomm
