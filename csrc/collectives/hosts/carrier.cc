@@ -5,9 +5,7 @@
 #include <span>
 #include <string>
 
-#include "collectives/hosts/collective.h"
 #include "collectives/messages/collectives.h"
-#include "collectives/messages/engine.h"
 #include "collectives/messages/members.h"
 #include "collectives/messages/p2p.h"
 #include "collectives/shm/carrier.h"

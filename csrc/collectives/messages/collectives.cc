@@ -208,21 +208,17 @@ std::uint64_t reduce(MessageEngine& engine, const Collective& call, const CallHe
       engine, header, MessageShares::of_whole(call, engine.rank(), engine.world_size()), call.root);
 }
 
-std::uint64_t reduce_scatter(MessageEngine& engine, const Collective& call,
-                             const CallHeader& header) {
-  const MessageShares shares =
-      MessageShares::of_reduce_scatter(call, engine.rank(), engine.world_size());
-  if (header.algorithm != Algorithm::kRing) return reduce_directly(engine, header, shares);
+// A reduce_scatter or all_gather.
+std::uint64_t run_shares(MessageEngine& engine, const Collective& call, const CallHeader& header) {
+  const bool reduces = call.op == OpKind::kReduceScatter;
+  const auto shares_of = reduces ? MessageShares::of_reduce_scatter : MessageShares::of_all_gather;
+  const MessageShares shares = shares_of(call, engine.rank(), engine.world_size());
+  if (header.algorithm != Algorithm::kRing)
+    return reduces ? reduce_directly(engine, header, shares)
+                   : all_gather_directly(engine, header, shares);
   greet_neighbours(engine, header, shares.table());
-  return ring_reduce_scatter(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
-}
-
-std::uint64_t all_gather(MessageEngine& engine, const Collective& call, const CallHeader& header) {
-  const MessageShares shares =
-      MessageShares::of_all_gather(call, engine.rank(), engine.world_size());
-  if (header.algorithm != Algorithm::kRing) return all_gather_directly(engine, header, shares);
-  greet_neighbours(engine, header, shares.table());
-  return ring_all_gather(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
+  const auto run_ring = reduces ? ring_reduce_scatter : ring_all_gather;
+  return run_ring(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
 }
 
 }  // namespace
@@ -309,9 +305,8 @@ std::uint64_t run_message_collective(MessageEngine& engine, const Collective& ca
     case OpKind::kReduce:
       return reduce(engine, call, header);
     case OpKind::kReduceScatter:
-      return reduce_scatter(engine, call, header);
     case OpKind::kAllGather:
-      return all_gather(engine, call, header);
+      return run_shares(engine, call, header);
     case OpKind::kBroadcast:
       return header.algorithm == Algorithm::kRing ? run_chain(engine, call, header)
                                                   : tree_broadcast(engine, call, header);

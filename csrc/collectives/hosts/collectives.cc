@@ -1,4 +1,4 @@
-#include "collectives/hosts/collective.h"
+#include "collectives/messages/collectives.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/messages/collectives.h"
+#include "collectives/hosts/carrier.h"
 #include "collectives/messages/shares.h"
 #include "collectives/reduction.h"
 #include "collectives/trace.h"
@@ -51,6 +51,8 @@ class HostsCollective {
         host_(peer_table_.host_of(rank_)),
         local_rank_(peer_table_.local_rank_of(rank_)),
         local_ranks_(peer_table_.ranks_on(host_)),
+        other_hosts_(make_other_hosts()),
+        rounds_(make_rounds()),
         element_bytes_(element_bytes(call.dtype)),
         traffic_{.algorithm = header.algorithm} {}
 
@@ -106,32 +108,32 @@ class HostsCollective {
 
   // For a rank on another host, one of this host's ranks is its courier: the one of its own local
   // rank, modulo this host's size. If the other host has more ranks, a courier serves several of
-  // them in turns.
+  // them in rounds.
   int courier_of(int rank, int host) const {
     return peer_table_.ranks_on(host)[static_cast<std::size_t>(peer_table_.local_rank_of(rank) %
                                                                peer_table_.num_ranks_on(host))];
   }
 
-  int num_turns(int host) const {
-    return (peer_table_.num_ranks_on(host) + local_size() - 1) / local_size();
-  }
-
-  // The ranks of `host` that this host's ranks serve in a turn, by local rank; -1 for none.
-  std::vector<int> served(int host, int turn) const {
-    const std::vector<int>& theirs = peer_table_.ranks_on(host);
-    std::vector<int> ranks;
-    for (int local = 0; local < local_size(); ++local) {
-      const auto place = static_cast<std::size_t>(turn * local_size() + local);
-      ranks.push_back(place < theirs.size() ? theirs[place] : -1);
+  // By round: the ranks that this host's ranks serve, by local rank; -1 for none.
+  std::vector<std::vector<int>> make_rounds() const {
+    std::vector<std::vector<int>> rounds;
+    for (const int host : other_hosts_) {
+      const std::vector<int>& theirs = peer_table_.ranks_on(host);
+      for (std::size_t first = 0; first < theirs.size(); first += local_ranks_.size()) {
+        rounds.emplace_back(local_ranks_.size(), -1);
+        std::copy_n(theirs.begin() + static_cast<std::ptrdiff_t>(first),
+                    std::min(local_ranks_.size(), theirs.size() - first), rounds.back().begin());
+      }
     }
-    return ranks;
+    return rounds;
   }
 
-  // Calls body(to, from) for the other hosts: the previous one is the first to receive from.
-  template <class Body>
-  void for_each_other_host(const Body& body) const {
+  // The previous one is the first.
+  std::vector<int> make_other_hosts() const {
+    std::vector<int> hosts;
     for (int distance = 1; distance < num_hosts(); ++distance)
-      body((host_ + distance) % num_hosts(), (host_ + num_hosts() - distance) % num_hosts());
+      hosts.push_back((host_ + num_hosts() - distance) % num_hosts());
+    return hosts;
   }
 
   // ---- The same call everywhere.
@@ -169,16 +171,16 @@ class HostsCollective {
       const std::size_t entry = kHeaderWords + 2 * static_cast<std::size_t>(peer) + !is_given;
       return all[static_cast<std::size_t>(local) * record_words + entry] * element_bytes_;
     };
-    const auto fail = [&](int local, const std::string& difference) {
-      Mismatched mismatched{.peer = global(local), .theirs = {}, .difference = difference};
-      std::memcpy(&mismatched.theirs, outputs[static_cast<std::size_t>(local)], sizeof(CallHeader));
-      throw mismatched;
-    };
-    for (int local = 0; local < local_size(); ++local) {
+    const auto header_of = [&](int local) {
       CallHeader theirs;
       std::memcpy(&theirs, outputs[static_cast<std::size_t>(local)], sizeof(theirs));
-      if (!is_compatible(theirs, header_)) fail(local, "");
-    }
+      return theirs;
+    };
+    const auto fail = [&](int local, const std::string& difference) {
+      throw Mismatched{.peer = global(local), .theirs = header_of(local), .difference = difference};
+    };
+    for (int local = 0; local < local_size(); ++local)
+      if (!is_compatible(header_of(local), header_)) fail(local, "");
     for (int from = 0; from < local_size(); ++from)
       for (int to = 0; to < local_size(); ++to) {
         const std::uint64_t given = bytes_of(from, global(to), true);
@@ -289,12 +291,10 @@ class HostsCollective {
   void move() {
     if (call_.root >= 0) barrier();
     MessageExchange exchange(messages_, header_);
-    for_each_other_host([&](int to, int) {
-      for (const int rank : peer_table_.ranks_on(to)) count_sent(exchange.send_part(call_, rank));
-    });
-    for_each_other_host([&](int, int from) {
-      for (const int rank : peer_table_.ranks_on(from)) exchange.recv_part(call_, rank);
-    });
+    for (const int host : other_hosts_)
+      for (const int rank : peer_table_.ranks_on(host)) count_sent(exchange.send_part(call_, rank));
+    for (const int host : other_hosts_)
+      for (const int rank : peer_table_.ranks_on(host)) exchange.recv_part(call_, rank);
     if (call_.root < 0 || peer_table_.host_of(call_.root) == host_) move_inside();
     exchange.finish();
   }
@@ -356,35 +356,31 @@ class HostsCollective {
   void reduce_scatter(const MessageShares& shares) {
     const std::size_t max_elems = piece_elems(shares);
     const std::size_t max_bytes = max_elems * element_bytes_;
-    struct Buffers {
-      std::vector<std::byte*> received;               // by host
-      std::vector<std::vector<std::byte*>> partials;  // by host and turn
+    struct Staging {
+      std::vector<std::byte*> received;  // by host
+      std::vector<std::byte*> partials;  // by round
     } halves[2];
-    for (Buffers& half : halves)
-      for (int host = 0; host < num_hosts(); ++host) {
-        half.received.push_back(host == host_ ? nullptr : messages_.stage(max_bytes));
-        half.partials.emplace_back();
-        for (int turn = 0; host != host_ && turn < num_turns(host); ++turn)
-          half.partials.back().push_back(messages_.stage(max_bytes));
-      }
+    for (Staging& half : halves) {
+      half.received.resize(static_cast<std::size_t>(num_hosts()));
+      for (const int host : other_hosts_)
+        half.received[static_cast<std::size_t>(host)] = messages_.stage(max_bytes);
+      for (std::size_t round = 0; round < rounds_.size(); ++round)
+        half.partials.push_back(messages_.stage(max_bytes));
+    }
     const auto post = [&](MessageExchange& exchange, std::size_t idx) {
-      const Buffers& half = halves[idx % 2];
-      for_each_other_host([&](int to, int from) {
-        exchange.recv(courier_of(rank_, from), half.received[static_cast<std::size_t>(from)],
+      const Staging& half = halves[idx % 2];
+      for (const int host : other_hosts_)
+        exchange.recv(courier_of(rank_, host), half.received[static_cast<std::size_t>(host)],
                       shares.slice(rank_, idx, max_elems).num_elems * element_bytes_);
-        for (int turn = 0; turn < num_turns(to); ++turn) {
-          const std::vector<int> owners = served(to, turn);
-          std::byte* partial =
-              half.partials[static_cast<std::size_t>(to)][static_cast<std::size_t>(turn)];
-          run_for(OpKind::kReduceScatter, owners, shares, idx, partial);
-          const int owner = owners[static_cast<std::size_t>(local_rank_)];
-          if (owner < 0) continue;
-          const std::size_t num_bytes =
-              shares.slice(owner, idx, max_elems).num_elems * element_bytes_;
-          exchange.send(owner, partial, num_bytes);
-          count_sent(num_bytes);
-        }
-      });
+      for (std::size_t round = 0; round < rounds_.size(); ++round) {
+        run_for(OpKind::kReduceScatter, rounds_[round], shares, idx, half.partials[round]);
+        const int owner = rounds_[round][static_cast<std::size_t>(local_rank_)];
+        if (owner < 0) continue;
+        const std::size_t num_bytes =
+            shares.slice(owner, idx, max_elems).num_elems * element_bytes_;
+        exchange.send(owner, half.partials[round], num_bytes);
+        count_sent(num_bytes);
+      }
     };
     const auto complete = [&](MessageExchange& exchange, std::size_t idx) {
       const ElemRange own = shares.slice(rank_, idx, max_elems);
@@ -436,25 +432,22 @@ class HostsCollective {
     const std::size_t max_elems = piece_elems(shares);
     const auto post = [&](MessageExchange& exchange, std::size_t idx) {
       const ElemRange own = shares.slice(rank_, idx, max_elems);
-      for_each_other_host([&](int to, int from) {
-        for (int turn = 0; turn < num_turns(from); ++turn) {
-          const int owner = served(from, turn)[static_cast<std::size_t>(local_rank_)];
-          if (owner < 0) continue;
-          const ElemRange theirs = shares.slice(owner, idx, max_elems);
-          exchange.recv(owner, shares.output(owner, theirs), theirs.num_elems * element_bytes_);
-        }
-        exchange.send(courier_of(rank_, to), shares.output(rank_, own),
+      for (const auto& owners : rounds_) {
+        const int owner = owners[static_cast<std::size_t>(local_rank_)];
+        if (owner < 0) continue;
+        const ElemRange theirs = shares.slice(owner, idx, max_elems);
+        exchange.recv(owner, shares.output(owner, theirs), theirs.num_elems * element_bytes_);
+      }
+      for (const int host : other_hosts_) {
+        exchange.send(courier_of(rank_, host), shares.output(rank_, own),
                       own.num_elems * element_bytes_);
         count_sent(own.num_elems * element_bytes_);
-      });
+      }
       run_for(OpKind::kAllGather, local_ranks_, shares, idx, nullptr);
     };
     const auto complete = [&](MessageExchange& exchange, std::size_t idx) {
       exchange.finish();
-      for_each_other_host([&](int, int from) {
-        for (int turn = 0; turn < num_turns(from); ++turn)
-          run_for(OpKind::kAllGather, served(from, turn), shares, idx, nullptr);
-      });
+      for (const auto& owners : rounds_) run_for(OpKind::kAllGather, owners, shares, idx, nullptr);
     };
     in_pieces(shares, post, complete);
   }
@@ -520,6 +513,8 @@ class HostsCollective {
   int host_;
   int local_rank_;
   const std::vector<int>& local_ranks_;  // of this host, by local rank
+  std::vector<int> other_hosts_;
+  std::vector<std::vector<int>> rounds_;
   std::size_t element_bytes_;
   Traffic traffic_;
 };
