@@ -7,7 +7,6 @@
 
 #include "collectives/fused_update.h"
 #include "collectives/hosts/carrier.h"
-#include "collectives/messages/carrier.h"
 #include "collectives/shm/carrier.h"
 #include "transport/messages/message_transport.h"
 #include "transport/peer_table.h"
@@ -48,14 +47,13 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& sto
     name = messages->name();
     return messages;
   };
-  if (is_p2p || peer_table.num_hosts() == world_size) {
-    auto carrier = std::make_unique<MessageCarrier>(store, rendezvous, options, make);
-    return {std::move(carrier),
-            "p2p over " + name +
-                (is_p2p ? ", as requested; " : ", because no two ranks share a host; ") + hosts};
-  }
-  auto carrier = std::make_unique<HostsCarrier>(store, rendezvous, peer_table, options, make);
-  return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
+  const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
+  auto carrier = make_hosts_carrier(store, rendezvous, peer_table, options, make, is_flat);
+  std::string reason =
+      !is_flat ? "shm inside a host, p2p over " + name + " between them; "
+               : "p2p over " + name +
+                     (is_p2p ? ", as requested; " : ", because no two ranks share a host; ");
+  return {std::move(carrier), reason + hosts};
 }
 
 // In a group of one every output is its input, or that updated.

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "collectives/messages/ring.h"
-#include "collectives/messages/tags.h"
+#include "collectives/messages/engine.h"
 
 namespace ringcomm {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "collectives/failure.h"
 #include "cuda/collectives/call_board.h"
-#include "cuda/collectives/watch_thread.h"
+#include "transport/watch_thread.h"
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/control.h"
 #include "transport/membership.h"

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "collectives/communicator.h"
-#include "cuda/collectives/watch_thread.h"
+#include "transport/watch_thread.h"
 
 namespace ringcomm {
 
