@@ -57,10 +57,6 @@ def make_extension() -> setuptools.Extension:
     found = buildconfig.sources(*buildconfig.ENGINE_FOLDERS)
     found += buildconfig.joined(bindings, ROOT / "build" / "bindings")
     flags = {"cxx": buildconfig.cxx_flags()}
-    libraries = []
-    if buildconfig.has_uring():
-        flags["cxx"].append("-DRINGCOMM_WITH_URING")
-        libraries.append("uring")
     nvcc = buildconfig.find_nvcc()
     if nvcc is not None and wants_kernels():
         images = cuda_kernels.compile_all(nvcc, ROOT / "build" / "cuda")
@@ -71,7 +67,6 @@ def make_extension() -> setuptools.Extension:
         include_dirs=[str(buildconfig.CSRC)],
         depends=[str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *bindings)],
         extra_compile_args=flags,
-        libraries=libraries,
         extra_link_args=["-pthread"],
     )
 

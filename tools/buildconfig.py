@@ -24,7 +24,7 @@ MACHINES = ("x86_64", "aarch64")
 
 # What knows torch, and what does not: the C++ tests link the second alone.
 TORCH_FOLDERS = ("bindings", "ops", "cuda/bindings", "cuda/messages")
-ENGINE_FOLDERS = ("core", "reduce", "kernels", "transport", "storage", "collectives")
+ENGINE_FOLDERS = ("core", "reduce", "kernels", "transport", "collectives")
 ENGINE_FOLDERS += ("cuda/kernels", "cuda/driver", "cuda/collectives")
 
 CXX_STANDARD = "-std=c++20"
@@ -134,12 +134,6 @@ def find_nvcc() -> Path | None:
         return nvcc if nvcc.exists() else None
     found = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     return Path(found) if found else None
-
-
-def has_uring() -> bool:
-    """Tells whether liburing is here to compile with; without it files are read by threads."""
-    program = "#include <liburing.h>\nint main() { return io_uring_queue_init(1, nullptr, 0); }\n"
-    return _compiled(program, "-luring", "-o", "/dev/null").returncode == 0
 
 
 def num_jobs() -> int:
