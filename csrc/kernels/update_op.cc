@@ -2,13 +2,9 @@
 
 #include <charconv>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
-
-#include "kernels/update_tables.h"
-#include "reduce/simd_tables.h"
 
 namespace ringcomm {
 namespace {
@@ -116,34 +112,6 @@ UpdateScalars scalars_of(const UpdateSpec& spec) {
     s.clip_value = clip > 0 ? rounded(clip) : std::numeric_limits<float>::infinity();
   }
   return s;
-}
-
-const UpdateKernels* find_update_kernels(const char* level) {
-  if (find_simd_kernels(level) == nullptr) return nullptr;
-#if defined(__x86_64__)
-  if (std::strcmp(level, "avx512") == 0) return &kAvx512Updates;
-  if (std::strcmp(level, "avx2") == 0) return &kAvx2Updates;
-#endif
-  return &kBaselineUpdates;
-}
-
-UpdateFn find_update(const UpdateKernels& kernels, Optimizer optimizer, DType param_dtype,
-                     DType grad_dtype) {
-  const int param_idx = update_dtype_idx(param_dtype);
-  const int grad_idx = update_dtype_idx(grad_dtype);
-  if (param_idx < 0 || grad_idx < 0) return nullptr;
-  return kernels.of[static_cast<int>(optimizer)][param_idx][grad_idx];
-}
-
-UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype) {
-  static const UpdateKernels& kernels = *find_update_kernels(simd_kernels().level);
-  const UpdateOp op{.scalars = scalars_of(spec),
-                    .apply = find_update(kernels, spec.optimizer, spec.param_dtype, grad_dtype)};
-  if (op.apply == nullptr)
-    throw std::invalid_argument(
-        std::string("parameters and gradients must be float32, float16 or bfloat16, got ") +
-        name_of(spec.param_dtype) + " and " + name_of(grad_dtype));
-  return op;
 }
 
 }  // namespace host

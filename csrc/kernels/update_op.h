@@ -85,6 +85,8 @@ namespace host {
 /// The step for this processor. Throws std::invalid_argument, naming the value, where the spec is
 /// not one of a step, or parameters or gradients are no floats of 16 or 32 bits.
 UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype);
+/// Its checks of the spec, and its scalars.
+UpdateScalars scalars_of(const UpdateSpec& spec);
 
 }  // namespace host
 }  // namespace ringcomm

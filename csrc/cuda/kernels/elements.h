@@ -5,7 +5,7 @@
 
 #include "core/annotations.h"
 #include "core/types.h"
-#include "reduce/softmax_merge.h"
+#include "reduce/softmax_stats.h"
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
