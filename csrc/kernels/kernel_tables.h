@@ -1,8 +1,10 @@
 #pragma once
 
+#include <string_view>
+
 #include "kernels/softmax.h"
-#include "kernels/update_op.h"
 #include "kernels/weight_update.h"
+#include "reduce/update_op.h"
 
 // Internal to this folder and its tests.
 
@@ -37,5 +39,10 @@ extern const Kernels kAvx512FloatKernels;
 
 /// The kernels of a level of find_simd_kernels(), or null where this processor lacks it.
 const Kernels* find_kernels(std::string_view level);
+
+/// As MakeUpdateOp has it.
+UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype);
+/// Its checks of the spec, and its scalars.
+UpdateScalars scalars_of(const UpdateSpec& spec);
 
 }  // namespace ringcomm::host

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/types.h"
-#include "reduce/softmax_stats.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
 

@@ -11,7 +11,7 @@
 #include <cpuid.h>
 #endif
 
-#include "reduce/softmax_stats.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm::host {
 namespace {
@@ -64,7 +64,7 @@ void merge_stats(void* to, void* also_to, const void* const* srcs, int num_srcs,
       return stats;
     };
     SoftmaxStats sum = element(0);
-    for (int src = 1; src < num_srcs; ++src) sum = merged(sum, element(src));
+    for (int src = 1; src < num_srcs; ++src) sum = merge(sum, element(src));
     std::memcpy(static_cast<char*>(to) + i * sizeof sum, &sum, sizeof sum);
     if (also_to != nullptr)
       std::memcpy(static_cast<char*>(also_to) + i * sizeof sum, &sum, sizeof sum);

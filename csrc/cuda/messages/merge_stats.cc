@@ -14,7 +14,7 @@
 #include <limits>
 
 #include "cuda/messages/reduce.h"
-#include "reduce/softmax_stats.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
 namespace {

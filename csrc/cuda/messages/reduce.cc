@@ -18,7 +18,7 @@
 #include <limits>
 #include <stdexcept>
 
-#include "reduce/softmax_stats.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
 namespace {

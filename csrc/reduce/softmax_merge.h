@@ -36,7 +36,7 @@ inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::i
 
 /// Merges the stats of two parts of one row; exact except for the rounding of sums. `a` precedes
 /// `b` in every sum.
-RINGCOMM_HD inline SoftmaxStats merged(const SoftmaxStats& a, const SoftmaxStats& b) {
+RINGCOMM_HD inline SoftmaxStats merge(const SoftmaxStats& a, const SoftmaxStats& b) {
   SoftmaxStats both = {.max = a.max < b.max ? b.max : a.max,
                        .sum = 0,
                        .target = a.target + b.target,
