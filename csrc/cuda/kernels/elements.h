@@ -5,13 +5,13 @@
 
 #include "core/annotations.h"
 #include "core/types.h"
-#include "reduce/softmax_stats.h"
+#include "reduce/softmax_merge.h"
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
 
-// How kernels accumulate elements: like the vectors of reduce/elements.h, one element at a
+// How kernels accumulate elements: like the vectors of reduce/reduce_kernels.h, one element at a
 // time, with bitwise equal results.
 
 namespace ringcomm::cuda {
