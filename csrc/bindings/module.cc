@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/files.h"
 #include "bindings/process_group.h"
 #include "bindings/shared_tensors.h"
 #include "collectives/collective.h"
@@ -141,7 +140,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
   m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
   bind_classes(m);
-  bind_files(m);
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
         py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
         py::arg("one_shot_max_bytes"), py::arg("transport"), py::arg("p2p_backend"),

@@ -11,7 +11,7 @@
 #include <cuda_fp16.h>
 #endif
 
-// How kernels accumulate elements: like the vectors of reduce/elements.h, one element at a
+// How kernels accumulate elements: like the vectors of reduce/reduce_kernels.h, one element at a
 // time, with bitwise equal results.
 
 namespace ringcomm::cuda {

@@ -1,16 +1,21 @@
-#include "reduce/update_op.h"
-
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
-#include "kernels/update_tables.h"
-#include "reduce/simd_tables.h"
+#include "kernels/kernel_tables.h"
+#include "reduce/reduce_op.h"
 
 namespace ringcomm::host {
 namespace {
+
+const Kernels& kernels() {
+  static const Kernels& chosen = *find_kernels(simd_level());
+  return chosen;
+}
+
+// ---- the optimizers' numbers
 
 void check(bool is_true, const UpdateSpec& spec, const char* what) {
   if (!is_true) throw std::invalid_argument(std::string(what) + ", got " + describe(spec));
@@ -43,6 +48,30 @@ void check_spec(const UpdateSpec& spec) {
 
 }  // namespace
 
+const Kernels* find_kernels(std::string_view level) {
+  if (find_simd_kernels(level) == nullptr) return nullptr;
+#if defined(__x86_64__)
+  if (level == "avx512") return &kAvx512FloatKernels;
+  if (level == "avx2") return &kAvx2FloatKernels;
+#endif
+  return &kBaselineFloatKernels;
+}
+
+const SoftmaxOps* find_softmax_ops(DType dtype) {
+  const int idx = float_dtype_idx(dtype);
+  return idx < 0 ? nullptr : &kernels().softmax[idx];
+}
+
+const WeightOps* find_weight_ops(WeightFormat format, DType grad_dtype) {
+  const int idx = float_dtype_idx(grad_dtype);
+  return idx < 0 ? nullptr : &kernels().weights[static_cast<std::size_t>(format)][idx];
+}
+
+const GradOps* find_grad_ops(DType grad_dtype) {
+  const int idx = float_dtype_idx(grad_dtype);
+  return idx < 0 ? nullptr : &kernels().grads[idx];
+}
+
 UpdateScalars scalars_of(const UpdateSpec& spec) {
   check_spec(spec);
   const auto& own = spec.coefficients;
@@ -71,32 +100,16 @@ UpdateScalars scalars_of(const UpdateSpec& spec) {
   return s;
 }
 
-const UpdateKernels* find_update_kernels(const char* level) {
-  if (find_simd_kernels(level) == nullptr) return nullptr;
-#if defined(__x86_64__)
-  if (std::strcmp(level, "avx512") == 0) return &kAvx512Updates;
-  if (std::strcmp(level, "avx2") == 0) return &kAvx2Updates;
-#endif
-  return &kBaselineUpdates;
-}
-
-UpdateFn find_update(const UpdateKernels& kernels, Optimizer optimizer, DType param_dtype,
-                     DType grad_dtype) {
-  const int param_idx = update_dtype_idx(param_dtype);
-  const int grad_idx = update_dtype_idx(grad_dtype);
-  if (param_idx < 0 || grad_idx < 0) return nullptr;
-  return kernels.of[static_cast<int>(optimizer)][param_idx][grad_idx];
-}
-
 UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype) {
-  static const UpdateKernels& kernels = *find_update_kernels(simd_kernels().level);
-  const UpdateOp op{.scalars = scalars_of(spec),
-                    .apply = find_update(kernels, spec.optimizer, spec.param_dtype, grad_dtype)};
-  if (op.apply == nullptr)
+  const UpdateScalars scalars = scalars_of(spec);
+  const int param_idx = float_dtype_idx(spec.param_dtype);
+  const int grad_idx = float_dtype_idx(grad_dtype);
+  if (param_idx < 0 || grad_idx < 0)
     throw std::invalid_argument(
         std::string("parameters and gradients must be float32, float16 or bfloat16, got ") +
         name_of(spec.param_dtype) + " and " + name_of(grad_dtype));
-  return op;
+  return {.scalars = scalars,
+          .apply = kernels().updates[static_cast<int>(spec.optimizer)][param_idx][grad_idx]};
 }
 
 namespace {

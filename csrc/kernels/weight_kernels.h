@@ -1,16 +1,85 @@
 #pragma once
 
 // The passes over weights and their gradients, written once and compiled for each level by its own
-// source file (see vectors.h for the rules). The includer has defined load_float16, store_float16
-// and multiply_add for its level.
+// source file (see reduce/simd.h for the rules).
 
-#include "kernels/descent.h"
-#include "kernels/partial_sums.h"
-#include "kernels/weight_places.h"
-#include "kernels/weight_update_tables.h"
+#include "kernels/float_vectors.h"
+
+// Below the target pragma.
+#include "kernels/stochastic_rounding.h"
 
 namespace ringcomm::host {
 namespace {
+
+// ---- formats: how a vector of weights becomes fp32, and how fp32 is written back
+
+/// A WeightRun as bytes.
+struct WeightJob {
+  char* weight;
+  char* low;
+  const char* grad;
+  const char* col_factor;
+  float row_factor;
+  std::uint64_t first_elem;
+};
+
+template <class Array>
+struct PlainPlace {
+  static constexpr std::size_t kElementBytes = Array::kElementBytes;
+  static constexpr bool kHasLow = false;
+
+  [[gnu::always_inline]] static Fp32 load(const WeightJob& job, std::size_t i) {
+    return Array::load(job.weight + i * kElementBytes);
+  }
+  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, const Fp32& v,
+                                           std::uint32_t) {
+    Array::store(job.weight + i * kElementBytes, v);
+  }
+};
+
+/// The random bits of one vector's elements, starting with `first`.
+[[gnu::always_inline]] inline Word rounding_bits_from(std::uint32_t key, std::uint64_t first) {
+  Word elem_low = {};
+  for (std::size_t lane = 0; lane < kLanes; ++lane) elem_low[lane] = static_cast<unsigned>(lane);
+  const Word first_low = Word{} + static_cast<std::uint32_t>(first);
+  elem_low = elem_low + first_low;
+  // A comparison that holds is -1 in each bit: the lower half has run over.
+  const Word carry = bits_as<Word>(elem_low < first_low);
+  const Word elem_high = static_cast<std::uint32_t>(first >> 32) - carry;
+  return rounding_bits<Word>(key, elem_low, elem_high);
+}
+
+/// Infinities have no bits below the upper 16, and the canonical NaN neither: nothing is carried.
+struct StochasticPlace : PlainPlace<BFloat16Array> {
+  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, const Fp32& v,
+                                           std::uint32_t key) {
+    const Word random = rounding_bits_from(key, job.first_elem + i);
+    const Word cut = (bits_as<Word>(canonical_nan<float>(v)) + random) >> 16;
+    store_bytes(job.weight + i * kElementBytes, __builtin_convertvector(cut, HalfWord));
+  }
+};
+
+/// The lower half of the bits as a signed number is what the upper one, rounded, lacks.
+struct SplitPlace {
+  static constexpr std::size_t kElementBytes = 2;
+  static constexpr bool kHasLow = true;
+
+  [[gnu::always_inline]] static Fp32 load(const WeightJob& job, std::size_t i) {
+    const auto high = load_bytes<HalfWord>(job.weight + i * kElementBytes);
+    const auto low = load_bytes<HalfVec<std::int16_t>>(job.low + i * kElementBytes);
+    return bits_as<Fp32>((__builtin_convertvector(high, Word) << 16) +
+                         bits_as<Word>(__builtin_convertvector(low, Vec<std::int32_t>)));
+  }
+  [[gnu::always_inline]] static void store(const WeightJob& job, std::size_t i, const Fp32& v,
+                                           std::uint32_t) {
+    const Word bits = bits_as<Word>(canonical_nan<float>(v));
+    store_bytes(job.weight + i * kElementBytes,
+                __builtin_convertvector((bits + 0x8000u) >> 16, HalfWord));
+    store_bytes(job.low + i * kElementBytes, __builtin_convertvector(bits & 0xffffu, HalfWord));
+  }
+};
+
+// ---- gradients
 
 // The elements of one fp32 sum: 8 elements per lane and a tree of 6 steps, with an error of at most
 // 9e-7.
@@ -178,31 +247,6 @@ void add(const void* grad, std::size_t num_elems, float* sums) {
   __builtin_memcpy(rest, from + i * Grad::kElementBytes, (num_elems - i) * Grad::kElementBytes);
   const Fp32 values = Grad::load(rest);
   for (std::size_t lane = 0; lane < num_elems - i; ++lane) sums[i + lane] += values[lane];
-}
-
-// ---- the table
-
-template <class Place>
-constexpr void set_places(WeightKernels& kernels, WeightFormat format) {
-  auto& of = kernels.weights[static_cast<int>(format)];
-  of[0] = {update_weights<Place, Float32Array>, squares_of<Place, Float32Array>};
-  of[1] = {update_weights<Place, Float16Array>, squares_of<Place, Float16Array>};
-  of[2] = {update_weights<Place, BFloat16Array>, squares_of<Place, BFloat16Array>};
-}
-
-consteval WeightKernels make_weight_kernels() {
-  static_assert(kUpdateDTypes[0] == DType::kFloat32 && kUpdateDTypes[1] == DType::kFloat16 &&
-                kUpdateDTypes[2] == DType::kBFloat16);
-  WeightKernels kernels;
-  set_places<PlainPlace<Float32Array>>(kernels, WeightFormat::kFloat32);
-  set_places<PlainPlace<Float16Array>>(kernels, WeightFormat::kFloat16);
-  set_places<PlainPlace<BFloat16Array>>(kernels, WeightFormat::kBFloat16);
-  set_places<StochasticPlace>(kernels, WeightFormat::kStochastic);
-  set_places<SplitPlace>(kernels, WeightFormat::kSplit);
-  kernels.grads[0] = {add_squares<Float32Array>, add<Float32Array>};
-  kernels.grads[1] = {add_squares<Float16Array>, add<Float16Array>};
-  kernels.grads[2] = {add_squares<BFloat16Array>, add<BFloat16Array>};
-  return kernels;
 }
 
 }  // namespace
