@@ -1,11 +1,17 @@
 #include "bindings/tensor_call.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/item.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/view_as_real.h>
+#include <c10/core/Scalar.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <utility>
 
@@ -13,10 +19,6 @@
 
 namespace ringcomm {
 namespace {
-
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
 
 // Outputs that share memory cannot all hold their results. Tensors with gaps between elements are
 // not checked, because they may interleave without overlap (columns of a matrix).
@@ -33,6 +35,55 @@ void check_outputs_disjoint(const std::vector<at::Tensor>& tensors) {
                       "ringcomm: two outputs share memory, so it cannot hold both results");
 }
 
+Reduction reduction_of(const c10d::ReduceOp& op, const char* name) {
+  using Op = c10d::ReduceOp;
+  // PREMUL_SUM is of what premultiplied() gives.
+  static constexpr std::pair<Op::RedOpType, Reduction> kReductions[] = {
+      {Op::SUM, Reduction::kSum},         {Op::AVG, Reduction::kAvg},
+      {Op::PRODUCT, Reduction::kProduct}, {Op::MIN, Reduction::kMin},
+      {Op::MAX, Reduction::kMax},         {Op::BAND, Reduction::kBitAnd},
+      {Op::BOR, Reduction::kBitOr},       {Op::BXOR, Reduction::kBitXor},
+      {Op::PREMUL_SUM, Reduction::kSum}};
+  for (const auto& [theirs, ours] : kReductions)
+    if (op.op_ == theirs) return ours;
+  TORCH_CHECK_VALUE(false, "ringcomm: ", name, " got an unknown reduction, number ",
+                    static_cast<int>(op.op_));
+}
+
+at::Scalar factor_of(const c10d::ReduceOp& op) {
+  // The name that torch 2.11 knows, and later ones still do.
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(supplement != nullptr, "ringcomm: ReduceOp.PREMUL_SUM has no factor");
+  if (supplement->tensor_factor.defined()) return supplement->tensor_factor.item();
+  return supplement->double_factor;
+}
+
+// The signed type of the same width: the products of wrapping integers have the same bits, and
+// torch multiplies no others of 16 bits and more.
+at::ScalarType signed_type(at::ScalarType type) {
+  switch (c10::elementSize(type)) {
+    case 1:
+      return at::kChar;
+    case 2:
+      return at::kShort;
+    case 4:
+      return at::kInt;
+    default:
+      return at::kLong;
+  }
+}
+
+// The factor as a 64-bit number, which torch truncates to the type's width like its products.
+int64_t whole_factor(const at::Scalar& factor, at::ScalarType type) {
+  if (!factor.isFloatingPoint()) return factor.to<int64_t>();
+  const double value = factor.toDouble();
+  // Doubles from 2^63 on are no int64.
+  TORCH_CHECK_TYPE(std::trunc(value) == value && std::abs(value) < 0x1p63,
+                   "ringcomm: ReduceOp.PREMUL_SUM of ", type,
+                   " needs a whole number as its factor, got ", value);
+  return static_cast<int64_t>(value);
+}
+
 }  // namespace
 
 void TensorCall::link() {
@@ -46,12 +97,107 @@ void TensorCall::link() {
 void TensorCall::take_even_size() {
   const std::size_t size = input_elems.front();
   const auto is_alike = [&](std::size_t elems) { return elems == size; };
-  if (!std::all_of(input_elems.begin(), input_elems.end(), is_alike) ||
-      !std::all_of(output_elems.begin(), output_elems.end(), is_alike))
-    return;
-  call.num_elems = size;
+  const bool is_even =
+      std::ranges::all_of(input_elems, is_alike) && std::ranges::all_of(output_elems, is_alike);
+  call.num_elems = is_even ? size : 0;
+  if (!is_even) return;
   input_elems.clear();
   output_elems.clear();
+}
+
+const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "ringcomm: ", op, " takes one tensor per rank, got ",
+                    tensors.size());
+  check_tensor(tensors[0], op);
+  return tensors[0];
+}
+
+Collective moving(OpKind op, const at::Tensor& share, int root) {
+  // In torch's words: "Float8_e5m2".
+  return {.op = op,
+          .element_name = element_name(c10::getDtypeNames(share.scalar_type()).first),
+          .root = root,
+          .num_elems = share.nbytes()};
+}
+
+Collective reducing(OpKind op, const at::Tensor& buffer, const c10d::ReduceOp& reduction,
+                    const char* name, int root) {
+  return {.op = op,
+          .dtype = reduced_dtype(buffer, name),
+          .reduction = reduction_of(reduction, name),
+          .root = root,
+          .num_elems = num_elems_of(buffer)};
+}
+
+at::Tensor writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                    "ringcomm: an output of shape ", tensor.sizes(), " and strides ",
+                    tensor.strides(),
+                    " has several elements at one memory location (an expanded tensor?), so it "
+                    "cannot hold their results; pass a clone()");
+  item.kept.push_back(tensor);
+  if (is_input_too) item.profiled.push_back(tensor);
+  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
+  const at::Tensor buffer =
+      is_input_too ? plain(tensor) : at::empty_like(tensor, at::MemoryFormat::Contiguous);
+  item.kept.push_back(buffer);
+  item.finish = [previous = std::move(item.finish), tensor, buffer] {
+    if (previous) previous();
+    copy_back(tensor, buffer);
+  };
+  return buffer;
+}
+
+void copy_back(const at::Tensor& to, const at::Tensor& from) {
+  const at::AutoDispatchBelowADInplaceOrView unseen;
+  to.copy_(from);
+}
+
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+void* readable(const at::Tensor& tensor, TensorCall& item) {
+  item.profiled.push_back(tensor);
+  item.kept.push_back(plain(tensor));
+  return item.kept.back().data_ptr();
+}
+
+void add_inputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
+                TensorCall& item) {
+  for (const at::Tensor& tensor : tensors) {
+    item.inputs.push_back(readable(tensor, item));
+    item.input_elems.push_back(tensor.nbytes() / element_bytes);
+  }
+}
+
+void add_outputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
+                 TensorCall& item) {
+  check_outputs_disjoint(tensors);
+  for (const at::Tensor& tensor : tensors) {
+    item.outputs.push_back(writable(tensor, item).data_ptr());
+    item.output_elems.push_back(tensor.nbytes() / element_bytes);
+  }
+}
+
+at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  if (!tensor.is_complex()) return tensor;
+  TORCH_CHECK_VALUE(c10d::isComplexViewAsRealAllowed(op),
+                    "ringcomm: complex tensors can be summed, averaged and premultiplied only");
+  return at::view_as_real(tensor);
+}
+
+at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensor;
+  const at::Scalar factor = factor_of(op);
+  const at::ScalarType type = tensor.scalar_type();
+  TORCH_CHECK_TYPE(!factor.isComplex(),
+                   "ringcomm: ReduceOp.PREMUL_SUM needs a real factor, got a complex one");
+  TORCH_CHECK_TYPE(type != at::kBool, "ringcomm: ReduceOp.PREMUL_SUM is not defined for Bool");
+  const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
+  if (!c10::isIntegralType(type, false)) return at::mul(tensor, factor);
+  const at::ScalarType as_signed = signed_type(type);
+  return at::mul(tensor.view(as_signed), whole_factor(factor, as_signed)).view(type);
 }
 
 c10::Device device_of(const std::vector<TensorCall>& calls, const std::vector<at::Tensor>& results,
@@ -72,98 +218,10 @@ c10::Device device_of(const std::vector<TensorCall>& calls, const std::vector<at
   return device.value_or(c10::Device(c10::kCPU));
 }
 
-int checked_rank(int64_t rank, int world_size, const char* what) {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "ringcomm: ", what, " is ", rank,
-                    ", not a rank of a group of ", world_size);
-  return static_cast<int>(rank);
-}
-
-at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op) {
-  if (!tensor.is_complex()) return tensor;
-  TORCH_CHECK_VALUE(c10d::isComplexViewAsRealAllowed(op),
-                    "ringcomm: complex tensors can be summed, averaged and premultiplied only");
-  return at::view_as_real(tensor);
-}
-
-at::Tensor plain(const at::Tensor& tensor) {
-  return tensor.resolve_conj().resolve_neg().contiguous();
-}
-
-void check_no_overlap(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
-                    "ringcomm: an output of shape ", tensor.sizes(), " and strides ",
-                    tensor.strides(),
-                    " has several elements at one memory location (an expanded tensor?), so it "
-                    "cannot hold their results; pass a clone()");
-}
-
-Writable::Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too)
-    : buffer_(is_plain(tensor) ? tensor
-              : is_input_too   ? plain(tensor)
-                               : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
-  check_no_overlap(tensor);
-  item.kept.push_back(tensor);
-  if (is_input_too) item.profiled.push_back(tensor);
-  if (buffer_.is_same(tensor)) return;
-  item.kept.push_back(buffer_);
-  item.finish = [previous = std::move(item.finish), tensor, buffer = buffer_] {
-    if (previous) previous();
-    copy_back(tensor, buffer);
-  };
-}
-
-const void* readable(const at::Tensor& tensor, TensorCall& item) {
-  item.profiled.push_back(tensor);
-  item.kept.push_back(plain(tensor));
-  return item.kept.back().data_ptr();
-}
-
-void add_inputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
-                TensorCall& item) {
-  for (const at::Tensor& tensor : tensors) {
-    item.inputs.push_back(readable(tensor, item));
-    item.input_elems.push_back(tensor.nbytes() / element_bytes);
-  }
-}
-
-void add_outputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
-                 TensorCall& item) {
-  check_outputs_disjoint(tensors);
-  for (const at::Tensor& tensor : tensors) {
-    item.outputs.push_back(Writable(tensor, item, false).buffer().data_ptr());
-    item.output_elems.push_back(tensor.nbytes() / element_bytes);
-  }
-}
-
-void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int world_size,
-              const char* what, const std::function<void(void*, std::size_t)>& add) {
-  TORCH_CHECK_VALUE(buffer.dim() > 0, "ringcomm: all_to_all_single splits its ", what,
-                    " along dimension 0, which a scalar does not have");
-  const int64_t num_rows = buffer.size(0);
-  std::vector<int64_t> rows = splits;
-  if (rows.empty()) {
-    TORCH_CHECK_VALUE(num_rows % world_size == 0, "ringcomm: all_to_all_single cannot split the ",
-                      num_rows, " rows of its ", what, " evenly for ", world_size,
-                      " ranks; pass split sizes");
-    rows.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
-  }
-  TORCH_CHECK_VALUE(rows.size() == static_cast<std::size_t>(world_size),
-                    "ringcomm: all_to_all_single needs one split size of its ", what,
-                    " for each of the ", world_size, " ranks, got ", rows.size());
-  int64_t begin_row = 0;
-  const std::size_t row_bytes =
-      num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
-  for (const int64_t share_rows : rows) {
-    TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= num_rows - begin_row,
-                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ",
-                      at::IntArrayRef(rows), ", do not fit its ", num_rows, " rows");
-    add(offset(buffer.data_ptr(), static_cast<std::size_t>(begin_row) * row_bytes),
-        static_cast<std::size_t>(share_rows) * row_bytes);
-    begin_row += share_rows;
-  }
-  TORCH_CHECK_VALUE(begin_row == num_rows, "ringcomm: all_to_all_single: the split sizes of its ",
-                    what, ", ", at::IntArrayRef(rows), ", add up to ", begin_row,
-                    ", but there are ", num_rows, " rows");
+ElementName element_name(std::string_view text) {
+  ElementName name = {};
+  text.copy(name.data(), name.size() - 1);  // the last place stays a zero
+  return name;
 }
 
 }  // namespace ringcomm

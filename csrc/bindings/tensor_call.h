@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
@@ -29,26 +30,31 @@ struct TensorCall {
 
   /// Makes `call` point to the vectors, which must not be moved afterwards.
   void link();
-  /// Sets call.num_elems to the size of the shares if all are equal, as all_to_all requires.
+  /// Gives up the sizes of an all_to_all's shares for call.num_elems if all are equal.
   void take_even_size();
 };
 
+/// The one tensor of a list; c10d's signatures carry lists from the time of several GPUs per
+/// process.
+const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op);
+/// The engine's call that moves `share` of each rank, as bytes with the name of their type.
+Collective moving(OpKind op, const at::Tensor& share, int root = -1);
+/// The engine's call that reduces; `buffer` is what one rank gets.
+Collective reducing(OpKind op, const at::Tensor& buffer, const c10d::ReduceOp& reduction,
+                    const char* name, int root = -1);
+
 /// An output that the engine can write: the tensor itself, or a contiguous buffer that the call's
 /// finish() copies back. Throws ValueError if elements of the tensor share a location.
-class Writable {
- public:
-  Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too);
-  const at::Tensor& buffer() const { return buffer_; }
-
- private:
-  at::Tensor buffer_;
-};
-
+at::Tensor writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too = false);
+/// Copies a result to a tensor that the call could not write directly. Like the engine's own
+/// writes, it is not recorded by autograd, so the tensor may be a parameter or an inference tensor.
+/// From any thread.
+void copy_back(const at::Tensor& to, const at::Tensor& from);
 /// A contiguous tensor with the same numbers in memory: also where a conjugate or negative view
 /// stores others than it shows.
 at::Tensor plain(const at::Tensor& tensor);
 /// A contiguous tensor to read from, kept alive by the call.
-const void* readable(const at::Tensor& tensor, TensorCall& item);
+void* readable(const at::Tensor& tensor, TensorCall& item);
 
 /// Tensors to read from and to write to, one for each rank; sizes in units of `element_bytes`.
 /// Throws ValueError where outputs overlap each other.
@@ -56,30 +62,30 @@ void add_inputs(const std::vector<at::Tensor>& tensors, std::size_t element_byte
                 TensorCall& item);
 void add_outputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
                  TensorCall& item);
-/// Splits a contiguous tensor into parts of `splits` rows each, or into equal parts without splits,
-/// and passes each part's pointer and size in bytes to `add`. Throws ValueError if the splits do
-/// not fit; `what` names the tensor.
-void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int world_size,
-              const char* what, const std::function<void(void*, std::size_t)>& add);
 
 /// The same bits for c10d's complex tensors, which sum like pairs of reals. Throws ValueError for
 /// other reductions.
 at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op);
+/// A rank's operand of a reduction: the tensor itself or, for ReduceOp.PREMUL_SUM, a copy times the
+/// factor, multiplied and rounded in the tensor's own type. The sum is then rounded like any other.
+/// Throws TypeError if the type has no such products.
+at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
-/// Throws ValueError where elements of an output share a location, which cannot hold their results.
-void check_no_overlap(const at::Tensor& tensor);
+/// The sum of sparse (COO) tensors, in place: DDP calls it for sparse gradients of an embedding.
+/// The ranks exchange their entries, whose number may differ, and add them in rank order, so that
+/// all ranks have the same bits. Throws ValueError, NotImplementedError.
+TensorCall sparse_all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op, int rank,
+                                  int world_size);
+
 /// The device of the calls' tensors and results; the CPU if there are none. Throws ValueError if
 /// they are on several devices.
 c10::Device device_of(const std::vector<TensorCall>& calls, const std::vector<at::Tensor>& results,
                       const char* title);
-/// The rank as a number of the group; throws ValueError. `what` names it in the message.
-int checked_rank(int64_t rank, int world_size, const char* what);
 
 inline std::size_t num_elems_of(const at::Tensor& tensor) {
   return static_cast<std::size_t>(tensor.numel());
 }
-inline std::byte* offset(void* data, std::size_t num_bytes) {
-  return static_cast<std::byte*>(data) + num_bytes;
-}
+/// The text as the engine's name of an element type, truncated to the size of one.
+ElementName element_name(std::string_view text);
 
 }  // namespace ringcomm

@@ -85,10 +85,8 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
                .num_elems = num_elems_of(tensors.param)};
   item.inputs = {tensors.grad.data_ptr()};
   item.outputs = {tensors.param.data_ptr()};
-  std::vector<TensorCall> calls;
-  calls.push_back(std::move(item));
-  start(c10d::OpType::UNKNOWN, "ringcomm:reduce_scatter_update_all_gather", std::move(calls),
-        {tensors.param}, options_->timeout, false);
+  start({c10d::OpType::UNKNOWN, "ringcomm:reduce_scatter_update_all_gather"}, std::move(item),
+        {tensors.param});
 }
 
 }  // namespace ringcomm
