@@ -1,8 +1,8 @@
 #pragma once
 
-#include <list>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -35,6 +35,8 @@ class C10dMessages final : public MessageTransport {
  private:
   class Pending;
 
+  template <class Start>
+  MessagePtr start(int peer, const std::byte* data, std::size_t num_bytes, const Start& start);
   void end_messages() noexcept override;
   bool is_aborted();
 
@@ -42,7 +44,7 @@ class C10dMessages final : public MessageTransport {
   std::string name_;
   std::mutex mutex_;  // guards the rest
   bool is_aborted_ = false;
-  std::list<c10::intrusive_ptr<c10d::Work>> works_;  // of all messages that live
+  std::set<const Pending*> pending_;  // all messages that live
 };
 
 /// A new backend of torch.distributed for the messages of one group, created by

@@ -79,11 +79,11 @@ KnownProcesses ask_world(const c10::intrusive_ptr<c10d::Store>& store,
   if (found == all.by_store.end()) return {};
   const auto asking = [&](bool (Communicator::*question)(int)) {
     return [question, world = found->second, global_ranks](int rank) {
-      const auto idx = static_cast<std::size_t>(rank);
       const std::shared_ptr<Communicator> known = world.lock();
-      return known != nullptr && idx < global_ranks.size() &&
-             global_ranks[idx] < static_cast<std::uint64_t>(known->world_size()) &&
-             (known.get()->*question)(static_cast<int>(global_ranks[idx]));
+      if (known == nullptr || static_cast<std::size_t>(rank) >= global_ranks.size()) return false;
+      const std::uint64_t global_rank = global_ranks[static_cast<std::size_t>(rank)];
+      return global_rank < static_cast<std::uint64_t>(known->world_size()) &&
+             (known.get()->*question)(static_cast<int>(global_rank));
     };
   };
   return {.has_died = asking(&Communicator::has_died),
@@ -98,11 +98,10 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
   Worlds& all = worlds.get();
   const std::lock_guard lock(all.mutex);
   std::erase_if(all.by_store, [](const auto& item) { return item.second.expired(); });
-  const auto [known, is_new] = all.by_store.try_emplace(base_of(store), communicator);
   // A group of the first ranks only knows fewer than one of all.
-  if (const auto other = known->second.lock();
-      !is_new && other != nullptr && other->world_size() < communicator->world_size())
-    known->second = communicator;
+  std::weak_ptr<Communicator>& known = all.by_store[base_of(store)];
+  const std::shared_ptr<Communicator> other = known.lock();
+  if (other == nullptr || other->world_size() < communicator->world_size()) known = communicator;
 }
 
 }  // namespace

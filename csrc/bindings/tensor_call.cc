@@ -11,6 +11,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -61,16 +63,8 @@ at::Scalar factor_of(const c10d::ReduceOp& op) {
 // The signed type of the same width: the products of wrapping integers have the same bits, and
 // torch multiplies no others of 16 bits and more.
 at::ScalarType signed_type(at::ScalarType type) {
-  switch (c10::elementSize(type)) {
-    case 1:
-      return at::kChar;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;
-  }
+  static constexpr std::array kByLog2OfBytes = {at::kChar, at::kShort, at::kInt, at::kLong};
+  return kByLog2OfBytes[static_cast<std::size_t>(std::countr_zero(c10::elementSize(type)))];
 }
 
 // The factor as a 64-bit number, which torch truncates to the type's width like its products.

@@ -7,6 +7,7 @@
 #include <array>
 #include <condition_variable>
 #include <deque>
+#include <iterator>
 #include <utility>
 
 #include "bindings/python_errors.h"
@@ -88,13 +89,9 @@ c10::intrusive_ptr<Future> make_future() {
 }
 
 std::vector<at::Tensor> take_profiled(std::vector<TensorCall>& calls) {
+  if (calls.size() == 1) return std::move(calls.front().profiled);
   std::vector<at::Tensor> inputs;
-  for (TensorCall& item : calls) {
-    if (inputs.empty())
-      inputs = std::move(item.profiled);
-    else
-      inputs.insert(inputs.end(), item.profiled.begin(), item.profiled.end());
-  }
+  for (TensorCall& item : calls) std::ranges::move(item.profiled, std::back_inserter(inputs));
   return inputs;
 }
 
