@@ -33,7 +33,7 @@ train: check-python  ## train on text, check against Gloo, race (ARGS="--steps 1
 build: check-python  ## set up .venv and build the extension in place
 	@$(PREPARE) --extension
 
-test: build test-cpp  ## C++ tests, and Python tests but for the slow ones
+test: check-python test-cpp  ## C++ tests, and Python tests but for the slow ones
 	@$(MAKE) --no-print-directory -C "$(ROOT)" test-python ARGS="-m 'not slow'"
 
 test-all:  ## everything, as nightly, and the record of it in tests/verified.txt

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/devices.h"
 #include "bindings/python_errors.h"
 #include "core/errors.h"
 

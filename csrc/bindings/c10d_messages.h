@@ -6,11 +6,12 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "bindings/group_options.h"
 #include "transport/messages/message_transport.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
+
+struct GroupOptions;
 
 /// Messages by the send and recv of any backend of torch.distributed that moves CPU tensors: Gloo,
 /// MPI, another package's.

@@ -10,18 +10,16 @@
 
 #include "bindings/files.h"
 #include "bindings/process_group.h"
-#include "bindings/shared_tensors.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
-#include "cuda/bindings/loss_kernels.h"
-#include "ops/softmax_stats.h"
 #include "reduce/reduce_op.h"
 #include "transport/cgroup_limits.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/shared_arena.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace ringcomm {
 namespace {
@@ -63,28 +61,21 @@ std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Bac
 // The usage of memory that peers can map.
 py::dict shared_memory_usage() {
   const shm::SharedArena* arena = shm::SharedArena::find();
-  const shm::SharedArena::Usage usage =
-      arena != nullptr ? arena->usage() : shm::SharedArena::Usage{};
-  py::dict result;
-  result["num_blocks"] = usage.num_blocks;
-  result["allocated_bytes"] = usage.allocated_bytes;
-  result["kept_bytes"] = usage.kept_bytes;
-  result["num_regions"] = usage.num_regions;
-  result["mapped_bytes"] = usage.mapped_bytes;
-  return result;
+  const auto usage = arena != nullptr ? arena->usage() : shm::SharedArena::Usage{};
+  return py::dict("num_blocks"_a = usage.num_blocks, "allocated_bytes"_a = usage.allocated_bytes,
+                  "kept_bytes"_a = usage.kept_bytes, "num_regions"_a = usage.num_regions,
+                  "mapped_bytes"_a = usage.mapped_bytes);
 }
 
 // {"cpu_cores": (2.0, "/sys/fs/cgroup/cpu.max"), "memory_bytes": None}
 py::dict cgroup_limits_of(const std::string& proc, const std::string& cgroups) {
+  const auto described = [](const auto& limit) -> py::object {
+    if (!limit) return py::none();
+    return py::make_tuple(limit->value, limit->file);
+  };
   const CgroupLimits limits = read_cgroup_limits(proc, cgroups);
-  py::dict result;
-  result["cpu_cores"] = py::none();
-  if (const auto& cores = limits.cpu_cores)
-    result["cpu_cores"] = py::make_tuple(cores->value, cores->file);
-  result["memory_bytes"] = py::none();
-  if (const auto& memory = limits.memory_bytes)
-    result["memory_bytes"] = py::make_tuple(static_cast<std::int64_t>(memory->value), memory->file);
-  return result;
+  return py::dict("cpu_cores"_a = described(limits.cpu_cores),
+                  "memory_bytes"_a = described(limits.memory_bytes));
 }
 
 // {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called
@@ -97,68 +88,36 @@ py::dict counts_of(const Stats& stats) {
       const auto algorithm_kind = static_cast<Algorithm>(algorithm);
       const Stats::Counts counts = stats.counts(op_kind, algorithm_kind);
       if (counts.num_calls == 0) continue;
-      py::dict entry;
-      entry["num_calls"] = counts.num_calls;
-      entry["sent_bytes"] = counts.sent_bytes;
-      entry["copied_bytes"] = counts.copied_bytes;
-      result[py::make_tuple(name_of(op_kind), name_of(algorithm_kind))] = entry;
+      result[py::make_tuple(name_of(op_kind), name_of(algorithm_kind))] =
+          py::dict("num_calls"_a = counts.num_calls, "sent_bytes"_a = counts.sent_bytes,
+                   "copied_bytes"_a = counts.copied_bytes);
     }
   }
   return result;
 }
 
-// The last entry of a rank's stats, for kernels that write it elsewhere.
-py::tuple softmax_shard_entry(int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
-                              double logit_scale, double softcap, int64_t num_classes,
-                              bool wants_weighted, bool wants_more) {
-  const SoftmaxStats entry =
-      shard_entry({vocab_start, vocab_size, ignore_index, logit_scale, softcap}, num_classes,
-                  wants_weighted, wants_more);
-  return py::make_tuple(entry.max, entry.sum, entry.target, entry.weighted, entry.entropy,
-                        entry.argmax);
-}
-
-// As ringcomm/ops/losses/cross_entropy_cuda.py calls it.
-std::optional<LossResults> cross_entropy_by_clusters_of(
-    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& num_items, int64_t num_classes, int64_t ignore_index,
-    double logit_scale, double softcap, double label_smoothing, double z_loss,
-    const std::string& reduction, bool wants_more) {
-  return cross_entropy_by_clusters(logits, target, weight, num_items,
-                                   {num_classes, ignore_index, logit_scale, softcap,
-                                    label_smoothing, z_loss, reduction, wants_more});
-}
-
 // The types of c10d must be known: ours are their children.
 void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
-  const auto copy = [](const GroupOptions& options, const py::object&) {
-    return c10::make_intrusive<GroupOptions>(options);
+  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>> options(
+      m, "GroupOptions");
+  options.def("__deepcopy__", [](const GroupOptions& given, const py::object&) {
+    return c10::make_intrusive<GroupOptions>(given);
+  });
+  options.def_property_readonly("algorithm", [](const GroupOptions& given) {
+    return std::string(name_of(given.engine.algorithm));
+  });
+  const auto option = [&](const char* name, auto member) {
+    options.def_property_readonly(
+        name, [member](const GroupOptions& given) { return given.engine.*member; });
   };
-  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(m,
-                                                                                     "GroupOptions")
-      .def("__deepcopy__", copy)
-      .def_property_readonly("algorithm",
-                             [](const GroupOptions& options) {
-                               return std::string(name_of(options.engine.algorithm));
-                             })
-      .def_property_readonly(
-          "is_rank_ordered",
-          [](const GroupOptions& options) { return options.engine.is_rank_ordered; })
-      .def_property_readonly("num_slots",
-                             [](const GroupOptions& options) { return options.engine.num_slots; })
-      .def_property_readonly("slot_bytes",
-                             [](const GroupOptions& options) { return options.engine.slot_bytes; })
-      .def_property_readonly(
-          "one_shot_max_bytes",
-          [](const GroupOptions& options) { return options.engine.one_shot_max_bytes; })
-      .def_property_readonly("transport",
-                             [](const GroupOptions& options) { return options.engine.transport; })
-      .def_property_readonly("p2p_backend",
-                             [](const GroupOptions& options) { return options.engine.p2p_backend; })
-      .def_property_readonly("device_slot_bytes", [](const GroupOptions& options) {
-        return options.engine.device_slot_bytes;
-      });
+  option("is_rank_ordered", &CommunicatorOptions::is_rank_ordered);
+  option("num_slots", &CommunicatorOptions::num_slots);
+  option("slot_bytes", &CommunicatorOptions::slot_bytes);
+  option("one_shot_max_bytes", &CommunicatorOptions::one_shot_max_bytes);
+  option("transport", &CommunicatorOptions::transport);
+  option("p2p_backend", &CommunicatorOptions::p2p_backend);
+  option("device_slot_bytes", &CommunicatorOptions::device_slot_bytes);
   // Its destructor releases the GIL while it waits for threads.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
@@ -211,9 +170,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("cgroup_limits", &cgroup_limits_of, py::arg("proc"), py::arg("cgroups"));
-  m.def("softmax_shard_entry", &softmax_shard_entry);
-  m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters_of,
-        py::call_guard<py::gil_scoped_release>());
   m.def("say_last_words", &shm::Bootstrap::say_last_words, py::arg("text"));
   m.def("say_exit", &shm::Bootstrap::say_exit);
   m.def("simd_level", [] { return std::string(host::simd_level()); });

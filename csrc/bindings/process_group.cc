@@ -55,6 +55,12 @@ class StoreAdapter final : public KeyValueStore {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
+constexpr const char* kDestroyed =
+    "ringcomm: this process group has been destroyed; make a new one with init_process_group or "
+    "new_group";
+constexpr const char* kNoDevices =
+    "ringcomm: this build knows no tensors but those of the CPU; build it with the GPUs' part: "
+    "RINGCOMM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .";
 // How long calls of other threads have to leave a group that is destroyed.
 constexpr std::chrono::seconds kLeavePatience{10};
 
@@ -106,6 +112,8 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
 
 }  // namespace
 
+constinit MakeDevices make_devices = nullptr;
+
 ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                            int size, c10::intrusive_ptr<GroupOptions> options)
     : Backend(rank, size),
@@ -127,7 +135,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   if (trace::is_on())
     communicator_->trace_as(options_->group_name, options_->global_ranks_in_group);
   enter_world(store, options_->global_ranks_in_group, communicator_);
-  devices_ = std::make_shared<DeviceGroup>(store, options_, communicator_, rank, size);
+  if (make_devices != nullptr) devices_ = make_devices(store, options_, communicator_, rank, size);
 }
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() {
@@ -140,6 +148,24 @@ ProcessGroupRingcomm::~ProcessGroupRingcomm() {
   }
 }
 
+std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(communicator_ != nullptr, kDestroyed);
+  return communicator_;
+}
+
+std::shared_ptr<Devices> ProcessGroupRingcomm::devices() const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(communicator_ != nullptr, kDestroyed);
+  TORCH_CHECK_VALUE(devices_ != nullptr, kNoDevices);
+  return devices_;
+}
+
+std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
+  if (make_devices == nullptr) return {};
+  return devices()->transports();
+}
+
 void ProcessGroupRingcomm::abort() {
   const std::lock_guard lock(mutex_);
   if (communicator_ != nullptr) communicator_->abort("the process group was aborted");
@@ -148,7 +174,7 @@ void ProcessGroupRingcomm::abort() {
 
 void ProcessGroupRingcomm::shutdown() {
   std::shared_ptr<Communicator> communicator;
-  std::shared_ptr<DeviceGroup> devices;
+  std::shared_ptr<Devices> devices;
   {
     const std::lock_guard lock(mutex_);
     communicator.swap(communicator_);
@@ -178,7 +204,7 @@ void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
   if (device.is_cpu()) return;
   const c10::DeviceGuard guard(device);
   try {
-    with_python_errors([&] { devices()->carrier(device); });
+    with_python_errors([&] { devices()->connect(device); });
   } catch (const c10::ValueError&) {
     // No carrier supports such tensors; a call with one raises.
   }

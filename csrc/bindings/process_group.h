@@ -1,6 +1,5 @@
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
@@ -15,17 +14,14 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/group_options.h"
-#include "bindings/tensor_call.h"
+#include "bindings/devices.h"
+#include "bindings/tensors.h"
 #include "collectives/communicator.h"
 #include "collectives/trace.h"
-#include "cuda/bindings/device_group.h"
 
 namespace ringcomm {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Tensors = std::vector<at::Tensor>;
-using TensorLists = std::vector<Tensors>;
 
 /// What a call of c10d is to its work, to profilers and to recordings.
 struct CallInfo {
@@ -54,6 +50,13 @@ struct UpdateTensors {
   std::vector<std::pair<const char*, std::optional<at::Tensor>>> states;
 };
 
+/// A CPU tensor like torch.empty's, in memory that other processes of this host can map
+/// (shm::SharedArena); it is freed with the last tensor on its storage. Throws torch's
+/// OutOfMemoryError.
+at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
+/// Whether all elements of the tensor are in such memory of this process.
+bool is_shared(const at::Tensor& tensor);
+
 /// ringcomm as a backend of torch.distributed: c10d's calls in terms of the engine's. Names and
 /// signatures are c10d's.
 ///
@@ -67,7 +70,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
-  std::shared_ptr<Communicator> communicator() const { return held(communicator_); }
+  std::shared_ptr<Communicator> communicator() const;
 
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   const c10::intrusive_ptr<GroupOptions>& options() const { return options_; }
@@ -148,10 +151,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// of a group that is bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
   /// A device tensor in memory that the other ranks map. Collective; throws like
-  /// DeviceCarrier::lend().
+  /// Devices::lend().
   at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
   /// A readable description of the transport of each device.
-  std::map<std::string, std::string> device_transports() { return devices()->transports(); }
+  std::map<std::string, std::string> device_transports();
 
   /// all_reduce whose input stays as it is; blocks.
   void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
@@ -170,7 +173,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                    Tensors results);
   WorkPtr start_message(c10d::OpType op_type, const char* title, const at::Tensor& tensor, int peer,
                         int tag);
-  WorkPtr start_message_on(c10::Device device, const CallInfo& info, TensorCall item,
+  WorkPtr start_message_on(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
                            Tensors results);
   trace::Event trace_event_of(const CallInfo& info, const std::vector<TensorCall>& calls) const;
   WorkPtr profiled(c10::Device device, const CallInfo& info, const std::vector<TensorCall>& calls,
@@ -180,22 +183,14 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
   /// The rank as a number of the group; throws ValueError. `what` names it in the message.
   int checked_rank(int64_t rank, const char* what) const;
-  std::shared_ptr<DeviceGroup> devices() const { return held(devices_); }
-  template <class T>
-  std::shared_ptr<T> held(const std::shared_ptr<T>& part) const {
-    const std::lock_guard lock(mutex_);
-    TORCH_CHECK_VALUE(part != nullptr,
-                      "ringcomm: this process group has been destroyed; make a new one with "
-                      "init_process_group or new_group");
-    return part;
-  }
+  std::shared_ptr<Devices> devices() const;
 
   c10::intrusive_ptr<GroupOptions> options_;
   std::atomic<std::uint64_t> num_monitored_barriers_ = 0;
 
   mutable std::mutex mutex_;  // guards all below, which several threads may use
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<DeviceGroup> devices_;
+  std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda
   bool is_coalescing_ = false;
   std::vector<WorkPtr> coalesced_works_;
   std::vector<DeviceMessageCall> coalesced_messages_;  // all on one device

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/tensor_call.h"
+#include "bindings/tensors.h"
 
 namespace ringcomm {
 namespace {

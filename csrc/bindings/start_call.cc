@@ -73,10 +73,9 @@ WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, std::vector<TensorCall
   const trace::Span traced([&] { return trace_event_of(info, calls); });
   const c10::Device device = info.device ? *info.device : device_of(calls, results, info.title);
   const auto run = [&] {
-    return coalesced(
-        c10d::isP2POp(info.op_type)
-            ? start_message_on(device, info, std::move(calls.front()), std::move(results))
-            : start_on(device, info, std::move(calls), std::move(results)));
+    const auto begin = c10d::isP2POp(info.op_type) ? &ProcessGroupRingcomm::start_message_on
+                                                   : &ProcessGroupRingcomm::start_on;
+    return coalesced((this->*begin)(device, info, std::move(calls), std::move(results)));
   };
   // An event costs as much as a small collective.
   return at::hasCallbacks() ? profiled(device, info, calls, results, run) : run();
@@ -94,10 +93,10 @@ WorkPtr ProcessGroupRingcomm::start_on(c10::Device device, const CallInfo& info,
     return devices()->start(device, std::move(calls), std::move(device_info));
   }
   const std::shared_ptr<Communicator> engine = communicator();
-  auto work = c10::make_intrusive<CollectiveWork>(engine, info.op_type, info.title,
-                                                  std::move(calls), std::move(results));
+  auto work = c10::make_intrusive<EngineWork>(engine, info.op_type, info.title, std::move(calls),
+                                              std::move(results));
   if (info.is_async)
-    CollectiveWork::submit(work, *engine, timeout);
+    work->submit(*engine, timeout);
   else
     work->run(*engine, timeout);
   return work;
@@ -130,7 +129,8 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
   for (const TensorCall& item : calls) {
     read.add(item.call, item.inputs.size(), item.input_elems);
     written.add(item.call, item.outputs.size(), item.output_elems);
-    inputs.insert(inputs.end(), item.profiled.begin(), item.profiled.end());
+    if (item.call.op != OpKind::kRecv)
+      inputs.insert(inputs.end(), item.profiled.begin(), item.profiled.end());
   }
   const Tensors outputs = info.op_type == c10d::OpType::SEND ? Tensors{} : results;
   const at::ScalarType dtype = !outputs.empty()  ? outputs.front().scalar_type()
@@ -140,12 +140,8 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
   std::string name = std::strchr(info.title, ':') + 1;
   if (!calls.empty() && calls.front().call.op == OpKind::kAllReduce) {
     const Collective& call = calls.front().call;
-    CallHeader header;
-    if (device.is_cpu())
-      header.algorithm = communicator()->algorithm_of(call);
-    else
-      devices()->carrier(device).plan(call, header);
-    name += std::string("/") + name_of(header.algorithm);
+    name += std::string("/") + name_of(device.is_cpu() ? communicator()->algorithm_of(call)
+                                                       : devices()->algorithm_of(call, device));
   }
   const auto seq = static_cast<std::int64_t>(communicator()->next_seq());
   const auto [start_rank, stride] = start_and_stride(options_->global_ranks_in_group);
@@ -231,37 +227,38 @@ WorkPtr ProcessGroupRingcomm::start_message(c10d::OpType op_type, const char* ti
     item.inputs = {readable(tensor, item)};
   else
     item.outputs = {writable(tensor, item).data_ptr()};
+  item.profiled = {tensor};
   return start(info, std::move(item), {tensor});
 }
 
 WorkPtr ProcessGroupRingcomm::start_message_on(c10::Device device, const CallInfo& info,
-                                               TensorCall item, Tensors results) {
-  const bool is_send = info.op_type == c10d::OpType::SEND;
+                                               std::vector<TensorCall> calls, Tensors results) {
+  TensorCall& item = calls.front();
+  const bool is_send = item.call.op == OpKind::kSend;
   void* data = is_send ? const_cast<void*>(item.inputs[0]) : item.outputs[0];
   const std::size_t num_bytes = item.call.num_elems;
   if (device.is_cpu()) {
     const std::shared_ptr<Communicator> engine = communicator();
-    auto work = c10::make_intrusive<P2pWork>(engine, info.op_type, info.title, std::move(item),
-                                             std::move(results));
-    P2pWork::post(work, *engine,
-                  {.kind = is_send ? P2pOp::Kind::kSend : P2pOp::Kind::kRecv,
-                   .peer = info.peer,
-                   .tag = static_cast<std::uint32_t>(info.tag),
-                   .data = static_cast<std::byte*>(data),
-                   .num_bytes = num_bytes,
-                   .timeout = effective(info.timeout)});
+    auto work = c10::make_intrusive<EngineWork>(engine, info.op_type, info.title, std::move(calls),
+                                                std::move(results));
+    work->post(*engine, {.kind = is_send ? P2pOp::Kind::kSend : P2pOp::Kind::kRecv,
+                         .peer = info.peer,
+                         .tag = static_cast<std::uint32_t>(info.tag),
+                         .data = static_cast<std::byte*>(data),
+                         .num_bytes = num_bytes,
+                         .timeout = effective(info.timeout)});
     return work;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(info.peer >= 0, "ringcomm: a tensor on ", device,
                               " cannot be received from any source; name the rank");
-  std::vector<DeviceMessageCall> calls;
-  calls.push_back({.device = device,
-                   .message = {.is_send = is_send,
-                               .data = data,
-                               .num_bytes = num_bytes,
-                               .peer = info.peer,
-                               .tag = info.tag},
-                   .item = std::move(item)});
+  std::vector<DeviceMessageCall> messages;
+  messages.push_back({.device = device,
+                      .message = {.is_send = is_send,
+                                  .data = data,
+                                  .num_bytes = num_bytes,
+                                  .peer = info.peer,
+                                  .tag = info.tag},
+                      .item = std::move(item)});
   {
     const std::lock_guard lock(mutex_);
     // A call in a coalesced block starts with the others.
@@ -270,13 +267,13 @@ WorkPtr ProcessGroupRingcomm::start_message_on(c10::Device device, const CallInf
                         "ringcomm: a batch of sends and receives got tensors on ", device,
                         " and on ", coalesced_messages_[0].device,
                         "; all tensors of a batch must be on one device");
-      coalesced_messages_.push_back(std::move(calls[0]));
+      coalesced_messages_.push_back(std::move(messages[0]));
       return nullptr;
     }
   }
   // A single call is ordered with the group's calls on the device.
   return devices()->exchange(
-      device, std::move(calls),
+      device, std::move(messages),
       {.op_type = info.op_type, .title = info.title, .results = std::move(results)});
 }
 

@@ -88,9 +88,9 @@ c10::intrusive_ptr<Future> make_future() {
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
 }
 
-std::vector<at::Tensor> take_profiled(std::vector<TensorCall>& calls) {
+Tensors take_profiled(std::vector<TensorCall>& calls) {
   if (calls.size() == 1) return std::move(calls.front().profiled);
-  std::vector<at::Tensor> inputs;
+  Tensors inputs;
   for (TensorCall& item : calls) std::ranges::move(item.profiled, std::back_inserter(inputs));
   return inputs;
 }
@@ -107,71 +107,17 @@ void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
 // ---- EngineWork
 
 EngineWork::EngineWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
-                       const char* title, const std::vector<at::Tensor>& inputs,
-                       std::vector<at::Tensor> results, std::uint64_t seq)
-    : Work(communicator->rank(), op_type, title, inputs),
-      results_(std::move(results)),
+                       const char* title, std::vector<TensorCall> calls, Tensors results)
+    : Work(communicator->rank(), op_type, title, take_profiled(calls)),
       communicator_(communicator),
-      seq_(seq),
-      callback_level_(CallbackThread::level_of_new_work()) {}
-
-bool EngineWork::wait(std::chrono::milliseconds timeout) {
-  with_python_errors([&] {
-    const std::shared_ptr<Communicator> communicator =
-        isCompleted() ? nullptr : communicator_.lock();
-    if (communicator != nullptr && !await(*communicator, timeout))
-      throw_wait_timeout(!c10d::isP2POp(opType_)         ? "the collective"
-                         : opType_ == c10d::OpType::SEND ? "the send"
-                                                         : "the receive",
-                         timeout);
-    // Another thread may be about to finish it.
-    std::unique_lock lock(mutex_);
-    cv_.wait(lock, [this] { return completed_; });
-    if (exception_ != nullptr) std::rethrow_exception(exception_);
-  });
-  return true;
-}
-
-c10::intrusive_ptr<Future> EngineWork::getFuture() {
-  std::unique_lock lock(mutex_);
-  if (future_ != nullptr) return future_;
-  const bool is_late = completed_;
-  // Started here, so that a thread that cannot be started is the caller's error.
-  if (!is_late) CallbackThread::at(callback_level_);
-  future_ = make_future();
-  is_future_marked_ = is_late;
-  lock.unlock();  // an error takes Python's
-  if (is_late) mark_future();
-  return future_;
-}
-
-void EngineWork::end(const std::exception_ptr& error) {
-  finish(error);
-  const std::lock_guard lock(mutex_);
-  if (future_ == nullptr || std::exchange(is_future_marked_, true)) return;
-  CallbackThread::at(callback_level_)
-      .post([self = c10::intrusive_ptr<EngineWork>::reclaim_copy(this)] { self->mark_future(); });
-}
-
-void EngineWork::mark_future() {
-  if (exception_ != nullptr)
-    future_->setError(to_python(exception_));
-  else
-    future_->markCompleted(c10::IValue(results_));
-}
-
-// ---- CollectiveWork
-
-CollectiveWork::CollectiveWork(const std::shared_ptr<Communicator>& communicator,
-                               c10d::OpType op_type, const char* title,
-                               std::vector<TensorCall> calls, std::vector<at::Tensor> results)
-    : EngineWork(communicator, op_type, title, take_profiled(calls), std::move(results),
-                 communicator->next_seq()),
-      calls_(std::move(calls)) {
+      seq_(c10d::isP2POp(op_type) ? 0 : communicator->next_seq()),
+      calls_(std::move(calls)),
+      results_(std::move(results)),
+      callback_level_(CallbackThread::level_of_new_work()) {
   for (TensorCall& item : calls_) item.link();
 }
 
-void CollectiveWork::run(Communicator& communicator, std::chrono::milliseconds timeout) {
+void EngineWork::run(Communicator& communicator, std::chrono::milliseconds timeout) {
   const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   try {
     with_python_errors([&] {
@@ -191,87 +137,100 @@ void CollectiveWork::run(Communicator& communicator, std::chrono::milliseconds t
   finish();
 }
 
-void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& self,
-                            Communicator& communicator, std::chrono::milliseconds timeout) {
+void EngineWork::submit(Communicator& communicator, std::chrono::milliseconds timeout) {
   const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
-  const std::size_t num_calls = self->calls_.size();
+  const std::size_t num_calls = calls_.size();
   with_python_errors([&] {
     for (std::size_t call_idx = 0; call_idx < num_calls; ++call_idx) {
-      const auto done = [self, call_idx](const std::exception_ptr& error) {
+      const auto done = [self = self(), call_idx](const std::exception_ptr& error) {
         self->end_call(call_idx, error);
       };
-      TensorCall& item = self->calls_[call_idx];
-      self->last_ticket_ = item.sequence
-                               ? communicator.submit(std::move(item.sequence), limits, done)
-                               : communicator.submit(item.call, limits, done);
+      TensorCall& item = calls_[call_idx];
+      last_ticket_ = item.sequence ? communicator.submit(std::move(item.sequence), limits, done)
+                                   : communicator.submit(item.call, limits, done);
     }
   });
-  if (num_calls == 0) self->finish();
+  if (num_calls == 0) finish();
 }
 
-void CollectiveWork::end_call(std::size_t call_idx, const std::exception_ptr& error) {
-  if (first_error_ == nullptr) first_error_ = error;
+void EngineWork::post(Communicator& communicator, P2pOp op) {
+  message_ = std::make_shared<P2pOp>(std::move(op));
+  message_->done = [self = self()] { self->end_call(0, self->message_->error); };
   try {
-    if (error == nullptr && calls_[call_idx].finish) calls_[call_idx].finish();
-  } catch (...) {  // kept for the threads that wait; this thread has no caller
-    if (first_error_ == nullptr) first_error_ = std::current_exception();
-  }
-  if (call_idx + 1 < calls_.size()) return;
-  calls_.clear();
-  end(first_error_);
-}
-
-bool CollectiveWork::await(Communicator& communicator, std::chrono::milliseconds timeout) {
-  communicator.failure().check_not_inherited();
-  const auto poll = [&] {
-    if (is_interrupted()) communicator.abort("interrupted by a signal");
-  };
-  if (timeout != kNoTimeout)
-    return communicator.queue().wait_until(last_ticket_, deadline_after(timeout), poll);
-  communicator.queue().wait(last_ticket_, poll);
-  return true;
-}
-
-// ---- P2pWork
-
-P2pWork::P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
-                 const char* title, TensorCall item, const std::vector<at::Tensor>& results)
-    // Messages have no common order, so no number.
-    : EngineWork(communicator, op_type, title, results, results, 0), item_(std::move(item)) {}
-
-void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, Communicator& communicator, P2pOp op) {
-  op.done = [self] { self->end_once(); };
-  self->op_ = std::make_shared<P2pOp>(std::move(op));
-  try {
-    with_python_errors([&] { communicator.p2p()->post(self->op_); });
+    with_python_errors([&] { communicator.p2p()->post(message_); });
   } catch (...) {
-    self->op_->done = nullptr;  // it holds this work
-    self->finish(std::current_exception());
+    message_->done = nullptr;  // it holds this work
+    finish(std::current_exception());
     throw;
   }
 }
 
-// Called by the engine and by waiting threads; the later call returns after the first one is
-// complete. Throws nothing, because the engine's thread has no caller.
-void P2pWork::end_once() {
-  std::call_once(ended_once_, [this] {
-    std::exception_ptr error = op_->error;
-    try {
-      if (error == nullptr && item_.finish) item_.finish();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    end(error);
-  });
+// Throws nothing: the thread that calls this moves data for others.
+void EngineWork::end_call(std::size_t call_idx, const std::exception_ptr& error) {
+  if (first_error_ == nullptr) first_error_ = error;
+  try {
+    if (error == nullptr && calls_[call_idx].finish) calls_[call_idx].finish();
+  } catch (...) {
+    if (first_error_ == nullptr) first_error_ = std::current_exception();
+  }
+  if (call_idx + 1 < calls_.size()) return;
+  calls_.clear();
+  finish(first_error_);
+  const std::lock_guard lock(mutex_);
+  if (future_ == nullptr || std::exchange(is_future_marked_, true)) return;
+  CallbackThread::at(callback_level_).post([self = self()] { self->mark_future(); });
 }
 
-bool P2pWork::await(Communicator& communicator, std::chrono::milliseconds timeout) {
+bool EngineWork::wait(std::chrono::milliseconds timeout) {
+  with_python_errors([&] {
+    const std::shared_ptr<Communicator> communicator =
+        isCompleted() ? nullptr : communicator_.lock();
+    if (communicator != nullptr && !await(*communicator, timeout))
+      throw_wait_timeout(message_ == nullptr             ? "the collective"
+                         : opType_ == c10d::OpType::SEND ? "the send"
+                                                         : "the receive",
+                         timeout);
+    // Another thread may be about to finish it.
+    std::unique_lock lock(mutex_);
+    cv_.wait(lock, [this] { return completed_; });
+    if (exception_ != nullptr) std::rethrow_exception(exception_);
+  });
+  return true;
+}
+
+// Waits in the engine, for `timeout` unless it is kNoTimeout; false if that passes before.
+bool EngineWork::await(Communicator& communicator, std::chrono::milliseconds timeout) {
   const auto deadline =
       timeout == kNoTimeout ? PointToPoint::Clock::time_point::max() : deadline_after(timeout);
-  if (!communicator.p2p()->wait(op_, deadline, is_interrupted)) return false;
-  end_once();
+  if (message_ != nullptr) return communicator.p2p()->wait(message_, deadline, is_interrupted);
+  communicator.failure().check_not_inherited();
+  const auto poll = [&] {
+    if (is_interrupted()) communicator.abort("interrupted by a signal");
+  };
+  if (timeout != kNoTimeout) return communicator.queue().wait_until(last_ticket_, deadline, poll);
+  communicator.queue().wait(last_ticket_, poll);
   return true;
+}
+
+c10::intrusive_ptr<Future> EngineWork::getFuture() {
+  std::unique_lock lock(mutex_);
+  if (future_ != nullptr) return future_;
+  const bool is_late = completed_;
+  // Started here, so that a thread that cannot be started is the caller's error.
+  if (!is_late) CallbackThread::at(callback_level_);
+  future_ = make_future();
+  is_future_marked_ = is_late;
+  lock.unlock();  // an error takes Python's
+  if (is_late) mark_future();
+  return future_;
+}
+
+void EngineWork::mark_future() {
+  if (exception_ != nullptr)
+    future_->setError(to_python(exception_));
+  else
+    future_->markCompleted(c10::IValue(results_));
 }
 
 // ---- CoalescedWork
@@ -302,8 +261,8 @@ bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-std::vector<at::Tensor> CoalescedWork::result() {
-  std::vector<at::Tensor> results;
+Tensors CoalescedWork::result() {
+  Tensors results;
   for (const auto& work : works_)
     for (const at::Tensor& tensor : work->result()) results.push_back(tensor);
   return results;

@@ -11,7 +11,7 @@
 #include "cuda/kernels/mail.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -182,7 +182,7 @@ void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
   const ShardUpdate& update = *call.update;
   plan.kernel = std::string("ringcomm_update_") + optimizer_name(update.spec.optimizer) + "_" +
                 name_of(call.dtype) + "_" + name_of(update.spec.param_dtype);
-  kernel_call.update = host::make_update_op(update.spec, call.dtype).scalars;
+  kernel_call.update = make_update_op(update.spec, call.dtype).scalars;
   kernel_call.master = update.master;
   kernel_call.states[0] = update.states[0];
   kernel_call.states[1] = update.states[1];

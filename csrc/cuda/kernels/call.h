@@ -8,7 +8,7 @@
 #include "cuda/kernels/control.h"
 #include "cuda/kernels/staging.h"
 #include "cuda/kernels/tables.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
 

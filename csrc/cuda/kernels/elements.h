@@ -184,7 +184,7 @@ struct BitXor {
 /// Parts of rows of logits as one row.
 struct Merge {
   RINGCOMM_HD static SoftmaxStats apply(const SoftmaxStats& a, const SoftmaxStats& b) {
-    return merged(a, b);
+    return merge(a, b);
   }
 };
 
