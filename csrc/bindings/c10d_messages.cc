@@ -6,10 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <chrono>
-#include <exception>
 #include <utility>
-#include <vector>
 
 #include "bindings/devices.h"
 #include "bindings/python_errors.h"

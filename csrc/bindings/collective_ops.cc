@@ -1,18 +1,10 @@
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <string>
-#include <string_view>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <utility>
-#include <vector>
-
 #include "bindings/op_support.h"
-#include "bindings/process_group.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
 // autograd and wrappers are in ringcomm/ops, in the same order. They run over any backend of

@@ -1,23 +1,17 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <chrono>
-#include <cstddef>
-#include <functional>
 #include <map>
-#include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-#include <vector>
 
 #include "bindings/tensors.h"
-#include "collectives/communicator.h"
 #include "collectives/communicator_options.h"
 
 namespace ringcomm {

@@ -9,8 +9,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
-#include <vector>
-
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
 #include "transport/shm/shared_arena.h"

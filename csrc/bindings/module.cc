@@ -1,18 +1,11 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
-
-#include <map>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bindings/files.h"
 #include "bindings/process_group.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
-#include "collectives/trace.h"
 #include "reduce/reduce_op.h"
 #include "transport/cgroup_limits.h"
 #include "transport/shm/bootstrap.h"
@@ -24,12 +17,15 @@ using namespace py::literals;
 namespace ringcomm {
 namespace {
 
-c10::intrusive_ptr<c10d::Backend> create_process_group(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    std::chrono::milliseconds timeout, const std::string& algorithm, bool is_rank_ordered,
-    std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
-    const std::string& transport, const std::string& p2p_backend, std::size_t device_slot_bytes,
-    const std::string& group_name, const std::vector<uint64_t>& global_ranks) {
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+BackendPtr create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                std::chrono::milliseconds timeout, const std::string& algorithm,
+                                bool is_rank_ordered, std::uint32_t num_slots,
+                                std::size_t slot_bytes, std::size_t one_shot_max_bytes,
+                                const std::string& transport, const std::string& p2p_backend,
+                                std::size_t device_slot_bytes, const std::string& group_name,
+                                const std::vector<uint64_t>& global_ranks) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
                     size, " ranks; ranks are 0 to ", size - 1);
   CommunicatorOptions options;
@@ -47,15 +43,11 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(group_options));
 }
 
-ProcessGroupRingcomm& process_group_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+ProcessGroupRingcomm& process_group_of(const BackendPtr& backend) {
   auto* group = dynamic_cast<ProcessGroupRingcomm*>(backend.get());
   TORCH_CHECK_VALUE(group != nullptr, "ringcomm: this group's backend is ",
                     backend->getBackendName(), ", not ringcomm");
   return *group;
-}
-
-std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  return process_group_of(backend).communicator();
 }
 
 // The usage of memory that peers can map.
@@ -69,13 +61,13 @@ py::dict shared_memory_usage() {
 
 // {"cpu_cores": (2.0, "/sys/fs/cgroup/cpu.max"), "memory_bytes": None}
 py::dict cgroup_limits_of(const std::string& proc, const std::string& cgroups) {
-  const auto described = [](const auto& limit) -> py::object {
-    if (!limit) return py::none();
-    return py::make_tuple(limit->value, limit->file);
-  };
   const CgroupLimits limits = read_cgroup_limits(proc, cgroups);
-  return py::dict("cpu_cores"_a = described(limits.cpu_cores),
-                  "memory_bytes"_a = described(limits.memory_bytes));
+  py::dict result("cpu_cores"_a = py::none(), "memory_bytes"_a = py::none());
+  if (const auto& cores = limits.cpu_cores)
+    result["cpu_cores"] = py::make_tuple(cores->value, cores->file);
+  if (const auto& memory = limits.memory_bytes)
+    result["memory_bytes"] = py::make_tuple(static_cast<std::int64_t>(memory->value), memory->file);
+  return result;
 }
 
 // {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called
@@ -137,40 +129,37 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
   bind_classes(m);
   bind_files(m);
-  m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
-        py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
-        py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),
-        py::arg("transport"), py::arg("p2p_backend"), py::arg("device_slot_bytes"),
-        py::arg("group_name"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
+  m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "timeout"_a,
+        "algorithm"_a, "is_rank_ordered"_a, "num_slots"_a, "slot_bytes"_a, "one_shot_max_bytes"_a,
+        "transport"_a, "p2p_backend"_a, "device_slot_bytes"_a, "group_name"_a, "global_ranks"_a,
+        py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
-  m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    return counts_of(communicator_of(backend)->stats());
-  });
-  m.def("transport_of", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    return communicator_of(backend)->transport();
-  });
-  m.def("device_transports", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    const py::gil_scoped_release
-        released;  // objects that a group keeps may need the GIL in their destructors
-    return process_group_of(backend).device_transports();
-  });
-  m.def("empty_shared_on",
-        [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Device& device,
-           const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-          const py::gil_scoped_release released;
-          return process_group_of(backend).empty_shared_on(device, sizes, dtype);
-        });
-  m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    return communicator_of(backend)->mapped_bytes();
-  });
-  m.def("start_trace", &trace::start, py::arg("events_fd"), py::arg("log_fd"),
-        py::arg("num_events"));
+  const auto ask = [&](const char* name, auto question) {
+    m.def(name, [question](const BackendPtr& backend) {
+      return question(*process_group_of(backend).communicator());
+    });
+  };
+  ask("group_stats", [](const Communicator& group) { return counts_of(group.stats()); });
+  ask("transport_of", [](const Communicator& group) { return group.transport(); });
+  ask("mapped_bytes", [](const Communicator& group) { return group.mapped_bytes(); });
+  m.def(
+      "device_transports",
+      [](const BackendPtr& backend) { return process_group_of(backend).device_transports(); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "empty_shared_on",
+      [](const BackendPtr& backend, const at::Device& device, const std::vector<int64_t>& sizes,
+         at::ScalarType dtype) {
+        return process_group_of(backend).empty_shared_on(device, sizes, dtype);
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
   m.def("end_trace", &trace::end);
-  m.def("empty_shared", &empty_shared, py::arg("sizes"), py::arg("dtype"));
-  m.def("is_shared", &is_shared, py::arg("tensor"));
+  m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);
+  m.def("is_shared", &is_shared, "tensor"_a);
   m.def("shared_memory_usage", &shared_memory_usage);
-  m.def("cgroup_limits", &cgroup_limits_of, py::arg("proc"), py::arg("cgroups"));
-  m.def("say_last_words", &shm::Bootstrap::say_last_words, py::arg("text"));
+  m.def("cgroup_limits", &cgroup_limits_of, "proc"_a, "cgroups"_a);
+  m.def("say_last_words", &shm::Bootstrap::say_last_words, "text"_a);
   m.def("say_exit", &shm::Bootstrap::say_exit);
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

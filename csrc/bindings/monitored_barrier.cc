@@ -1,9 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <cstring>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
@@ -18,17 +14,14 @@ using std::chrono::milliseconds;
 constexpr std::uint64_t kArrivalTag = std::uint64_t{1} << 32;
 constexpr std::uint64_t kAnswerTag = std::uint64_t{1} << 33;
 
-// Rank 0's answer to the others: the missing rank, or none.
-struct Answer {
-  std::int64_t missing_rank = -1;
-  std::array<char, 504> text = {};  // the last place stays a zero
-};
-
-// A message with its memory, which so lives as long as the engine needs it.
+// A message with its memory, which so lives as long as the engine needs it. Rank 0's answer to the
+// others is the missing rank, or none; the last place of the text stays a zero.
 struct Note : P2pOp {
-  Answer answer;
+  struct Answer {
+    std::int64_t missing_rank = -1;
+    std::array<char, 504> text = {};
+  } answer;
 };
-using NotePtr = std::shared_ptr<Note>;
 
 class MonitoredBarrier {
  public:
@@ -38,12 +31,12 @@ class MonitoredBarrier {
 
   void lead(milliseconds timeout, bool waits_for_all) {
     const Clock::time_point deadline = Clock::now() + timeout;
-    std::vector<NotePtr> arrivals;
+    std::vector<std::shared_ptr<Note>> arrivals;
     for (int peer = 1; peer < group_.world_size(); ++peer)
       arrivals.push_back(post(P2pOp::Kind::kRecv, peer, kArrivalTag));
-    Answer answer;
+    Note::Answer answer;
     std::string missing;
-    for (const NotePtr& arrival : arrivals) {
+    for (const auto& arrival : arrivals) {
       if (has_come(arrival, deadline)) continue;
       if (missing.empty()) answer.missing_rank = arrival->peer;
       missing += (missing.empty() ? "" : ", ") + std::to_string(arrival->peer);
@@ -55,7 +48,7 @@ class MonitoredBarrier {
     text.copy(answer.text.data(), answer.text.size() - 1);
     for (int peer = 1; peer < group_.world_size(); ++peer)
       post(P2pOp::Kind::kSend, peer, kAnswerTag, answer);
-    if (!missing.empty()) raise(answer, answer.text.data());
+    if (!missing.empty()) raise(answer.missing_rank, answer.text.data());
   }
 
   void follow() {
@@ -63,15 +56,16 @@ class MonitoredBarrier {
                                 " successfully reached monitoredBarrier, but received errors while "
                                 "waiting for send/recv from rank 0: ";
     post(P2pOp::Kind::kSend, 0, kArrivalTag);
-    const NotePtr note = post(P2pOp::Kind::kRecv, 0, kAnswerTag);
+    const auto note = post(P2pOp::Kind::kRecv, 0, kAnswerTag);
     if (!has_come(note, Clock::now() + patience_))
-      raise({.missing_rank = 0},
-            reached + "it did not answer in " + std::to_string(patience_.count()) + " ms");
-    if (note->answer.missing_rank >= 0) raise(note->answer, reached + note->answer.text.data());
+      raise(0, reached + "it did not answer in " + std::to_string(patience_.count()) + " ms");
+    const Note::Answer& answer = note->answer;
+    if (answer.missing_rank >= 0) raise(answer.missing_rank, reached + answer.text.data());
   }
 
  private:
-  NotePtr post(P2pOp::Kind kind, int peer, std::uint64_t tag, const Answer& answer = {}) {
+  std::shared_ptr<Note> post(P2pOp::Kind kind, int peer, std::uint64_t tag,
+                             const Note::Answer& answer = {}) {
     const auto note = std::make_shared<Note>();
     note->answer = answer;
     note->kind = kind;
@@ -85,15 +79,15 @@ class MonitoredBarrier {
     return note;
   }
 
-  bool has_come(const NotePtr& note, Clock::time_point deadline) {
+  bool has_come(const std::shared_ptr<Note>& note, Clock::time_point deadline) {
     if (!group_.p2p()->wait(note, deadline, is_interrupted)) return false;
     if (note->error != nullptr) std::rethrow_exception(note->error);
     return true;
   }
 
-  [[noreturn]] void raise(const Answer& answer, const std::string& text) const {
+  [[noreturn]] void raise(std::int64_t missing_rank, const std::string& text) const {
     throw Error({.kind = ErrorKind::kTimeout,
-                 .rank = static_cast<int>(answer.missing_rank),
+                 .rank = static_cast<int>(missing_rank),
                  .op = "monitored_barrier"},
                 "ringcomm rank " + std::to_string(group_.rank()) + "/" +
                     std::to_string(group_.world_size()) + ": " + text);

@@ -5,22 +5,14 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
-#include <chrono>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <utility>
-#include <vector>
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
 #include "core/errors.h"
 #include "transport/key_value_store.h"
 #include "transport/per_process.h"
-#include "transport/wait_limits.h"
 
 namespace ringcomm {
 namespace {

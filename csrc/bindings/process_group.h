@@ -3,20 +3,11 @@
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
-#include <vector>
 
 #include "bindings/devices.h"
-#include "bindings/tensors.h"
-#include "collectives/communicator.h"
 #include "collectives/trace.h"
 
 namespace ringcomm {

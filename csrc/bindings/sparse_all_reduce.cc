@@ -5,12 +5,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <numeric>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "bindings/tensors.h"
 

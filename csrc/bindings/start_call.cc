@@ -5,14 +5,11 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
-#include <cstdint>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <tuple>
-#include <utility>
 
 #include "bindings/process_group.h"
-#include "bindings/tensors.h"
 #include "bindings/work.h"
 
 // Since about torch 2.12 the event also has a field for asynchronous calls.

@@ -8,7 +8,6 @@
 #include <condition_variable>
 #include <deque>
 #include <iterator>
-#include <utility>
 
 #include "bindings/python_errors.h"
 #include "transport/background_thread.h"

@@ -2,14 +2,11 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
-#include <vector>
 
 #include "bindings/tensors.h"
-#include "collectives/communicator.h"
 
 namespace ringcomm {
 
