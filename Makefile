@@ -123,7 +123,7 @@ bench: check-python  ## all records, tables and plots (ARGS="--only floor --seco
 	@$(PREPARE) --need train --extension -- benchmarks/run_all.py $(ARGS)
 
 clean:  ## remove what was built; .venv and .cache stay
-	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_C*.so .pytest_cache .mypy_cache \
+	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_*.so .pytest_cache .mypy_cache \
 	    .ruff_cache && find ringcomm kernels examples benchmarks tools tests -name __pycache__ \
 	    -type d -prune -exec rm -rf {} +
 
