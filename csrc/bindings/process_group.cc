@@ -112,16 +112,14 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
       options_(std::move(options)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   StoreAdapter adapter(store);
+  const MakeMessages make_messages = [&](const LookForRanks& look) {
+    return std::make_unique<C10dMessages>(make_message_backend(
+        options_->engine.p2p_backend, store, rank, size, *options_, look, "the group's messages"));
+  };
   with_python_errors([&] {
     communicator_ = std::make_shared<Communicator>(
         adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
-        options_->engine.p2p_backend.empty()
-            ? MakeMessages{}
-            : [&](const LookForRanks& look) -> std::unique_ptr<MessageTransport> {
-          return std::make_unique<C10dMessages>(make_message_backend(options_->engine.p2p_backend,
-                                                                     store, rank, size, *options_,
-                                                                     look, "the group's messages"));
-        },
+        options_->engine.p2p_backend.empty() ? MakeMessages{} : make_messages,
         ask_world(store, options_->global_ranks_in_group));
   });
   if (trace::is_on())
@@ -213,17 +211,13 @@ c10d::ErrorType ProcessGroupRingcomm::getError() {
   try {
     std::rethrow_exception(cause);
   } catch (const Error& error) {
-    switch (error.info().kind) {
-      case ErrorKind::kTimeout:
-        return c10d::ErrorType::TIMEOUT;
-      case ErrorKind::kPeerDied:
-        return c10d::ErrorType::REMOTE_ERROR;
-      default:
-        break;
-    }
+    const ErrorKind kind = error.info().kind;
+    return kind == ErrorKind::kTimeout    ? c10d::ErrorType::TIMEOUT
+           : kind == ErrorKind::kPeerDied ? c10d::ErrorType::REMOTE_ERROR
+                                          : c10d::ErrorType::COMM_ERROR;
   } catch (...) {
+    return c10d::ErrorType::COMM_ERROR;
   }
-  return c10d::ErrorType::COMM_ERROR;
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(

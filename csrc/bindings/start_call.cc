@@ -25,28 +25,6 @@ namespace {
 
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
 
-// The shares that calls read, or those that they write, as profilers show them.
-struct Shares {
-  std::size_t num_bytes = 0;
-  std::vector<std::size_t> split_bytes;  // of the last call, where its shares differ
-
-  void add(const Collective& call, std::size_t num_shares, const std::vector<std::size_t>& elems) {
-    split_bytes.clear();
-    for (const std::size_t share : elems) split_bytes.push_back(share * element_bytes(call.dtype));
-    if (elems.empty()) num_bytes += num_shares * call.num_bytes();
-    for (const std::size_t share_bytes : split_bytes) num_bytes += share_bytes;
-  }
-  std::int64_t elems(std::size_t element_bytes) const {
-    return static_cast<std::int64_t>(num_bytes / element_bytes);
-  }
-  std::vector<std::int64_t> splits(std::size_t element_bytes) const {
-    std::vector<std::int64_t> splits;
-    for (const std::size_t share_bytes : split_bytes)
-      splits.push_back(static_cast<std::int64_t>(share_bytes / element_bytes));
-    return splits;
-  }
-};
-
 // The first of the ranks and their distance, which is 0 if they are not evenly spaced.
 std::pair<int, int> start_and_stride(const std::vector<std::uint64_t>& ranks) {
   if (ranks.empty()) return {0, 1};
@@ -121,19 +99,31 @@ trace::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
 WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
                                        const std::vector<TensorCall>& calls, const Tensors& results,
                                        c10::function_ref<WorkPtr()> body) const {
-  Shares read, written;
   Tensors inputs;
-  for (const TensorCall& item : calls) {
-    read.add(item.call, item.inputs.size(), item.input_elems);
-    written.add(item.call, item.outputs.size(), item.output_elems);
+  for (const TensorCall& item : calls)
     if (item.call.op != OpKind::kRecv)
       inputs.insert(inputs.end(), item.profiled.begin(), item.profiled.end());
-  }
   const Tensors outputs = info.op_type == c10d::OpType::SEND ? Tensors{} : results;
   const at::ScalarType dtype = !outputs.empty()  ? outputs.front().scalar_type()
                                : !inputs.empty() ? inputs.front().scalar_type()
                                                  : at::kByte;
-  const std::size_t element_bytes = c10::elementSize(dtype);
+  // Elements of `dtype` in the shares that the calls read or write, and in each share of the last
+  // call if they differ.
+  std::int64_t num_read = 0, num_written = 0;
+  std::vector<std::int64_t> read_splits, written_splits;
+  const auto add = [&](const Collective& call, std::size_t num_shares,
+                       const std::vector<std::size_t>& shares, std::int64_t& sum, auto& splits) {
+    const auto in_dtype = [&](std::size_t elems) {
+      return static_cast<std::int64_t>(elems * element_bytes(call.dtype) / c10::elementSize(dtype));
+    };
+    splits.clear();
+    if (shares.empty()) sum += in_dtype(num_shares * call.num_elems);
+    for (const std::size_t share : shares) sum += splits.emplace_back(in_dtype(share));
+  };
+  for (const TensorCall& item : calls) {
+    add(item.call, item.inputs.size(), item.input_elems, num_read, read_splits);
+    add(item.call, item.outputs.size(), item.output_elems, num_written, written_splits);
+  }
   std::string name = std::strchr(info.title, ':') + 1;
   if (!calls.empty() && calls.front().call.op == OpKind::kAllReduce) {
     const Collective& call = calls.front().call;
@@ -144,8 +134,7 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
   const auto [start_rank, stride] = start_and_stride(options_->global_ranks_in_group);
   RINGCOMM_RECORD_COMMS(info.is_async, std::make_tuple(seq, c10d::isP2POp(info.op_type)),
                         std::make_tuple(getGroupUid(), getGroupDesc()), inputs, outputs, getRank(),
-                        name.c_str(), read.elems(element_bytes), written.elems(element_bytes),
-                        dtype, read.splits(element_bytes), written.splits(element_bytes),
+                        name.c_str(), num_read, num_written, dtype, read_splits, written_splits,
                         start_rank, stride, getSize());
   return body();
 }
