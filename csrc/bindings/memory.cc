@@ -1,21 +1,46 @@
+// Tensors in memory that other ranks map. c10d has a hook for memory that a backend allocates;
+// FSDP2 uses it for the buffers of its collectives.
+
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
-#include <vector>
-
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
-#include "bindings/shared_tensors.h"
-
-// c10d's hook for memory that a backend allocates; FSDP2 uses it for the buffers of its
-// collectives.
+#include "transport/shm/shared_arena.h"
 
 namespace ringcomm {
-
 namespace {
+
+using shm::SharedArena;
+
+// The arena as torch's storages know allocators, so that a resize_() stays in shared memory.
+class SharedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t num_bytes) override {
+    void* data = nullptr;
+    try {
+      if (num_bytes > 0) data = SharedArena::instance().allocate(num_bytes);
+    } catch (const shm::OutOfMemory& error) {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "ringcomm: ", error.what());
+    }
+    return {data, data, &deallocate, at::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
+  void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
+    default_copy_data(to, from, num_bytes);
+  }
+
+ private:
+  static void deallocate(void* data) {
+    SharedArena* arena = SharedArena::find();
+    if (data != nullptr && arena != nullptr) arena->deallocate(data);
+  }
+};
 
 // Its memory belongs to the current stream, like that of torch's allocators, and to the stream that
 // is current when the last tensor on it is destroyed.
@@ -34,6 +59,20 @@ at::Tensor tensor_in(const SharedDeviceMemory& memory, c10::Device device, at::I
 }
 
 }  // namespace
+
+at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype) {
+  static SharedAllocator allocator;
+  return at::detail::empty_generic(sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                   dtype, std::nullopt);
+}
+
+bool is_shared(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || tensor.numel() == 0)
+    return false;
+  const SharedArena* arena = SharedArena::find();
+  return arena != nullptr &&
+         arena->locate(tensor.const_data_ptr(), tensor.element_size()).is_somewhere();
+}
 
 // c10d passes only the device's index: -1 is torch.device("cpu"), which has none. A device has no
 // carrier before the group's first call on it.
