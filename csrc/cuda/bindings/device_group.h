@@ -79,7 +79,6 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
   /// Whether another rank has failed; between hosts, this reads the store.
   bool has_another_given_up();
-  bool is_stuck();
   /// Waits until devices are through with all calls; where the group has failed, ends them.
   void drain();
 

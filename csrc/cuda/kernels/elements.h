@@ -5,7 +5,6 @@
 
 #include "core/annotations.h"
 #include "core/types.h"
-#include "reduce/softmax_merge.h"
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -108,14 +107,6 @@ struct BFloat16Element : WideElement {
   RINGCOMM_HD static Stored store(Acc acc) { return fp32_to_bfloat16(acc); }
 };
 
-struct SoftmaxElement {
-  using Stored = SoftmaxStats;
-  using Acc = SoftmaxStats;
-  RINGCOMM_HD static Acc load(const Stored& value) { return value; }
-  RINGCOMM_HD static Acc divide(const Acc& acc, int) { return acc; }
-  RINGCOMM_HD static Stored store(const Acc& acc) { return acc; }
-};
-
 // ---- how two become one
 
 struct Sum {
@@ -179,12 +170,6 @@ struct BitXor {
   template <class T>
   RINGCOMM_HD static T apply(T a, T b) {
     return static_cast<T>(a ^ b);
-  }
-};
-/// Parts of rows of logits as one row.
-struct Merge {
-  RINGCOMM_HD static SoftmaxStats apply(const SoftmaxStats& a, const SoftmaxStats& b) {
-    return merged(a, b);
   }
 };
 

@@ -1,12 +1,11 @@
 #pragma once
 
-#include "cuda/kernels/mail.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
 #include "cuda/kernels/reduce_gather.h"
 #include "cuda/kernels/ring.h"
+#include "cuda/kernels/send_recv.h"
 #include "cuda/kernels/update.h"
-#include "cuda/kernels/where.h"
 
 // The list of all kernels. The host looks up their names in an image (cuda/collectives/kernels.h),
 // and one file per kind of machine instantiates their bodies.
@@ -43,13 +42,11 @@
   RINGCOMM_UPDATES(X, sgd, SgdStep) \
   RINGCOMM_UPDATES(X, adamw, AdamWStep) RINGCOMM_UPDATES(X, lomo, LomoStep)
 
-/// Records have no packet kernels, because a packet has eight bytes. "where" is for benchmarks.
-#define RINGCOMM_OTHER_KERNELS(X)                                           \
-  X(ringcomm_two_shot_softmax_stats, KernelCall,                            \
-    (reduce_gather<TypedReducer<SoftmaxElement>, ReduceShape::kAllReduce>)) \
-  X(ringcomm_move_same, KernelCall, (move<true>))                           \
-  X(ringcomm_move, KernelCall, (move<false>))                               \
-  X(ringcomm_exchange, MailCall, (exchange_mail))                           \
+/// "where" is for benchmarks.
+#define RINGCOMM_OTHER_KERNELS(X)                    \
+  X(ringcomm_move_same, KernelCall, (move<true>))    \
+  X(ringcomm_move, KernelCall, (move<false>))        \
+  X(ringcomm_exchange, P2pCall, (exchange_messages)) \
   X(ringcomm_where, KernelCall, (where))
 
 #define RINGCOMM_ALL_KERNELS(X) \

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "cuda/kernels/combine.h"
 #include "cuda/kernels/reduce_gather.h"
+#include "cuda/kernels/reducers.h"
 #include "kernels/update_op.h"
 
 // Optimizers' steps inside of a reduction: kernels/update_kernels.h, one element at a time,
@@ -130,8 +130,8 @@ struct UpdatingOwner {
     for (int s = 0; s < kAtOnce; ++s) {
       const bool is_source = first + s < sources.num();
       const int source = is_source ? first + s : 0;
-      loaded[s] = load_pack<Pack<Grad, kNum>>(sources.at(source) + idx * sizeof(Pack<Grad, kNum>),
-                                              is_source && is_there, sources.policy(source));
+      loaded[s] = load_pack<Cached::kYes, Pack<Grad, kNum>>(
+          sources.at(source) + idx * sizeof(Pack<Grad, kNum>), is_source && is_there);
     }
   }
 
@@ -160,10 +160,9 @@ struct UpdatingOwner {
       params.of[e] = Param::store(weights.of[e]);
     }
     store_pack<Cached::kNo>(outputs.at(0) + offset, params, is_there);
-    const std::uint64_t policy = outputs.policy_of_others();
     RINGCOMM_ROLLED
     for (int o = 1; o < outputs.num(); ++o)
-      store_pack(outputs.at(o) + offset, params, is_there, policy);
+      store_pack<Cached::kYes>(outputs.at(o) + offset, params, is_there);
     store_floats<kNum>(arrays.master, weights, idx, is_there);
     if constexpr (Step::kNumStates > 0) store_floats<kNum>(arrays.first, first, idx, is_there);
     if constexpr (Step::kNumStates > 1) store_floats<kNum>(arrays.second, second, idx, is_there);
@@ -175,7 +174,6 @@ struct OwnGradient {
   const std::byte* grad;
   RINGCOMM_HD int num() const { return 1; }
   RINGCOMM_HD const std::byte* at(int) const { return grad; }
-  RINGCOMM_HD std::uint64_t policy(int) const { return cache_policy(Cached::kNo); }
 };
 
 /// In a group of one, a step on this rank's arrays only: blocks share nothing and do not wait.
