@@ -139,7 +139,7 @@ class GpuRanks {
   void run_in_turns(int rank, const Collective& call) {
     cuda::KernelCall kernel = kernel_call(rank);
     cuda::LaunchPlan plan = plan_call(call, true, kernel);
-    if (kernel.longest_bytes == cuda::KernelCall::kUnknown) {
+    if (kernel.num_slices == 0) {  // ranks may know different sizes
       raise_longest(cuda::longest_share(kernel));
       turn_.arrive_and_wait();
       cuda::set_longest_share(kernel, plan, longest_bytes_);

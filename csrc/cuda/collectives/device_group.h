@@ -53,8 +53,6 @@ class DeviceGroup {
   /// Collective. Throws Unavailable, with the same reason on all ranks, if device memory cannot be
   /// shared; Error if a rank does not arrive.
   DeviceGroup(RecordExchange& exchange, DeviceOrdinal device);
-  DeviceGroup(const DeviceGroup&) = delete;
-  DeviceGroup& operator=(const DeviceGroup&) = delete;
 
   DeviceOrdinal device() const { return device_; }
   const Staging& staging() const { return staging_; }

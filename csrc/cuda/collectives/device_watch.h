@@ -51,8 +51,6 @@ class DeviceWatch {
 
   /// `report` is called once, with the error that ends the group.
   DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report);
-  DeviceWatch(const DeviceWatch&) = delete;
-  DeviceWatch& operator=(const DeviceWatch&) = delete;
 
   /// Call it after a kernel launch. A kernel may start at any time later, and one in a graph many
   /// times, so the watchdog never sleeps from then on.

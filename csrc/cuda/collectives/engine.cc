@@ -160,9 +160,8 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
 void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
   const RelaxedCapture relaxed;  // another stream may be captured
   KernelCall& call = planned.call;
-  if (call.longest_bytes == KernelCall::kUnknown) {
+  if (call.num_slices == 0)  // ranks may know different sizes
     set_longest_share(call, planned.plan, meet(longest_share(call)));
-  }
   for (std::uint32_t turn = 0; turn < planned.plan.num_turns; ++turn) {
     call.first_step = call.last_step = turn;
     kernels_.launch(planned.kernel, planned.plan.num_blocks, call, stream);

@@ -42,8 +42,6 @@ class Engine {
                                       std::function<void(const std::string&)> report);
   /// Waits for what was launched.
   ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
 
   const std::string& description() const { return group_->description(); }
   /// Bytes of this rank's staging on the device.

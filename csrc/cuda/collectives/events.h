@@ -34,8 +34,6 @@ class Event {
 class EventPool {
  public:
   static EventPool& of(DeviceOrdinal device);
-  EventPool(const EventPool&) = delete;
-  EventPool& operator=(const EventPool&) = delete;
 
   /// Records an event after the work that the stream holds now. The event is reused after its last
   /// owner has released it; a stream that already waits for it keeps waiting for the earlier

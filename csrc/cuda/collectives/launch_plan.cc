@@ -87,9 +87,31 @@ CallHeader from_words(const std::uint32_t* words) {
 
 // ---- each kernel's parameters
 
+namespace {
+
+unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
+  return static_cast<unsigned>(
+      std::clamp<std::size_t>(num_pieces, 1, std::size_t{layout.num_blocks}));
+}
+
+void deal_slices(KernelCall& call, LaunchPlan& plan) {
+  plan.num_blocks = blocks_for(call.num_slices, call.staging.layout);
+  call.slices_each = static_cast<std::uint32_t>(call.num_slices / plan.num_blocks);
+  call.num_longer = static_cast<std::uint32_t>(call.num_slices % plan.num_blocks);
+  // Those of the first block, which has the most pieces, and one to read the last staged piece.
+  plan.num_turns = call.slices_each + (call.num_longer > 0 ? 1 : 0) + 1;
+}
+
+}  // namespace
+
 std::uint64_t longest_share(const KernelCall& call) {
   return std::max(*std::max_element(call.input_bytes, call.input_bytes + call.world_size),
                   *std::max_element(call.output_bytes, call.output_bytes + call.world_size));
+}
+
+void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes) {
+  call.num_slices = std::max<std::uint64_t>(num_slices(longest_bytes, call.part_bytes), 1);
+  deal_slices(call, plan);
 }
 
 namespace {
@@ -98,25 +120,6 @@ namespace {
 // device.
 constexpr std::size_t kOwnUpdateElems = 8 << 10;
 constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
-
-unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
-  return static_cast<unsigned>(
-      std::clamp<std::size_t>(num_pieces, 1, std::size_t{layout.num_blocks}));
-}
-
-// The turns of the first block, which has the most pieces of a round-robin distribution, plus a
-// last turn that reads the last staged piece.
-std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks) {
-  const std::size_t most = std::max<std::size_t>(1, (num_pieces + num_blocks - 1) / num_blocks);
-  return static_cast<std::uint32_t>(most) + 1;
-}
-
-void deal_slices(KernelCall& call, LaunchPlan& plan) {
-  plan.num_blocks = blocks_for(call.num_slices, call.staging.layout);
-  plan.num_turns = turns_for(call.num_slices, plan.num_blocks);
-  call.slices_each = static_cast<std::uint32_t>(call.num_slices / plan.num_blocks);
-  call.num_longer = static_cast<std::uint32_t>(call.num_slices % plan.num_blocks);
-}
 
 template <ReduceShape kShape>
 void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -210,15 +213,10 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   const StagingLayout& layout = kernel_call.staging.layout;
   kernel_call.part_bytes = static_cast<std::uint32_t>(move_part_bytes(layout, kIsShared));
   kernel_call.staged_stride = CopyList::stride_of(kernel_call.part_bytes);
-  if (has_private_sizes(call.op)) {
-    kernel_call.longest_bytes = KernelCall::kUnknown;
+  if (has_private_sizes(call.op))
     plan.num_blocks = layout.num_blocks;
-    return;
-  }
-  kernel_call.longest_bytes = longest_share(kernel_call);
-  kernel_call.num_slices =
-      std::max<std::uint64_t>(num_slices(kernel_call.longest_bytes, kernel_call.part_bytes), 1);
-  deal_slices(kernel_call, plan);
+  else
+    set_longest_share(kernel_call, plan, longest_share(kernel_call));
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -348,11 +346,6 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   }
   kernel->plan(call, kernel_call, plan);
   return plan;
-}
-
-void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes) {
-  call.longest_bytes = longest_bytes;
-  plan.num_turns = turns_for(num_slices(longest_bytes, call.part_bytes), plan.num_blocks);
 }
 
 LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param,

@@ -37,9 +37,10 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
 /// Throws std::invalid_argument if the call is not possible.
 LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call);
 
-/// The longest share that this rank knows; for a call whose longest_bytes is unknown.
+/// The longest share of a move that this rank knows.
 std::uint64_t longest_share(const KernelCall& call);
-/// Where ranks take turns, so that their hosts have exchanged the longest share of all.
+/// Sets the number of slices of a move and their distribution. Where ranks take turns, the hosts
+/// have exchanged the longest share of all.
 void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes);
 
 /// The place at which peers have mapped a buffer of this rank (Lent::place); 0 if they have not.

@@ -69,8 +69,6 @@ class LentMemory {
 
   LentMemory(RecordExchange& exchange, DeviceGroup& group);
   ~LentMemory();
-  LentMemory(const LentMemory&) = delete;
-  LentMemory& operator=(const LentMemory&) = delete;
 
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);

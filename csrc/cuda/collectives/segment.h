@@ -71,8 +71,6 @@ class Segment {
   /// or mapped, or does not have its owner's signature.
   Segment(RecordExchange& exchange, DeviceOrdinal device, const std::vector<RankPlace>& places,
           HandleKind kind, std::size_t num_bytes, Exports& exports, MappedHostMemory& word);
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
 
   /// The local address of a rank's part; zeroed at first.
   std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }

@@ -24,8 +24,6 @@ class BlockReservation {
   BlockReservation(const DeviceUuid& device, int capacity);
   /// Releases all places.
   ~BlockReservation();
-  BlockReservation(const BlockReservation&) = delete;
-  BlockReservation& operator=(const BlockReservation&) = delete;
 
   int capacity() const { return static_cast<int>(is_reserved_.size()); }
   /// Places that are free at this moment.

@@ -34,8 +34,6 @@ enum class Lending : std::uint8_t {
 /// The local addresses of the buffers that each rank has lent to this one; see PhaseHeader.
 struct LentTables {
   Lending lending;
-  bool is_lent[kMaxRanks];
-  bool is_kept[kMaxRanks];
   const std::byte* inputs[kMaxRanks];
   std::byte* outputs[kMaxRanks];
 };

@@ -58,12 +58,9 @@ struct KernelCall : GroupFrame {
   Reduction reduction = Reduction::kSum;
   int divisor = 1;  ///< of an average
   std::uint64_t num_elems = 0;
-  /// Bytes of the longest share of any pair; kUnknown if ranks may know different sizes.
-  static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
-  std::uint64_t longest_bytes = 0;
   /// The chunks of a reduction; see Chunks. Computed by the host to save divisions in threads.
   std::uint64_t chunk_elems = 0;
-  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 if the host does not know all sizes
+  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 if ranks may know different sizes
   std::uint32_t slices_each = 0;  ///< of each block; the first `num_longer` have one more
   std::uint32_t num_longer = 0;
   std::uint32_t slice_elems = 0;

@@ -20,10 +20,10 @@
   X(ringcomm_ring_##suffix, KernelCall, (all_reduce_ring<Reducer>))
 
 /// float64, integers and booleans share one kernel of each: "any".
-#define RINGCOMM_REDUCTION_KERNELS(X)                                      \
-  RINGCOMM_REDUCING_KERNELS(X, float16, TypedReducer<Float16Element>)      \
-  RINGCOMM_REDUCING_KERNELS(X, bfloat16, TypedReducer<BFloat16Element>)    \
-  RINGCOMM_REDUCING_KERNELS(X, float32, TypedReducer<FloatElement<float>>) \
+#define RINGCOMM_REDUCTION_KERNELS(X)                                   \
+  RINGCOMM_REDUCING_KERNELS(X, float16, TypedReducer<Float16Element>)   \
+  RINGCOMM_REDUCING_KERNELS(X, bfloat16, TypedReducer<BFloat16Element>) \
+  RINGCOMM_REDUCING_KERNELS(X, float32, TypedReducer<Float32Element>)   \
   RINGCOMM_REDUCING_KERNELS(X, any, AnyReducer)
 
 /// For each optimizer's step: the gradients' type and the parameters' type.
@@ -33,11 +33,11 @@
 #define RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, grad, Grad)                    \
   RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, float16, Float16Element)   \
   RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, bfloat16, BFloat16Element) \
-  RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, float32, FloatElement<float>)
+  RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, float32, Float32Element)
 #define RINGCOMM_UPDATES(X, optimizer, Step)                              \
   RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, float16, Float16Element)   \
   RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, bfloat16, BFloat16Element) \
-  RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, float32, FloatElement<float>)
+  RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, float32, Float32Element)
 #define RINGCOMM_UPDATE_KERNELS(X)  \
   RINGCOMM_UPDATES(X, sgd, SgdStep) \
   RINGCOMM_UPDATES(X, adamw, AdamWStep) RINGCOMM_UPDATES(X, lomo, LomoStep)

@@ -26,18 +26,11 @@ template <bool kIsShared, Block B>
 class Move {
  public:
   RINGCOMM_HD Move(B& block, const KernelCall& call)
-      : block_(block),
-        call_(call),
-        phases_(block, call),
-        part_bytes_(call.part_bytes),
-        is_known_(call.longest_bytes != KernelCall::kUnknown) {}
+      : block_(block), call_(call), phases_(block, call), part_bytes_(call.part_bytes) {}
 
   RINGCOMM_HD Stop run() {
     // If sizes may differ between ranks, the first piece of every block contains them.
-    num_steps_ = 2;
-    if (is_known_)
-      num_steps_ =
-          call_.num_slices > 0 ? steps_of_block() : steps_of(pieces_of(call_.longest_bytes));
+    num_steps_ = call_.num_slices > 0 ? steps_of_block() : 2;
     std::uint32_t step = call_.first_step;
     phases_.begin_lending();
     prepare(step, phases_.phase());
@@ -83,27 +76,25 @@ class Move {
 
   RINGCOMM_HD Stop compare() {
     if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
-    if (is_known_) return Stop::kNone;
+    if (call_.num_slices > 0) return Stop::kNone;
     std::uint64_t longest_bytes = 0;
-    if (const Stop stop = compare_sizes(longest_bytes); stop != Stop::kNone) return stop;
-    is_known_ = true;
-    num_steps_ = steps_of(pieces_of(longest_bytes));
-    return Stop::kNone;
+    const Stop stop = compare_sizes(longest_bytes);
+    num_steps_ = steps_of(longest_bytes);
+    return stop;
   }
 
  private:
-  /// At least one, which has the headers. A division, for sizes that the host does not know.
-  RINGCOMM_HD std::uint64_t pieces_of(std::uint64_t num_bytes) const {
-    return num_bytes == 0 ? 1 : num_slices(num_bytes, part_bytes_);
-  }
   /// One more than the block's share of the pieces; 0 where it has none.
   RINGCOMM_HD std::uint32_t steps_of_block() const {
     const std::uint32_t pieces =
         call_.slices_each + (block_.block_idx() < call_.num_longer ? 1 : 0);
     return pieces > 0 ? pieces + 1 : 0;
   }
-  RINGCOMM_HD std::uint32_t steps_of(std::uint64_t num_pieces) const {
-    const auto pieces = static_cast<std::uint32_t>(num_pieces);
+  /// The same by a division, for sizes that the host does not know. There is at least one piece,
+  /// which has the headers.
+  RINGCOMM_HD std::uint32_t steps_of(std::uint64_t num_bytes) const {
+    const auto pieces =
+        static_cast<std::uint32_t>(num_bytes == 0 ? 1 : num_slices(num_bytes, part_bytes_));
     const std::uint32_t block_idx = block_.block_idx();
     if (block_idx >= pieces) return 0;
     return (pieces - block_idx + block_.num_blocks() - 1) / block_.num_blocks() + 1;
@@ -165,11 +156,8 @@ class Move {
         const std::uint64_t wanted_bytes = phases_.header(to).output_bytes[from];
         if (sent_bytes != wanted_bytes) {
           tell(block_, call_, kSizesDiffer, from == call_.rank ? to : from,
-               FewWords{static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to),
-                        static_cast<std::uint32_t>(sent_bytes),
-                        static_cast<std::uint32_t>(sent_bytes >> 32),
-                        static_cast<std::uint32_t>(wanted_bytes),
-                        static_cast<std::uint32_t>(wanted_bytes >> 32)});
+               FewWords{static_cast<std::uint64_t>(to) << 32 | static_cast<std::uint32_t>(from),
+                        sent_bytes, wanted_bytes});
           return Stop::kAborted;
         }
         longest_bytes = sent_bytes > longest_bytes ? sent_bytes : longest_bytes;
@@ -183,7 +171,6 @@ class Move {
   Phases<B> phases_;
   std::size_t part_bytes_;
   std::uint32_t num_steps_ = 0;
-  bool is_known_;
 };
 
 template <bool kIsShared, Block B>

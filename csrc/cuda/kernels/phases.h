@@ -44,21 +44,12 @@ RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int 
   if (block.thread_idx() == 0) tell_alone(block, call, stop, peer, word_of);
 }
 
-/// For a reason without further words.
-struct NoWords {
-  RINGCOMM_HD std::uint32_t operator()(int) const { return 0; }
-};
-/// Up to six words, then zeros.
+/// Up to six words, two in a number, then zeros.
 struct FewWords {
-  std::uint32_t first, second, third, fourth = 0, fifth = 0, sixth = 0;
+  std::uint64_t first = 0, second = 0, third = 0;
   RINGCOMM_HD std::uint32_t operator()(int i) const {
-    return i == 0   ? first
-           : i == 1 ? second
-           : i == 2 ? third
-           : i == 3 ? fourth
-           : i == 4 ? fifth
-           : i == 5 ? sixth
-                    : 0;
+    const std::uint64_t two = i < 2 ? first : i < 4 ? second : i < 6 ? third : 0;
+    return static_cast<std::uint32_t>(two >> (i % 2 * 32));
   }
 };
 
@@ -72,7 +63,7 @@ class Claim {
   RINGCOMM_HD Claim(B& block, std::uint32_t& busy)
       : was_free_(block.thread_idx() != 0 || block.claim(busy)) {}
   RINGCOMM_HD bool check(B& block, const GroupFrame& call) const {
-    if (!was_free_) tell_alone(block, call, kOverlap, call.rank, NoWords());
+    if (!was_free_) tell_alone(block, call, kOverlap, call.rank, FewWords());
     return was_free_;
   }
   RINGCOMM_HD static void end(B& block, std::uint32_t& busy) {
@@ -149,22 +140,21 @@ class Phases {
     LentTables& lent = block_.tables().lent;
     deal(block_, call_.world_size, [&](int rank) {
       const PhaseHeader& theirs = header(rank);
-      lent.is_lent[rank] = theirs.lends == Lends::kYes;
-      lent.is_kept[rank] = theirs.lends == Lends::kNo;
       lent.inputs[rank] = call_.lent.find(theirs.lent_inputs[call_.rank], rank, call_.world_size);
       lent.outputs[rank] = call_.lent.find(theirs.lent_output, rank, call_.world_size);
     });
     if (const Stop stop = compare_headers(); stop != Stop::kNone) return stop;
-    if (block_.thread_idx() == 0) {
-      bool any_lent = false;
-      bool any_kept = false;
-      RINGCOMM_ROLLED
-      for (int rank = 0; rank < call_.world_size; ++rank) {
-        any_lent |= lent.is_lent[rank];
-        any_kept |= lent.is_kept[rank];
-      }
-      lent.lending = !any_lent ? Lending::kNone : any_kept ? Lending::kSome : Lending::kAll;
-    }
+    const auto is_any = [&](Lends what) {
+      Stop found = Stop::kNone;
+      deal(block_, call_.world_size, [&](int rank) {
+        if (header(rank).lends == what) found = Stop::kAborted;
+      });
+      return block_.agree(found) != Stop::kNone;
+    };
+    const bool is_any_lent = is_any(Lends::kYes);
+    const bool is_any_kept = is_any(Lends::kNo);
+    if (block_.thread_idx() == 0)
+      lent.lending = !is_any_lent ? Lending::kNone : is_any_kept ? Lending::kSome : Lending::kAll;
     block_.sync();
     return Stop::kNone;
   }
@@ -246,7 +236,7 @@ RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop == Stop::kAborted && block.thread_idx() == 0)
     block.claim(call.staging.claim(call.rank));  // so that later kernels report no consequence
   if (stop != Stop::kNone && stop != Stop::kAborted)
-    tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), NoWords());
+    tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), FewWords());
 }
 
 /// A block's part of a collective, which `Run` is made for. After a failure, peers may arrive

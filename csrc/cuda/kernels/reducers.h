@@ -44,10 +44,13 @@ RINGCOMM_HD inline void store_word(std::byte* to, std::size_t idx, std::size_t n
 class AnyReducer {
  public:
   RINGCOMM_HD AnyReducer(DType dtype, Reduction reduction)
-      : reduction_(reduction),
+      : is_bool_(dtype == DType::kBool),
+        reduction_(!is_bool_                                                      ? reduction
+                   : reduction == Reduction::kProduct                             ? Reduction::kMin
+                   : reduction == Reduction::kSum || reduction == Reduction::kAvg ? Reduction::kMax
+                                                                                  : reduction),
         elem_bits_(static_cast<unsigned>(8 * element_bytes(dtype))),
-        kind_(dtype == DType::kBool      ? Kind::kBool
-              : dtype == DType::kFloat64 ? Kind::kFloat
+        kind_(dtype == DType::kFloat64 ? Kind::kFloat
               : dtype == DType::kInt8 || dtype == DType::kInt16 || dtype == DType::kInt32 ||
                       dtype == DType::kInt64
                   ? Kind::kSigned
@@ -59,7 +62,7 @@ class AnyReducer {
 
   using Word = std::uint64_t;
   RINGCOMM_HD Word first(std::uint64_t word) const {
-    if (kind_ != Kind::kBool) return word;
+    if (!is_bool_) return word;
     // 1 for each byte that has a bit: the carry of an addition that stays within its byte.
     const std::uint64_t low = 0x7f7f7f7f7f7f7f7fu;
     return (((word & low) + low) | word) >> 7 & 0x0101010101010101u;
@@ -69,28 +72,22 @@ class AnyReducer {
     if (kind_ == Kind::kFloat) {
       acc =
           bits_as<std::uint64_t>(combined(reduction_, bits_as<double>(acc), bits_as<double>(next)));
-    } else if (kind_ == Kind::kBool) {
-      // For booleans the sum is "any" and the product "all".
-      const bool is_all = reduction_ == Reduction::kProduct || reduction_ == Reduction::kMin ||
-                          reduction_ == Reduction::kBitAnd;
-      acc = is_all ? acc & next : reduction_ == Reduction::kBitXor ? acc ^ next : acc | next;
     } else {
       acc = by_element(acc, [&](std::uint64_t mine, unsigned shift) {
         const std::uint64_t theirs = element(next, shift);
-        return kind_ == Kind::kSigned
-                   ? static_cast<std::uint64_t>(combine_ints(static_cast<std::int64_t>(mine),
-                                                             static_cast<std::int64_t>(theirs)))
-                   : combine_ints(mine, theirs);
+        return kind_ == Kind::kSigned ? static_cast<std::uint64_t>(
+                                            combined(reduction_, static_cast<std::int64_t>(mine),
+                                                     static_cast<std::int64_t>(theirs)))
+                                      : combined(reduction_, mine, theirs);
       });
     }
   }
   RINGCOMM_HD std::uint64_t result(Word acc, int divisor) const {
     if (kind_ == Kind::kFloat) {
       const auto value = bits_as<double>(acc);
-      return bits_as<std::uint64_t>(FloatElement<double>::store(
-          divisor > 1 ? FloatElement<double>::divide(value, divisor) : value));
+      return bits_as<std::uint64_t>(quiet(divisor > 1 ? value / divisor : value));
     }
-    if (divisor <= 1 || kind_ == Kind::kBool) return acc;
+    if (divisor <= 1 || is_bool_) return acc;
     return by_element(acc, [&](std::uint64_t mine, unsigned) {
       return kind_ == Kind::kSigned
                  ? static_cast<std::uint64_t>(static_cast<std::int64_t>(mine) / divisor)
@@ -117,7 +114,7 @@ class AnyReducer {
   }
 
  private:
-  enum class Kind : std::uint8_t { kBool, kSigned, kUnsigned, kFloat };
+  enum class Kind : std::uint8_t { kSigned, kUnsigned, kFloat };
 
   /// An element in the low bits of 64 bits.
   RINGCOMM_HD std::uint64_t element(std::uint64_t word, unsigned shift) const {
@@ -136,21 +133,8 @@ class AnyReducer {
       result |= function(element(word, shift), shift) << above >> above << shift;
     return result;
   }
-  template <class T>
-  RINGCOMM_HD T combine_ints(T a, T b) const {
-    switch (reduction_) {
-      case Reduction::kBitAnd:
-        return BitAnd::apply(a, b);
-      case Reduction::kBitOr:
-        return BitOr::apply(a, b);
-      case Reduction::kBitXor:
-        return BitXor::apply(a, b);
-      default:
-        return combined(reduction_, a, b);
-    }
-  }
-
-  Reduction reduction_;
+  bool is_bool_;
+  Reduction reduction_;  ///< of booleans the sum is "any", the maximum, and the product "all"
   unsigned elem_bits_;
   Kind kind_;
 };
@@ -296,7 +280,7 @@ RINGCOMM_HD void sum_any(const B& block, const To& outputs, const Sources& sourc
     }
     RINGCOMM_UNROLL
     for (int e = 0; e < kElems; ++e)
-      if (divisor > 1) acc[e] = Element::divide(acc[e], divisor);
+      if (divisor > 1) acc[e] /= static_cast<float>(divisor);
     store_sums<Element>(outputs, i, acc, true);
   }
 }
@@ -306,7 +290,6 @@ template <class Element>
 class TypedReducer {
  public:
   using Stored = typename Element::Stored;
-  using Acc = float;
 
   RINGCOMM_HD TypedReducer(DType, Reduction reduction) : reduction_(reduction) {}
 
@@ -316,7 +299,7 @@ class TypedReducer {
 
   static constexpr int kWordElems = static_cast<int>(kWordBytes / sizeof(Stored));
   struct Word {
-    Acc of[kWordElems];
+    float of[kWordElems];
   };
   RINGCOMM_HD Word first(std::uint64_t word) const {
     const auto pack = bits_as<Pack<Element, kWordElems>>(word);
@@ -358,7 +341,7 @@ class TypedReducer {
       const auto element = [&](int s) {
         return Element::load(load_pack<Cached::kYes, Stored>(sources.at(s) + i * sizeof(Stored)));
       };
-      Acc acc = element(0);
+      float acc = element(0);
       RINGCOMM_ROLLED
       for (int s = 1; s < sources.num(); ++s) acc = combined(reduction_, acc, element(s));
       const Stored stored = finished(acc, divisor);
@@ -388,8 +371,8 @@ class TypedReducer {
       sum_any<Element>(block, outputs, sources, num_vectors, divisor);
   }
 
-  RINGCOMM_HD static Stored finished(const Acc& acc, int divisor) {
-    return Element::store(divisor > 1 ? Element::divide(acc, divisor) : acc);
+  RINGCOMM_HD static Stored finished(float acc, int divisor) {
+    return Element::store(divisor > 1 ? acc / static_cast<float>(divisor) : acc);
   }
 
   Reduction reduction_;

@@ -60,9 +60,7 @@ RINGCOMM_HD Stop recv_channel(B& block, const P2pCall& call, const P2pMessage& m
     const P2pHeader theirs = *reinterpret_cast<const P2pHeader*>(slot);
     if (theirs.num_bytes != message.num_bytes || theirs.tag != message.tag) {
       tell(block, call, kP2pDiffers, message.peer,
-           FewWords{static_cast<std::uint32_t>(theirs.num_bytes),
-                    static_cast<std::uint32_t>(theirs.num_bytes >> 32),
-                    static_cast<std::uint32_t>(theirs.tag)});
+           FewWords{theirs.num_bytes, static_cast<std::uint32_t>(theirs.tag)});
       return Stop::kAborted;
     }
     const ElemRange bytes = slice_of({0, message.num_bytes}, i, slices.slice_bytes);

@@ -89,7 +89,7 @@ struct UpdatingOwner {
     float* second;
   };
   template <int kNum>
-  using Floats = Pack<FloatElement<float>, kNum>;
+  using Floats = Pack<Float32Element, kNum>;
 
   template <int kNum>
   RINGCOMM_HD static Floats<kNum> load_floats(const float* from, std::size_t idx, bool is_there) {
@@ -106,7 +106,7 @@ struct UpdatingOwner {
   template <int kNum, class Sources>
   RINGCOMM_HD static Pack<Grad, kNum> reduced(const Sources& sources, std::size_t idx, int divisor,
                                               bool is_there, Pack<Grad, kNum>* loaded) {
-    typename Grad::Acc acc[kNum] = {};
+    float acc[kNum] = {};
     const int num_sources = sources.num();
     RINGCOMM_ROLLED
     for (int first = 0; first < num_sources; first += kAtOnce) {
@@ -114,13 +114,13 @@ struct UpdatingOwner {
       RINGCOMM_UNROLL
       for (int s = 0; s < kAtOnce; ++s)
         for (int e = 0; e < kNum; ++e) {
-          const typename Grad::Acc next = Grad::load(loaded[s].of[e]);
-          if (first + s < num_sources) acc[e] = first + s == 0 ? next : Sum::apply(acc[e], next);
+          const float next = Grad::load(loaded[s].of[e]);
+          if (first + s < num_sources) acc[e] = first + s == 0 ? next : acc[e] + next;
         }
     }
     Pack<Grad, kNum> result;
     for (int e = 0; e < kNum; ++e)
-      result.of[e] = Grad::store(divisor > 1 ? Grad::divide(acc[e], divisor) : acc[e]);
+      result.of[e] = Grad::store(divisor > 1 ? acc[e] / static_cast<float>(divisor) : acc[e]);
     return result;
   }
   template <int kNum, class Sources>
