@@ -33,7 +33,7 @@ train: check-python  ## train on text, check against Gloo, race (ARGS="--steps 1
 build: check-python  ## set up .venv and build the extension in place
 	@$(PREPARE) --extension
 
-test: build test-cpp  ## C++ tests, and Python tests but for the slow ones
+test: check-python test-cpp  ## C++ tests, and Python tests but for the slow ones
 	@$(MAKE) --no-print-directory -C "$(ROOT)" test-python ARGS="-m 'not slow'"
 
 test-all:  ## everything, as nightly, and the record of it in tests/verified.txt
@@ -123,7 +123,7 @@ bench: check-python  ## all records, tables and plots (ARGS="--only floor --seco
 	@$(PREPARE) --need train --extension -- benchmarks/run_all.py $(ARGS)
 
 clean:  ## remove what was built; .venv and .cache stay
-	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_C*.so .pytest_cache .mypy_cache \
+	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_*.so .pytest_cache .mypy_cache \
 	    .ruff_cache && find ringcomm kernels examples benchmarks tools tests -name __pycache__ \
 	    -type d -prune -exec rm -rf {} +
 

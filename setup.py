@@ -1,6 +1,6 @@
-"""Builds ringcomm: the engine and the bindings become one extension, ringcomm._C.
+"""Builds ringcomm: the folders of csrc become ringcomm._C, ringcomm._kernels and ringcomm._cuda.
 
-Metadata is in pyproject.toml. This file has what depends on the machine: the extension, and the
+Metadata is in pyproject.toml. This file has what depends on the machine: the extensions, and the
 version and the requirement on torch, which both name the torch of the build.
 """
 
@@ -47,41 +47,57 @@ def torch_minor() -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def make_extension() -> setuptools.Extension:
-    """Returns the extension, with GPU kernels if nvcc and a CUDA torch are installed."""
+def make_extensions() -> "list[setuptools.Extension]":
+    """Returns the extensions; that of GPUs where it is wanted, with kernels if nvcc is here."""
+    wanted = [one for one in buildconfig.EXTENSIONS if one.name != "_cuda" or wants_cuda()]
+    return [make_extension(one) for one in wanted]
+
+
+def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
+    """Returns one of the extensions."""
     from torch.utils import cpp_extension
 
-    bindings = buildconfig.sources(*buildconfig.TORCH_FOLDERS)
-    if not bindings:
-        raise buildconfig.BuildProblem("csrc/bindings has no source: is the checkout complete?")
-    found = buildconfig.sources(*buildconfig.ENGINE_FOLDERS)
-    found += buildconfig.joined(bindings, ROOT / "build" / "bindings")
-    flags = {"cxx": buildconfig.cxx_flags()}
-    libraries = []
-    if buildconfig.has_uring():
-        flags["cxx"].append("-DRINGCOMM_WITH_URING")
+    with_torch = buildconfig.sources(*parts.with_torch)
+    if not with_torch:
+        raise buildconfig.BuildProblem(f"csrc has no source of {parts.name}: is it complete?")
+    found = buildconfig.sources(*parts.plain)
+    found += buildconfig.joined(with_torch, ROOT / "build" / f"joined{parts.name}")
+    flags, libraries = buildconfig.cxx_flags(), []
+    if parts.name == "_C" and buildconfig.has_uring():
+        flags.append("-DRINGCOMM_WITH_URING")
         libraries.append("uring")
     nvcc = buildconfig.find_nvcc()
-    if nvcc is not None and wants_kernels():
+    if parts.name == "_cuda" and nvcc is not None and wants_kernels():
         images = cuda_kernels.compile_all(nvcc, ROOT / "build" / "cuda")
-        flags["cxx"].append(f'-DRINGCOMM_CUDA_IMAGES="{images}"')
+        flags.append(f'-DRINGCOMM_CUDA_IMAGES="{images}"')
     return cpp_extension.CppExtension(
-        "ringcomm._C",
+        f"ringcomm.{parts.name}",
         [str(path.relative_to(ROOT)) for path in found],
         include_dirs=[str(buildconfig.CSRC)],
-        depends=[str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *bindings)],
-        extra_compile_args=flags,
+        depends=[str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *with_torch)],
+        extra_compile_args={"cxx": flags},
         libraries=libraries,
-        extra_link_args=["-pthread"],
+        extra_link_args=[*buildconfig.LINK_FLAGS],
     )
 
 
-def wants_kernels() -> bool:
-    """Returns whether to compile kernels: for a CUDA torch, or as RINGCOMM_CUDA says."""
+def wants_cuda() -> bool:
+    """Returns whether to build what GPUs need: for a CUDA torch, or as RINGCOMM_CUDA says.
+
+    What lies in the checkout already is built again: it would not fit the others.
+    """
     import torch
 
-    asked = os.environ.get("RINGCOMM_CUDA", "")
-    return torch.version.cuda is not None if asked == "" else buildconfig.is_set("RINGCOMM_CUDA")
+    if os.environ.get("RINGCOMM_CUDA"):
+        return buildconfig.is_set("RINGCOMM_CUDA")
+    return torch.version.cuda is not None or any(ROOT.glob("ringcomm/_cuda.*.so"))
+
+
+def wants_kernels() -> bool:
+    """Returns whether its kernels are compiled: for a CUDA torch, or if RINGCOMM_CUDA=1."""
+    import torch
+
+    return torch.version.cuda is not None or os.environ.get("RINGCOMM_CUDA") == "1"
 
 
 def make_build_ext() -> type:
@@ -97,6 +113,13 @@ def make_build_ext() -> type:
         def finalize_options(self) -> None:
             super().finalize_options()
             self.build_temp = os.path.join("build", f"ext-{tag}")
+
+        def build_extension(self, ext: setuptools.Extension) -> None:
+            # The others find the first beside them, under its file's name.
+            first = self.get_ext_fullpath("ringcomm._C")
+            is_first = ext.name == "ringcomm._C"
+            ext.extra_link_args += [f"-Wl,-soname,{os.path.basename(first)}" if is_first else first]
+            super().build_extension(ext)
 
     return BuildExt
 
@@ -130,7 +153,7 @@ def dynamic_metadata() -> "dict[str, object]":
         "version": version + suffix,
         # c10d's classes change from minor to minor: a binary serves exactly one.
         "install_requires": [f"torch=={minor}.*", NUMPY],
-        "ext_modules": [make_extension()],
+        "ext_modules": make_extensions(),
         "cmdclass": {"build_ext": make_build_ext()},
     }
 

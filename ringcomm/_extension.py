@@ -1,4 +1,8 @@
-"""Loads the compiled extension ringcomm._C when imported; its error says what to do."""
+"""Loads the compiled extensions when imported; an error says what to do.
+
+ringcomm._C is communication on CPUs, ringcomm._kernels has the other operators. ringcomm._cuda is
+only in builds for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,30 @@ import re
 import sys
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 FOLDER = Path(__file__).resolve().parent
 BUILD = "pip install --no-build-isolation"
+# Whether this build has what GPUs need.
+HAS_CUDA = find_spec("ringcomm._cuda") is not None
 # A sentence in the extension (csrc/bindings/module.cc), found even if it cannot be loaded.
 BUILT_FOR = re.compile(rb"ringcomm is built for torch (\d+\.\d+)")
 
 
 def _load() -> None:
-    """Imports ringcomm._C.
+    """Imports the extensions.
 
     Raises:
-        ImportError: it is missing, built for another Python, or built for another torch.
+        ImportError: one is missing, built for another Python, or built for another torch.
     """
     try:
-        from ringcomm import _C
+        from ringcomm import _C, _kernels  # noqa: F401
+
+        if HAS_CUDA:
+            from ringcomm import _cuda  # noqa: F401
     except ImportError as error:
         raise ImportError(_reason(str(error))) from None
     if why := _other_torch(_C.BUILT_FOR.encode()):

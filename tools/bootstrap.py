@@ -181,16 +181,21 @@ def choose_python(groups: list[str], needs_torch: bool) -> str:
     return python
 
 
-def build_extension(python: str) -> None:
-    """Builds ringcomm._C in place and links the package into the environment, where needed."""
+def build_extension(python: str, for_tests: bool) -> None:
+    """Builds the extensions in place and links the package into the environment, where needed.
+
+    Tests need ringcomm._cuda on every machine, for the emulator of GPUs.
+    """
     found, suffix, url = probe(python)
+    if for_tests or (ROOT / "ringcomm" / f"_cuda{suffix}").exists():
+        os.environ.setdefault("RINGCOMM_CUDA", "test")
     state = read_json(EXTENSION_STATE)
-    folders = (*buildconfig.ENGINE_FOLDERS, *buildconfig.TORCH_FOLDERS)
+    folders = [name for one in buildconfig.EXTENSIONS for name in (*one.plain, *one.with_torch)]
     inputs = [*buildconfig.sources(*folders), *buildconfig.headers()]
     inputs += buildconfig.sources("cuda/kernels", suffix=".cu")
     inputs.append(ROOT / "tools" / "cuda_kernels.py")
     install = digest([ROOT / name for name in INSTALL_INPUTS], python, found.get("torch", ""))
-    # Which kernels for GPUs a build has, and what compiles them.
+    # What a build has for GPUs, and what compiles it.
     kernels = [os.environ.get(name, "") for name in ("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS")]
     build = digest(inputs, install, str(buildconfig.find_nvcc()), *kernels)
     extension = ROOT / "ringcomm" / f"_C{suffix}"
@@ -209,7 +214,7 @@ def build_extension(python: str) -> None:
     else:
         options = ("-v", "--no-build-isolation", "--no-deps", "--editable", ".")
         run_step("extension", python, "-m", "pip", "install", *options)
-    run_step("import", python, "-c", "import torch, ringcomm._C")
+    run_step("import", python, "-c", "import torch, ringcomm")
     EXTENSION_STATE.write_text(json.dumps({"install": install, "build": build}), encoding="utf-8")
 
 
@@ -218,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--need", action="append", default=[], choices=GROUPS, metavar="GROUP")
     depth = parser.add_mutually_exclusive_group()
-    depth.add_argument("--extension", action="store_true", help="build and link ringcomm._C")
+    depth.add_argument("--extension", action="store_true", help="build and link the extensions")
     depth.add_argument(
         "--no-torch", action="store_true", help="install only the requirement groups"
     )
@@ -235,7 +240,7 @@ def main() -> None:
             groups = options.need if options.no_torch else ["build", *options.need]
             python = choose_python(groups, not options.no_torch)
             if options.extension:
-                build_extension(python)
+                build_extension(python, "test" in options.need)
     except BuildProblem as problem:
         sys.exit(f"\nringcomm: {problem}")
     except OSError as error:

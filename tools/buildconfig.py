@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,20 +23,39 @@ MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 11)
 MACHINES = ("x86_64", "aarch64")
 
-# What knows torch, and what does not: the C++ tests link the second alone.
-TORCH_FOLDERS = ("bindings", "ops", "cuda/bindings", "cuda/messages")
-ENGINE_FOLDERS = ("core", "reduce", "kernels", "transport", "storage", "collectives")
-ENGINE_FOLDERS += ("cuda/kernels", "cuda/driver", "cuda/collectives")
+
+@dataclass(frozen=True)
+class Extension:
+    """A module of ringcomm: folders of csrc without torch's headers, and folders with them."""
+
+    name: str
+    plain: tuple[str, ...]
+    with_torch: tuple[str, ...]
+
+
+# The first is communication on CPUs; the others link it.
+EXTENSIONS = (
+    Extension("_C", ("core", "reduce", "transport", "storage", "collectives"), ("bindings",)),
+    Extension("_kernels", ("kernels",), ("ops",)),
+    Extension(
+        "_cuda",
+        ("cuda/kernels", "cuda/driver", "cuda/collectives"),
+        ("cuda/bindings", "cuda/messages"),
+    ),
+)
 
 CXX_STANDARD = "-std=c++20"
 # Contraction is off so that a sum rounds the same way on every machine and SIMD level.
-CXX_FLAGS = (CXX_STANDARD, "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall")
+CXX_FLAGS = (CXX_STANDARD, "-O3", "-g0", "-ffp-contract=off", "-Wall")
+# Extensions use each other's functions, so these are visible, which pybind11's templates are not.
+CXX_FLAGS += ("-fno-semantic-interposition", "-fvisibility-inlines-hidden", "-Wno-attributes")
+LINK_FLAGS = ("-pthread", "-Wl,-Bsymbolic-functions", "-Wl,-rpath,$ORIGIN")
 
 # A translation unit with torch headers takes about this much memory to compile.
 BYTES_PER_JOB = 2 << 30
 
-# Into how many files the bindings are joined: enough for the cores of a small machine.
-NUM_JOINED = 4
+# Into how many files those with torch's headers are joined: the cores of a small machine.
+NUM_JOINED = 2
 
 _CXX20_PROBE = """
 #include <atomic>

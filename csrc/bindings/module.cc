@@ -14,8 +14,6 @@
 #include "collectives/collective.h"
 #include "collectives/stats.h"
 #include "collectives/trace.h"
-#include "cuda/bindings/loss_kernels.h"
-#include "ops/softmax_stats.h"
 #include "reduce/reduce_op.h"
 #include "transport/cgroup_limits.h"
 #include "transport/shm/bootstrap.h"
@@ -107,28 +105,6 @@ py::dict counts_of(const Stats& stats) {
   return result;
 }
 
-// The last entry of a rank's stats, for kernels that write it elsewhere.
-py::tuple softmax_shard_entry(int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
-                              double logit_scale, double softcap, int64_t num_classes,
-                              bool wants_weighted, bool wants_more) {
-  const SoftmaxStats entry =
-      shard_entry({vocab_start, vocab_size, ignore_index, logit_scale, softcap}, num_classes,
-                  wants_weighted, wants_more);
-  return py::make_tuple(entry.max, entry.sum, entry.target, entry.weighted, entry.entropy,
-                        entry.argmax);
-}
-
-// As ringcomm/ops/losses/cross_entropy_cuda.py calls it.
-std::optional<LossResults> cross_entropy_by_clusters_of(
-    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& num_items, int64_t num_classes, int64_t ignore_index,
-    double logit_scale, double softcap, double label_smoothing, double z_loss,
-    const std::string& reduction, bool wants_more) {
-  return cross_entropy_by_clusters(logits, target, weight, num_items,
-                                   {num_classes, ignore_index, logit_scale, softcap,
-                                    label_smoothing, z_loss, reduction, wants_more});
-}
-
 // The types of c10d must be known: ours are their children.
 void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
@@ -211,9 +187,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("cgroup_limits", &cgroup_limits_of, py::arg("proc"), py::arg("cgroups"));
-  m.def("softmax_shard_entry", &softmax_shard_entry);
-  m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters_of,
-        py::call_guard<py::gil_scoped_release>());
   m.def("say_last_words", &shm::Bootstrap::say_last_words, py::arg("text"));
   m.def("say_exit", &shm::Bootstrap::say_exit);
   m.def("simd_level", [] { return std::string(host::simd_level()); });

@@ -33,6 +33,9 @@ namespace {
 constexpr const char* kDestroyed =
     "ringcomm: this process group has been destroyed; make a new one with init_process_group or "
     "new_group";
+constexpr const char* kNoDevices =
+    "ringcomm: this build knows no tensors but those of the CPU; build it with the GPUs' part: "
+    "RINGCOMM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .";
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
 // How long calls of other threads have to leave a group that is destroyed.
 constexpr std::chrono::seconds kLeavePatience{10};
@@ -86,6 +89,8 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
 
 }  // namespace
 
+constinit MakeDevices make_devices = nullptr;
+
 ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                            int size, c10::intrusive_ptr<GroupOptions> options)
     : Backend(rank, size),
@@ -107,7 +112,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   if (trace::is_on())
     communicator_->trace_as(options_->group_name, options_->global_ranks_in_group);
   enter_world(store, options_->global_ranks_in_group, communicator_);
-  devices_ = std::make_shared<DeviceGroup>(store, options_, communicator_, rank, size);
+  if (make_devices != nullptr) devices_ = make_devices(store, options_, communicator_, rank, size);
 }
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() {
@@ -130,14 +135,16 @@ std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
   return communicator;
 }
 
-std::shared_ptr<DeviceGroup> ProcessGroupRingcomm::devices() const {
-  std::shared_ptr<DeviceGroup> devices;
-  {
-    const std::lock_guard lock(mutex_);
-    devices = devices_;
-  }
-  TORCH_CHECK_VALUE(devices != nullptr, kDestroyed);
-  return devices;
+std::shared_ptr<Devices> ProcessGroupRingcomm::devices() const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(communicator_ != nullptr, kDestroyed);
+  TORCH_CHECK_VALUE(devices_ != nullptr, kNoDevices);
+  return devices_;
+}
+
+std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
+  if (make_devices == nullptr) return {};
+  return devices()->transports();
 }
 
 void ProcessGroupRingcomm::abort() {
@@ -148,7 +155,7 @@ void ProcessGroupRingcomm::abort() {
 
 void ProcessGroupRingcomm::shutdown() {
   std::shared_ptr<Communicator> communicator;
-  std::shared_ptr<DeviceGroup> devices;
+  std::shared_ptr<Devices> devices;
   {
     const std::lock_guard lock(mutex_);
     communicator.swap(communicator_);
@@ -178,7 +185,7 @@ void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
   if (device.is_cpu()) return;
   const c10::DeviceGuard guard(device);
   try {
-    with_python_errors([&] { devices()->carrier(device); });
+    with_python_errors([&] { devices()->connect(device); });
   } catch (const c10::ValueError&) {
     // No carrier supports such tensors; a call with one raises.
   }
@@ -299,9 +306,7 @@ trace::Event ProcessGroupRingcomm::trace_event_of(const char* title,
 
 Algorithm ProcessGroupRingcomm::algorithm_of(const Collective& call, c10::Device device) const {
   if (device.is_cpu()) return communicator()->algorithm_of(call);
-  CallHeader header;
-  devices()->carrier(device).plan(call, header);
-  return header.algorithm;
+  return devices()->algorithm_of(call, device);
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::start(c10d::OpType op_type, const char* title,

@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "bindings/comms_event.h"
+#include "bindings/devices.h"
 #include "bindings/group_options.h"
 #include "bindings/work.h"
 #include "collectives/communicator.h"
 #include "collectives/trace.h"
-#include "cuda/bindings/device_group.h"
 
 namespace ringcomm {
 
@@ -131,10 +131,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// of a group that is bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
   /// A device tensor in memory that the other ranks map. Collective; throws like
-  /// DeviceCarrier::lend().
+  /// Devices::lend().
   at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
   /// A readable description of the transport of each device.
-  std::map<std::string, std::string> device_transports() { return devices()->transports(); }
+  std::map<std::string, std::string> device_transports();
 
   /// all_reduce whose input stays as it is; blocks.
   void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
@@ -168,7 +168,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                      int tag);
   Work start_device_message(P2pOp::Kind kind, const char* title, const at::Tensor& tensor, int peer,
                             int tag);
-  std::shared_ptr<DeviceGroup> devices() const;
+  std::shared_ptr<Devices> devices() const;
   CommsEvent event_of(const char* title) const;
   /// A call, under the name that profilers show.
   trace::Event trace_event_of(const char* title, const std::vector<TensorCall>& calls) const;
@@ -181,7 +181,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   mutable std::mutex mutex_;  // guards all below, which several threads may use
   std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<DeviceGroup> devices_;
+  std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda
   bool is_coalescing_ = false;
   std::vector<Work> coalesced_works_;
   std::vector<DeviceMessageCall> coalesced_messages_;  // all on one device

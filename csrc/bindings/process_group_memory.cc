@@ -19,8 +19,8 @@ namespace {
 
 // Its memory belongs to the current stream, like that of torch's allocators, and to the stream that
 // is current when the last tensor on it is destroyed.
-at::Tensor tensor_in(const DeviceCarrier::LentMemory& memory, c10::Device device,
-                     at::IntArrayRef sizes, at::ScalarType dtype) {
+at::Tensor tensor_in(const SharedDeviceMemory& memory, c10::Device device, at::IntArrayRef sizes,
+                     at::ScalarType dtype) {
   const c10::impl::VirtualGuardImpl impl(device.type());
   const auto release = [impl, device, made_on = impl.getStream(device),
                         give_back = memory.give_back](void*) {
@@ -38,7 +38,7 @@ at::Tensor tensor_in(const DeviceCarrier::LentMemory& memory, c10::Device device
 // c10d passes only the device's index: -1 is torch.device("cpu"), which has none. A device has no
 // carrier before the group's first call on it.
 bool ProcessGroupRingcomm::supportsTensorAlloc(c10::DeviceIndex deviceIdx) {
-  return deviceIdx < 0 || devices()->can_lend(deviceIdx);
+  return deviceIdx < 0 || (make_devices != nullptr && devices()->can_lend(deviceIdx));
 }
 
 at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions options) {
@@ -59,7 +59,7 @@ at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions opt
   const c10::DeviceGuard guard(device);
   const std::size_t num_bytes = static_cast<std::size_t>(size) * c10::elementSize(dtype);
   const c10::impl::VirtualGuardImpl impl(device.type());
-  DeviceCarrier::LentMemory memory;
+  SharedDeviceMemory memory;
   with_python_errors([&] { memory = devices()->borrow(impl.getStream(device), num_bytes); });
   // If the group has no more memory, calls on the tensor are staged.
   if (memory.data == nullptr) return at::empty({size}, options);
@@ -71,7 +71,7 @@ at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArra
   const c10::DeviceGuard guard(device);
   const std::size_t num_bytes =
       static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  DeviceCarrier::LentMemory memory;
+  SharedDeviceMemory memory;
   with_python_errors([&] { memory = devices()->lend(device, num_bytes); });
   return tensor_in(memory, device, sizes, dtype);
 }

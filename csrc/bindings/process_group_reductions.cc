@@ -9,7 +9,7 @@
 #include "bindings/process_group.h"
 #include "bindings/sparse_all_reduce.h"
 #include "bindings/tensors.h"
-#include "kernels/softmax.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
 namespace {

@@ -10,7 +10,6 @@
 #include "bindings/process_group.h"
 #include "bindings/tensors.h"
 #include "core/chunk_layout.h"
-#include "ops/weight_update.h"
 
 namespace ringcomm {
 namespace {

@@ -96,6 +96,13 @@ void check_tensor(const at::Tensor& tensor, const char* op) {
               " got a tensor whose memory was freed, such as a sharded weight between its uses");
 }
 
+void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op) {
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                   "ringcomm: ", op, " needs ", name, " in float32, float16 or bfloat16, got ",
+                   dtype);
+}
+
 const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "ringcomm: ", op, " takes one tensor per rank, got ",
                     tensors.size());

@@ -25,6 +25,8 @@ Reduction reduction_of(const c10d::ReduceOp& op, const char* name);
 
 /// Dense, defined, and on a CPU or an accelerator.
 void check_tensor(const at::Tensor& tensor, const char* op);
+/// float32, float16 or bfloat16; `name` is the argument's.
+void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
 /// The one tensor of a list; c10d's signatures carry lists from the time of several GPUs per
 /// process.
 const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op);

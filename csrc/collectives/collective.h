@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/types.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 #include "transport/shm/rank_record.h"
 
 namespace ringcomm {

@@ -169,7 +169,7 @@ void Communicator::validate(const Collective& call) const {
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather) {
     if (call.update == nullptr) throw std::invalid_argument("an update needs an optimizer");
-    host::make_update_op(call.update->spec, call.dtype);
+    make_update_op(call.update->spec, call.dtype);
   }
   options_.check_ring(call);
 }

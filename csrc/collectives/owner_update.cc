@@ -17,7 +17,7 @@ constexpr std::size_t kBlockElems = 1024;
 OwnerUpdate::OwnerUpdate(const Collective& call, int rank, int world_size)
     : call_(call),
       reduce_op_(reduce_op_of(call)),
-      update_op_(host::make_update_op(call.update->spec, call.dtype)),
+      update_op_(make_update_op(call.update->spec, call.dtype)),
       divisor_(divisor_of(call, world_size)),
       own_(ChunkLayout(call.num_elems, world_size).chunk(rank)),
       grad_bytes_(element_bytes(call.dtype)),

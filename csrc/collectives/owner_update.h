@@ -5,7 +5,7 @@
 
 #include "collectives/collective.h"
 #include "core/chunk_layout.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 #include "reduce/reduce_op.h"
 
 namespace ringcomm {

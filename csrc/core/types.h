@@ -21,7 +21,7 @@ enum class DType : std::uint8_t {
   kBFloat16,
   kFloat32,
   kFloat64,
-  kSoftmaxStats,  ///< kernels/softmax.h; only Reduction::kMerge
+  kSoftmaxStats,  ///< reduce/softmax_merge.h; only Reduction::kMerge
 };
 inline constexpr int kNumDTypes = 15;
 

@@ -4,7 +4,6 @@
 
 #include "kernels/softmax_tables.h"
 #include "reduce/simd_tables.h"
-#include "reduce/softmax_merge.h"
 
 namespace ringcomm::host {
 
@@ -27,7 +26,5 @@ const SoftmaxOps* find_softmax_ops(DType dtype) {
   static const SoftmaxKernels& kernels = *find_softmax_kernels(simd_kernels().level);
   return find_softmax_ops(kernels, dtype);
 }
-
-SoftmaxStats merge(const SoftmaxStats& a, const SoftmaxStats& b) { return merged(a, b); }
 
 }  // namespace ringcomm::host

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 namespace ringcomm::host {
 
@@ -35,6 +35,8 @@ const UpdateKernels* find_update_kernels(const char* level);
 UpdateFn find_update(const UpdateKernels& kernels, Optimizer optimizer, DType param_dtype,
                      DType grad_dtype);
 
+/// As MakeUpdateOp has it.
+UpdateOp make_update_op(const UpdateSpec& spec, DType grad_dtype);
 /// Checks and rounds; throws like make_update_op().
 UpdateScalars scalars_of(const UpdateSpec& spec);
 

@@ -9,7 +9,7 @@
 
 #include "bindings/op_support.h"
 #include "bindings/process_group.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 // torch.ops.ringcomm.reduce_scatter_update_all_gather_, an overload for each optimizer. Fakes and
 // the wrapper are in ringcomm/ops/updates/fused_update.py.

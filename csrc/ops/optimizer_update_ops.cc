@@ -13,8 +13,8 @@
 
 #include "bindings/op_support.h"
 #include "bindings/tensors.h"
-#include "kernels/update_op.h"
 #include "ops/weight_update.h"
+#include "reduce/update_op.h"
 
 // torch.ops.ringcomm.optimizer_update_: an optimizer step on one rank's weights, with an overload
 // for each optimizer. The fused update's arithmetic, without its collectives. Fakes and the wrapper
@@ -75,7 +75,7 @@ void update(const at::Tensor& param, const at::Tensor& grad,
 
   UpdateOp op;
   try {
-    op = host::make_update_op(spec, reduced_dtype(grad, kUpdateName));
+    op = make_update_op(spec, reduced_dtype(grad, kUpdateName));
   } catch (const std::invalid_argument& error) {  // which torch 2.15 makes a RuntimeError
     TORCH_CHECK_VALUE(false, error.what());
   }

@@ -84,13 +84,6 @@ void check_float(const at::Tensor& tensor, const char* name, const char* op) {
   check_float_dtype(tensor, name, op);
 }
 
-void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op) {
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                   "ringcomm: ", op, " needs ", name, " in float32, float16 or bfloat16, got ",
-                   dtype);
-}
-
 void check_fp32(const at::Tensor& tensor, const char* name, const char* op) {
   check_dense(tensor, name, op);
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", op, " needs ", name,

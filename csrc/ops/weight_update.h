@@ -51,8 +51,6 @@ class WeightArray {
 
 /// float32, float16 or bfloat16. `name` is the argument's.
 void check_float(const at::Tensor& tensor, const char* name, const char* op);
-/// The same, wherever the tensor is.
-void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
 /// The DType of such a tensor.
 DType float_dtype_of(const at::Tensor& tensor);
 void check_fp32(const at::Tensor& tensor, const char* name, const char* op);

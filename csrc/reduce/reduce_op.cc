@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "core/types.h"
-#include "kernels/softmax.h"
 #include "reduce/simd_tables.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm::host {
 namespace {

@@ -1,16 +1,42 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <initializer_list>
 #include <limits>
 
 #include "core/annotations.h"
-#include "kernels/softmax.h"
+#include "core/types.h"
 
 namespace ringcomm {
 
-/// host::merge(), for kernels of a GPU too.
-RINGCOMM_HD inline SoftmaxStats merged(const SoftmaxStats& a, const SoftmaxStats& b) {
+/// The result of one pass over a token's logits, for any part of the vocabulary: six words, with
+/// the layout of GPU kernels and of tensors of shape (tokens, 6). `z` is a logit as defined by
+/// LogitRow.
+struct SoftmaxStats {
+  float max;            ///< of z; -infinity without logits
+  float sum;            ///< of exp(z - max)
+  float target;         ///< z of the target; 0 where it is in another part
+  float weighted;       ///< sum of weight * z, where LogitRow::wants_weighted
+  float entropy;        ///< sum of exp(z - max) * (z - max), where LogitRow::wants_more
+  std::int32_t argmax;  ///< the first index of the largest, where LogitRow::wants_more; or kNoIndex
+};
+inline constexpr int kNumSoftmaxStats = 6;
+/// No index: larger than all classes, and not a NaN if its bits are read as a float.
+inline constexpr std::int32_t kNoIndex = 1 << 30;
+static_assert(sizeof(SoftmaxStats) == kNumSoftmaxStats * sizeof(float));
+/// The stats of no logits, and of an ignored token.
+inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
+                                           .sum = 0,
+                                           .target = 0,
+                                           .weighted = 0,
+                                           .entropy = 0,
+                                           .argmax = kNoIndex};
+static_assert(sizeof(SoftmaxStats) == element_bytes(DType::kSoftmaxStats));
+
+/// Merges the stats of two parts of one row; exact except for the rounding of sums. `a` precedes
+/// `b` in every sum.
+RINGCOMM_HD inline SoftmaxStats merge(const SoftmaxStats& a, const SoftmaxStats& b) {
   SoftmaxStats both = {.max = a.max < b.max ? b.max : a.max,
                        .sum = 0,
                        .target = a.target + b.target,

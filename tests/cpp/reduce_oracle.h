@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "core/types.h"
-#include "kernels/softmax.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm::oracle {
 

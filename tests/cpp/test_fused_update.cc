@@ -13,7 +13,7 @@
 #include "collective_case.h"
 #include "collectives/update_in_parts.h"
 #include "core/chunk_layout.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
@@ -108,7 +108,7 @@ Model expected_model(const UpdateCase& c, int world_size) {
   for (std::uint32_t step = 1; step <= kNumSteps; ++step) {
     const Bytes grad = testing::reduced(c.gradients(step), world_size, 0);
     const ShardUpdate update = model.update(c.spec, step);
-    const UpdateOp op = host::make_update_op(update.spec, c.grad_dtype);
+    const UpdateOp op = make_update_op(update.spec, c.grad_dtype);
     op.apply(op.scalars,
              {.param = model.param.data(),
               .grad = grad.data(),

@@ -378,7 +378,7 @@ void update_alone(Optimizer optimizer, std::size_t num_elems) {
     update.spec.optimizer = optimizer;
     update.spec.coefficients =
         optimizer == Optimizer::kAdamW ? std::array{0.9, 0.999, 1e-8} : std::array{0.75, 0.0, 0.0};
-    const UpdateOp op = host::make_update_op(update.spec, DType::kFloat32);
+    const UpdateOp op = make_update_op(update.spec, DType::kFloat32);
     const int num_states = ringcomm::num_states(update.spec);
     const auto states = [&](Arrays& of) {
       return std::array{num_states > 0 ? of.first.data() : nullptr,

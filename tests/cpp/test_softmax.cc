@@ -408,7 +408,7 @@ TEST_CASE("blocks of the lowest number count for nothing") {
       for (const Row* other : {&row, &seen}) {
         const SoftmaxStats a = stats_of(*level.kernels, masked),
                            b = stats_of(*level.kernels, *other);
-        for (const SoftmaxStats& both : {host::merge(a, b), host::merge(b, a)}) {
+        for (const SoftmaxStats& both : {merge(a, b), merge(b, a)}) {
           CHECK(both.sum == b.sum);
           CHECK(both.entropy == 0);
         }

@@ -68,7 +68,7 @@ SoftmaxStats merged_anyhow(std::vector<SoftmaxStats> parts, std::mt19937& random
     std::shuffle(parts.begin(), parts.end(), random);
     const SoftmaxStats last = parts.back();
     parts.pop_back();
-    parts.back() = host::merge(parts.back(), last);
+    parts.back() = merge(parts.back(), last);
   }
   return parts[0];
 }
@@ -102,16 +102,16 @@ TEST_CASE("any split of a row, merged in any order, has the stats of the row") {
 TEST_CASE("a part without logits is neutral on both sides; of ties the lower index counts") {
   const SoftmaxStats some = {
       .max = 3, .sum = 2.5F, .target = -1, .weighted = 7, .entropy = -0.5F, .argmax = 12};
-  CHECK(is_same(host::merge(kNoLogits, kNoLogits), kNoLogits));
-  CHECK(is_same(host::merge(kNoLogits, some), some));
-  CHECK(is_same(host::merge(some, kNoLogits), some));
+  CHECK(is_same(merge(kNoLogits, kNoLogits), kNoLogits));
+  CHECK(is_same(merge(kNoLogits, some), some));
+  CHECK(is_same(merge(some, kNoLogits), some));
   SoftmaxStats other = some;
   other.argmax = 4;
-  CHECK(host::merge(some, other).argmax == 4);
-  CHECK(host::merge(other, some).argmax == 4);
+  CHECK(merge(some, other).argmax == 4);
+  CHECK(merge(other, some).argmax == 4);
   other.max = 2;
-  CHECK(host::merge(some, other).argmax == 12);
-  CHECK(host::merge(other, some).argmax == 12);
+  CHECK(merge(some, other).argmax == 12);
+  CHECK(merge(other, some).argmax == 12);
 }
 
 TEST_CASE("a NaN in a part is a NaN in the merged stats") {
@@ -122,7 +122,7 @@ TEST_CASE("a NaN in a part is a NaN in the merged stats") {
     for (const float rest : {-inf, 1.0F}) {
       const std::vector<float> row = {rest, value, rest};
       const SoftmaxStats part = stats_of(row, 0, 3, 0);
-      for (const SoftmaxStats& whole : {host::merge(part, some), host::merge(some, part)}) {
+      for (const SoftmaxStats& whole : {merge(part, some), merge(some, part)}) {
         CHECK(std::isnan(whole.sum));
         CHECK(whole.max == (value == inf ? inf : 3));
       }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/types.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 #include "kernels/update_tables.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
@@ -294,7 +294,7 @@ TEST_CASE("what is no step is refused by name") {
   const auto refused = [](UpdateSpec spec, const std::string& text, DType grad_dtype = kF32) {
     CAPTURE(text);
     try {
-      host::make_update_op(spec, grad_dtype);
+      make_update_op(spec, grad_dtype);
       FAIL("no error");
     } catch (const std::invalid_argument& error) {
       CHECK(std::string(error.what()).find(text) != std::string::npos);

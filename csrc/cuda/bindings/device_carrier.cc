@@ -22,7 +22,7 @@ void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::
 
 }  // namespace
 
-DeviceCarrier::LentMemory DeviceCarrier::lend(std::size_t) {
+SharedDeviceMemory DeviceCarrier::lend(std::size_t) {
   C10_THROW_ERROR(
       NotImplementedError,
       "ringcomm: ranks that reach each other by " + name() +

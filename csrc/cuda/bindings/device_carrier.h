@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "bindings/group_options.h"
+#include "bindings/devices.h"
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/communicator.h"
@@ -21,15 +21,6 @@ namespace ringcomm {
 namespace cuda {
 class Event;
 }
-
-/// A user's send or receive.
-struct DeviceMessage {
-  bool is_send;
-  void* data;
-  std::size_t num_bytes;
-  int peer;
-  int tag;
-};
 
 /// Runs the collectives of a group's device tensors. Everything is ordered by streams; the host
 /// does not wait.
@@ -66,20 +57,13 @@ class DeviceCarrier {
   /// Whether its data has headers, so that kernels detect different calls.
   virtual bool finds_mismatches() const { return false; }
 
-  /// Memory on this rank's device that the other ranks read and write where it is. Collective.
-  /// Throws NotImplementedError where the carrier has no such memory.
-  struct LentMemory {
-    void* data = nullptr;
-    /// Called once, from any thread, when the tensor is destroyed: only the work that these streams
-    /// hold now may still use the memory.
-    std::function<void(const std::vector<c10::Stream>&)> give_back;
-  };
-  virtual LentMemory lend(std::size_t num_bytes);
+  /// Devices::lend(). Throws NotImplementedError where the carrier has no such memory.
+  virtual SharedDeviceMemory lend(std::size_t num_bytes);
   /// Whether there is such memory.
   virtual bool can_lend() const { return false; }
   /// The same, in memory of earlier tensors; later work on the stream of `place` runs after their
   /// last use. Data is null if the group has no more memory. Collective; only if can_lend().
-  virtual LentMemory borrow(std::size_t /*num_bytes*/, const DevicePlace&) { return {}; }
+  virtual SharedDeviceMemory borrow(std::size_t /*num_bytes*/, const DevicePlace&) { return {}; }
 
   /// The works of the messages enqueued since the last call of this function, if they can fail by
   /// themselves: Work::exception() reports it before a stream continues.

@@ -8,8 +8,8 @@
 #include <set>
 #include <thread>
 
-#include "bindings/header_check.h"
 #include "bindings/python_errors.h"
+#include "cuda/bindings/header_check.h"
 
 namespace ringcomm {
 namespace {
@@ -77,10 +77,16 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   return *carriers_.emplace_back(device, std::move(made)).second;
 }
 
-DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
+SharedDeviceMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
   const std::lock_guard order(order_);
   check();
   return carrier(device).lend(num_bytes);
+}
+
+Algorithm DeviceGroup::algorithm_of(const Collective& call, c10::Device device) {
+  CallHeader header;
+  carrier(device).plan(call, header);
+  return header.algorithm;
 }
 
 bool DeviceGroup::can_lend(c10::DeviceIndex device) {
@@ -90,7 +96,7 @@ bool DeviceGroup::can_lend(c10::DeviceIndex device) {
   });
 }
 
-DeviceCarrier::LentMemory DeviceGroup::borrow(const c10::Stream& stream, std::size_t num_bytes) {
+SharedDeviceMemory DeviceGroup::borrow(const c10::Stream& stream, std::size_t num_bytes) {
   const std::lock_guard order(order_);
   const DeviceContext context(stream.device());
   check();

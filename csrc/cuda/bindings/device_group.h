@@ -17,72 +17,48 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/group_options.h"
-#include "bindings/tensor_call.h"
+#include "bindings/devices.h"
 #include "collectives/communicator.h"
 #include "cuda/bindings/device_carrier.h"
 #include "cuda/bindings/device_work.h"
 
 namespace ringcomm {
 
-/// The metadata of a call.
-struct DeviceCallInfo {
-  c10d::OpType op_type;
-  const char* title;
-  std::vector<at::Tensor> results;
-  bool is_async = true;
-  std::optional<std::chrono::milliseconds> barrier_timeout = {};  ///< of what the host waits for
-  int peer = -1;                                                  ///< of a message alone
-};
-
-/// A user's send or receive, and what it needs: `finish` of `item` is for afterwards.
-struct DeviceMessageCall {
-  c10::Device device;
-  DeviceMessage message;
-  TensorCall item;
-};
-
-/// A group's calls on device tensors: assigns their order, streams and carrier, and keeps the
-/// tensors that they use alive. Thread-safe.
-class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
+/// Assigns the order, streams and carrier of a group's calls on device tensors, and keeps the
+/// tensors that they use alive.
+class DeviceGroup final : public Devices, public std::enable_shared_from_this<DeviceGroup> {
  public:
   DeviceGroup(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<GroupOptions> options,
               std::weak_ptr<Communicator> communicator, int rank, int world_size);
-  ~DeviceGroup();
+  ~DeviceGroup() override;
 
-  /// Enqueues collectives. Synchronous ones run on the caller's current stream; asynchronous ones
-  /// on the group's own stream, after the work of the current one. Throws what the engine throws.
   c10::intrusive_ptr<c10d::Work> start(c10::Device device, std::vector<TensorCall> calls,
-                                       DeviceCallInfo info);
-  /// Enqueues messages of which none waits for another.
+                                       DeviceCallInfo info) override;
   c10::intrusive_ptr<c10d::Work> exchange(c10::Device device, std::vector<DeviceMessageCall> calls,
-                                          DeviceCallInfo info);
-  /// Returns the carrier for a device. The first call creates it and is collective over the group.
-  DeviceCarrier& carrier(c10::Device device);
-  /// Memory that other ranks access directly. Collective over the group.
-  DeviceCarrier::LentMemory lend(c10::Device device, std::size_t num_bytes);
-  /// Whether that device's carrier, which there is already, has such memory.
-  bool can_lend(c10::DeviceIndex device);
-  /// DeviceCarrier::borrow(): collective over the group.
-  DeviceCarrier::LentMemory borrow(const c10::Stream& stream, std::size_t num_bytes);
-  /// A readable description of the transport of each device.
-  std::map<std::string, std::string> transports();
+                                          DeviceCallInfo info) override;
+  void connect(c10::Device device) override { carrier(device); }
+  Algorithm algorithm_of(const Collective& call, c10::Device device) override;
+  std::map<std::string, std::string> transports() override;
+  SharedDeviceMemory lend(c10::Device device, std::size_t num_bytes) override;
+  bool can_lend(c10::DeviceIndex device) override;
+  SharedDeviceMemory borrow(const c10::Stream& stream, std::size_t num_bytes) override;
+  void abort() noexcept override;
+  void drain() override;
 
   /// If the group has failed, ends enqueued work; check() then throws the cause.
   void abort_if_failed();
   void check();
   /// Ends the group.
   void end(const std::string& why);
-  void abort() noexcept;
   /// A call of this group has ended on a device without having done all: throws why, which other
   /// threads and ranks may be about to tell, or else ends the group for `detail`.
   [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
   /// Whether another rank has failed; between hosts, this reads the store.
   bool has_another_given_up();
-  /// Waits until devices are through with all calls; where the group has failed, ends them.
-  void drain();
 
  private:
+  /// The carrier of a device. The first call makes it and is collective over the group.
+  DeviceCarrier& carrier(c10::Device device);
   /// Whether the last that it has enqueued was the carrier's.
   using Body = std::function<bool(DeviceCarrier&, const DevicePlace&)>;
 

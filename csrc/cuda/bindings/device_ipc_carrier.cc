@@ -25,7 +25,7 @@ cuda::StreamPlace to_place(const DevicePlace& place) {
   return {.stream = handle_of(place.stream), .capture = place.capture};
 }
 
-DeviceCarrier::LentMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
+SharedDeviceMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
   return {loan->data(), [loan](const std::vector<c10::Stream>& streams) {
             std::vector<cuda::StreamHandle> handles;
             for (const c10::Stream& stream : streams) handles.push_back(handle_of(stream));
@@ -53,14 +53,13 @@ void IpcDeviceCarrier::check_collective(const DevicePlace& place) const {
   engine_->check_collective(to_place(place));
 }
 
-DeviceCarrier::LentMemory IpcDeviceCarrier::lend(std::size_t num_bytes) {
+SharedDeviceMemory IpcDeviceCarrier::lend(std::size_t num_bytes) {
   return to_memory(engine_->lend(num_bytes));
 }
 
-DeviceCarrier::LentMemory IpcDeviceCarrier::borrow(std::size_t num_bytes,
-                                                   const DevicePlace& place) {
+SharedDeviceMemory IpcDeviceCarrier::borrow(std::size_t num_bytes, const DevicePlace& place) {
   std::shared_ptr<const cuda::Loan> loan = engine_->borrow(num_bytes, to_place(place));
-  return loan != nullptr ? to_memory(std::move(loan)) : LentMemory{};
+  return loan != nullptr ? to_memory(std::move(loan)) : SharedDeviceMemory{};
 }
 
 std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup& group,

@@ -25,9 +25,9 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   void check_messages(const std::vector<DeviceMessage>& messages) override;
   bool has_room_for_messages(int peer) override { return engine_->has_room_for_messages(peer); }
   bool finds_mismatches() const override { return true; }
-  LentMemory lend(std::size_t num_bytes) override;
+  SharedDeviceMemory lend(std::size_t num_bytes) override;
   bool can_lend() const override { return engine_->can_lend(); }
-  LentMemory borrow(std::size_t num_bytes, const DevicePlace& place) override;
+  SharedDeviceMemory borrow(std::size_t num_bytes, const DevicePlace& place) override;
   bool may_have_given_up() const noexcept override { return engine_->may_have_given_up(); }
   void abort() noexcept override { engine_->abort(); }
 

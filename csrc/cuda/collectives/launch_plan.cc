@@ -12,7 +12,7 @@
 #include "cuda/kernels/one_shot.h"
 #include "cuda/kernels/reduce_gather.h"
 #include "cuda/kernels/send_recv.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
 
@@ -227,7 +227,7 @@ void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
                  : optimizer == Optimizer::kAdamW ? "adamw"
                                                   : "lomo") +
                 "_" + name_of(call.dtype) + "_" + name_of(update.spec.param_dtype);
-  kernel_call.update = host::make_update_op(update.spec, call.dtype).scalars;
+  kernel_call.update = make_update_op(update.spec, call.dtype).scalars;
   kernel_call.master = update.master;
   kernel_call.states[0] = update.states[0];
   kernel_call.states[1] = update.states[1];

@@ -7,7 +7,7 @@
 #include "core/types.h"
 #include "cuda/kernels/memory.h"
 #include "cuda/kernels/staging.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "cuda/kernels/reduce_gather.h"
 #include "cuda/kernels/reducers.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 // Optimizers' steps inside of a reduction: kernels/update_kernels.h, one element at a time,
 // with the same results to the last bit. Compiled without contraction, as there; fma() is what is

@@ -43,7 +43,7 @@ class DeviceUpdate {
   explicit DeviceUpdate(c10::Device device) : device_(device) {}
 
   /// `grad` is reduced, and `param` where the call has the chunk. In the order of the current
-  /// stream. Formulas and order are those of kernels/update_op.h; only the kernel has their bits.
+  /// stream. Formulas and order are those of reduce/update_op.h; only the kernel has their bits.
   void run(const Collective& call, const void* grad, void* param, std::size_t num_elems);
 
  private:

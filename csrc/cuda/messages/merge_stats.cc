@@ -14,7 +14,7 @@
 #include <limits>
 
 #include "cuda/messages/reduce.h"
-#include "kernels/softmax.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
 namespace {

@@ -18,7 +18,7 @@
 #include <limits>
 #include <stdexcept>
 
-#include "kernels/softmax.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
 namespace {

@@ -48,7 +48,8 @@ class DeviceReduceOp {
   c10::Device device_;
 };
 
-/// Merges SoftmaxStats, as rows of floats; kernels/softmax.h has the rules. Either may be `to`.
+/// Merges SoftmaxStats, as rows of floats; reduce/softmax_merge.h has the rules. Either may be
+/// `to`.
 void merge_stats_arrays(const at::Tensor& to, const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace ringcomm

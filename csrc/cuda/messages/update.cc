@@ -9,7 +9,7 @@
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/algorithms.h"
 #include "cuda/messages/reduce.h"
-#include "kernels/update_op.h"
+#include "reduce/update_op.h"
 
 namespace ringcomm {
 namespace {
@@ -52,7 +52,7 @@ void lomo_step(const UpdateScalars& s, Operands& of) {
 void update_by_operators(const Collective& call, const void* grad, void* param,
                          std::size_t num_elems, c10::Device device) {
   const ShardUpdate& shard = *call.update;
-  const UpdateScalars scalars = host::make_update_op(shard.spec, call.dtype).scalars;
+  const UpdateScalars scalars = make_update_op(shard.spec, call.dtype).scalars;
   const auto fp32 = [&](float* data) {
     return data != nullptr ? device_array(data, num_elems, at::kFloat, device) : at::Tensor();
   };

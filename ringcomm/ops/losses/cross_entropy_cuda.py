@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm import _C
+from ringcomm import _kernels
+from ringcomm._extension import HAS_CUDA
 from ringcomm.ops.triton_kernels import (
     COUNT_BLOCK,
     TOKEN_BLOCK,
@@ -113,7 +114,7 @@ def softmax_stats(logits: Tensor, target: Tensor, weight: Tensor | None, *given:
     num_entries = rows.num_tokens + 1
     stats = logits.new_empty([num_entries, _NUM_STATS], dtype=torch.float32)
     options = (ignore_index, scale, softcap)
-    _, _, _, way, _, digest = _C.softmax_shard_entry(
+    _, _, _, way, _, digest = _kernels.softmax_shard_entry(
         vocab_start, vocab_size, *options, rows.num_classes, wants_weighted, wants_more
     )
     shard_weight = None
@@ -315,9 +316,11 @@ def cross_entropy_and_grad_(
     if checks_targets():
         _check_classes(rows.target, vocab_size, ignore_index)
     given = (rows.target, rows.weight, num_items, rows.num_classes)
-    results = _C.cross_entropy_by_clusters(logits, *given, *options)
-    if results is not None:
-        return results
+    if HAS_CUDA:
+        from ringcomm import _cuda
+
+        if (results := _cuda.cross_entropy_by_clusters(logits, *given, *options)) is not None:
+            return results
     denominator = _denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)
     stats = logits.new_empty([rows.num_tokens + 1, _NUM_STATS], dtype=torch.float32)
     held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)

@@ -16,7 +16,7 @@ import torch
 from cluster_cases import BF16, FP16, SERVED, by_clusters, check_served, options_of, random_rows
 from emulated_gpu import run_on_gpus, with_kernels
 
-from ringcomm import _C
+from ringcomm import _cuda
 
 FATBIN = b"\x50\xed\x55\xba"  # nvcc's images begin so
 
@@ -68,7 +68,7 @@ def check_no_kernels(rank: int) -> None:
 
 
 def test_a_build_without_kernels_serves_nothing() -> None:
-    if FATBIN in Path(_C.__file__).read_bytes():
+    if FATBIN in Path(_cuda.__file__).read_bytes():
         pytest.skip("this build has kernels, which the emulator cannot run")
     run_on_gpus(1, check_no_kernels, backend=None, env={"RINGCOMM_CUDA_IMAGE": ""})
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm import _C
+from ringcomm import _cuda
 
 _ops: Any = torch.ops.ringcomm
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,7 +41,7 @@ def by_clusters(
     options: tuple[Any, ...] = PLAIN,
 ) -> Any:
     classes = logits.shape[1] if num_classes is None else num_classes
-    return _C.cross_entropy_by_clusters(logits, target, weight, num_items, classes, *options)
+    return _cuda.cross_entropy_by_clusters(logits, target, weight, num_items, classes, *options)
 
 
 # Shapes, types and options that are served: clusters of 1, 2, 4 and 8.

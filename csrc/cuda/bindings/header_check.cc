@@ -1,4 +1,4 @@
-#include "bindings/header_check.h"
+#include "cuda/bindings/header_check.h"
 
 #include <algorithm>
 #include <cstddef>
