@@ -240,50 +240,53 @@ void plan_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
 
 // ---- which kernel
 
-// What a choice among the algorithms of an operation depends on.
+// What the choice among the algorithms of an operation depends on.
 struct Choice {
   const Collective& call;
   const CommunicatorOptions& options;
   const StagingLayout& layout;
   bool takes_turns;
+  Algorithm asked;
 };
 
-bool fits_packets(const Choice& of) {
-  return !of.takes_turns && of.call.num_bytes() <= std::size_t{of.layout.num_packet_blocks} *
-                                                       block_packet_bytes(of.layout);
+bool sends_packets(const Choice& of) {
+  const std::size_t most = std::size_t{of.layout.num_packet_blocks} * block_packet_bytes(of.layout);
+  return of.asked != Algorithm::kTwoShot && of.asked != Algorithm::kRing && !of.takes_turns &&
+         of.call.num_bytes() <= most;
 }
-// A ring does not add in rank order.
-bool may_go_round(const Choice& of) { return !of.takes_turns && !of.options.is_rank_ordered; }
+// Only on request. It does not add in rank order.
+bool goes_round(const Choice& of) {
+  return of.asked == Algorithm::kRing && !of.takes_turns && !of.options.is_rank_ordered;
+}
 bool always(const Choice&) { return true; }
 
-// The kernel of an operation by an algorithm, when it can be used, and what sets its parameters.
+// The kernel of an operation by an algorithm, when it is used, and what sets its parameters.
 struct KernelChoice {
   OpKind op;
   Algorithm algorithm;
-  bool is_chosen;      // without a request for it, if it is supported
   const char* kernel;  // of reductions without their element type
-  bool (*supports)(const Choice&);
+  bool (*is_chosen)(const Choice&);
   void (*plan)(const Collective&, KernelCall&, LaunchPlan&);
 };
 
-// The first of an operation that is chosen and supported is used; of the last all is supported.
+using enum OpKind;
+using enum Algorithm;
+
+// The first of an operation that is chosen.
 constexpr KernelChoice kKernels[] = {
-    {OpKind::kAllReduce, Algorithm::kOneShot, true, "ringcomm_one_shot_", fits_packets,
-     plan_one_shot},
-    {OpKind::kAllReduce, Algorithm::kRing, false, "ringcomm_ring_", may_go_round, plan_ring},
-    {OpKind::kAllReduce, Algorithm::kTwoShot, true, "ringcomm_two_shot_", always,
-     plan_reduction<ReduceShape::kAllReduce>},
-    {OpKind::kReduceScatter, Algorithm::kDirect, true, "ringcomm_reduce_scatter_", always,
+    {kAllReduce, kOneShot, "ringcomm_one_shot_", sends_packets, plan_one_shot},
+    {kAllReduce, kRing, "ringcomm_ring_", goes_round, plan_ring},
+    {kAllReduce, kTwoShot, "ringcomm_two_shot_", always, plan_reduction<ReduceShape::kAllReduce>},
+    {kReduceScatter, kDirect, "ringcomm_reduce_scatter_", always,
      plan_reduction<ReduceShape::kReduceScatter>},
-    {OpKind::kReduce, Algorithm::kDirect, true, "ringcomm_reduce_", always,
-     plan_reduction<ReduceShape::kReduce>},
-    {OpKind::kReduceUpdateGather, Algorithm::kDirect, true, "", always, plan_update},
-    {OpKind::kScatter, Algorithm::kDirect, true, "ringcomm_move", always, plan_move<false>},
-    {OpKind::kAllToAll, Algorithm::kDirect, true, "ringcomm_move", always, plan_move<false>},
-    {OpKind::kAllGather, Algorithm::kDirect, true, "ringcomm_move_same", always, plan_move<true>},
-    {OpKind::kBroadcast, Algorithm::kDirect, true, "ringcomm_move_same", always, plan_move<true>},
-    {OpKind::kGather, Algorithm::kDirect, true, "ringcomm_move_same", always, plan_move<true>},
-    {OpKind::kBarrier, Algorithm::kDirect, true, "ringcomm_move_same", always, plan_move<true>},
+    {kReduce, kDirect, "ringcomm_reduce_", always, plan_reduction<ReduceShape::kReduce>},
+    {kReduceUpdateGather, kDirect, "", always, plan_update},
+    {kScatter, kDirect, "ringcomm_move", always, plan_move<false>},
+    {kAllToAll, kDirect, "ringcomm_move", always, plan_move<false>},
+    {kAllGather, kDirect, "ringcomm_move_same", always, plan_move<true>},
+    {kBroadcast, kDirect, "ringcomm_move_same", always, plan_move<true>},
+    {kGather, kDirect, "ringcomm_move_same", always, plan_move<true>},
+    {kBarrier, kDirect, "ringcomm_move_same", always, plan_move<true>},
 };
 
 }  // namespace
@@ -296,16 +299,13 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
   } else if (header.is_uneven) {
     header.num_elems = digest_of_shares(call, static_cast<int>(layout.world_size));
   }
-  const Choice choice{call, options, layout, takes_turns};
-  const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
-  const bool is_open =
-      asked != Algorithm::kOneShot && asked != Algorithm::kTwoShot && asked != Algorithm::kRing;
-  for (const KernelChoice& kernel : kKernels) {
-    if (kernel.op != call.op) continue;
-    header.algorithm = kernel.algorithm;
-    if ((is_open ? kernel.is_chosen : kernel.algorithm == asked) && kernel.supports(choice)) break;
-  }
-  if (header.algorithm != Algorithm::kRing) return;
+  const Algorithm asked = call.algorithm != kAuto ? call.algorithm : options.algorithm;
+  const Choice choice{call, options, layout, takes_turns, asked};
+  const auto kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto& each) {
+    return each.op == call.op && each.is_chosen(choice);
+  });
+  header.algorithm = kernel != std::end(kKernels) ? kernel->algorithm : kDirect;
+  if (header.algorithm != kRing) return;
   header.ring_num_slots = StagingLayout::kRingSlots;
   header.ring_slot_bytes = layout.ring_slot_bytes();
 }
