@@ -73,9 +73,6 @@ class DeviceCarrier {
   /// soon after.
   virtual bool may_have_given_up() const noexcept { return false; }
 
-  /// Whether streams wait for a rank that has died, and may do so as long as this process lives.
-  virtual bool is_stuck() const { return false; }
-
   /// Permanently ends enqueued work, whether or not its peers arrived. From any thread.
   virtual void abort() noexcept = 0;
 };

@@ -165,12 +165,6 @@ bool DeviceGroup::has_another_given_up() {
          communicator->members()->is_given_up(/*asks=*/true);
 }
 
-bool DeviceGroup::is_stuck() {
-  const std::lock_guard lock(mutex_);
-  return std::any_of(carriers_.begin(), carriers_.end(),
-                     [](const auto& item) { return item.second->is_stuck(); });
-}
-
 void DeviceGroup::end(const std::string& why) {
   if (const auto communicator = communicator_.lock(); communicator != nullptr)
     communicator->abort(why);
@@ -192,7 +186,7 @@ void DeviceGroup::drain() {
       const auto communicator = communicator_.lock();
       const bool has_failed = communicator == nullptr || communicator->failure().has_failed();
       if (!has_failed && Clock::now() < deadline) continue;
-      if (has_aborted && (Clock::now() >= deadline || is_stuck())) break;
+      if (has_aborted && Clock::now() >= deadline) break;
       if (std::exchange(has_aborted, true)) continue;
       abort();
       deadline = Clock::now() + kAbortPatience;

@@ -6,20 +6,19 @@
 
 #include "bindings/python_errors.h"
 #include "cuda/bindings/driver_device.h"
-#include "cuda/collectives/unavailable.h"
 
 namespace ringcomm {
 namespace {
 
-std::vector<cuda::Mail> to_mails(const std::vector<DeviceMessage>& messages) {
-  std::vector<cuda::Mail> mails;
+std::vector<cuda::P2pMessage> to_p2p(const std::vector<DeviceMessage>& messages) {
+  std::vector<cuda::P2pMessage> p2p;
   for (const DeviceMessage& message : messages)
-    mails.push_back({.data = static_cast<std::byte*>(message.data),
-                     .num_bytes = message.num_bytes,
-                     .tag = message.tag,
-                     .peer = static_cast<std::int16_t>(message.peer),
-                     .is_send = message.is_send});
-  return mails;
+    p2p.push_back({.data = static_cast<std::byte*>(message.data),
+                   .num_bytes = message.num_bytes,
+                   .tag = message.tag,
+                   .peer = static_cast<std::int16_t>(message.peer),
+                   .is_send = message.is_send});
+  return p2p;
 }
 
 cuda::StreamPlace to_place(const DevicePlace& place) {
@@ -43,11 +42,11 @@ Traffic IpcDeviceCarrier::enqueue(const Collective& call, const CallHeader& head
 
 void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
                                 const DevicePlace& place) {
-  engine_->exchange(to_mails(messages), to_place(place));
+  engine_->exchange(to_p2p(messages), to_place(place));
 }
 
 void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) {
-  engine_->check_messages(to_mails(messages));
+  engine_->check_messages(to_p2p(messages));
 }
 
 void IpcDeviceCarrier::check_collective(const DevicePlace& place) const {

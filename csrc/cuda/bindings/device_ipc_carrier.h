@@ -29,7 +29,6 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   bool can_lend() const override { return engine_->can_lend(); }
   SharedDeviceMemory borrow(std::size_t num_bytes, const DevicePlace& place) override;
   bool may_have_given_up() const noexcept override { return engine_->may_have_given_up(); }
-  bool is_stuck() const override { return engine_->is_stuck(); }
   void abort() noexcept override { engine_->abort(); }
 
  private:

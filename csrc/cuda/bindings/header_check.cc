@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/collectives/header_words.h"
+#include "cuda/collectives/launch_plan.h"
 
 namespace ringcomm {
 namespace {

@@ -14,10 +14,8 @@
 
 #include "bindings/op_support.h"
 #include "cuda/bindings/driver_device.h"
+#include "cuda/collectives/kernels.h"
 #include "cuda/driver/driver.h"
-#include "cuda/driver/kernel_modules.h"
-#include "cuda/driver/per_device.h"
-#include "cuda/kernels/image.h"
 #include "cuda/kernels/loss_call.h"
 
 namespace ringcomm {
@@ -67,7 +65,7 @@ class LossKernels {
     const cuda::ContextGuard guard(device);
     // Loading may wait for the device; nothing of it is for a capture.
     const cuda::RelaxedCapture relaxed;
-    const cuda::KernelModules modules(cuda::loss_kernel_images());
+    const cuda::KernelModules modules(cuda::KernelModules::Of::kLosses);
     rows_ = {{{modules.find("ringcomm_loss_rows_bfloat16"),
                modules.find("ringcomm_smooth_loss_rows_bfloat16")},
               {modules.find("ringcomm_loss_rows_float32"),
@@ -149,7 +147,7 @@ void launch(const LossKernels& kernels, const LossPlan& plan, LossCall& call, bo
               "launch a kernel of losses");
   cuda::check(
       cuda::driver().launch_kernel(kernels.sum(), 1, 1, 1, cuda::kLossThreads, 1, 1,
-                                   cuda::kLossHeadingBytes, config.stream, parameters, nullptr),
+                                   cuda::kLossSharedBytes, config.stream, parameters, nullptr),
       "launch a kernel of losses");
 }
 

@@ -21,8 +21,8 @@ class DeviceLinks {
         shares_(shares),
         reduce_(call.reduction, call.dtype, engine.device()),
         schedule_(engine.rank(), engine.world_size()),
-        slice_elems_(header.ring_slot_bytes / shares.element_bytes),
-        batches_(header.ring_num_slots) {
+        slice_elems_(DeviceEngine::kSlotBytes / shares.element_bytes),
+        batches_(DeviceEngine::kNumSlots) {
     const std::size_t slots_bytes = depth() * slice_elems_ * shares.element_bytes;
     if (shares.max_elems() == 0 || !halves.has_reduce_scatter) return;
     received_ = engine.stage(slots_bytes);

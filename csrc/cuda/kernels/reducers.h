@@ -3,13 +3,141 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/kernels/block.h"
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/elements.h"
 #include "cuda/kernels/memory.h"
-#include "cuda/kernels/tables.h"
-#include "cuda/kernels/words.h"
+
+// How the threads of a block reduce elements: eight bytes at a time, which is the data of a packet,
+// and in bulk.
 
 namespace ringcomm::cuda {
+
+inline constexpr std::size_t kWordBytes = 8;
+
+/// Eight bytes of an array of `num_bytes`, filled up with zeros where it ends before.
+RINGCOMM_HD inline std::uint64_t load_word(const std::byte* from, std::size_t idx,
+                                           std::size_t num_bytes) {
+  const std::size_t begin = idx * kWordBytes;
+  std::uint64_t word = 0;
+  if (begin + kWordBytes <= num_bytes && is_aligned(from, kWordBytes))
+    return load_pack<Cached::kYes, std::uint64_t>(from + begin);
+  RINGCOMM_ROLLED
+  for (std::size_t i = 0; i < kWordBytes && begin + i < num_bytes; ++i)
+    word |= std::uint64_t{load_pack<Cached::kYes, std::uint8_t>(from + begin + i)} << (8 * i);
+  return word;
+}
+RINGCOMM_HD inline void store_word(std::byte* to, std::size_t idx, std::size_t num_bytes,
+                                   std::uint64_t word) {
+  const std::size_t begin = idx * kWordBytes;
+  if (begin + kWordBytes <= num_bytes && is_aligned(to, kWordBytes)) {
+    store_pack<Cached::kYes>(to + begin, word);
+    return;
+  }
+  RINGCOMM_ROLLED
+  for (std::size_t i = 0; i < kWordBytes && begin + i < num_bytes; ++i)
+    store_pack<Cached::kYes>(to + begin + i, static_cast<std::uint8_t>(word >> (8 * i)));
+}
+
+/// Reduces integers, booleans and float64, which are rarely reduced in bulk. One kernel handles
+/// them all and branches on the type for every word.
+class AnyReducer {
+ public:
+  RINGCOMM_HD AnyReducer(DType dtype, Reduction reduction)
+      : is_bool_(dtype == DType::kBool),
+        reduction_(!is_bool_                                                      ? reduction
+                   : reduction == Reduction::kProduct                             ? Reduction::kMin
+                   : reduction == Reduction::kSum || reduction == Reduction::kAvg ? Reduction::kMax
+                                                                                  : reduction),
+        elem_bits_(static_cast<unsigned>(8 * element_bytes(dtype))),
+        kind_(dtype == DType::kFloat64 ? Kind::kFloat
+              : dtype == DType::kInt8 || dtype == DType::kInt16 || dtype == DType::kInt32 ||
+                      dtype == DType::kInt64
+                  ? Kind::kSigned
+                  : Kind::kUnsigned) {}
+
+  RINGCOMM_HD std::size_t elem_bytes() const { return elem_bits_ / 8; }
+
+  // ---- eight bytes of elements
+
+  using Word = std::uint64_t;
+  RINGCOMM_HD Word first(std::uint64_t word) const {
+    if (!is_bool_) return word;
+    // 1 for each byte that has a bit: the carry of an addition that stays within its byte.
+    const std::uint64_t low = 0x7f7f7f7f7f7f7f7fu;
+    return (((word & low) + low) | word) >> 7 & 0x0101010101010101u;
+  }
+  RINGCOMM_HD void add(Word& acc, std::uint64_t word) const {
+    const std::uint64_t next = first(word);
+    if (kind_ == Kind::kFloat) {
+      acc =
+          bits_as<std::uint64_t>(combined(reduction_, bits_as<double>(acc), bits_as<double>(next)));
+    } else {
+      acc = by_element(acc, [&](std::uint64_t mine, unsigned shift) {
+        const std::uint64_t theirs = element(next, shift);
+        return kind_ == Kind::kSigned ? static_cast<std::uint64_t>(
+                                            combined(reduction_, static_cast<std::int64_t>(mine),
+                                                     static_cast<std::int64_t>(theirs)))
+                                      : combined(reduction_, mine, theirs);
+      });
+    }
+  }
+  RINGCOMM_HD std::uint64_t result(Word acc, int divisor) const {
+    if (kind_ == Kind::kFloat) {
+      const auto value = bits_as<double>(acc);
+      return bits_as<std::uint64_t>(quiet(divisor > 1 ? value / divisor : value));
+    }
+    if (divisor <= 1 || is_bool_) return acc;
+    return by_element(acc, [&](std::uint64_t mine, unsigned) {
+      return kind_ == Kind::kSigned
+                 ? static_cast<std::uint64_t>(static_cast<std::int64_t>(mine) / divisor)
+                 : mine / static_cast<std::uint64_t>(divisor);
+    });
+  }
+
+  /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block, like ReduceOp::combine.
+  /// Both have num() and at(idx).
+  template <int kMaxVectors = 8, class B, class To, class Sources>
+  RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
+                           std::size_t num_elems, int divisor) const {
+    const std::size_t num_bytes = num_elems * elem_bytes();
+    const std::size_t num_words = (num_bytes + kWordBytes - 1) / kWordBytes;
+    RINGCOMM_ROLLED
+    for (std::size_t i = block.thread_idx(); i < num_words; i += block.num_threads()) {
+      Word acc = first(load_word(sources.at(0), i, num_bytes));
+      RINGCOMM_ROLLED
+      for (int s = 1; s < sources.num(); ++s) add(acc, load_word(sources.at(s), i, num_bytes));
+      const std::uint64_t word = result(acc, divisor);
+      RINGCOMM_ROLLED
+      for (int o = 0; o < outputs.num(); ++o) store_word(outputs.at(o), i, num_bytes, word);
+    }
+  }
+
+ private:
+  enum class Kind : std::uint8_t { kSigned, kUnsigned, kFloat };
+
+  /// An element in the low bits of 64 bits.
+  RINGCOMM_HD std::uint64_t element(std::uint64_t word, unsigned shift) const {
+    const unsigned above = 64 - elem_bits_;
+    const std::uint64_t high = (word >> shift) << above;
+    return kind_ == Kind::kSigned
+               ? static_cast<std::uint64_t>(static_cast<std::int64_t>(high) >> above)
+               : high >> above;
+  }
+  template <class F>
+  RINGCOMM_HD std::uint64_t by_element(std::uint64_t word, const F& function) const {
+    const unsigned above = 64 - elem_bits_;
+    std::uint64_t result = 0;
+    RINGCOMM_ROLLED
+    for (unsigned shift = 0; shift < 64; shift += elem_bits_)
+      result |= function(element(word, shift), shift) << above >> above << shift;
+    return result;
+  }
+  bool is_bool_;
+  Reduction reduction_;  ///< of booleans the sum is "any", the maximum, and the product "all"
+  unsigned elem_bits_;
+  Kind kind_;
+};
 
 /// Several elements that one load brings.
 template <class Element, int kElems>
@@ -24,7 +152,6 @@ struct Outputs {
   std::byte* also_to = nullptr;
   RINGCOMM_HD int num() const { return also_to != nullptr ? 2 : 1; }
   RINGCOMM_HD std::byte* at(int output) const { return output == 0 ? to : also_to; }
-  RINGCOMM_HD std::uint64_t policy_of_others() const { return cache_policy(Cached::kYes); }
 };
 
 /// The sources of a step, and the destinations of the result.
@@ -33,13 +160,11 @@ struct TableSources {
   int num_sources;
   RINGCOMM_HD int num() const { return num_sources; }
   RINGCOMM_HD const std::byte* at(int source) const { return tables.sources[source]; }
-  RINGCOMM_HD std::uint64_t policy(int source) const { return tables.source_policies[source]; }
 };
 struct TableOutputs {
   const StepTables& tables;
   RINGCOMM_HD int num() const { return tables.num_outputs; }
   RINGCOMM_HD std::byte* at(int output) const { return tables.outputs[output]; }
-  RINGCOMM_HD std::uint64_t policy_of_others() const { return tables.output_policy; }
 };
 
 template <class To, class Sources>
@@ -77,10 +202,9 @@ RINGCOMM_HD void store_sums(const To& outputs, std::uint32_t idx, const float* a
                                   << (e % kPerWord * 16);
   const std::size_t offset = std::size_t{idx} * sizeof(Vector);
   store_vector<Cached::kNo>(outputs.at(0) + offset, vector, is_wanted);
-  const std::uint64_t policy = outputs.policy_of_others();
   RINGCOMM_ROLLED
   for (int o = 1; o < outputs.num(); ++o)
-    store_pack(outputs.at(o) + offset, vector, is_wanted, policy);
+    store_vector<Cached::kYes>(outputs.at(o) + offset, vector, is_wanted);
 }
 
 /// Sums of elements of a type that is accumulated in fp32, such as gradients and activations. An
@@ -109,12 +233,11 @@ struct ExactSums {
     RINGCOMM_UNROLL
     for (int s = 0; s < kSources; ++s) {
       const std::byte* const source = sources.at(s);
-      const std::uint64_t policy = sources.policy(s);
       RINGCOMM_UNROLL
       for (int u = 0; u < kUnroll; ++u) {
         const std::uint32_t idx = opaque(first + static_cast<unsigned>(u) * block.num_threads());
-        loaded[u][s] = load_pack<Vector>(source + std::size_t{idx} * sizeof(Vector),
-                                         idx < num_vectors, policy);
+        loaded[u][s] = load_vector<Cached::kYes>(source + std::size_t{idx} * sizeof(Vector),
+                                                 idx < num_vectors);
       }
     }
     end_of_loads();
@@ -148,8 +271,8 @@ RINGCOMM_HD void sum_any(const B& block, const To& outputs, const Sources& sourc
       for (int s = 0; s < kAtOnce; ++s) {
         const bool is_there = first + s < num_sources;
         const int source = is_there ? first + s : 0;
-        loaded[s] = load_pack<Vector>(sources.at(source) + std::size_t{i} * sizeof(Vector),
-                                      is_there, sources.policy(source));
+        loaded[s] = load_vector<Cached::kYes>(sources.at(source) + std::size_t{i} * sizeof(Vector),
+                                              is_there);
       }
       RINGCOMM_UNROLL
       for (int s = 0; s < kAtOnce; ++s)
@@ -157,17 +280,16 @@ RINGCOMM_HD void sum_any(const B& block, const To& outputs, const Sources& sourc
     }
     RINGCOMM_UNROLL
     for (int e = 0; e < kElems; ++e)
-      if (divisor > 1) acc[e] = Element::divide(acc[e], divisor);
+      if (divisor > 1) acc[e] /= static_cast<float>(divisor);
     store_sums<Element>(outputs, i, acc, true);
   }
 }
 
-/// Reduces elements of one type, known to the compiler.
+/// Reduces floats of one type, known to the compiler, in fp32.
 template <class Element>
 class TypedReducer {
  public:
   using Stored = typename Element::Stored;
-  using Acc = typename Element::Acc;
 
   RINGCOMM_HD TypedReducer(DType, Reduction reduction) : reduction_(reduction) {}
 
@@ -175,10 +297,9 @@ class TypedReducer {
 
   // ---- eight bytes of elements
 
-  static constexpr int kWordElems =
-      kWordBytes % sizeof(Stored) == 0 ? static_cast<int>(kWordBytes / sizeof(Stored)) : 1;
+  static constexpr int kWordElems = static_cast<int>(kWordBytes / sizeof(Stored));
   struct Word {
-    Acc of[kWordElems];
+    float of[kWordElems];
   };
   RINGCOMM_HD Word first(std::uint64_t word) const {
     const auto pack = bits_as<Pack<Element, kWordElems>>(word);
@@ -190,7 +311,7 @@ class TypedReducer {
   RINGCOMM_HD void add(Word& acc, std::uint64_t word) const {
     const Word next = first(word);
     RINGCOMM_UNROLL
-    for (int e = 0; e < kWordElems; ++e) acc.of[e] = apply(acc.of[e], next.of[e]);
+    for (int e = 0; e < kWordElems; ++e) acc.of[e] = combined(reduction_, acc.of[e], next.of[e]);
   }
   RINGCOMM_HD std::uint64_t result(const Word& acc, int divisor) const {
     // An array of parts of a word would be in memory.
@@ -208,23 +329,25 @@ class TypedReducer {
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
                            std::size_t num_elems, int divisor) const {
     std::size_t done = 0;
-    if constexpr (std::is_same_v<Acc, float>) {
-      constexpr std::size_t kElems = sizeof(Vector) / sizeof(Stored);
-      const bool is_sum = reduction_ == Reduction::kSum || reduction_ == Reduction::kAvg;
-      if (is_sum && are_aligned(outputs, sources)) {
-        const auto num_vectors = static_cast<std::uint32_t>(num_elems / kElems);
-        done = num_vectors * kElems;
-        sum<kMaxVectors>(block, outputs, sources, num_vectors, divisor);
-      }
+    constexpr std::size_t kElems = sizeof(Vector) / sizeof(Stored);
+    const bool is_sum = reduction_ == Reduction::kSum || reduction_ == Reduction::kAvg;
+    if (is_sum && are_aligned(outputs, sources)) {
+      const auto num_vectors = static_cast<std::uint32_t>(num_elems / kElems);
+      done = num_vectors * kElems;
+      sum<kMaxVectors>(block, outputs, sources, num_vectors, divisor);
     }
     RINGCOMM_ROLLED
     for (std::size_t i = done + block.thread_idx(); i < num_elems; i += block.num_threads()) {
-      Acc acc = element(sources.at(0), i);
+      const auto element = [&](int s) {
+        return Element::load(load_pack<Cached::kYes, Stored>(sources.at(s) + i * sizeof(Stored)));
+      };
+      float acc = element(0);
       RINGCOMM_ROLLED
-      for (int s = 1; s < sources.num(); ++s) acc = apply(acc, element(sources.at(s), i));
+      for (int s = 1; s < sources.num(); ++s) acc = combined(reduction_, acc, element(s));
       const Stored stored = finished(acc, divisor);
       RINGCOMM_ROLLED
-      for (int o = 0; o < outputs.num(); ++o) store_element(outputs.at(o), i, stored);
+      for (int o = 0; o < outputs.num(); ++o)
+        store_pack<Cached::kYes>(outputs.at(o) + i * sizeof(Stored), stored);
     }
   }
 
@@ -248,29 +371,8 @@ class TypedReducer {
       sum_any<Element>(block, outputs, sources, num_vectors, divisor);
   }
 
-  RINGCOMM_HD Acc apply(const Acc& a, const Acc& b) const {
-    if constexpr (std::is_same_v<Element, SoftmaxElement>) {
-      return Merge::apply(a, b);
-    } else {
-      return combined(reduction_, a, b);
-    }
-  }
-  // Records are no power of two.
-  static constexpr bool kIsPack = sizeof(Vector) % sizeof(Stored) == 0;
-  RINGCOMM_HD static Acc element(const std::byte* from, std::size_t idx) {
-    if constexpr (kIsPack)
-      return Element::load(load_pack<Cached::kYes, Stored>(from + idx * sizeof(Stored)));
-    else
-      return Element::load(reinterpret_cast<const Stored*>(from)[idx]);
-  }
-  RINGCOMM_HD static void store_element(std::byte* to, std::size_t idx, const Stored& stored) {
-    if constexpr (kIsPack)
-      store_pack<Cached::kYes>(to + idx * sizeof(Stored), stored);
-    else
-      reinterpret_cast<Stored*>(to)[idx] = stored;
-  }
-  RINGCOMM_HD static Stored finished(const Acc& acc, int divisor) {
-    return Element::store(divisor > 1 ? Element::divide(acc, divisor) : acc);
+  RINGCOMM_HD static Stored finished(float acc, int divisor) {
+    return Element::store(divisor > 1 ? acc / static_cast<float>(divisor) : acc);
   }
 
   Reduction reduction_;
