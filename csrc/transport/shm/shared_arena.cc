@@ -85,9 +85,10 @@ std::optional<std::size_t> BlockList::allocate(std::size_t num_bytes, std::size_
 }
 
 std::size_t BlockList::deallocate(std::size_t offset) {
-  const auto block = used_.extract(offset);
-  if (block.empty()) return 0;
-  const std::size_t num_bytes = block.mapped();
+  const auto block = used_.find(offset);
+  const std::size_t num_bytes = block->second;
+  if (num_bytes == 0) return 0;
+  used_.erase(block);
   auto range = free_.emplace(offset, num_bytes).first;
   if (const auto next = std::next(range);
       next != free_.end() && next->first == offset + num_bytes) {
@@ -105,7 +106,7 @@ std::size_t BlockList::deallocate(std::size_t offset) {
 void BlockList::retire(std::size_t offset) {
   const auto next = used_.upper_bound(offset);
   if (next == used_.begin()) return;
-  if (const auto block = std::prev(next); offset - block->first < block->second) used_.erase(block);
+  if (const auto block = std::prev(next); offset - block->first < block->second) block->second = 0;
 }
 
 constinit PerProcess<SharedArena> SharedArena::arenas_;

@@ -39,7 +39,7 @@ class BlockList {
 
  private:
   std::map<std::size_t, std::size_t> free_;  // size by offset
-  std::map<std::size_t, std::size_t> used_;  // size by offset
+  std::map<std::size_t, std::size_t> used_;  // size by offset; 0 if retired
 };
 
 /// The location of a buffer in the shared memory of its process; valid in other processes.
