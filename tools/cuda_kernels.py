@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda/kernels/*.cu into images that the extension carries (cuda/collectives/kernels.cc).
+"""Compiles csrc/cuda/kernels/*.cu into images for the extension (cuda/collectives/kernels.cc).
 
 Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
 RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
