@@ -106,31 +106,6 @@ TEST_CASE("ring schedule of every world up to 64") {
   }
 }
 
-// Group by group; in it phase by phase, step by step, slice by slice.
-TEST_CASE("the turns of a ring are each slice's steps once, in groups of as many slices as slots") {
-  for (std::size_t slices = 0; slices <= 7; ++slices)
-    for (std::size_t slots = 1; slots <= 4; ++slots)
-      for (int steps = 1; steps <= 3; ++steps)
-        for (const auto& [reduces, gathers] :
-             {std::pair{true, true}, {true, false}, {false, true}}) {
-          const RingPlan plan{slices, 1, slots, steps, reduces, gathers};
-          RingTurn turn = plan.first();
-          for (std::size_t first = 0; first < slices; first += slots)
-            for (const bool is_gather : {false, true}) {
-              if (is_gather ? !gathers : !reduces) continue;
-              for (int step = 0; step < steps; ++step)
-                for (std::size_t idx = first; idx < std::min(first + slots, slices); ++idx) {
-                  REQUIRE_FALSE(plan.is_over(turn));
-                  REQUIRE(turn.is_gather == is_gather);
-                  REQUIRE(turn.step == step);
-                  REQUIRE(plan.slice_idx(turn) == idx);
-                  plan.advance(turn);
-                }
-            }
-          REQUIRE(plan.is_over(turn));
-        }
-}
-
 // Chunks are contiguous, cover everything, and differ by at most one; the longer ones come first.
 constexpr bool is_partition(std::size_t num_elems, int num_chunks) {
   const ChunkLayout layout(num_elems, num_chunks);

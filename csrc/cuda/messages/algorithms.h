@@ -30,8 +30,8 @@ void device_all_to_all(DeviceEngine& engine, const Collective& call);
 void device_barrier(DeviceEngine& engine);
 
 /// Around the ring of collectives/ring.h.
-void device_ring(DeviceEngine& engine, const Collective& call, const CallHeader& header,
-                 const MessageShares& shares, const RingHalves& halves);
+void device_ring(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+                 const RingHalves& halves);
 
 /// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: by ringcomm's
 /// kernel where it has one for the device, and by torch's operators where not.

@@ -15,8 +15,8 @@ namespace {
 // posted where its receive is expected, after the sum is in the stream.
 class DeviceLinks {
  public:
-  DeviceLinks(DeviceEngine& engine, const Collective& call, const CallHeader& header,
-              const MessageShares& shares, const RingHalves& halves)
+  DeviceLinks(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+              const RingHalves& halves)
       : engine_(engine),
         shares_(shares),
         reduce_(call.reduction, call.dtype, engine.device()),
@@ -83,9 +83,9 @@ class DeviceLinks {
 
 }  // namespace
 
-void device_ring(DeviceEngine& engine, const Collective& call, const CallHeader& header,
-                 const MessageShares& shares, const RingHalves& halves) {
-  DeviceLinks links(engine, call, header, shares, halves);
+void device_ring(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+                 const RingHalves& halves) {
+  DeviceLinks links(engine, call, shares, halves);
   Ring(links, halves).run();
 }
 
