@@ -78,9 +78,8 @@ struct UpdatingOwner {
  private:
   static constexpr int kElems = 4;  ///< of fp32 states 16 bytes
   /// The loads of gradients in flight, in addition to those of the states. More do not fit the
-  /// registers for fp32 gradients, or with fp32 parameters and two states.
-  static constexpr bool kIsWide = sizeof(typename Grad::Stored) == 4 ||
-                                  (sizeof(typename Param::Stored) == 4 && Step::kNumStates > 1);
+  /// registers for fp32 gradients, or with two states.
+  static constexpr bool kIsWide = sizeof(typename Grad::Stored) == 4 || Step::kNumStates > 1;
   static constexpr int kAtOnce = kIsWide ? 2 : 4;
 
   struct Arrays {
