@@ -11,7 +11,6 @@
 
 #include "bindings/python_errors.h"
 #include "transport/process.h"
-#include "transport/process.h"
 
 namespace ringcomm {
 namespace {

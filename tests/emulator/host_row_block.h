@@ -113,5 +113,4 @@ class HostRowBlock {
   std::deque<Store> stores_;  // of thread 0
 };
 
-
 }  // namespace ringcomm::emulator

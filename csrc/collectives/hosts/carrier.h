@@ -3,8 +3,6 @@
 #include <memory>
 
 #include "collectives/carrier.h"
-#include "collectives/carrier.h"
-#include "collectives/collective.h"
 #include "collectives/collective.h"
 #include "collectives/messages/engine.h"
 #include "transport/membership.h"

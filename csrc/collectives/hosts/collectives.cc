@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "collectives/collective.h"
 #include "collectives/hosts/carrier.h"
 #include "collectives/messages/shares.h"
-#include "collectives/collective.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/messages/ring.h"
 #include "collectives/collective.h"
+#include "collectives/messages/ring.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {

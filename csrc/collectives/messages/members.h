@@ -15,12 +15,12 @@
 #include <utility>
 #include <vector>
 
-#include "transport/watch_thread.h"
 #include "core/arch.h"
 #include "transport/membership.h"
 #include "transport/messages/message_transport.h"
 #include "transport/peer_table.h"
 #include "transport/shm/rendezvous.h"
+#include "transport/watch_thread.h"
 
 namespace ringcomm {
 

@@ -2,10 +2,10 @@
 
 #include <memory>
 
+#include "collectives/carrier.h"
 #include "collectives/failure.h"
 #include "collectives/messages/members.h"
 #include "collectives/p2p.h"
-#include "collectives/carrier.h"
 #include "transport/messages/message_transport.h"
 
 namespace ringcomm {

@@ -3,8 +3,8 @@
 #include <optional>
 #include <vector>
 
-#include "collectives/messages/ring.h"
 #include "collectives/messages/engine.h"
+#include "collectives/messages/ring.h"
 
 namespace ringcomm {
 namespace {

@@ -3,8 +3,8 @@
 #include <optional>
 #include <vector>
 
-#include "collectives/fused_update.h"
 #include "collectives/collective.h"
+#include "collectives/fused_update.h"
 #include "collectives/shm/collectives.h"
 
 namespace ringcomm {

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/failure.h"
 #include "collectives/collective.h"
+#include "collectives/failure.h"
 #include "collectives/p2p.h"
 #include "transport/process.h"
 #include "transport/shm/group.h"

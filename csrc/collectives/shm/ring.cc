@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <optional>
 
-#include "collectives/fused_update.h"
 #include "collectives/collective.h"
+#include "collectives/fused_update.h"
 #include "collectives/shm/collectives.h"
 #include "core/link_protocol.h"
 

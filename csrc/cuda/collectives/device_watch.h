@@ -6,12 +6,12 @@
 #include <string>
 
 #include "collectives/failure.h"
-#include "transport/watch_thread.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/kernels/call.h"
 #include "cuda/kernels/staging.h"
 #include "transport/membership.h"
+#include "transport/watch_thread.h"
 
 namespace ringcomm::cuda {
 

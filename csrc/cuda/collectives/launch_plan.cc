@@ -7,7 +7,6 @@
 
 #include "collectives/collective.h"
 #include "core/chunk_layout.h"
-#include "core/chunk_layout.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
 #include "cuda/kernels/reduce_gather.h"

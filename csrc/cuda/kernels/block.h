@@ -6,7 +6,6 @@
 #include "core/annotations.h"
 #include "core/arch.h"
 #include "core/packet_protocol.h"
-#include "core/arch.h"
 #include "cuda/kernels/memory.h"
 #include "cuda/kernels/staging.h"
 

@@ -4,7 +4,6 @@
 
 #include "core/chunk_layout.h"
 #include "core/link_protocol.h"
-#include "core/chunk_layout.h"
 #include "cuda/kernels/phases.h"
 #include "cuda/kernels/reducers.h"
 

@@ -15,8 +15,8 @@
 #include <fstream>
 #include <limits>
 
-#include "core/errors.h"
 #include "core/annotations.h"
+#include "core/errors.h"
 #include "transport/process.h"
 #include "transport/wait_limits.h"
 
