@@ -1,53 +1,75 @@
 #include "cuda/bindings/device_carrier.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "core/errors.h"
-#include "cuda/bindings/device_ipc_carrier.h"
-#include "cuda/messages/carrier.h"
+#include <algorithm>
+#include <string>
 
-namespace py = pybind11;
+#include "bindings/python_errors.h"
+#include "core/errors.h"
+#include "cuda/bindings/driver_device.h"
+#include "cuda/collectives/engine.h"
+#include "cuda/collectives/unavailable.h"
+#include "cuda/messages/carrier.h"
 
 namespace ringcomm {
 namespace {
 
-void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::string& name) {
-  const py::gil_scoped_acquire acquired;
-  py::module_::import("logging")
-      .attr("getLogger")("ringcomm")
-      .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", group.options.group_name,
-                    group.rank, group.world_size, device.str(), name);
-}
+using CarrierPtr = std::unique_ptr<cuda::DeviceCarrier>;
 
-}  // namespace
-
-SharedDeviceMemory DeviceCarrier::lend(std::size_t) {
-  C10_THROW_ERROR(
-      NotImplementedError,
-      "ringcomm: ranks that reach each other by " + name() +
-          " share no memory; use torch.empty instead: calls on it are sent as messages");
-}
-
-std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,
-                                                   c10::Device device) {
-  // The faster one first; the other takes every group.
-  std::string reason;
-  std::unique_ptr<DeviceCarrier> carrier = make_ipc_device_carrier(group, device, reason);
-  if (carrier != nullptr) {
-    log_choice(group, device, carrier->name());
-    return carrier;
-  }
-  const std::string not_by = "not by cuda_ipc: " + reason;
+// Null on all ranks, with the reason, if the ranks cannot map each other's memory.
+CarrierPtr make_engine(const DeviceCarrierGroup& group, c10::Device device, std::string& reason) {
+  if (group.world_size == 1)
+    reason = "a group of one";
+  else if (!is_of_driver(device))
+    reason = "not a CUDA device";
+  else if (group.options.engine.transport == "p2p")
+    reason = "the transport is p2p";
+  if (!reason.empty()) return nullptr;
+  const std::string name = "ringcomm: group " + group.options.group_name;
   try {
-    carrier = make_message_device_carrier(group, device);
+    return cuda::Engine::make(
+        *group.communicator, device.index(),
+        {.timeout = std::min(group.options.timeout, kLongestTimeout),
+         .is_interrupted = is_interrupted},
+        [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; });
+  } catch (const cuda::Unavailable& unavailable) {
+    reason = unavailable.what();
+    return nullptr;
+  }
+}
+
+CarrierPtr make_messages(const DeviceCarrierGroup& group, c10::Device device,
+                         const std::string& not_by) {
+  try {
+    return make_message_device_carrier(group, device);
   } catch (c10::Error& error) {
     error.add_context(not_by);
     throw;
   } catch (const Error& error) {
     throw Error(error.info(), std::string(error.what()) + "; " + not_by);
   }
-  log_choice(group, device, carrier->name() + "; " + not_by);
+}
+
+}  // namespace
+
+CarrierPtr make_device_carrier(const DeviceCarrierGroup& group, c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  // The faster one first; the other takes every group.
+  std::string reason;
+  CarrierPtr carrier = make_engine(group, device, reason);
+  const std::string not_by = "not by cuda_ipc: " + reason;
+  const bool is_by_messages = carrier == nullptr;
+  if (is_by_messages) carrier = make_messages(group, device, not_by);
+  const pybind11::gil_scoped_acquire acquired;
+  pybind11::module_::import("logging")
+      .attr("getLogger")("ringcomm")
+      .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", group.options.group_name,
+                    group.rank, group.world_size, device.str(),
+                    carrier->description() + (is_by_messages ? "; " + not_by : ""));
   return carrier;
 }
 

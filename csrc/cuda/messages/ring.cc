@@ -4,8 +4,8 @@
 #include "collectives/reduction.h"
 #include "collectives/ring_turns.h"
 #include "core/ring_schedule.h"
-#include "cuda/messages/algorithms.h"
-#include "cuda/messages/reduce.h"
+#include "cuda/messages/collectives.h"
+#include "cuda/messages/operators.h"
 
 namespace ringcomm {
 namespace {
@@ -109,15 +109,15 @@ class DeviceRing {
 
 }  // namespace
 
-void device_ring(DeviceEngine& engine, const Collective& call, const CallHeader& header,
-                 const MessageShares& shares, DeviceRingParts parts) {
-  const std::size_t slice_elems = header.ring_slot_bytes / shares.element_bytes;
+void device_ring(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+                 DeviceRingParts parts) {
+  const std::size_t slice_elems = DeviceEngine::kSlotBytes / shares.element_bytes;
   const std::size_t num_pieces = num_slices(shares.max_elems(), slice_elems);
   if (num_pieces == 0) return;
   DeviceRing(engine, call, shares,
              {.num_slices = num_pieces,
               .slice_elems = slice_elems,
-              .num_slots = header.ring_num_slots,
+              .num_slots = DeviceEngine::kNumSlots,
               .num_steps = engine.world_size() - 1,
               .has_reduce_scatter = parts.has_reduce_scatter,
               .has_all_gather = parts.has_all_gather})
