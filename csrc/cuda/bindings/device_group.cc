@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
-#include "cuda/bindings/device_carrier.h"
 #include "cuda/messages/carrier.h"
 
 namespace ringcomm {
@@ -61,7 +60,7 @@ cuda::DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   // Without the lock: it waits for other ranks.
   std::unique_ptr<cuda::DeviceCarrier> made;
   try {
-    made = make_device_carrier({store_, rank_, world_size_, *options_, communicator()}, device);
+    made = make_carrier(*communicator(), device);
   } catch (const std::exception&) {
     check();  // throws the reason if a watchdog ended the group
     throw;

@@ -60,6 +60,10 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
  private:
   /// The carrier of a device. The first call makes it and is collective over the group.
   cuda::DeviceCarrier& carrier(c10::Device device);
+  /// Kernels in memory that all ranks have mapped, or, where they cannot map it, messages. Takes
+  /// the GIL, and blocks. Throws Error, and ValueError if neither supports the device.
+  std::unique_ptr<cuda::DeviceCarrier> make_carrier(Communicator& communicator,
+                                                    c10::Device device) const;
   /// Whether the last that it has enqueued was the carrier's.
   using Body = std::function<bool(cuda::DeviceCarrier&, const cuda::StreamPlace&)>;
 

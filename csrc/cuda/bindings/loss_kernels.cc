@@ -107,12 +107,12 @@ bool is_supported(const at::Tensor& logits) {
 }
 
 bool is_aligned(const at::Tensor& logits) {
-  const auto is_multiple = [](std::int64_t bytes) { return bytes % cuda::kVectorBytes == 0; };
-  const std::int64_t element_bytes = logits.element_size();
-  return is_multiple(static_cast<std::int64_t>(
-             reinterpret_cast<std::uintptr_t>(logits.const_data_ptr()) % cuda::kVectorBytes)) &&
-         is_multiple(logits.stride(0) * element_bytes) &&
-         is_multiple(logits.size(1) * element_bytes);
+  const auto element_bytes = static_cast<std::uintptr_t>(logits.element_size());
+  const auto stride = static_cast<std::uintptr_t>(logits.stride(0));
+  const auto width = static_cast<std::uintptr_t>(logits.size(1));
+  return reinterpret_cast<std::uintptr_t>(logits.const_data_ptr()) % cuda::kVectorBytes == 0 &&
+         stride * element_bytes % cuda::kVectorBytes == 0 &&
+         width * element_bytes % cuda::kVectorBytes == 0;
 }
 
 /// Sets the divisor of the losses. Returns a tensor that the kernels read; keep it until then.

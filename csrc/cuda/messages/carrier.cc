@@ -27,84 +27,23 @@ constexpr std::chrono::milliseconds kLookInterval{50};
 // Reports of ranks on other hosts are in the store, which all ranks poll.
 constexpr int kLooksPerQuestion = 4;
 
-// A watchdog that ends the group when a rank dies or fails while messages of device tensors are in
-// flight. The backend of these messages may wait for the rank without end.
-class PeerWatch {
- public:
-  // `ended` is called once, from another thread. It watches until `timeout`, the timeout of the
-  // group's calls, has passed after the last call.
-  PeerWatch(Communicator& communicator, std::chrono::milliseconds timeout,
-            std::function<void()> ended)
-      : communicator_(communicator),
-        timeout_(timeout),
-        ended_(std::move(ended)),
-        thread_("ringcomm-p2p",
-                {.interval = kLookInterval, .num_looks = timeout / kLookInterval + 1},
-                [this] { return goes_on(); }) {}
-
-  // Call it when messages start, of a collective or, without `header`, of a user; with
-  // `is_captured` they may start at any time from now on.
-  void note_call(const CallHeader* header, bool is_captured) {
-    {
-      const std::lock_guard lock(mutex_);
-      last_ = header != nullptr ? std::optional(*header) : std::nullopt;
-    }
-    if (is_captured) thread_.stay_awake();
-    thread_.wake();
-  }
-
- private:
-  Activity activity() {
-    const std::lock_guard lock(mutex_);
-    if (!last_) return {.op = "send", .description = "sends and receives", .timeout = timeout_};
-    return {.op = name_of(last_->op),
-            .seq = static_cast<std::int64_t>(last_->seq),
-            .description = describe(*last_),
-            .timeout = timeout_};
-  }
-
-  // A rank that has left has ended its calls before; whether it made this one the hosts compare.
-  bool goes_on() {
-    Membership& members = *communicator_.members();
-    std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
-    for (int peer = 0; peer < communicator_.world_size(); ++peer) {
-      if (peer == communicator_.rank()) continue;
-      const Stop state = members.state_of(peer);
-      if (state != Stop::kPeerDied && state != Stop::kAborted) continue;
-      try {
-        communicator_.failure().raise_stopped(state, peer, activity());
-      } catch (const std::exception&) {
-        // The error is kept for the next call or wait.
-      }
-      ended_();
-      return false;
-    }
-    return true;
-  }
-
-  Communicator& communicator_;
-  std::chrono::milliseconds timeout_;
-  std::function<void()> ended_;
-  int num_looks_ = 0;  // the thread's
-  std::mutex mutex_;
-  std::optional<CallHeader> last_;  // guarded by mutex_
-  WatchThread thread_;              // last: it uses all of the above
-};
-
 class MessageDeviceCarrier final : public cuda::DeviceCarrier {
  public:
   // `backend` as for DeviceEngine. Collective over the group.
-  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, const DeviceCarrierGroup& group,
-                       c10::Device device)
-      : communicator_(*group.communicator),
-        options_(group.options.engine),
+  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
+                       const GroupOptions& options, c10::Device device)
+      : communicator_(communicator),
+        options_(options.engine),
+        timeout_(std::min(options.timeout, kLongestTimeout)),
         description_(backend != nullptr ? "p2p over " + backend->getBackendName()
                                         : "none: a group of one"),
-        engine_(std::move(backend), group.rank, group.world_size, device) {
-    if (group.world_size == 1) return;
-    watch_.emplace(communicator_, std::min(group.options.timeout, kLongestTimeout),
-                   [this] { engine_.abort(); });
-    watch_->note_call(nullptr, false);  // what follows waits for all
+        engine_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
+    if (communicator.world_size() == 1) return;
+    watch_.emplace(
+        "ringcomm-p2p",
+        WatchThread::Pace{.interval = kLookInterval, .num_looks = timeout_ / kLookInterval + 1},
+        [this] { return look_at_peers(); });
+    watch_->wake();  // what follows waits for all
     connect();
   }
 
@@ -116,14 +55,14 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
 
   Traffic enqueue(const Collective& call, const CallHeader& header,
                   const cuda::StreamPlace& place) override {
-    if (watch_) watch_->note_call(&header, place.capture != 0);
+    watch(header, place.capture != 0);
     return {.sent_bytes =
                 in_order([&] { run_device_collective(engine_, call, header.algorithm, options_); }),
             .algorithm = header.algorithm};
   }
 
   void exchange(const std::vector<cuda::Mail>& messages, const cuda::StreamPlace& place) override {
-    if (watch_) watch_->note_call(nullptr, place.capture != 0);
+    watch(std::nullopt, place.capture != 0);
     in_order([&] {
       for (const cuda::Mail& message : messages) {
         if (message.is_send)
@@ -183,22 +122,67 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
     return engine_.finish();
   }
 
+  // Call it when messages start, of a collective or, without `header`, of a user; if they are
+  // captured, they may start at any time from now on.
+  void watch(const std::optional<CallHeader>& header, bool is_captured) {
+    if (!watch_) return;
+    {
+      const std::lock_guard lock(mutex_);
+      last_ = header;
+    }
+    if (is_captured) watch_->stay_awake();
+    watch_->wake();
+  }
+
+  // The watchdog: ends the group when a rank dies or fails while messages are in flight, because
+  // the backend may wait for that rank without end. A rank that has left has ended its calls
+  // before; whether it made this one the hosts compare.
+  bool look_at_peers() {
+    Membership& members = *communicator_.members();
+    std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
+    for (int peer = 0; peer < engine_.world_size(); ++peer) {
+      if (peer == engine_.rank()) continue;
+      const Stop state = members.state_of(peer);
+      if (state != Stop::kPeerDied && state != Stop::kAborted) continue;
+      try {
+        communicator_.failure().raise_stopped(state, peer, activity());
+      } catch (const std::exception&) {
+        // The error is kept for the next call or wait.
+      }
+      engine_.abort();
+      return false;
+    }
+    return true;
+  }
+
+  Activity activity() {
+    const std::lock_guard lock(mutex_);
+    if (!last_) return {.op = "send", .description = "sends and receives", .timeout = timeout_};
+    return {.op = name_of(last_->op),
+            .seq = static_cast<std::int64_t>(last_->seq),
+            .description = describe(*last_),
+            .timeout = timeout_};
+  }
+
   Communicator& communicator_;
   CommunicatorOptions options_;
+  std::chrono::milliseconds timeout_;
   std::string description_;
   DeviceEngine engine_;
-  std::optional<PeerWatch> watch_;  // not of a group of one; last: it uses the engine
+  int num_looks_ = 0;  // the watchdog's
+  std::mutex mutex_;
+  std::optional<CallHeader> last_;    // guarded by mutex_
+  std::optional<WatchThread> watch_;  // not of a group of one; last: it uses all of the above
 };
 
 // Ends the group on all ranks if a rank cannot arrive.
-LookForRanks look_for(const DeviceCarrierGroup& group, c10::Device device) {
-  const auto deadline = deadline_after(std::min(group.options.timeout, kLongestTimeout));
-  return [&group, device, deadline](int missing) {
-    Communicator& communicator = *group.communicator;
+LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c10::Device device) {
+  const auto deadline = deadline_after(std::min(options.timeout, kLongestTimeout));
+  return [&communicator, &options, device, deadline](int missing) {
     const Activity activity{.op = "init",
                             .description = "connecting tensors on " + device.str(),
-                            .timeout = group.options.timeout};
-    for (int rank = 0; rank < group.world_size; ++rank)
+                            .timeout = options.timeout};
+    for (int rank = 0; rank < communicator.world_size(); ++rank)
       if (communicator.has_died(rank))
         communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
     if (is_interrupted())
@@ -208,30 +192,34 @@ LookForRanks look_for(const DeviceCarrierGroup& group, c10::Device device) {
   };
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const DeviceCarrierGroup& group,
-                                               c10::Device device) {
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               Communicator& communicator,
+                                               const GroupOptions& options, c10::Device device) {
   namespace py = pybind11;
   const py::gil_scoped_acquire acquired;
   std::string name;
   try {
     name = py::module_::import("ringcomm.message_backend")
-               .attr("for_device")(group.options.engine.p2p_backend,
+               .attr("for_device")(options.engine.p2p_backend,
                                    c10::DeviceTypeName(device.type(), /*lower_case=*/true))
                .cast<std::string>();
   } catch (const py::error_already_set& error) {
     TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
     throw;
   }
-  return make_message_backend(name, group.store, group.rank, group.world_size, group.options,
-                              look_for(group, device), "tensors on " + device.str());
+  return make_message_backend(name, store, communicator.rank(), communicator.world_size(), options,
+                              look_for(communicator, options, device),
+                              "tensors on " + device.str());
 }
 
 }  // namespace
 
-std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(const DeviceCarrierGroup& group,
-                                                                 c10::Device device) {
+std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
+    const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
+    const GroupOptions& options, c10::Device device) {
   return std::make_unique<MessageDeviceCarrier>(
-      group.world_size > 1 ? make_backend(group, device) : nullptr, group, device);
+      communicator.world_size() > 1 ? make_backend(store, communicator, options, device) : nullptr,
+      communicator, options, device);
 }
 
 }  // namespace ringcomm

@@ -5,16 +5,21 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "cuda/bindings/device_carrier.h"
+#include "bindings/devices.h"
+#include "collectives/communicator.h"
+#include "cuda/collectives/device_carrier.h"
 
 namespace ringcomm {
 
 /// Collectives of device tensors over another backend, which ringcomm.message_backend chooses, for
-/// ranks that cannot map each other's memory. Takes every group; otherwise as
-/// make_device_carrier(). The messages have no headers, so the hosts compare these separately.
-std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(const DeviceCarrierGroup& group,
-                                                                 c10::Device device);
+/// ranks that cannot map each other's memory. Takes every group. Collective over it; takes the GIL,
+/// and blocks. The messages have no headers, so the hosts compare these separately. Throws Error,
+/// and ValueError if no backend supports the device.
+std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
+    const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
+    const GroupOptions& options, c10::Device device);
 
 /// Starts to compare a call's header with those of all ranks, and the sizes of the shares of each
 /// pair of ranks, on the hosts and concurrently with the enqueued work. A difference, or a rank

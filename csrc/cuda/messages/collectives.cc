@@ -216,22 +216,10 @@ void reduce_update_gather(DeviceEngine& engine, const Collective& call,
   gather_shares(engine, call, plan(OpKind::kAllGather, param_dtype), params);
 }
 
-// The addresses from the first to the last byte of any part.
-std::pair<std::uintptr_t, std::uintptr_t> span_of(const Parts& parts) {
-  std::uintptr_t first = UINTPTR_MAX, end = 0;
-  for (const Part& each : parts) {
-    if (each.num_bytes == 0) continue;
-    const auto begin = reinterpret_cast<std::uintptr_t>(each.data);
-    first = std::min(first, begin);
-    end = std::max(end, begin + each.num_bytes);
-  }
-  return {first, end};
-}
-
-bool may_overlap(const Parts& a, const Parts& b) {
-  const auto [begin_a, end_a] = span_of(a);
-  const auto [begin_b, end_b] = span_of(b);
-  return begin_a < end_b && begin_b < end_a;
+bool overlap(const Part& a, const Part& b) {
+  const auto begin_a = reinterpret_cast<std::uintptr_t>(a.data);
+  const auto begin_b = reinterpret_cast<std::uintptr_t>(b.data);
+  return begin_a < begin_b + b.num_bytes && begin_b < begin_a + a.num_bytes;
 }
 
 // May be in place.
@@ -242,7 +230,10 @@ void all_to_all(DeviceEngine& engine, const Collective& call) {
     inputs.push_back(part(call.inputs[peer], call.input_share(peer) * bytes));
     outputs.push_back(part(call.outputs[peer], call.output_share(peer) * bytes));
   }
-  if (may_overlap(inputs, outputs)) {
+  const bool is_in_place = std::ranges::any_of(inputs, [&](const Part& input) {
+    return std::ranges::any_of(outputs, [&](const Part& output) { return overlap(input, output); });
+  });
+  if (is_in_place) {
     for (Part& input : inputs) {
       std::byte* copy = engine.stage(input.num_bytes);
       engine.copy(copy, input.data, input.num_bytes);

@@ -154,8 +154,10 @@ def check_algorithms(rank: int) -> list[bytes]:
     for algorithm, deterministic in product(
         ("auto", "one_shot", "two_shot", "ring"), (None, "rank_order")
     ):
-        group = group_with(algorithm=algorithm, deterministic=deterministic, slot_bytes=256)
-        for num_elems in (0, 1, world_size, world_size + 1, 64 * world_size + 1, 1001):
+        group = group_with(algorithm=algorithm, deterministic=deterministic)
+        # A slot of the ring has 1 Mi elements, and a group of slices two.
+        in_slices = [(2 << 20) * world_size + 1] if algorithm == "ring" else []
+        for num_elems in (0, 1, world_size, world_size + 1, 1001, *in_slices):
             inputs = inputs_of(num_elems)
             tensor = inputs[rank].to(GPU)
             dist.all_reduce(tensor, group=group)
@@ -179,8 +181,8 @@ def test_algorithms_over_messages(world_size: int) -> None:
 def check_roots_and_places(rank: int) -> None:
     """Every root, in one piece and in many; outputs of all_gather lie differently on each rank."""
     world_size = dist.get_world_size()
-    for deterministic, num_elems in product((None, "rank_order"), (1, 1001, 300_001)):
-        group = group_with(deterministic=deterministic, slot_bytes=1 << 16)
+    for deterministic, num_elems in product((None, "rank_order"), (1, 1001, 6_300_001)):
+        group = group_with(deterministic=deterministic)
         inputs = inputs_of(num_elems)
         for root in range(world_size):
             tensor = inputs[rank].to(GPU)
