@@ -22,15 +22,14 @@ from placement import (
 )
 from point import make_bench
 from report import BUSY, Record, Report, comparison, table_of
+from sweep import DEVICE_KIND, Sweep
 
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.screen import microseconds
 
 if TYPE_CHECKING:
-    from collectives import Sweep
     from rich.table import Table
 
-KIND = "collective_on_device"
 FILE_COLUMNS = 190
 
 
@@ -101,7 +100,7 @@ def run_device_sweep(
     placement = placement_of(sweep)
     reasons = {name: why_not(name, placement, sweep.world_size) for name in sweep.backends}
     backends = [name for name in sweep.backends if reasons[name] is None]
-    report = Report(KIND, path, sweep.html, world_size=sweep.world_size, **facts(placement))
+    report = Report(DEVICE_KIND, path, sweep.html, world_size=sweep.world_size, **facts(placement))
     if not report.console.is_terminal:
         report.console.width = FILE_COLUMNS
     for name, reason in reasons.items():

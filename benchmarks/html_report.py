@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,18 @@ from ringcomm.measure.ranks import EXIT_OK, run_main
 
 KINDS = ("collective", "collective_on_device", "systems")
 TEMPLATE = Path(__file__).with_suffix(".html")
+
+
+def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All records of JSONL files, in order. Raises ValueError naming a line that holds none."""
+    records = []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    return records
 
 
 def write_html(records: Sequence[dict[str, Any]], path: Path, *, is_partial: bool = False) -> None:
@@ -44,8 +56,6 @@ def write_html(records: Sequence[dict[str, Any]], path: Path, *, is_partial: boo
 
 def main(arguments: list[str]) -> int:
     """Reads records; returns the exit code."""
-    from report import read_records
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl")
     parser.add_argument("--out", type=Path, default=Path("report.html"))

@@ -200,7 +200,14 @@ def main(argv: list[str]) -> int:
     for rows, tokens in BATCHES:
         names = [case.name for case in CASES]
         systems = Systems(
-            WORLD_SIZE, names, options.width, options.layers, rows, tokens, options.seconds, 1
+            world_size=WORLD_SIZE,
+            names=names,
+            width=options.width,
+            num_layers=options.layers,
+            rows=rows,
+            tokens=tokens,
+            seconds=options.seconds,
+            repeats=1,
         )
         systems.check()
 

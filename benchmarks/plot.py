@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from collectives import DEFAULT_SIZES
-from device_sweep import KIND as DEVICE_KIND
+from sweep import DEFAULT_SIZES, DEVICE_KIND
 from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
 from ringcomm.measure.ranks import EXIT_OK, run_main

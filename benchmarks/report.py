@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -120,18 +120,6 @@ class Recorder:
         line = json.dumps({**self._facts, **rounded(record)}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-
-def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All records of JSONL files, in order. Raises ValueError naming a line that holds none."""
-    records = []
-    for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-    return records
 
 
 class Report:

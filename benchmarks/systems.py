@@ -22,7 +22,7 @@ from gradient_watch import GradientWatch
 from groups import run_ranks
 from report import Report, comparison, inverse, records_of, share_range, table_of
 from torch import Tensor
-from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, parse_name
+from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
 from weather import WeatherWatch
 
 from ringcomm.backend import stats
@@ -51,21 +51,15 @@ CHECKED_STEPS = 4
 TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class Systems:
+@dataclass(frozen=True, kw_only=True)
+class Systems(Workload):
     """What is measured.
 
     Attributes:
         names: systems, over ringcomm or "SYSTEM on BACKEND"; others are compared with the first.
-        rows, tokens: of each rank's batch.
     """
 
-    world_size: int
     names: list[str]
-    width: int
-    num_layers: int
-    rows: int
-    tokens: int
     seconds: float
     repeats: int
 
@@ -99,11 +93,6 @@ class Systems:
         generator = torch.Generator().manual_seed(step)
         shape = [self.world_size * self.rows, self.tokens + 1]
         return torch.randint(VOCAB_SIZE, shape, generator=generator)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all ranks, in a step."""
-        return self.world_size * self.rows * self.tokens
 
     def ids_for(self, system: System, step: int, rank: int) -> Tensor:
         """The ids of a rank."""

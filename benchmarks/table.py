@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from collectives import DEFAULT_SIZES
+from html_report import read_records
 from report import (
     amount,
     comparison,
@@ -28,9 +28,9 @@ from report import (
     grid,
     inverse,
     milliseconds,
-    read_records,
     share_range,
 )
+from sweep import DEFAULT_SIZES
 from system_tables import (
     offload_lines,
     pipeline_lines,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,27 @@ from ringcomm.optim import Lomo
 from ringcomm.parallel import ParameterServer, WeightShards, offload, zero
 from ringcomm.parallel.shards import find_shards
 
-if TYPE_CHECKING:
-    from systems import Systems
-
 GLOO = "gloo"
 FAKE = "fake"  # torch's backend that moves nothing: a step without communication
 
 # Learning rates of AdamW and LOMO.
 ADAMW, LOMO = 1e-3, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The decoder that all systems train, and each rank's batch of rows × tokens."""
+
+    world_size: int
+    width: int
+    num_layers: int
+    rows: int
+    tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks, in a step."""
+        return self.world_size * self.rows * self.tokens
 
 
 @dataclass
@@ -94,22 +107,22 @@ class System:
     """
 
     make: Callable[[Decoder, dist.ProcessGroup], Trainee]
-    formula_bytes: Callable[["Systems", int], float]
+    formula_bytes: Callable[[Workload, int], float]
     like: Callable[[Decoder], torch.optim.Optimizer] = lambda model: _adamw(model.parameters())
     others: tuple[str, ...] = ()
     is_counted: bool = True
     sees_all: bool = False
 
 
-def _parts(num: int) -> Callable[["Systems", int], float]:
+def _parts(num: int) -> Callable[[Workload, int], float]:
     """So many (N-1)/N of the weights' bytes."""
     return lambda systems, num_params: num * (1 - 1 / systems.world_size) * 4 * num_params
 
 
-def _lomo_bytes(num: int) -> Callable[["Systems", int], float]:
+def _lomo_bytes(num: int) -> Callable[[Workload, int], float]:
     """And once 8 bytes a tensor, by which ranks agree on the gradients that there are."""
 
-    def formula(systems: "Systems", num_params: int) -> float:
+    def formula(systems: Workload, num_params: int) -> float:
         num_tensors = 8 * systems.num_layers + 3
         agreement = 2 * (1 - 1 / systems.world_size) * 8 * num_tensors
         return _parts(num)(systems, num_params) + agreement
@@ -117,7 +130,7 @@ def _lomo_bytes(num: int) -> Callable[["Systems", int], float]:
     return formula
 
 
-def _offloaded_bytes(systems: "Systems", num_params: int) -> float:
+def _offloaded_bytes(systems: Workload, num_params: int) -> float:
     """Three parts; and 8 bytes a tensor to each other rank in the backward pass and in step()."""
     told = 2 * 8 * (systems.world_size - 1) * (8 * systems.num_layers + 3)
     return _parts(3)(systems, num_params) + told
@@ -232,7 +245,7 @@ def _tensor(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: bool) ->
     return Trainee(model, model, _adamw(model.parameters()))
 
 
-def _tensor_bytes(systems: "Systems", _: int, *, shares_tokens: bool) -> float:
+def _tensor_bytes(systems: Workload, _: int, *, shares_tokens: bool) -> float:
     reduced = split_bytes(
         systems.width, systems.num_layers, systems.num_tokens, shares_tokens=shares_tokens
     )
@@ -262,7 +275,7 @@ class _Pipeline(Trainee):
         return float(self.pipe.step(ids[:, :-1], ids[:, 1:]))
 
 
-def _pipeline_bytes(systems: "Systems", _: int) -> float:
+def _pipeline_bytes(systems: Workload, _: int) -> float:
     return pipeline_bytes(systems.width, systems.num_tokens, systems.world_size)
 
 

@@ -23,7 +23,7 @@ import systems
 import table
 import torch
 import trainees
-from report import read_records
+from html_report import read_records
 from torch import Tensor
 
 from ringcomm import cli

@@ -15,7 +15,7 @@ import pytest
 import table
 import torch
 import torch.distributed as dist
-from report import read_records
+from html_report import read_records
 
 from ringcomm import cli
 from ringcomm.measure import machine, ranks

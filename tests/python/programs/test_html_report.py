@@ -11,7 +11,8 @@ from typing import Any
 
 import html_report
 import pytest
-from report import RESULTS, read_records
+from html_report import read_records
+from report import RESULTS
 
 from ringcomm import cli
 from ringcomm.measure import ranks

@@ -113,3 +113,13 @@ def test_package_imports_none_of_its_users() -> None:
     users = imports_of("examples", "benchmarks", "tests/python")
     wrong += [(p, m) for p, m, _ in users if m.split(".")[0] == "kernels"]
     assert not wrong, "\n".join(f"{name_of(path)} imports {module}" for path, module in wrong)
+
+
+def test_benchmarks_import_in_no_circle() -> None:
+    paths = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
+    graph: dict[str, set[str]] = {name: set() for name in paths}
+    for path, module, _ in imports_of("benchmarks"):
+        if path.parent == ROOT / "benchmarks" and module in paths:
+            graph[path.stem].add(module)
+    assert any(graph.values())
+    TopologicalSorter(graph).prepare()
