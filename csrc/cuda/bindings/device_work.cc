@@ -112,14 +112,9 @@ void DeviceUse::doubt() {
   is_broken_ = !is_captured_;
 }
 
-bool DeviceUse::is_broken() {
+std::optional<std::string> DeviceUse::failure() {
   const std::lock_guard lock(mutex_);
-  return is_broken_;
-}
-
-std::string DeviceUse::failure() {
-  const std::lock_guard lock(mutex_);
-  return failure_;
+  return is_broken_ ? std::optional(failure_) : std::nullopt;
 }
 
 // ---- DeviceWork
@@ -146,7 +141,7 @@ bool DeviceWork::isCompleted() { return use_->is_over() || !isSuccess(); }
 bool DeviceWork::isSuccess() const {
   use_->look_for_failure();
   if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
-  return !use_->is_broken();
+  return !use_->failure().has_value();
 }
 
 std::exception_ptr DeviceWork::exception() const {
@@ -173,7 +168,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
 void DeviceWork::check_whole() const {
   if (isSuccess()) return;
   if (const auto group = group_.lock(); group != nullptr)
-    group->throw_given_up(title_, use_->failure());
+    group->throw_given_up(title_, use_->failure().value_or(""));
   throw Error({.kind = ErrorKind::kAborted, .op = title_},
               std::string("ringcomm: ") + title_ + " was not complete when its group ended");
 }

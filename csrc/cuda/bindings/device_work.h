@@ -49,10 +49,9 @@ class DeviceUse {
   void give_up();
   /// Another rank had failed by the time this ended.
   void doubt();
-  /// Whether the device is through without having done all of it, as far as is_over() has seen.
-  bool is_broken();
-  /// The error that its outcome was; empty if there is none.
-  std::string failure();
+  /// Whether the device is through without having done all of it, as far as is_over() has seen, and
+  /// the error that its outcome was, which may be empty.
+  std::optional<std::string> failure();
 
  private:
   void note_failure(const std::exception_ptr& error);

@@ -59,8 +59,8 @@ class LossKernels {
   int num_clusters(const LossPlan& plan) const {
     return num_clusters_[static_cast<std::size_t>(std::countr_zero(plan.cluster_blocks))];
   }
-  cuda::Function rows(bool is_float, bool smooths) const { return rows_[is_float][smooths]; }
-  cuda::Function sum() const { return sum_; }
+  /// Both kernels of a call: that of the rows, and the sum.
+  void launch(const LossPlan& plan, LossCall& call, bool is_float, const c10::Stream& stream) const;
 
  private:
   explicit LossKernels(cuda::DeviceOrdinal device) {
@@ -100,6 +100,24 @@ class LossKernels {
   std::array<int, 4> num_clusters_ = {};  // of 1, 2, 4 and 8 blocks
 };
 
+void LossKernels::launch(const LossPlan& plan, LossCall& call, bool is_float,
+                         const c10::Stream& stream) const {
+  const cuda::ContextGuard guard(stream.device_index());
+  const auto most = static_cast<std::int64_t>(num_clusters(plan));
+  const auto num_used = static_cast<unsigned>(std::min(call.num_tokens, most));
+  LaunchAttribute cluster = cluster_of(plan.cluster_blocks);
+  const LaunchConfig config = config_of(num_used * plan.cluster_blocks, plan.shared_bytes(),
+                                        cluster, handle_of(stream));
+  void* parameters[] = {&call};
+  const cuda::Function rows = rows_[is_float][call.label_smoothing != 0];
+  cuda::check(cuda::driver().launch_kernel_ex(&config, rows, parameters, nullptr),
+              "launch a kernel of losses");
+  cuda::check(
+      cuda::driver().launch_kernel(sum_, 1, 1, 1, cuda::kLossThreads, 1, 1, cuda::kLossHeadingBytes,
+                                   config.stream, parameters, nullptr),
+      "launch a kernel of losses");
+}
+
 bool is_supported(const at::Tensor& logits) {
   const bool is_type = logits.scalar_type() == at::kBFloat16 || logits.scalar_type() == at::kFloat;
   return has_driver_for(logits.device()) && is_type && logits.dim() == 2 && logits.size(0) > 0 &&
@@ -129,25 +147,6 @@ at::Tensor set_divisor(LossCall& call, const std::optional<at::Tensor>& num_item
     call.divisor = num_items->item().toDouble();
   }
   return on_device;
-}
-
-/// Both kernels of a call: that of the rows, and the sum.
-void launch(const LossKernels& kernels, const LossPlan& plan, LossCall& call, bool is_float,
-            const c10::Stream& stream) {
-  const cuda::ContextGuard guard(stream.device_index());
-  const auto most = static_cast<std::int64_t>(kernels.num_clusters(plan));
-  const auto num_clusters = static_cast<unsigned>(std::min(call.num_tokens, most));
-  LaunchAttribute cluster = cluster_of(plan.cluster_blocks);
-  const LaunchConfig config = config_of(num_clusters * plan.cluster_blocks, plan.shared_bytes(),
-                                        cluster, handle_of(stream));
-  void* parameters[] = {&call};
-  const cuda::Function rows = kernels.rows(is_float, call.label_smoothing != 0);
-  cuda::check(cuda::driver().launch_kernel_ex(&config, rows, parameters, nullptr),
-              "launch a kernel of losses");
-  cuda::check(
-      cuda::driver().launch_kernel(kernels.sum(), 1, 1, 1, cuda::kLossThreads, 1, 1,
-                                   cuda::kLossHeadingBytes, config.stream, parameters, nullptr),
-      "launch a kernel of losses");
 }
 
 /// cross_entropy_and_grad_ by the kernels of cuda/kernels/loss_rows.h, on the current stream: one
@@ -195,8 +194,8 @@ std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> cross_entropy_by_c
                 .z_loss = static_cast<float>(z_loss)};
   const at::Tensor kept = set_divisor(call, num_items, reduction, logits.device());
   const c10::impl::VirtualGuardImpl streams(logits.device().type());
-  launch(kernels, *plan, call, logits.scalar_type() == at::kFloat,
-         streams.getStream(logits.device()));
+  kernels.launch(*plan, call, logits.scalar_type() == at::kFloat,
+                 streams.getStream(logits.device()));
   mark_written(logits);
   return std::tuple(loss, by_token, denominator);
 }

@@ -2,7 +2,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <memory>
+#include <iterator>
+#include <ranges>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,74 +38,55 @@ bool is_transfer(const Collective& call, int from, int to) {
   }
 }
 
-// What a rank tells all others: the header of its call, then the elements that it has for each rank
-// and those that it expects from each.
-class Record {
- public:
-  explicit Record(int world_size)
-      : data_(kHeader + 2 * static_cast<std::size_t>(world_size)),
-        expected_(kHeader + static_cast<std::size_t>(world_size)) {}
-  Record(const Collective& call, const CallHeader& header, int rank, int world_size)
-      : Record(world_size) {
-    std::ranges::copy(words_of(header), data_.begin());
-    for (int peer = 0; peer < world_size; ++peer) {
-      const auto place = static_cast<std::size_t>(peer);
-      if (is_transfer(call, rank, peer)) data_[kHeader + place] = call.input_share(peer);
-      if (is_transfer(call, peer, rank)) data_[expected_ + place] = call.output_share(peer);
-    }
-  }
+// What a rank tells all others: the header of its call, then the elements that it has for each
+// rank, then those that it expects from each.
+using Record = std::vector<std::uint64_t>;
+constexpr std::size_t kHeader = cuda::kHeaderWords;
 
-  void* data() { return data_.data(); }
-  std::size_t num_bytes() const { return data_.size() * sizeof data_[0]; }
-  cuda::HeaderWords words() const {
-    cuda::HeaderWords words;
-    std::copy_n(data_.begin(), words.size(), words.begin());
-    return words;
-  }
-  std::uint64_t given(int to) const { return data_[kHeader + static_cast<std::size_t>(to)]; }
-  std::uint64_t expected(int from) const {
-    return data_[expected_ + static_cast<std::size_t>(from)];
-  }
+Record record_of(const Collective& call, const CallHeader& header, int rank, int world_size) {
+  Record record;
+  std::ranges::copy(words_of(header), std::back_inserter(record));
+  for (int to = 0; to < world_size; ++to)
+    record.push_back(is_transfer(call, rank, to) ? call.input_share(to) : 0);
+  for (int from = 0; from < world_size; ++from)
+    record.push_back(is_transfer(call, from, rank) ? call.output_share(from) : 0);
+  return record;
+}
 
- private:
-  static constexpr std::size_t kHeader = cuda::kHeaderWords;
-
-  std::vector<std::uint64_t> data_;
-  std::size_t expected_;
-};
-
-void compare(Communicator::Steps& steps, const CallHeader& header, int rank, int world_size,
-             Record& mine) {
-  const auto raise = [&](int peer, const std::string& difference) {
-    steps.raise_mismatch(name_of(header.op), peer, difference, describe(header));
+void compare(Communicator::Steps& steps, const CallHeader& header, std::size_t rank,
+             std::size_t num_ranks, const Record& mine) {
+  const auto raise = [&](std::size_t peer, const std::string& difference) {
+    steps.raise_mismatch(name_of(header.op), static_cast<int>(peer), difference, describe(header));
   };
-  std::vector<Record> all(static_cast<std::size_t>(world_size), Record(world_size));
+  std::vector<Record> all(num_ranks, Record(mine.size()));
   const void* input = mine.data();
   std::vector<void*> outputs;
   for (Record& record : all) outputs.push_back(record.data());
   steps.run({.op = OpKind::kAllGather,
-             .num_elems = mine.num_bytes(),
+             .num_elems = mine.size() * sizeof mine[0],
              .inputs = &input,
              .outputs = outputs.data(),
              .is_counted = false});
-  const auto of = [&](int peer) -> const Record& { return all[static_cast<std::size_t>(peer)]; };
-  for (int peer = 0; peer < world_size; ++peer) {
-    const cuda::HeaderWords words = of(peer).words();
-    if (words == mine.words()) continue;
+  for (std::size_t peer = 0; peer < num_ranks; ++peer) {
+    cuda::HeaderWords words;
+    std::copy_n(all[peer].begin(), kHeader, words.begin());
+    if (std::ranges::equal(words, mine | std::views::take(kHeader))) continue;
     CallHeader theirs = cuda::from_words(words.data());
     theirs.seq = header.seq;
-    raise(peer, describe_difference(peer, theirs, name_of(header.op)));
+    raise(peer, describe_difference(static_cast<int>(peer), theirs, name_of(header.op)));
   }
   const auto in_bytes = [&](std::uint64_t num_elems) {
     return std::to_string(num_elems * element_bytes(header.dtype)) + " bytes";
   };
-  for (int from = 0; from < world_size; ++from)
-    for (int to = 0; to < world_size; ++to)
-      if (of(from).given(to) != of(to).expected(from))
-        raise(from == rank ? to : from, "rank " + std::to_string(from) + " has " +
-                                            in_bytes(of(from).given(to)) + " for rank " +
-                                            std::to_string(to) + ", which expects " +
-                                            in_bytes(of(to).expected(from)));
+  for (std::size_t from = 0; from < num_ranks; ++from)
+    for (std::size_t to = 0; to < num_ranks; ++to) {
+      const std::uint64_t given = all[from][kHeader + to];
+      const std::uint64_t expected = all[to][kHeader + num_ranks + from];
+      if (given != expected)
+        raise(from == rank ? to : from, "rank " + std::to_string(from) + " has " + in_bytes(given) +
+                                            " for rank " + std::to_string(to) + ", which expects " +
+                                            in_bytes(expected));
+    }
 }
 
 }  // namespace
@@ -113,8 +95,9 @@ void check_header(Communicator& communicator, const Collective& call, const Call
                   std::chrono::milliseconds timeout, std::function<void(bool)> done) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
   communicator.submit(
-      [=, mine = Record(call, header, rank, world_size)](Communicator::Steps& steps) mutable {
-        compare(steps, header, rank, world_size, mine);
+      [=, mine = record_of(call, header, rank, world_size)](Communicator::Steps& steps) {
+        compare(steps, header, static_cast<std::size_t>(rank), static_cast<std::size_t>(world_size),
+                mine);
       },
       {.timeout = timeout, .is_interrupted = {}},
       [done = std::move(done)](const std::exception_ptr& error) { done(error != nullptr); });
