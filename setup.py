@@ -62,10 +62,7 @@ def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
         raise buildconfig.BuildProblem(f"csrc has no source of {parts.name}: is it complete?")
     found = buildconfig.sources(*parts.plain)
     found += buildconfig.joined(with_torch, ROOT / "build" / f"joined{parts.name}")
-    flags, libraries = buildconfig.cxx_flags(), []
-    if parts.name == "_C" and buildconfig.has_uring():
-        flags.append("-DRINGCOMM_WITH_URING")
-        libraries.append("uring")
+    flags = buildconfig.cxx_flags()
     nvcc = buildconfig.find_nvcc()
     if parts.name == "_cuda" and nvcc is not None and wants_kernels():
         images = cuda_kernels.compile_all(nvcc, ROOT / "build" / "cuda")
@@ -76,7 +73,6 @@ def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
         include_dirs=[str(buildconfig.CSRC)],
         depends=[str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *with_torch)],
         extra_compile_args={"cxx": flags},
-        libraries=libraries,
         extra_link_args=[*buildconfig.LINK_FLAGS],
     )
 

@@ -39,7 +39,6 @@ ALGORITHMS = {
     "one_shot": Options(algorithm="one_shot"),
     "two_shot": Options(algorithm="two_shot"),
     "ring": Options(algorithm="ring"),
-    "ring, rank_order": Options(algorithm="ring", deterministic="rank_order"),
     DIRECT: Options(),
 }
 OPS = ("all_reduce", "all_reduce_shared")

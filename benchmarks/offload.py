@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 # isort: off
 import harness  # before torch: it sets the number of threads
@@ -87,23 +87,22 @@ def ratio_of(mine: list[float], theirs: list[float]) -> dict[str, float]:
 # ---- files
 
 
-def fio(folder: Path, engine: str, direction: str) -> float:
-    """fio's bytes per second."""
+def fio(folder: Path, direction: str) -> float:
+    """fio's bytes per second, with as many threads as a FileStore has."""
     options = {
         "name": "job",
         "filename": str(folder / "fio"),
         "rw": direction,
         "bs": str(BLOCK_BYTES),
-        "size": str(FILE_BYTES),
+        "size": str(FILE_BYTES // 4),
+        "offset_increment": str(FILE_BYTES // 4),
+        "numjobs": "4",
+        "thread": "1",
+        "group_reporting": "1",
         "direct": "1",
-        "ioengine": "io_uring" if engine == "io_uring" else "psync",
+        "ioengine": "psync",
         "output-format": "json",
     }
-    if engine == "io_uring":
-        options["iodepth"] = str(QUEUE_DEPTH)
-    else:  # as many as the engine has
-        options |= {"numjobs": "4", "size": str(FILE_BYTES // 4), "group_reporting": "1"}
-        options |= {"offset_increment": str(FILE_BYTES // 4), "thread": "1"}
     output = folder / "fio.json"
     command = ["fio", f"--output={output}", *(f"--{k}={v}" for k, v in options.items())]
     subprocess.run(command, capture_output=True, timeout=120, check=True)
@@ -126,7 +125,7 @@ def file_record(
 
     turns: dict[str, Callable[[], float]] = {"ringcomm": mine}
     if with_fio:
-        turns["fio"] = partial(fio, store.path, store.engine, direction)
+        turns["fio"] = partial(fio, store.path, direction)
 
     def once(is_swapped: bool) -> Round:
         names = list(turns)[::-1] if is_swapped else list(turns)
@@ -146,20 +145,13 @@ def file_record(
 
 
 def measure_files(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A record per engine and direction."""
-    records = []
-    engines: tuple[Literal["io_uring", "threads"], ...] = ("io_uring", "threads")
-    for engine in engines:
-        try:
-            store = offload.FileStore(
-                folder, keep=False, engine=engine, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH
-            )
-        except RuntimeError as error:
-            print(f"without {engine}: {error}")
-            continue
-        for direction in ("write", "read"):
-            records.append(file_record(store, direction, options.fio, options.seconds))
-        store.close()
+    """A record per direction."""
+    store = offload.FileStore(folder, keep=False, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
+    records = [
+        file_record(store, direction, options.fio, options.seconds)
+        for direction in ("write", "read")
+    ]
+    store.close()
     return records
 
 
@@ -364,8 +356,7 @@ def checkpoint_record(tokens: int, seconds: float) -> dict[str, Any]:
 def bandwidths(files: list[dict[str, Any]]) -> dict[str, float]:
     """Of the phases: the first reads two parts of three, the second as much as it writes."""
     by_name = {record["name"]: record["p50_bytes_per_s"] for record in files}
-    engine = "io_uring" if "read, io_uring" in by_name else "threads"
-    read, write = by_name[f"read, {engine}"], by_name[f"write, {engine}"]
+    read, write = by_name["read, threads"], by_name["write, threads"]
     return {"compute": 3 / (2 / read + 1 / write), "update": 7 / (4 / read + 3 / write)}
 
 

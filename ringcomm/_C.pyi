@@ -15,12 +15,9 @@ def create_process_group(
     timeout: timedelta,
     algorithm: str,
     is_rank_ordered: bool,
-    num_slots: int,
-    slot_bytes: int,
     one_shot_max_bytes: int,
     transport: str,
     p2p_backend: str,
-    device_slot_bytes: int,
     group_name: str,
     global_ranks: list[int],
 ) -> ProcessGroupRingcomm: ...
@@ -30,12 +27,9 @@ class GroupOptions:
 
     algorithm: str
     is_rank_ordered: bool
-    num_slots: int
-    slot_bytes: int
     one_shot_max_bytes: int
     transport: str
     p2p_backend: str
-    device_slot_bytes: int
 
 class ProcessGroupRingcomm:
     """A torch.distributed.Backend."""
@@ -43,22 +37,6 @@ class ProcessGroupRingcomm:
     options: GroupOptions
     def get_error(self) -> Any: ...
     def perform_nocolor_split(self, device: Any) -> None: ...
-
-class FileTransfer:
-    """A read or write that is under way; see csrc/storage/block_queue.h."""
-
-    def wait(self) -> int: ...
-    def is_done(self) -> bool: ...
-
-class FileEngine:
-    """See csrc/storage/file_engine.h."""
-
-    def __init__(self, kind: str, queue_depth: int, block_bytes: int) -> None: ...
-    @staticmethod
-    def has_uring() -> bool: ...
-    def start(
-        self, is_write: bool, fd: int, address: int, num_bytes: int, offset: int
-    ) -> FileTransfer: ...
 
 def stats() -> dict[tuple[str, str], dict[str, int]]: ...
 def group_stats(backend: Any) -> dict[tuple[str, str], dict[str, int]]: ...

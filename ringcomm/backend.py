@@ -17,16 +17,8 @@ from ringcomm.torch_names import backend_of
 
 _log = logging.getLogger("ringcomm")
 
-DEFAULT_SLOT_BYTES = 256 << 10
-# A message costs much more than a slot in shared memory.
-DEFAULT_MESSAGE_BYTES = 1 << 20
-# Messages between GPUs: each costs several launches of kernels.
-DEFAULT_DEVICE_MESSAGE_BYTES = 4 << 20
 # The options of a group that are passed to the engine.
-_FIELDS = (
-    *("algorithm", "is_rank_ordered", "num_slots", "slot_bytes", "one_shot_max_bytes"),
-    *("transport", "p2p_backend", "device_slot_bytes"),
-)
+_FIELDS = ("algorithm", "is_rank_ordered", "one_shot_max_bytes", "transport", "p2p_backend")
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -102,10 +94,6 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
             'deterministic of ringcomm.Options must be None or "rank_order", got '
             f"{options.deterministic!r}"
         )
-    slot_bytes = device_slot_bytes = options.slot_bytes
-    if slot_bytes is None:
-        slot_bytes = DEFAULT_MESSAGE_BYTES if options.transport == "p2p" else DEFAULT_SLOT_BYTES
-        device_slot_bytes = DEFAULT_DEVICE_MESSAGE_BYTES
     tuned = tuning.load(options.tuning).one_shot_max_bytes(world_size) if options.tuning else None
     # The backend for messages between ranks without shared memory: a group on one host needs none.
     has_gloo = options.p2p_backend != "gloo" or dist.is_gloo_available()
@@ -113,22 +101,10 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
     return {
         "algorithm": options.algorithm,
         "is_rank_ordered": options.deterministic == "rank_order",
-        "num_slots": _whole("num_slots", options.num_slots),
-        "slot_bytes": _whole("slot_bytes", slot_bytes),
         "one_shot_max_bytes": tuned or 0,
         "transport": options.transport or "",
         "p2p_backend": message_backend.checked(options.p2p_backend) if has_messages else "",
-        "device_slot_bytes": _whole("slot_bytes", device_slot_bytes),
     }
-
-
-def _whole(name: str, value: Any) -> int:
-    """The value as a whole number within the range of the engine, which checks it further."""
-    if not isinstance(value, int):
-        raise TypeError(f"{name} of ringcomm.Options must be a whole number, got {value!r}")
-    if not 0 <= value < 1 << 31:
-        raise ValueError(f"{name} of ringcomm.Options is out of range, got {value}")
-    return value
 
 
 def resolve_group(

@@ -4,6 +4,10 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+# Options of earlier versions, which are refused by name.
+_REMOVED = ("num_slots", "slot_bytes")
+_CUT = "a ring now chooses the number and size of its slots by itself"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -21,9 +25,6 @@ class Options:
         deterministic: with "rank_order" every reduction equals the left-to-right sum over the ranks
             bitwise, for every algorithm, size and transport. With None results are bitwise equal on
             all ranks, and in every run with the same options.
-        num_slots: slots of a ring link, 2 to 64.
-        slot_bytes: bytes of a slot, a multiple of 64. None is 262144, 1 MiB over messages, or 4 MiB
-            over messages between GPUs.
         transport: "shm" (shared memory, for ranks on one host) or "p2p" (messages of another
             backend). None uses shared memory inside each host, and messages between hosts.
         p2p_backend: the backend for messages: "gloo", or another one registered with
@@ -34,30 +35,33 @@ class Options:
 
     algorithm: Literal["auto", "one_shot", "two_shot", "ring"] = "auto"
     deterministic: Literal["rank_order"] | None = None
-    num_slots: int = 2
-    slot_bytes: int | None = None
     transport: Literal["shm", "p2p"] | None = None
     p2p_backend: str = "gloo"
     tuning: str | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> "Options":
+        """Refuses options that no longer exist by their name."""
+        for name in _REMOVED:
+            if name in given:
+                raise TypeError(f"ringcomm.Options has no {name} any more, leave it out: {_CUT}")
+        return super().__new__(cls)
 
     def with_environment(self) -> "Options":
         """A copy in which environment variables replace fields that have their default.
 
         Raises:
-            ValueError: a variable has no valid form.
+            ValueError: a variable of an option that no longer exists is set.
         """
+        for name in _REMOVED:
+            if os.environ.get(f"RINGCOMM_{name.upper()}"):
+                raise ValueError(f"unset the environment variable RINGCOMM_{name.upper()}: {_CUT}")
         found: dict[str, Any] = {}
         for field in fields(self):
             name = f"RINGCOMM_{field.name.upper()}"
             text = os.environ.get(name)
             if not text or getattr(self, field.name) != field.default:
                 continue
-            is_number = field.name in ("num_slots", "slot_bytes")
-            if is_number and not text.isdecimal():
-                raise ValueError(
-                    f"the environment variable {name} must be a whole number, got {text!r}"
-                )
-            found[field.name] = int(text) if is_number else text
+            found[field.name] = text
         return replace(self, **found)
 
 

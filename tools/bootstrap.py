@@ -203,8 +203,6 @@ def build_extension(python: str, for_tests: bool) -> None:
     if is_linked and state.get("build") == build and extension.exists():
         return
     buildconfig.check_all()
-    if not buildconfig.has_uring():
-        say("extension", "no liburing (apt-get install liburing-dev): files go through threads")
     num_files = sum(path.suffix in (".cc", ".cu") for path in inputs)
     jobs = buildconfig.num_jobs()
     say("extension", f"compiling what changed of {num_files} files, {jobs} at a time")

@@ -35,7 +35,7 @@ class Extension:
 
 # The first is communication on CPUs; the others link it.
 EXTENSIONS = (
-    Extension("_C", ("core", "reduce", "transport", "storage", "collectives"), ("bindings",)),
+    Extension("_C", ("core", "reduce", "transport", "collectives"), ("bindings",)),
     Extension("_kernels", ("kernels",), ("ops",)),
     Extension(
         "_cuda",
@@ -154,12 +154,6 @@ def find_nvcc() -> Path | None:
         return nvcc if nvcc.exists() else None
     found = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     return Path(found) if found else None
-
-
-def has_uring() -> bool:
-    """Tells whether liburing is here to compile with; without it files are read by threads."""
-    program = "#include <liburing.h>\nint main() { return io_uring_queue_init(1, nullptr, 0); }\n"
-    return _compiled(program, "-luring", "-o", "/dev/null").returncode == 0
 
 
 def num_jobs() -> int:

@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda/kernels/*.cu into images that the extension carries (cuda/kernels/image.cc).
+"""Compiles csrc/cuda/kernels/*.cu into images for the extension (cuda/collectives/kernels.cc).
 
 Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
 RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
@@ -24,7 +24,7 @@ import buildconfig
 from buildconfig import CSRC, ROOT, BuildProblem
 
 # Has what was compiled within, which no compiler tells ninja.
-EMBEDDER = CSRC / "cuda" / "kernels" / "image.cc"
+EMBEDDER = CSRC / "cuda" / "collectives" / "kernels.cc"
 ARCHITECTURES = ("80", "90", "100")
 HELD = "-DRINGCOMM_HELD_VECTORS"
 # Sums round the same way as on the CPU: nothing is contracted.

@@ -13,10 +13,10 @@
 #include "collectives/collective.h"
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/kernels/call.h"
-#include "cuda/kernels/limits.h"
 #include "cuda/kernels/loss_call.h"
-#include "cuda/kernels/mail.h"
 #include "cuda/kernels/memory.h"
+#include "cuda/kernels/send_recv.h"
+#include "cuda/kernels/staging.h"
 
 namespace ringcomm::benchmarks {
 
@@ -52,7 +52,7 @@ inline PlannedCall planned_call(const Collective& call, Path path, std::size_t n
       is_reduction(call.op) ? kernel.slice_elems * element_bytes(call.dtype) : kernel.part_bytes);
   if (path == Path::kRing) {
     const double chunk_bytes = planned.num_bytes / kernel.world_size;
-    planned.slice_bytes = std::min<double>(kernel.ring_slot_bytes, chunk_bytes);
+    planned.slice_bytes = std::min<double>(kernel.staging.layout.ring_slot_bytes(), chunk_bytes);
     planned.num_slices = std::ceil(chunk_bytes / planned.slice_bytes);
   }
   return planned;
@@ -115,7 +115,7 @@ class LatencyModel {
   /// Of a message of `num_bytes`, while each of `num_ranks` sends one and receives one.
   double message_us(double num_bytes, int num_ranks, const cuda::StagingLayout& layout,
                     unsigned blocks_per_lane) const {
-    const cuda::MailSlices slices(layout, static_cast<std::uint64_t>(num_bytes));
+    const cuda::P2pSlices slices(layout, static_cast<std::uint64_t>(num_bytes));
     const double bytes = slices.slice_bytes;
     const double send_us = kSlotUs + copy_turns_us(bytes, kMemoryUs, false) + kReleaseUs;
     const double take_us = kSlotUs + copy_turns_us(bytes, kL2Us, false) + kReleaseUs;
@@ -123,7 +123,7 @@ class LatencyModel {
     const double period_us =
         slower_ *
         std::max({send_us, take_us,
-                  (send_us + take_us + 2 * kHandOverUs) / cuda::StagingLayout::kMailSlots});
+                  (send_us + take_us + 2 * kHandOverUs) / cuda::StagingLayout::kP2pSlots});
     const double in_turn = std::ceil(1.0 * slices.num_channels / blocks_per_lane);
     const double num = std::ceil(1.0 * slices.num / slices.num_channels) * in_turn;
     const double all_us = 2 * num_bytes * num_ranks / (copy_bytes_per_us_ * kShareOfCopy);

@@ -8,7 +8,6 @@
 #include <memory>
 
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/lent_buffers.h"
 #include "cuda/driver/device_memory.h"
 #include "gpu/ranks.h"
 

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "cuda/driver/driver_api.h"
-#include "cuda/kernels/limits.h"
+#include "cuda/kernels/staging.h"
 
 namespace ringcomm::benchmarks {
 

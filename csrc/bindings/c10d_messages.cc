@@ -6,12 +6,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <chrono>
-#include <exception>
-#include <optional>
 #include <utility>
-#include <vector>
 
+#include "bindings/devices.h"
 #include "bindings/python_errors.h"
 #include "core/errors.h"
 
@@ -31,54 +28,44 @@ std::string first_line(const char* text) {
 
 }  // namespace
 
-// A Work of the backend, or its error message if it refused.
+// A Work of the backend, or its error message if it refused; both are empty if it was not asked.
 class C10dMessages::Pending final : public Message {
  public:
-  Pending(C10dMessages& owner, c10::intrusive_ptr<c10d::Work> work, int peer)
-      : owner_(owner), peer_(peer) {
-    const std::lock_guard lock(owner.mutex_);
-    place_ = owner.works_.insert(owner.works_.end(), std::move(work));
-  }
-  // Refused, or not even tried.
-  Pending(C10dMessages& owner, std::string failure) : owner_(owner), failure_(std::move(failure)) {}
-
-  ~Pending() override {
-    if (!place_) return;
-    c10::intrusive_ptr<c10d::Work> work;  // ends without the lock: Gloo's may wait for its thread
+  Pending(C10dMessages& owner, int peer, c10::intrusive_ptr<c10d::Work> work, std::string failure)
+      : owner_(owner), peer_(peer), work_(std::move(work)), failure_(std::move(failure)) {
     const std::lock_guard lock(owner_.mutex_);
-    work = std::move(**place_);
-    owner_.works_.erase(*place_);
+    owner_.pending_.insert(this);
+  }
+  // The work ends later, without the lock: Gloo's may wait for its thread.
+  ~Pending() override {
+    const std::lock_guard lock(owner_.mutex_);
+    owner_.pending_.erase(this);
   }
 
   MessageEnd wait() override {
-    c10d::Work* work = nullptr;
-    {
-      const std::lock_guard lock(owner_.mutex_);
-      if (owner_.is_aborted_) return MessageEnd::kAborted;
-      if (!place_) return MessageEnd::kFailed;
-      work = (*place_)->get();
-    }
+    if (owner_.is_aborted()) return MessageEnd::kAborted;
+    if (work_ == nullptr) return MessageEnd::kFailed;
     try {
       // The group's watchdog has the real timeouts.
-      if (work->wait(kLongestTimeout)) {
-        if (peer_ == kAnySource) peer_ = work->sourceRank();
+      if (work_->wait(kLongestTimeout)) {
+        if (peer_ == kAnySource) peer_ = work_->sourceRank();
         return MessageEnd::kDone;
       }
       failure_ = "the message of the backend failed without an error";
     } catch (const std::exception& error) {
       failure_ = first_line(error.what());
     }
-    const std::lock_guard lock(owner_.mutex_);
-    return owner_.is_aborted_ ? MessageEnd::kAborted : MessageEnd::kFailed;
+    return owner_.is_aborted() ? MessageEnd::kAborted : MessageEnd::kFailed;
   }
 
   int source() const override { return peer_; }
   const std::string& failure() const override { return failure_; }
+  const c10::intrusive_ptr<c10d::Work>& work() const { return work_; }
 
  private:
   C10dMessages& owner_;
-  int peer_ = kAnySource;
-  std::optional<std::list<c10::intrusive_ptr<c10d::Work>>::iterator> place_;
+  int peer_;
+  const c10::intrusive_ptr<c10d::Work> work_;
   std::string failure_;
 };
 
@@ -100,35 +87,35 @@ bool C10dMessages::is_aborted() {
   return is_aborted_;
 }
 
-MessageTransport::MessagePtr C10dMessages::isend(int peer, int tag, const std::byte* data,
-                                                 std::size_t num_bytes) {
-  if (is_aborted()) return std::make_unique<Pending>(*this, "");
+template <class Start>
+MessageTransport::MessagePtr C10dMessages::start(int peer, const std::byte* data,
+                                                 std::size_t num_bytes, const Start& start) {
+  c10::intrusive_ptr<c10d::Work> work;
+  std::string failure;
   try {
     std::vector<at::Tensor> tensors{at::from_blob(
         const_cast<std::byte*>(data), {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
-    return std::make_unique<Pending>(*this, backend_->send(tensors, peer, tag), peer);
+    if (!is_aborted()) work = start(tensors);
   } catch (const std::exception& error) {
-    return std::make_unique<Pending>(*this, first_line(error.what()));
+    failure = first_line(error.what());
+    if (peer == kAnySource && failure.find("does not support") != std::string::npos)
+      throw Unsupported(failure);
   }
+  return std::make_unique<Pending>(*this, peer, std::move(work), std::move(failure));
+}
+
+MessageTransport::MessagePtr C10dMessages::isend(int peer, int tag, const std::byte* data,
+                                                 std::size_t num_bytes) {
+  return start(peer, data, num_bytes,
+               [&](auto& tensors) { return backend_->send(tensors, peer, tag); });
 }
 
 MessageTransport::MessagePtr C10dMessages::irecv(int peer, int tag, std::byte* data,
                                                  std::size_t num_bytes) {
-  if (is_aborted()) return std::make_unique<Pending>(*this, "");
-  try {
-    std::vector<at::Tensor> tensors{
-        at::from_blob(data, {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
-    auto work = peer == kAnySource ? backend_->recvAnysource(tensors, tag)
-                                   : backend_->recv(tensors, peer, tag);
-    return std::make_unique<Pending>(*this, std::move(work), peer);
-  } catch (const c10::Error& error) {
-    const std::string what = first_line(error.what());
-    if (peer == kAnySource && what.find("does not support") != std::string::npos)
-      throw Unsupported(what);
-    return std::make_unique<Pending>(*this, what);
-  } catch (const std::exception& error) {
-    return std::make_unique<Pending>(*this, first_line(error.what()));
-  }
+  return start(peer, data, num_bytes, [&](auto& tensors) {
+    return peer == kAnySource ? backend_->recvAnysource(tensors, tag)
+                              : backend_->recv(tensors, peer, tag);
+  });
 }
 
 // Work::abort() ends a wait and no more: the works, and in them Gloo's buffers, live until their
@@ -138,7 +125,8 @@ void C10dMessages::end_messages() noexcept {
   {
     const std::lock_guard lock(mutex_);
     is_aborted_ = true;
-    works.assign(works_.begin(), works_.end());
+    for (const Pending* pending : pending_)
+      if (pending->work() != nullptr) works.push_back(pending->work());
   }
   for (const auto& work : works) {
     try {

@@ -1,16 +1,17 @@
 #pragma once
 
-#include <list>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "bindings/group_options.h"
 #include "transport/messages/message_transport.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
+
+struct GroupOptions;
 
 /// Messages by the send and recv of any backend of torch.distributed that moves CPU tensors: Gloo,
 /// MPI, another package's.
@@ -35,6 +36,8 @@ class C10dMessages final : public MessageTransport {
  private:
   class Pending;
 
+  template <class Start>
+  MessagePtr start(int peer, const std::byte* data, std::size_t num_bytes, const Start& start);
   void end_messages() noexcept override;
   bool is_aborted();
 
@@ -42,7 +45,7 @@ class C10dMessages final : public MessageTransport {
   std::string name_;
   std::mutex mutex_;  // guards the rest
   bool is_aborted_ = false;
-  std::list<c10::intrusive_ptr<c10d::Work>> works_;  // of all messages that live
+  std::set<const Pending*> pending_;  // all messages that live
 };
 
 /// A new backend of torch.distributed for the messages of one group, created by

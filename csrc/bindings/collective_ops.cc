@@ -1,16 +1,10 @@
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <vector>
-
 #include "bindings/op_support.h"
-#include "bindings/process_group.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
 // autograd and wrappers are in ringcomm/ops, in the same order. They run over any backend of
@@ -24,14 +18,12 @@ namespace ringcomm {
 namespace {
 
 c10d::ReduceOp reduce_op_from(const std::string& name) {
-  if (name == "sum") return c10d::ReduceOp::SUM;
-  if (name == "avg") return c10d::ReduceOp::AVG;
-  if (name == "product") return c10d::ReduceOp::PRODUCT;
-  if (name == "min") return c10d::ReduceOp::MIN;
-  if (name == "max") return c10d::ReduceOp::MAX;
-  if (name == "band") return c10d::ReduceOp::BAND;
-  if (name == "bor") return c10d::ReduceOp::BOR;
-  if (name == "bxor") return c10d::ReduceOp::BXOR;
+  using Op = c10d::ReduceOp;
+  static constexpr std::pair<std::string_view, Op::RedOpType> kReductions[] = {
+      {"sum", Op::SUM}, {"avg", Op::AVG},   {"product", Op::PRODUCT}, {"min", Op::MIN},
+      {"max", Op::MAX}, {"band", Op::BAND}, {"bor", Op::BOR},         {"bxor", Op::BXOR}};
+  for (const auto& [known, op] : kReductions)
+    if (name == known) return op;
   TORCH_CHECK_VALUE(false, "ringcomm: unknown reduction '", name,
                     "'; known are sum, avg, product, min, max, band, bor and bxor");
 }
@@ -151,43 +143,36 @@ at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduc
   return group->getRank() == dst ? output : at::zeros_like(output);
 }
 
-void ring_all_reduce_(const at::Tensor& input, const std::string& group_name, int64_t num_slots,
-                      int64_t slot_bytes) {
+void ring_all_reduce_(const at::Tensor& input, const std::string& group_name) {
   check_no_grad(input, "ring_all_reduce_", "all_reduce");
-  const auto ringcomm = ringcomm_group_of(group_name, input, "ring_all_reduce_");
-  ringcomm->ring_all_reduce(input, num_slots, slot_bytes);
+  ringcomm_group_of(group_name, input, "ring_all_reduce_")->ring_all_reduce(input);
   mark_written(input);
+}
+
+// The group's backend checks which tensors it supports.
+template <class Function>
+void define(torch::Library& m, const std::string& schema, Function* function) {
+  m.def(schema.c_str());
+  const std::string name = schema.substr(0, schema.find('('));
+  for (const auto key :
+       {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::PrivateUse1})
+    m.impl(name.c_str(), key, function);
 }
 
 }  // namespace
 
 TORCH_LIBRARY(ringcomm, m) {
-  m.def("all_reduce_(Tensor(a!) input, str reduce_op, str group_name) -> ()");
-  m.def("all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor");
-  m.def("all_reduce_into(Tensor input, Tensor(a!) out, str reduce_op, str group_name) -> ()");
-  m.def("reduce_scatter(Tensor input, str reduce_op, str group_name) -> Tensor");
-  m.def("all_gather(Tensor input, str group_name) -> Tensor");
-  m.def("broadcast_(Tensor(a!) input, int src, str group_name) -> ()");
-  m.def("broadcast(Tensor input, int src, str group_name) -> Tensor");
-  m.def("reduce(Tensor input, int dst, str reduce_op, str group_name) -> Tensor");
-  m.def("ring_all_reduce_(Tensor(a!) input, str group_name, int num_slots, int slot_bytes) -> ()");
+  define(m, "all_reduce_(Tensor(a!) input, str reduce_op, str group_name) -> ()", all_reduce_);
+  define(m, "all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor", all_reduce);
+  define(m, "all_reduce_into(Tensor input, Tensor(a!) out, str reduce_op, str group_name) -> ()",
+         all_reduce_into);
+  define(m, "reduce_scatter(Tensor input, str reduce_op, str group_name) -> Tensor",
+         reduce_scatter);
+  define(m, "all_gather(Tensor input, str group_name) -> Tensor", all_gather);
+  define(m, "broadcast_(Tensor(a!) input, int src, str group_name) -> ()", broadcast_);
+  define(m, "broadcast(Tensor input, int src, str group_name) -> Tensor", broadcast);
+  define(m, "reduce(Tensor input, int dst, str reduce_op, str group_name) -> Tensor", reduce);
+  define(m, "ring_all_reduce_(Tensor(a!) input, str group_name) -> ()", ring_all_reduce_);
 }
-
-void implement(torch::Library& m) {
-  m.impl("all_reduce_", all_reduce_);
-  m.impl("all_reduce", all_reduce);
-  m.impl("all_reduce_into", all_reduce_into);
-  m.impl("reduce_scatter", reduce_scatter);
-  m.impl("all_gather", all_gather);
-  m.impl("broadcast_", broadcast_);
-  m.impl("broadcast", broadcast);
-  m.impl("reduce", reduce);
-  m.impl("ring_all_reduce_", ring_all_reduce_);
-}
-
-// The group's backend checks which tensors it supports.
-TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { implement(m); }
-TORCH_LIBRARY_IMPL(ringcomm, CUDA, m) { implement(m); }
-TORCH_LIBRARY_IMPL(ringcomm, PrivateUse1, m) { implement(m); }
 
 }  // namespace ringcomm

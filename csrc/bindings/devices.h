@@ -1,25 +1,28 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <chrono>
-#include <cstddef>
-#include <functional>
 #include <map>
-#include <memory>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-#include <vector>
 
-#include "bindings/group_options.h"
-#include "bindings/tensor_call.h"
-#include "collectives/communicator.h"
+#include "bindings/tensors.h"
+#include "collectives/collective.h"
 
 namespace ringcomm {
+
+/// A group's options in c10d's form, which split_group copies to the new group.
+struct GroupOptions final : c10d::Backend::Options {
+  CommunicatorOptions engine;
+
+  GroupOptions(const CommunicatorOptions& engine_options, std::chrono::milliseconds timeout)
+      : Options("ringcomm", timeout), engine(engine_options) {}
+};
 
 /// The metadata of a call.
 struct DeviceCallInfo {

@@ -17,19 +17,10 @@ namespace ringcomm {
 namespace {
 
 const char* class_name_of(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kMismatch:
-      return "MismatchError";
-    case ErrorKind::kPeerDied:
-      return "PeerDiedError";
-    case ErrorKind::kTimeout:
-      return "CollectiveTimeoutError";
-    case ErrorKind::kAborted:
-    case ErrorKind::kInterrupted:
-    case ErrorKind::kSystem:
-      break;
-  }
-  return "RingcommError";
+  return kind == ErrorKind::kMismatch   ? "MismatchError"
+         : kind == ErrorKind::kPeerDied ? "PeerDiedError"
+         : kind == ErrorKind::kTimeout  ? "CollectiveTimeoutError"
+                                        : "RingcommError";
 }
 
 // With the GIL held and a Python error set: takes it over.
@@ -81,28 +72,19 @@ void without_gil(const std::function<void()>& body) {
   body();
 }
 
-std::exception_ptr to_python(const std::exception_ptr& error) {
+std::exception_ptr to_python(const std::exception_ptr& error) try {
   try {
     std::rethrow_exception(error);
   } catch (const Error& engine_error) {
-    // Python has ended, so the error will not be shown.
-    if (!Py_IsInitialized()) return error;
-    return std::make_exception_ptr(make_python_error(engine_error));
+    if (!Py_IsInitialized()) throw;  // nobody will see it
+    throw make_python_error(engine_error);
   } catch (const Unsupported& unsupported) {
-    try {
-      C10_THROW_ERROR(NotImplementedError, std::string("ringcomm: ") + unsupported.what());
-    } catch (...) {
-      return std::current_exception();
-    }
+    C10_THROW_ERROR(NotImplementedError, std::string("ringcomm: ") + unsupported.what());
   } catch (const std::invalid_argument& wrong) {
-    try {
-      C10_THROW_ERROR(ValueError, std::string("ringcomm: ") + wrong.what());
-    } catch (...) {
-      return std::current_exception();
-    }
-  } catch (...) {
-    return error;
+    C10_THROW_ERROR(ValueError, std::string("ringcomm: ") + wrong.what());
   }
+} catch (...) {
+  return std::current_exception();
 }
 
 }  // namespace ringcomm

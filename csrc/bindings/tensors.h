@@ -2,46 +2,102 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <string>
+#include <cstddef>
+#include <functional>
+#include <memory>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
-#include "collectives/collective.h"
-#include "core/types.h"
+#include "collectives/communicator.h"
 
 namespace ringcomm {
 
-/// Checks of what users pass, and torch's types in the engine's terms. `op` is the collective's
-/// name for messages. Wrong arguments throw torch's ValueError, TypeError or NotImplementedError.
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
 
-/// The element type for a reduction.
-DType reduced_dtype(const at::Tensor& tensor, const char* op);
-/// The same for what is only moved, in torch's words: "Float8_e5m2".
-ElementName element_name_of(const at::Tensor& tensor);
-/// Any other text, truncated to the size of a name.
-ElementName element_name(std::string_view text);
-Reduction reduction_of(const c10d::ReduceOp& op, const char* name);
+/// Checks of the tensors that users pass. `op` is what they called. Wrong tensors throw torch's
+/// ValueError or TypeError.
 
 /// Dense, defined, and on a CPU or an accelerator.
 void check_tensor(const at::Tensor& tensor, const char* op);
+void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 /// float32, float16 or bfloat16; `name` is the argument's.
 void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
+/// The engine's element type for a reduction.
+DType reduced_dtype(const at::Tensor& tensor, const char* op);
 /// The one tensor of a list; c10d's signatures carry lists from the time of several GPUs per
 /// process.
-const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op);
-/// One tensor per rank, of any sizes; each must pass check_tensor() and have `reference`'s dtype.
-void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
-                  const at::Tensor& reference, const char* op);
-/// The one list of a list of lists; or null where the list belongs to the root and this rank is
-/// not.
-const std::vector<at::Tensor>* only_list(const std::vector<std::vector<at::Tensor>>& lists,
-                                         bool has_list, const char* op);
-void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
+const at::Tensor& only_tensor(const Tensors& tensors, const char* op);
 
+/// A collective on tensors: the engine's call, the tensors it points to, and the function that runs
+/// after it.
+struct TensorCall {
+  Collective call;
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  std::vector<std::size_t> input_elems;            ///< empty, or of each share
+  std::vector<std::size_t> output_elems;           ///< empty, or of each share
+  std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
+  Tensors kept;      ///< everything `inputs`, `outputs` and `update` point into
+  Tensors profiled;  ///< what the caller gave as input; profilers show its shapes
+  /// Copies results where the call could not put them; may be empty.
+  std::function<void()> finish = {};
+  Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
+
+  /// Makes `call` point to the vectors, which must not be moved afterwards.
+  void link();
+  /// Gives up the sizes of an all_to_all's shares for call.num_elems if all are equal.
+  void take_even_size();
+};
+
+/// The engine's call that moves `share` of each rank, as bytes with the name of their type.
+Collective moving(OpKind op, const at::Tensor& share, int root = -1);
+/// The engine's call that reduces; `buffer` is what one rank gets.
+Collective reducing(OpKind op, const at::Tensor& buffer, const c10d::ReduceOp& reduction,
+                    const char* name, int root = -1);
+
+/// An output that the engine can write: the tensor itself, or a contiguous buffer that the call's
+/// finish() copies back. Throws ValueError if elements of the tensor share a location.
+at::Tensor writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too = false);
 /// Copies a result to a tensor that the call could not write directly. Like the engine's own
 /// writes, it is not recorded by autograd, so the tensor may be a parameter or an inference tensor.
 /// From any thread.
 void copy_back(const at::Tensor& to, const at::Tensor& from);
+/// A contiguous tensor with the same numbers in memory: also where a conjugate or negative view
+/// stores others than it shows.
+at::Tensor plain(const at::Tensor& tensor);
+/// A contiguous tensor to read from, kept alive by the call.
+void* readable(const at::Tensor& tensor, TensorCall& item);
+
+/// Tensors to read from and to write to, one for each rank; sizes in units of `element_bytes`.
+/// Throws ValueError where outputs overlap each other.
+void add_inputs(const Tensors& tensors, std::size_t element_bytes, TensorCall& item);
+void add_outputs(const Tensors& tensors, std::size_t element_bytes, TensorCall& item);
+
+/// The same bits for c10d's complex tensors, which sum like pairs of reals. Throws ValueError for
+/// other reductions.
+at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op);
+/// A rank's operand of a reduction: the tensor itself or, for ReduceOp.PREMUL_SUM, a copy times the
+/// factor, multiplied and rounded in the tensor's own type. The sum is then rounded like any other.
+/// Throws TypeError if the type has no such products.
+at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op);
+
+/// The sum of sparse (COO) tensors, in place: DDP calls it for sparse gradients of an embedding.
+/// The ranks exchange their entries, whose number may differ, and add them in rank order, so that
+/// all ranks have the same bits. Throws ValueError, NotImplementedError.
+TensorCall sparse_all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op, int rank,
+                                  int world_size);
+
+/// The device of the calls' tensors and results; the CPU if there are none. Throws ValueError if
+/// they are on several devices.
+c10::Device device_of(const std::vector<TensorCall>& calls, const Tensors& results,
+                      const char* title);
+
+inline std::size_t num_elems_of(const at::Tensor& tensor) {
+  return static_cast<std::size_t>(tensor.numel());
+}
+/// The text as the engine's name of an element type, truncated to the size of one.
+ElementName element_name(std::string_view text);
 
 }  // namespace ringcomm

@@ -2,19 +2,26 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <span>
 #include <string>
 
 #include "collectives/collective.h"
 #include "collectives/failure.h"
-#include "collectives/point_to_point.h"
-#include "collectives/stats.h"
-#include "core/stop.h"
+#include "collectives/p2p.h"
+#include "core/arch.h"
 #include "transport/membership.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
+
+class MessageTransport;
+
+/// Creates the message transport of a group. Collective: it returns on no rank before all ranks
+/// have created theirs. Called at most once, and only if ranks share no memory or messages are
+/// requested. Throws Error, and what its LookForRanks throws. Empty if there is no backend for
+/// messages.
+using MakeMessages = std::function<std::unique_ptr<MessageTransport>(const LookForRanks&)>;
 
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
 struct Stopped {
@@ -30,7 +37,7 @@ struct Mismatched {
   std::string difference = {};  ///< in words, where the headers do not show it
 };
 
-/// The traffic of one collective on this rank; see stats.h for the counters.
+/// The traffic of one collective on this rank; see Stats for the counters.
 struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t copied_bytes = 0;
@@ -56,9 +63,7 @@ class Carrier {
   /// reduce_scatter and an all_gather of uneven shares.
   virtual bool fuses_updates() const { return false; }
 
-  /// The supported algorithms; checked when the group is made and before each call.
-  virtual std::span<const Algorithm> all_reduce_algorithms() const = 0;
-  /// Sets the algorithm of `header` and its geometry from values that are equal on all ranks.
+  /// Sets the algorithm of `header` from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
   /// Runs one collective, on one thread at a time; checks every peer's header before its data.
   /// Throws Stopped, Mismatched.

@@ -2,38 +2,38 @@
 
 #include <algorithm>
 #include <sstream>
-#include <stdexcept>
 
 namespace ringcomm {
 
-const char* name_of(OpKind op) {
-  switch (op) {
-    case OpKind::kBarrier:
-      return "barrier";
-    case OpKind::kAllReduce:
-      return "all_reduce";
-    case OpKind::kReduce:
-      return "reduce";
-    case OpKind::kReduceScatter:
-      return "reduce_scatter";
-    case OpKind::kAllGather:
-      return "all_gather";
-    case OpKind::kBroadcast:
-      return "broadcast";
-    case OpKind::kGather:
-      return "gather";
-    case OpKind::kScatter:
-      return "scatter";
-    case OpKind::kAllToAll:
-      return "all_to_all";
-    case OpKind::kReduceUpdateGather:
-      return "reduce_scatter_update_all_gather";
-    case OpKind::kSend:
-      return "send";
-    case OpKind::kRecv:
-      return "recv";
+namespace {
+
+constexpr std::array<const char*, kNumOpKinds> kOpNames = {
+    "barrier",   "all_reduce", "reduce",  "reduce_scatter", "all_gather",
+    "broadcast", "gather",     "scatter", "all_to_all",     "reduce_scatter_update_all_gather",
+    "send",      "recv"};
+constexpr std::array<const char*, kNumAlgorithms> kAlgorithmNames = {
+    "auto", "one_shot", "two_shot", "ring", "direct", "hierarchical"};
+
+std::string known_algorithms() {
+  std::string names;
+  for (const Algorithm known : kAllReduceAlgorithms) {
+    if (!names.empty()) names += known == kAllReduceAlgorithms.back() ? " and " : ", ";
+    names += name_of(known);
   }
-  return "unknown op";
+  return names;
+}
+
+}  // namespace
+
+// A peer's header may hold any number.
+const char* name_of(OpKind op) {
+  const auto idx = static_cast<std::size_t>(op);
+  return idx < kOpNames.size() ? kOpNames[idx] : "unknown op";
+}
+
+const char* name_of(Algorithm algorithm) {
+  const auto idx = static_cast<std::size_t>(algorithm);
+  return idx < kAlgorithmNames.size() ? kAlgorithmNames[idx] : "unknown algorithm";
 }
 
 bool is_reduction(OpKind op) {
@@ -41,51 +41,32 @@ bool is_reduction(OpKind op) {
          op == OpKind::kReduceUpdateGather;
 }
 
-const char* name_of(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kAuto:
-      return "auto";
-    case Algorithm::kOneShot:
-      return "one_shot";
-    case Algorithm::kTwoShot:
-      return "two_shot";
-    case Algorithm::kRing:
-      return "ring";
-    case Algorithm::kDirect:
-      return "direct";
-    case Algorithm::kHierarchical:
-      return "hierarchical";
-  }
-  return "unknown algorithm";
-}
-
-namespace {
-
-// "auto, one_shot, two_shot and ring"
-std::string names_of(std::span<const Algorithm> algorithms) {
-  std::string names;
-  for (std::size_t idx = 0; idx < algorithms.size(); ++idx) {
-    if (idx > 0) names += idx + 1 < algorithms.size() ? ", " : " and ";
-    names += name_of(algorithms[idx]);
-  }
-  return names;
-}
-
-}  // namespace
-
-void check_all_reduce_algorithm(Algorithm algorithm, std::span<const Algorithm> known,
-                                const std::string& carrier) {
-  if (std::find(known.begin(), known.end(), algorithm) != known.end()) return;
+void check_all_reduce_algorithm(Algorithm algorithm, const std::string& carrier) {
+  if (std::ranges::find(kAllReduceAlgorithms, algorithm) != kAllReduceAlgorithms.end()) return;
   throw std::invalid_argument(std::string(name_of(algorithm)) +
                               " is not an algorithm of all_reduce on this group (" + carrier +
-                              "); known are " + names_of(known));
+                              "); known are " + known_algorithms());
 }
 
 Algorithm algorithm_from_name(const std::string& name) {
   for (const Algorithm known : kAllReduceAlgorithms)
     if (name == name_of(known)) return known;
-  throw std::invalid_argument("unknown algorithm '" + name + "'; known are " +
-                              names_of(kAllReduceAlgorithms));
+  throw std::invalid_argument("unknown algorithm '" + name + "'; known are " + known_algorithms());
+}
+
+std::string CommunicatorOptions::to_text() const {
+  std::ostringstream text;
+  text << "algorithm=" << name_of(algorithm)
+       << " deterministic=" << (is_rank_ordered ? "rank_order" : "none")
+       << " one_shot_max_bytes=" << one_shot_max_bytes
+       << " transport=" << (transport.empty() ? "auto" : transport);
+  if (!p2p_backend.empty()) text << " p2p_backend=" << p2p_backend;
+  return text.str();
+}
+
+void CommunicatorOptions::validate() const {
+  if (!transport.empty() && transport != "shm" && transport != "p2p")
+    throw std::invalid_argument("transport must be shm or p2p, got '" + transport + "'");
 }
 
 bool Collective::is_uneven(int world_size) const {
@@ -121,8 +102,6 @@ std::string describe(const CallHeader& header) {
   if (header.root >= 0) text << ", root " << header.root;
   if (header.algorithm != Algorithm::kAuto && header.algorithm != Algorithm::kDirect)
     text << ", " << name_of(header.algorithm);
-  if (header.algorithm == Algorithm::kRing)
-    text << " with " << header.ring_num_slots << " slots of " << header.ring_slot_bytes << " bytes";
   if (header.update.optimizer != Optimizer::kNone) text << "; " << describe(header.update);
   text << ")";
   return text.str();

@@ -1,14 +1,16 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <span>
+#include <stdexcept>
 #include <string>
 
 #include "core/types.h"
+#include "reduce/reduce_op.h"
 #include "reduce/update_op.h"
-#include "transport/shm/rank_record.h"
+#include "transport/peer_table.h"
 
 namespace ringcomm {
 
@@ -36,16 +38,31 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
-/// The algorithms of all_reduce that users may request. Each carrier lists the ones it supports
-/// (Carrier::all_reduce_algorithms), and the others are refused. A carrier of device tensors may
-/// run a different one if the buffers do not allow the requested one; Stats show which one ran.
+/// The algorithms of all_reduce that users may request, and every carrier has. A carrier of device
+/// tensors may run a different one if the buffers do not allow the requested one; Stats show which
+/// one ran.
 inline constexpr std::array kAllReduceAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
                                                     Algorithm::kTwoShot, Algorithm::kRing};
-/// Throws std::invalid_argument unless `known` has `algorithm`: names both, and the `carrier`.
-void check_all_reduce_algorithm(Algorithm algorithm, std::span<const Algorithm> known,
-                                const std::string& carrier);
+/// Throws std::invalid_argument naming them, and the `carrier`, for another one.
+void check_all_reduce_algorithm(Algorithm algorithm, const std::string& carrier);
 /// Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
+
+/// The options of a group; must be equal on all its ranks.
+struct CommunicatorOptions {
+  Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
+  bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
+  std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
+  std::string transport = {};              ///< "shm", "p2p", or "": by where the ranks are
+  std::string p2p_backend = {};            ///< what carries messages, where anything does
+  /// Where this rank is; empty: found out. The one that may differ between ranks.
+  std::string host_id = {};
+
+  /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
+  std::string to_text() const;
+  /// Throws std::invalid_argument.
+  void validate() const;
+};
 
 /// The caller's name of an element type that is moved but not reduced. It is compared between ranks
 /// and shown in messages. Padded with zeros; empty if DType names the type.
@@ -88,8 +105,6 @@ struct Collective {
   void* const* outputs = nullptr;
   const std::size_t* input_elems = nullptr;   ///< null: num_elems each
   const std::size_t* output_elems = nullptr;  ///< null: num_elems each
-  std::uint32_t ring_num_slots = 0;           ///< 0: the group's
-  std::uint64_t ring_slot_bytes = 0;          ///< 0: the group's
   const ShardUpdate* update = nullptr;        ///< of reduce_scatter_update_all_gather
   bool is_counted = true;                     ///< in Stats: of the program, not of the library
 
@@ -105,15 +120,39 @@ struct Collective {
   bool is_uneven(int world_size) const;
 };
 
+// ---- for what runs a collective
+
+/// The reduction operator of a call. Throws std::invalid_argument where the reduction has no
+/// meaning for the type.
+inline const ReduceOp& reduce_op_of(const Collective& call) {
+  const ReduceOp* op = host::find_reduce_op(call.reduction, call.dtype);
+  if (op == nullptr)
+    throw std::invalid_argument(std::string("reduction ") + name_of(call.reduction) +
+                                " is not defined for " + name_of(call.dtype));
+  return *op;
+}
+/// The reduction of all steps but the last one, which divides for an average.
+inline Reduction undivided(Reduction reduction) {
+  return reduction == Reduction::kAvg ? Reduction::kSum : reduction;
+}
+/// The divisor of the last step of the reduction.
+inline int divisor_of(const Collective& call, int world_size) {
+  return call.reduction == Reduction::kAvg ? world_size : 1;
+}
+/// Elements at `elems` of a buffer of `element_bytes` each.
+inline const std::byte* at(const void* buffer, std::size_t elems, std::size_t element_bytes) {
+  return static_cast<const std::byte*>(buffer) + elems * element_bytes;
+}
+inline std::byte* at(void* buffer, std::size_t elems, std::size_t element_bytes) {
+  return static_cast<std::byte*>(buffer) + elems * element_bytes;
+}
+
 /// The values that must be equal on all ranks of a collective, except sizes of uneven shares. It
 /// precedes the data of the first phase.
 struct CallHeader {
-  static constexpr std::uint64_t kNoSeq =
-      ~std::uint64_t{0};  ///< of a call whose number is not known
+  static constexpr std::uint64_t kNoSeq = ~std::uint64_t{0};  ///< of a call of unknown number
   std::uint64_t seq = 0;
   std::uint64_t num_elems = 0;
-  std::uint64_t ring_slot_bytes = 0;
-  std::uint32_t ring_num_slots = 0;
   std::int32_t root = -1;
   OpKind op = OpKind::kBarrier;
   DType dtype = DType::kByte;
@@ -131,7 +170,8 @@ struct CallHeader {
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;
 };
-static_assert(sizeof(CallHeader) == shm::kCallHeaderBytes);
+static_assert(sizeof(CallHeader) == kCallHeaderBytes);
+static_assert(offsetof(CallHeader, update) <= 64 - 8, "leaves room for a cursor in its cache line");
 
 /// Whether ranks with these headers made the same call, whatever the sizes.
 bool is_same_call(CallHeader a, CallHeader b);
@@ -145,5 +185,51 @@ std::string describe(const CallHeader& header);
 /// is an `our_op`. If only one of the two calls is a barrier or a broadcast, it asks about the
 /// likely cause.
 std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op);
+
+/// Counters of one rank, by collective and algorithm. May be read while other threads count.
+class Stats {
+ public:
+  struct Counts {
+    std::uint64_t num_calls = 0;
+    std::uint64_t sent_bytes = 0;  ///< bytes that peers consume from this rank
+    /// Bytes that this rank wrote where its peers read them, and that it copied from there or from
+    /// its own input into its results. What a reduction writes straight into a result is no copy.
+    std::uint64_t copied_bytes = 0;
+  };
+
+  void count(OpKind op, Algorithm algorithm, std::uint64_t sent_bytes,
+             std::uint64_t copied_bytes = 0) {
+    Cell& cell = cell_of(op, algorithm);
+    cell.num_calls.fetch_add(1, std::memory_order_relaxed);
+    cell.sent_bytes.fetch_add(sent_bytes, std::memory_order_relaxed);
+    cell.copied_bytes.fetch_add(copied_bytes, std::memory_order_relaxed);
+  }
+
+  Counts counts(OpKind op, Algorithm algorithm) const {
+    const Cell& cell = cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
+    return {cell.num_calls.load(std::memory_order_relaxed),
+            cell.sent_bytes.load(std::memory_order_relaxed),
+            cell.copied_bytes.load(std::memory_order_relaxed)};
+  }
+
+  /// The counters of all groups of this process.
+  static Stats& process_wide() {
+    static Stats stats;
+    return stats;
+  }
+
+ private:
+  struct Cell {
+    std::atomic<std::uint64_t> num_calls = 0;
+    std::atomic<std::uint64_t> sent_bytes = 0;
+    std::atomic<std::uint64_t> copied_bytes = 0;
+  };
+
+  Cell& cell_of(OpKind op, Algorithm algorithm) {
+    return cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
+  }
+
+  std::array<std::array<Cell, kNumAlgorithms>, kNumOpKinds> cells_;
+};
 
 }  // namespace ringcomm

@@ -2,37 +2,58 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
-#include "collectives/owner_update.h"
-#include "collectives/reduction.h"
-#include "collectives/traced_p2p.h"
-#include "collectives/update_in_parts.h"
+#include "collectives/fused_update.h"
+#include "collectives/hosts/carrier.h"
+#include "collectives/shm/carrier.h"
+#include "transport/messages/message_transport.h"
+#include "transport/peer_table.h"
+#include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
 namespace {
 
-// Rejects calls that no rank can run, and roots outside the group.
-void check_op(const Collective& call, int world_size) {
-  if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
-    throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
-  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
-                        call.op == OpKind::kGather || call.op == OpKind::kScatter;
-  if (has_root && (call.root < 0 || call.root >= world_size))
-    throw std::invalid_argument("root must be a rank of the group, 0 to " +
-                                std::to_string(world_size - 1) + ", got " +
-                                std::to_string(call.root));
-}
+// Chooses the transport of a group of at least 2 ranks, and says in words which and why;
+// collective.
+std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& store, int rank,
+                                                              int world_size,
+                                                              const CommunicatorOptions& options,
+                                                              const MakeMessages& make_messages,
+                                                              const KnownProcesses& known,
+                                                              std::chrono::milliseconds timeout) {
+  const bool is_p2p = options.transport == "p2p";
+  shm::Rendezvous rendezvous(store,
+                             {.rank = rank,
+                              .world_size = world_size,
+                              .options = options.to_text(),
+                              .host_id = options.host_id,
+                              .known = known,
+                              .shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size),
+                              .is_one_host = options.transport == "shm"},
+                             timeout);
+  const PeerTable peer_table = rendezvous.find_ranks();
+  const std::string hosts = peer_table.describe();
+  if (peer_table.num_hosts() == 1 && !is_p2p)
+    return {std::make_unique<ShmCarrier>(rendezvous, peer_table, rank, options), "shm: " + hosts};
 
-// A rank's share for itself is an argument error of that rank, not a mismatch between ranks.
-void check_own_share(const Collective& call, int rank) {
-  const std::size_t given = call.input_share(rank);
-  const std::size_t taken = call.output_share(rank);
-  if (given != taken)
-    throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank) +
-                                " has " + std::to_string(given * element_bytes(call.dtype)) +
-                                " bytes for itself, and room for " +
-                                std::to_string(taken * element_bytes(call.dtype)));
+  if (!make_messages)
+    throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
+                                ", but no backend for messages is available");
+  std::string name;
+  const MakeMessages make = [&](const LookForRanks& look) {
+    auto messages = make_messages(look);
+    name = messages->name();
+    return messages;
+  };
+  const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
+  auto carrier = make_hosts_carrier(store, rendezvous, peer_table, options, make, is_flat);
+  std::string reason =
+      !is_flat ? "shm inside a host, p2p over " + name + " between them; "
+               : "p2p over " + name +
+                     (is_p2p ? ", as requested; " : ", because no two ranks share a host; ");
+  return {std::move(carrier), reason + hosts};
 }
 
 // In a group of one every output is its input, or that updated.
@@ -46,6 +67,17 @@ void run_alone(const Collective& call) {
   const std::size_t num_bytes = call.input_share(0) * element_bytes(call.dtype);
   if (num_bytes == 0 || call.inputs[0] == call.outputs[0]) return;
   std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
+}
+
+// What `body` throws, or null.
+template <typename Body>
+std::exception_ptr error_of(const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 trace::Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
@@ -69,12 +101,11 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
     : rank_(rank), world_size_(world_size), options_(options) {
   options.validate();
   if (world_size > 1) {
-    auto chosen = make_carrier(store, rank, world_size, options, make_messages, known, timeout);
-    carrier_ = std::move(chosen.carrier);
-    transport_ = std::move(chosen.reason);
+    std::tie(carrier_, transport_) =
+        make_carrier(store, rank, world_size, options, make_messages, known, timeout);
     if (!carrier_->runs_in_caller()) queue_.leave_to_thread();
   }
-  check_algorithm(options.algorithm);
+  check_all_reduce_algorithm(options.algorithm, transport_);
   failure_ = std::make_unique<Failure>(carrier_ != nullptr ? &carrier_->membership() : nullptr,
                                        rank, world_size);
   if (carrier_ != nullptr) p2p_ = carrier_->make_p2p(*failure_, stats_);
@@ -84,7 +115,7 @@ Communicator::~Communicator() { trace::leave_group(trace_group_); }
 
 void Communicator::trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
   trace_group_ = trace::add_group(name, rank_, ranks, transport_);
-  if (p2p_ != nullptr) p2p_ = std::make_unique<TracedP2p>(std::move(p2p_), trace_group_);
+  if (p2p_ != nullptr) p2p_ = traced(std::move(p2p_), trace_group_);
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
@@ -99,13 +130,7 @@ void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
-  const auto task = [&] {
-    try {
-      body();
-    } catch (...) {
-      error = std::current_exception();
-    }
-  };
+  const auto task = [&] { error = error_of(body); };
   const auto poll = [&] {
     if (limits.is_interrupted && limits.is_interrupted()) abort("interrupted by a signal");
   };
@@ -121,15 +146,8 @@ void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
 template <typename Body>
 OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
   failure_->rethrow_if_any();
-  auto ticket = queue_.submit([body = std::move(body), done = std::move(done)] {
-    std::exception_ptr error;
-    try {
-      body();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    done(error);
-  });
+  auto ticket =
+      queue_.submit([body = std::move(body), done = std::move(done)] { done(error_of(body)); });
   // Counted after it is queued: if its thread cannot be started, the call did not happen.
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   return ticket;
@@ -156,22 +174,29 @@ OrderedQueue::Ticket Communicator::submit(Sequence sequence, const WaitLimits& l
       std::move(done));
 }
 
-void Communicator::check_algorithm(Algorithm algorithm) const {
-  check_all_reduce_algorithm(
-      algorithm, carrier_ != nullptr ? carrier_->all_reduce_algorithms() : kAllReduceAlgorithms,
-      transport_);
-}
-
 void Communicator::validate(const Collective& call) const {
-  check_op(call, world_size_);
-  if (call.op == OpKind::kAllReduce) check_algorithm(call.algorithm);
-  check_own_share(call, rank_);
+  if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
+    throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
+                        call.op == OpKind::kGather || call.op == OpKind::kScatter;
+  if (has_root && (call.root < 0 || call.root >= world_size_))
+    throw std::invalid_argument("root must be a rank of the group, 0 to " +
+                                std::to_string(world_size_ - 1) + ", got " +
+                                std::to_string(call.root));
+  if (call.op == OpKind::kAllReduce) check_all_reduce_algorithm(call.algorithm, transport_);
+  // A rank's share for itself is an argument error of that rank, not a mismatch between ranks.
+  const std::size_t given = call.input_share(rank_);
+  const std::size_t taken = call.output_share(rank_);
+  if (given != taken)
+    throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank_) +
+                                " has " + std::to_string(given * element_bytes(call.dtype)) +
+                                " bytes for itself, and room for " +
+                                std::to_string(taken * element_bytes(call.dtype)));
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather) {
     if (call.update == nullptr) throw std::invalid_argument("an update needs an optimizer");
     make_update_op(call.update->spec, call.dtype);
   }
-  options_.check_ring(call);
 }
 
 Algorithm Communicator::algorithm_of(const Collective& call) const {
@@ -209,7 +234,7 @@ CallHeader Communicator::planned(const Collective& call) {
 void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   const CallHeader header = planned(call);
-  trace::Span traced([&] { return event_of(call, header, trace_group_); });
+  trace::Span span([&] { return event_of(call, header, trace_group_); });
   if (carrier_ == nullptr) {
     run_alone(call);
     count(header.op, {});
@@ -222,14 +247,16 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout,
                     .num_calls = static_cast<std::int64_t>(header.seq) + 1};
   };
+  const auto run_part = [&](const Collective& part) {
+    const CallHeader header_of_part = planned(part);
+    const trace::Span span_of_part([&] { return event_of(part, header_of_part, trace_group_); });
+    return carrier_->run(part, header_of_part, limits);
+  };
   try {
     const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates();
-    const Traffic traffic =
-        is_in_parts
-            ? update_in_parts(call, rank_, world_size_,
-                              [&](const Collective& part) { return run_part(part, limits); })
-            : carrier_->run(call, header, limits);
-    traced.set_algorithm(name_of(traffic.algorithm));
+    const Traffic traffic = is_in_parts ? update_in_parts(call, rank_, world_size_, run_part)
+                                        : carrier_->run(call, header, limits);
+    span.set_algorithm(name_of(traffic.algorithm));
     if (call.is_counted) count(header.op, traffic);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
@@ -245,13 +272,6 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     failure_->abort(activity().description + ": " + error.what());
     throw;
   }
-}
-
-// One part of an update that the carrier cannot fuse.
-Traffic Communicator::run_part(const Collective& part, const WaitLimits& limits) {
-  const CallHeader header = planned(part);
-  const trace::Span traced([&] { return event_of(part, header, trace_group_); });
-  return carrier_->run(part, header, limits);
 }
 
 void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {

@@ -10,15 +10,12 @@
 #include <vector>
 
 #include "collectives/carrier.h"
-#include "collectives/carrier_registry.h"
 #include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "collectives/failure.h"
 #include "collectives/ordered_queue.h"
-#include "collectives/point_to_point.h"
-#include "collectives/stats.h"
+#include "collectives/p2p.h"
 #include "collectives/trace.h"
-#include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
@@ -85,16 +82,12 @@ class Communicator {
   /// Runs a collective to its end, in this thread when no other is before it. Throws Error,
   /// std::invalid_argument.
   void run(const Collective& call, const WaitLimits& limits);
-
+  void run(const Sequence& sequence, const WaitLimits& limits);
   /// Starts a collective. The call's arrays and buffers must live until `done` has been called,
   /// which happens once, on any thread, with the error or null. Throws std::invalid_argument, and
   /// what ended the group.
   OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
-
-  /// The same for a sequence.
-  void run(const Sequence& sequence, const WaitLimits& limits);
   OrderedQueue::Ticket submit(Sequence sequence, const WaitLimits& limits, Done done);
-
   OrderedQueue& queue() { return queue_; }
 
   /// For collectives that do not go through the queue, but are enqueued to a device in the order of
@@ -115,18 +108,10 @@ class Communicator {
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
-  /// Whether the process of `rank` is known to have ended.
-  bool has_died(int rank) { return members() != nullptr && members()->has_died(rank); }
-  /// Whether it is stopped (SIGSTOP), as far as the kernel tells.
-  bool is_stopped(int rank) { return members() != nullptr && members()->is_stopped(rank); }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
-  /// Whether this object was inherited by fork(). If so, do not use or destroy it: its threads do
-  /// not exist here.
-  bool is_inherited() const { return failure_->is_inherited(); }
 
  private:
-  void check_algorithm(Algorithm algorithm) const;
   void validate(const Collective& call) const;
   template <typename Body>
   void run_in_order(const Body& body, const WaitLimits& limits);
@@ -136,7 +121,6 @@ class Communicator {
   void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call, std::uint64_t seq) const;
   CallHeader planned(const Collective& call);
-  Traffic run_part(const Collective& part, const WaitLimits& limits);
 
   int rank_;
   int world_size_;

@@ -30,28 +30,28 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
     case Stop::kTimeout: {
       const std::string waited =
           "waited for " + name + " for " + std::to_string(activity.timeout.count()) + " ms";
-      // The rank waited for may itself wait for that one.
-      if (const int stopped = stopped_rank(); stopped >= 0)
-        raise(ErrorKind::kTimeout, stopped,
-              waited + ", and the process of " + name_of_peer(stopped) + " is stopped", activity,
-              false);
+      // The rank waited for may itself wait for one that is stopped.
+      for (int rank = 0; rank < world_size_; ++rank)
+        if (members_->is_stopped(rank))
+          raise(ErrorKind::kTimeout, rank,
+                waited + ", and the process of " + name_of_peer(rank) + " is stopped", activity);
       raise(ErrorKind::kTimeout, peer,
             waited + "; read that rank's output, or raise the timeout of init_process_group",
-            activity, false);
+            activity);
     }
     case Stop::kPeerDied:
     case Stop::kPeerLeft: {
-      const std::string words = last_words_of(peer);
-      const bool has_exited = members_ != nullptr && peer >= 0 && members_->has_exited(peer);
+      const std::string words = peer >= 0 ? members_->process_of(peer).last_words() : std::string();
+      const bool has_exited = peer >= 0 && members_->process_of(peer).has_exited;
+      std::string text;
       if (words.empty() && (has_exited || stop == Stop::kPeerLeft))
-        raise(ErrorKind::kPeerDied, peer,
-              name + (has_exited ? " has exited" : " has destroyed the group or exited") +
-                  calls_missed(peer, activity),
-              activity, false);
-      const bool has_detail = stop == Stop::kPeerDied && !detail.empty();
-      raise(ErrorKind::kPeerDied, peer,
-            name + " died" + (has_detail ? " (" + detail + ")" : "") + why_it_ended(words),
-            activity, false);
+        text = (has_exited ? " has exited" : " has destroyed the group or exited") +
+               calls_missed(peer, activity);
+      else
+        text = " died" +
+               (stop == Stop::kPeerDied && !detail.empty() ? " (" + detail + ")" : std::string()) +
+               why_it_ended(words);
+      raise(ErrorKind::kPeerDied, peer, name + text, activity);
     }
     case Stop::kAborted: {
       AbortReason reason = members_->abort_reason();
@@ -65,21 +65,21 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
     }
     case Stop::kInterrupted:
       raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + name,
-            activity, false);
+            activity);
     case Stop::kNone:
       break;
   }
-  raise(ErrorKind::kSystem, peer, "a wait ended without a reason", activity, false);
+  raise(ErrorKind::kSystem, peer, "a wait ended without a reason", activity);
 }
 
 void Failure::raise_mismatch(int peer, const std::string& difference, const Activity& activity) {
-  raise(ErrorKind::kMismatch, peer, difference, activity, false);
+  raise(ErrorKind::kMismatch, peer, difference, activity);
 }
 
 void Failure::abort(const std::string& why) {
   if (is_inherited()) return;
-  const Error error({.kind = ErrorKind::kAborted, .rank = rank_}, prefix() + why);
-  keep(std::make_exception_ptr(error));
+  keep(
+      std::make_exception_ptr(Error({.kind = ErrorKind::kAborted, .rank = rank_}, prefix() + why)));
   if (members_ != nullptr)
     members_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});
 }
@@ -88,8 +88,8 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
                     bool is_told_by_peer) {
   const std::string told = activity.description + ": " + text;
   ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
-  if (members_ != nullptr && culprit >= 0) {
-    info.pid = members_->pid_of(culprit);
+  if (culprit >= 0) {
+    info.pid = members_->process_of(culprit).pid;
     info.host = members_->host_of(culprit);
   }
   const auto error = std::make_exception_ptr(Error(info, prefix() + told));
@@ -97,7 +97,7 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
   // Only the rank that saw the failure reports it, so that the others' messages carry the cause.
   // The error is kept first, because this rank's other threads stop waiting as soon as it is
   // reported.
-  if (!is_told_by_peer && members_ != nullptr)
+  if (!is_told_by_peer)
     members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
   std::rethrow_exception(error);
 }
@@ -111,19 +111,9 @@ void Failure::keep(std::exception_ptr error) {
   has_failed_.store(true, std::memory_order_release);
 }
 
-int Failure::stopped_rank() const {
-  for (int rank = 0; members_ != nullptr && rank < world_size_; ++rank)
-    if (members_->is_stopped(rank)) return rank;
-  return -1;
-}
-
-std::string Failure::last_words_of(int peer) const {
-  return members_ != nullptr && peer >= 0 ? members_->last_words_of(peer) : std::string();
-}
-
 // Of a rank that left by itself: which calls it has not made.
 std::string Failure::calls_missed(int peer, const Activity& activity) const {
-  const std::int64_t made = members_ != nullptr && peer >= 0 ? members_->num_calls_of(peer) : -1;
+  const std::int64_t made = peer >= 0 ? members_->num_calls_of(peer) : -1;
   if (made < 0 || made >= activity.num_calls)
     return "; did the ranks make different numbers of calls?";
   const std::int64_t missed = activity.num_calls - made;
@@ -137,9 +127,7 @@ std::string Failure::prefix() const {
 
 std::string Failure::name_of_peer(int peer) const {
   if (peer < 0) return "any rank";
-  if (members_ == nullptr) return "rank " + std::to_string(peer);
-  return name_of_process(peer, members_->pid_of(peer), members_->is_pid_hidden(peer),
-                         members_->host_of(peer));
+  return name_of_process(peer, members_->process_of(peer), members_->host_of(peer));
 }
 
 }  // namespace ringcomm

@@ -7,10 +7,10 @@
 #include <mutex>
 #include <string>
 
+#include "core/arch.h"
 #include "core/errors.h"
-#include "core/stop.h"
 #include "transport/membership.h"
-#include "transport/process_generation.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 
@@ -33,7 +33,7 @@ class Failure {
 
   /// Throws the first cause again if there is one; also throws what check_not_inherited() does.
   void rethrow_if_any() const;
-  /// Whether the group was inherited by fork(). It then belongs to the parent, its threads do not
+  /// Whether the group was inherited by fork(). It then belongs to the parent: its threads do not
   /// exist here, and it must not be used or destroyed.
   bool is_inherited() const { return generation_ != process_generation(); }
   /// Throws Error in a process forked from the group's.
@@ -42,6 +42,7 @@ class Failure {
   /// Whether the group has ended, as far as this rank knows.
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
+  // Both only in a group of several.
   /// A wait for `peer` ended early; `detail` is the transport's message.
   [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity,
                                   const std::string& detail = {});
@@ -53,10 +54,8 @@ class Failure {
 
  private:
   [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
-                          const Activity& activity, bool is_told_by_peer);
+                          const Activity& activity, bool is_told_by_peer = false);
   void keep(std::exception_ptr error);
-  int stopped_rank() const;
-  std::string last_words_of(int peer) const;
   std::string calls_missed(int peer, const Activity& activity) const;
   std::string prefix() const;
   std::string name_of_peer(int peer) const;

@@ -28,25 +28,21 @@ OrderedQueue::~OrderedQueue() {
   if (progress_thread_.joinable()) progress_thread_.join();
 }
 
-void OrderedQueue::drain(const Poll& poll) {
-  std::unique_lock lock(mutex_);
-  run_or_sleep(lock, [this] { return !is_running_ && entries_.empty(); }, poll);
-}
-
 // Runs tasks until `is_over`, or sleeps while another thread does.
 template <class IsOver>
 void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over,
-                                const Poll& poll) {
+                                const Poll& poll, Clock::time_point deadline, bool may_run) {
   std::optional<trace::Span> traced;
-  while (!is_over()) {
-    if (may_run_front()) {
+  while (!is_over() && Clock::now() < deadline) {
+    if (may_run && !is_left_to_thread_ && !is_running_ && !entries_.empty()) {
       traced.reset();
       run_front(lock);
       continue;
     }
     if (!traced) traced.emplace(wait_for_queue);
     ++num_waiting_;
-    const bool is_timeout = has_news_.wait_for(lock, kPollInterval) == std::cv_status::timeout;
+    const auto until = std::min(deadline, Clock::now() + kPollInterval);
+    const bool is_timeout = has_news_.wait_until(lock, until) == std::cv_status::timeout;
     --num_waiting_;
     if (is_timeout && poll) {
       lock.unlock();
@@ -125,22 +121,13 @@ void OrderedQueue::wait(const Ticket& ticket, const Poll& poll) {
 
 bool OrderedQueue::wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll) {
   std::unique_lock lock(mutex_);
-  while (!ticket->is_done && Clock::now() < deadline) {
-    ++num_waiting_;
-    has_news_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval));
-    --num_waiting_;
-    if (poll) {
-      lock.unlock();
-      poll();
-      lock.lock();
-    }
-  }
+  run_or_sleep(lock, [&] { return ticket->is_done; }, poll, deadline, /*may_run=*/false);
   return ticket->is_done;
 }
 
-bool OrderedQueue::is_done(const Ticket& ticket) {
-  const std::lock_guard lock(mutex_);
-  return ticket->is_done;
+void OrderedQueue::drain(const Poll& poll) {
+  std::unique_lock lock(mutex_);
+  run_or_sleep(lock, [this] { return !is_running_ && entries_.empty(); }, poll);
 }
 
 void OrderedQueue::progress() {

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <thread>
 
-#include "transport/background_thread.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 
@@ -50,7 +50,6 @@ class OrderedQueue {
   /// Leaves the work to other threads and waits until `deadline` at most. False when the task is
   /// not done then.
   bool wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll);
-  bool is_done(const Ticket& ticket);
   /// Returns when no task is left; runs tasks until then if no other thread does.
   void drain(const Poll& poll);
 
@@ -59,8 +58,8 @@ class OrderedQueue {
   void run_front(std::unique_lock<std::mutex>& lock);
   void run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task);
   template <class IsOver>
-  void run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over, const Poll& poll);
-  bool may_run_front() const { return !is_left_to_thread_ && !is_running_ && !entries_.empty(); }
+  void run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over, const Poll& poll,
+                    Clock::time_point deadline = Clock::time_point::max(), bool may_run = true);
   void progress();
 
   std::mutex mutex_;

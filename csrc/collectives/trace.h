@@ -31,8 +31,7 @@ inline constexpr std::uint64_t kNoSeq = ~std::uint64_t{0};
 struct Event {
   std::uint64_t begin_ns = 0;  ///< CLOCK_MONOTONIC; 0 is filled in
   std::uint64_t end_ns = 0;    ///< 0 until it ends
-  std::uint64_t seq =
-      kNoSeq;  ///< the number of a collective in its group, or of a message in its process
+  std::uint64_t seq = kNoSeq;  ///< of a collective in its group, or of a message in its process
   std::uint64_t num_bytes = 0;
   std::uint32_t group = kNoGroup;  ///< kNoGroup takes group and seq of the span around it
   std::int32_t to = -1;            ///< the rank that it sends to
@@ -62,7 +61,7 @@ struct RingStep {
 };
 
 class Recorder;
-class Buffer;
+struct Buffer;
 
 /// Null while nothing is recorded. Set once for each process, and never destroyed.
 inline std::atomic<Recorder*> active = nullptr;

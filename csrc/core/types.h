@@ -66,64 +66,20 @@ constexpr std::size_t element_bytes(DType dtype) {
   return 0;
 }
 
+inline constexpr const char* kDTypeNames[kNumDTypes] = {
+    "byte",   "bool",   "uint8",   "int8",     "int16",   "int32",   "int64",        "uint16",
+    "uint32", "uint64", "float16", "bfloat16", "float32", "float64", "softmax_stats"};
+inline constexpr const char* kReductionNames[kNumReductions] = {
+    "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "merge"};
+
 constexpr const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kByte:
-      return "byte";
-    case DType::kBool:
-      return "bool";
-    case DType::kUint8:
-      return "uint8";
-    case DType::kInt8:
-      return "int8";
-    case DType::kInt16:
-      return "int16";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-    case DType::kUint16:
-      return "uint16";
-    case DType::kUint32:
-      return "uint32";
-    case DType::kUint64:
-      return "uint64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kSoftmaxStats:
-      return "softmax_stats";
-  }
-  return "unknown dtype";
+  const auto idx = static_cast<std::size_t>(dtype);
+  return idx < kNumDTypes ? kDTypeNames[idx] : "unknown dtype";
 }
 
 constexpr const char* name_of(Reduction reduction) {
-  switch (reduction) {
-    case Reduction::kSum:
-      return "sum";
-    case Reduction::kAvg:
-      return "avg";
-    case Reduction::kProduct:
-      return "product";
-    case Reduction::kMin:
-      return "min";
-    case Reduction::kMax:
-      return "max";
-    case Reduction::kBitAnd:
-      return "band";
-    case Reduction::kBitOr:
-      return "bor";
-    case Reduction::kBitXor:
-      return "bxor";
-    case Reduction::kMerge:
-      return "merge";
-  }
-  return "unknown reduction";
+  const auto idx = static_cast<std::size_t>(reduction);
+  return idx < kNumReductions ? kReductionNames[idx] : "unknown reduction";
 }
 
 }  // namespace ringcomm

@@ -5,7 +5,6 @@
 
 #include "core/annotations.h"
 #include "core/arch.h"
-#include "core/cursor.h"
 
 namespace ringcomm {
 

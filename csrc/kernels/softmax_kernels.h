@@ -1,15 +1,12 @@
 #pragma once
 
 // The passes over a row of logits, written once and compiled for each level by its own source file
-// (see vectors.h for the rules). The includer has defined load_float16, store_float16 and
-// multiply_add for its level.
+// (see reduce/simd.h for the rules).
 //
 // A row is read once, in blocks that stay in the L1 cache as fp32: converted, scaled and capped
 // there, and passed over twice (the largest, then the exponentials).
 
-#include "kernels/float_arrays.h"
-#include "kernels/partial_sums.h"
-#include "kernels/softmax_tables.h"
+#include "kernels/float_vectors.h"
 
 namespace ringcomm::host {
 namespace {
@@ -17,8 +14,6 @@ namespace {
 // 4 KiB of fp32. Half or twice as much changes nothing measurable.
 constexpr std::size_t kBlockElems = 1024;
 constexpr float kInfinity = __builtin_inff();
-
-using Word = Vec<std::uint32_t>;  // unsigned: where x is out of range, the sum below wraps around
 
 [[gnu::always_inline]] inline Fp32 larger(const Fp32& a, const Fp32& b) { return a > b ? a : b; }
 
@@ -40,6 +35,7 @@ using Word = Vec<std::uint32_t>;  // unsigned: where x is out of range, the sum 
   p = multiply_add(p, r, all(1.6666665459e-1F));
   p = multiply_add(p, r, all(5.0000001201e-1F));
   p = multiply_add(p, r * r, r) + 1.0F;
+  // Unsigned, because the sum wraps around where x is out of range.
   const Word scaled = bits_as<Word>(p) + (bits_as<Word>(shifted) << 23);
   const Fp32 lowest = all(-87.3365F);
   return x >= lowest ? bits_as<Fp32>(scaled) : (x < lowest ? Fp32{} : x);
@@ -294,16 +290,6 @@ void grad_of(const LogitRow& given, const LogitGrad& given_grad, void* to) {
                          is_here ? target : -1, num_elems, block, slopes);
     store_block<Array>(block, num_elems, static_cast<char*>(to) + offset);
   }
-}
-
-consteval SoftmaxKernels make_softmax_kernels() {
-  static_assert(kLogitDTypes[0] == DType::kFloat32 && kLogitDTypes[1] == DType::kFloat16 &&
-                kLogitDTypes[2] == DType::kBFloat16);
-  SoftmaxKernels kernels;
-  kernels.of[0] = {stats_of<Float32Array>, grad_of<Float32Array>};
-  kernels.of[1] = {stats_of<Float16Array>, grad_of<Float16Array>};
-  kernels.of[2] = {stats_of<BFloat16Array>, grad_of<BFloat16Array>};
-  return kernels;
 }
 
 }  // namespace

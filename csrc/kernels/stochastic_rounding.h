@@ -3,8 +3,7 @@
 // The random bits of stochastic rounding: a hash of (seed, element), so that a resumed run has the
 // same, and so have all replicas. On numbers of 32 bits, or vectors of them.
 //
-// Internal linkage and forced inline, as required by the kernels of every SIMD level (see
-// host/vectors.h).
+// Internal linkage and forced inline, as kernels need it (see reduce/simd.h).
 
 #include <cstdint>
 

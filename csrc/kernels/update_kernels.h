@@ -1,17 +1,12 @@
 #pragma once
 
 // The optimizers' updates, written once and compiled for each level by its own source file (see
-// vectors.h for the rules). The includer has defined load_float16, store_float16, square_root and
-// multiply_add for its level.
+// reduce/simd.h for the rules).
 //
 // multiply_add(a, b, c) is a * b + c rounded once. It is used where torch's own kernels use the
-// instruction, which keeps a step within one or two ulp of torch.optim if terms cancel. Nothing
-// else is contracted (-ffp-contract=off), so that the result does not depend on the level. Every
-// NaN is stored as the canonical one, as in elements.h.
+// instruction, which keeps a step within one or two ulp of torch.optim if terms cancel.
 
-#include "kernels/descent.h"
-#include "kernels/float_arrays.h"
-#include "kernels/update_tables.h"
+#include "kernels/float_vectors.h"
 
 namespace ringcomm::host {
 namespace {
@@ -73,9 +68,10 @@ template <class Step, class Param, class Grad>
   const Fp32 grad = Grad::load(job.grad + i * Grad::kElementBytes) * s.grad_scale;
   Step::apply(s, job.states[0] != nullptr, weight, grad, states[0], states[1]);
   Param::store(param, weight);
-  if (job.master != nullptr) store_bytes(job.master + offset, quiet(weight));
+  if (job.master != nullptr) store_bytes(job.master + offset, canonical_nan<float>(weight));
   for (int k = 0; k < 2; ++k)
-    if (job.states[k] != nullptr) store_bytes(job.states[k] + offset, quiet(states[k]));
+    if (job.states[k] != nullptr)
+      store_bytes(job.states[k] + offset, canonical_nan<float>(states[k]));
 }
 
 // The last elements, fewer than a vector: through copies filled up with zeros.
@@ -116,30 +112,6 @@ void update(const UpdateScalars& scalars, const UpdateArrays& arrays, std::size_
   std::size_t i = 0;
   for (; num_elems - i >= kLanes; i += kLanes) update_vector<Step, Param, Grad>(s, job, i);
   if (i < num_elems) update_tail<Step, Param, Grad>(s, job, i, num_elems - i);
-}
-
-template <class Step>
-constexpr void set_updates(UpdateKernels& kernels, Optimizer optimizer) {
-  auto& of = kernels.of[static_cast<int>(optimizer)];
-  of[0][0] = update<Step, Float32Array, Float32Array>;
-  of[0][1] = update<Step, Float32Array, Float16Array>;
-  of[0][2] = update<Step, Float32Array, BFloat16Array>;
-  of[1][0] = update<Step, Float16Array, Float32Array>;
-  of[1][1] = update<Step, Float16Array, Float16Array>;
-  of[1][2] = update<Step, Float16Array, BFloat16Array>;
-  of[2][0] = update<Step, BFloat16Array, Float32Array>;
-  of[2][1] = update<Step, BFloat16Array, Float16Array>;
-  of[2][2] = update<Step, BFloat16Array, BFloat16Array>;
-}
-
-consteval UpdateKernels make_update_kernels() {
-  static_assert(kUpdateDTypes[0] == DType::kFloat32 && kUpdateDTypes[1] == DType::kFloat16 &&
-                kUpdateDTypes[2] == DType::kBFloat16);
-  UpdateKernels kernels;
-  set_updates<SgdStep>(kernels, Optimizer::kSgd);
-  set_updates<AdamWStep>(kernels, Optimizer::kAdamW);
-  set_updates<LomoStep>(kernels, Optimizer::kLomo);
-  return kernels;
 }
 
 }  // namespace

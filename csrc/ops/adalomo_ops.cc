@@ -66,15 +66,6 @@ class Tiles {
 // Rows whose squares are added up in fp32 before they go into a sum in double.
 constexpr int64_t kFp32Rows = 8;
 
-/// Sums in double over parts of a matrix: for each panel one of every row, for each band one of
-/// every column.
-struct PartialSums {
-  PartialSums(const Tiles& tiles, int64_t num_rows, int64_t num_cols)
-      : rows(tiles.num_panels() * num_rows), cols(tiles.num_bands() * num_cols) {}
-
-  std::vector<double> rows, cols;
-};
-
 at::Tensor added_up(const std::vector<double>& partial, int64_t num_parts, int64_t num_sums) {
   at::Tensor sums = at::empty({num_sums}, at::kFloat);
   auto* to = sums.data_ptr<float>();
@@ -114,13 +105,14 @@ std::tuple<at::Tensor, at::Tensor> square_sums(const at::Tensor& grad, double sc
   const int64_t num_rows = grad.size(0), num_cols = grad.size(1);
   const GradOps& ops = *host::find_grad_ops(float_dtype_of(grad));
   const Tiles tiles(num_rows, num_cols);
-  PartialSums sums(tiles, num_rows, num_cols);
+  // In double, for each panel one of every row, for each band one of every column.
+  std::vector<double> rows(tiles.num_panels() * num_rows), cols(tiles.num_bands() * num_cols);
   tiles.for_each([&](int64_t band, int64_t panel, const Tile& tile) {
-    add_tile(tile, matrix, step, ops, sums.rows.data() + panel * num_rows,
-             sums.cols.data() + band * num_cols);
+    add_tile(tile, matrix, step, ops, rows.data() + panel * num_rows,
+             cols.data() + band * num_cols);
   });
-  return {added_up(sums.rows, tiles.num_panels(), num_rows),
-          added_up(sums.cols, tiles.num_bands(), num_cols)};
+  return {added_up(rows, tiles.num_panels(), num_rows),
+          added_up(cols, tiles.num_bands(), num_cols)};
 }
 
 // ---- adalomo_squares, adalomo_update_

@@ -4,10 +4,19 @@
 
 #include <cstdint>
 
-#include "kernels/softmax.h"
-#include "ops/cross_entropy.h"
+#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
+
+/// The transformation of logits, and this rank's shard of the classes.
+struct VocabShard {
+  std::int64_t vocab_start = 0;
+  std::int64_t vocab_size =
+      -1;  ///< of all ranks, without padding; -1: not known before the exchange
+  std::int64_t ignore_index = -100;
+  double logit_scale = 1;
+  double softcap = 0;  ///< 0: none
+};
 
 // Stats as tensors of shape (tokens + 1, 6): a SoftmaxStats for each token, and an entry with the
 // rank's classes and a digest of its arguments, so that the exchange also checks that the ranks'

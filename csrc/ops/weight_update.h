@@ -10,8 +10,8 @@
 
 namespace ringcomm {
 
-// Argument checks of the weight updates, which are torch operators in ops/weight_update_ops.cc and
-// ops/adalomo_ops.cc. Wrong arguments throw ValueError or TypeError.
+// Argument checks of the updates, which are torch operators in ops/weight_update_ops.cc,
+// ops/adalomo_ops.cc and ops/optimizer_ops.cc. Wrong arguments throw ValueError or TypeError.
 
 /// The arguments that all updates have; see docs/design/optim.md.
 struct UpdateOptions {

@@ -1,19 +1,95 @@
 #pragma once
 
-// The reductions, written once and compiled for each level by its own source file (see vectors.h
-// for the rules).
-//
-// No expression multiplies and adds, because a compiler may contract such a pair to a fused
-// instruction, and the result would depend on the level.
-
-#include <type_traits>
+// The reductions and the streaming copy, written once and compiled for each level by its own source
+// file (see simd.h for the rules).
 
 #include "core/types.h"
-#include "reduce/elements.h"
-#include "reduce/simd_tables.h"
+#include "reduce/reduce_op.h"
+
+// Below the headers of others.
+#include "reduce/simd.h"
 
 namespace ringcomm::host {
 namespace {
+
+// ---- element types: from memory to an accumulator (load), the last step of an average (divide),
+// ---- and the vector to store (pack)
+
+/// The running result for one vector of memory: `kParts` vectors of T (two where 16-bit elements
+/// are held as fp32).
+template <class T, int kParts>
+struct Accumulator {
+  Vec<T> part[kParts];
+};
+
+template <class T, int kParts = 1>
+struct Element {
+  using Acc = Accumulator<T, kParts>;
+
+  [[gnu::always_inline]] static Acc load(const char* from) { return {{load_bytes<Vec<T>>(from)}}; }
+  [[gnu::always_inline]] static void divide(Acc& acc, int divisor) {
+    if constexpr (std::is_floating_point_v<T>) {
+      for (Vec<T>& part : acc.part) part /= static_cast<T>(divisor);
+    } else {
+      // By lane, because SSE, AVX and NEON have no integer division. In a type that can also
+      // represent the divisor, unlike T.
+      for (std::size_t lane = 0; lane < kVectorBytes / sizeof(T); ++lane)
+        acc.part[0][lane] = static_cast<T>(acc.part[0][lane] / divisor);
+    }
+  }
+  [[gnu::always_inline]] static Vec<T> pack(const Acc& acc) {
+    if constexpr (std::is_floating_point_v<T>) return canonical_nan<T>(acc.part[0]);
+    return acc.part[0];
+  }
+};
+
+/// Any byte but zero counts as true.
+struct BoolElement : Element<std::uint8_t> {
+  using Byte = Vec<std::uint8_t>;
+
+  [[gnu::always_inline]] static Acc load(const char* from) {
+    return {{bits_as<Byte>(load_bytes<Byte>(from) != 0) & 1}};
+  }
+  /// An average of truth values has no meaning: the divisor is ignored.
+  [[gnu::always_inline]] static void divide(Acc&, int) {}
+};
+
+/// Stored one by one: as one object they would go through the stack.
+struct TwoHalves {
+  HalfWord low, high;
+};
+
+[[gnu::always_inline]] inline void store_bytes(char* to, const TwoHalves& v) {
+  store_bytes(to, v.low);
+  store_bytes(to + sizeof v.low, v.high);
+}
+
+/// 16-bit floats accumulate as two vectors of fp32.
+struct Float16Element : Element<float, 2> {
+  [[gnu::always_inline]] static Acc load(const char* from) {
+    return {{widen_float16(load_bytes<HalfWord>(from)),
+             widen_float16(load_bytes<HalfWord>(from + sizeof(HalfWord)))}};
+  }
+  [[gnu::always_inline]] static TwoHalves pack(const Acc& acc) {
+    return {narrow_float16(canonical_nan<float>(acc.part[0])),
+            narrow_float16(canonical_nan<float>(acc.part[1]))};
+  }
+};
+
+/// A bfloat16 is the upper half of an fp32: of each pair one element is a mask away and the other a
+/// shift.
+struct BFloat16Element : Element<float, 2> {
+  [[gnu::always_inline]] static Acc load(const char* from) {
+    const auto pairs = load_bytes<Word>(from);
+    return {{bits_as<Vec<float>>(pairs << 16), bits_as<Vec<float>>(pairs & 0xffff0000u)}};
+  }
+  [[gnu::always_inline]] static Word pack(const Acc& acc) {
+    return (rounded_to_bfloat16(acc.part[0]) >> 16) |
+           (rounded_to_bfloat16(acc.part[1]) & 0xffff0000u);
+  }
+};
+
+// ---- reductions
 
 // Integers wrap in sums and products, so those are taken in the unsigned type: overflow of a signed
 // one is undefined.
@@ -24,64 +100,36 @@ struct WrappingType<float> : std::type_identity<float> {};
 template <>
 struct WrappingType<double> : std::type_identity<double> {};
 
-struct Sum {
-  template <class T>
-  [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
-    using Wrapping = Vec<typename WrappingType<T>::type>;
+/// Min and max keep the first of equals (zeros of either sign) and propagate NaN: the result is `a`
+/// if it is NaN, and `b` if that is NaN, because every comparison with NaN is false.
+template <Reduction kOp, class T>
+[[gnu::always_inline]] inline Vec<T> combined(const Vec<T>& a, const Vec<T>& b) {
+  using Wrapping = Vec<typename WrappingType<T>::type>;
+  if constexpr (kOp == Reduction::kSum) {
     return bits_as<Vec<T>>(bits_as<Wrapping>(a) + bits_as<Wrapping>(b));
-  }
-};
-
-struct Product {
-  template <class T>
-  [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
-    using Wrapping = Vec<typename WrappingType<T>::type>;
+  } else if constexpr (kOp == Reduction::kProduct) {
     return bits_as<Vec<T>>(bits_as<Wrapping>(a) * bits_as<Wrapping>(b));
-  }
-};
-
-// Both keep the first of equals (zeros of either sign) and propagate NaN: the result is `a` if it
-// is NaN, and `b` if that is NaN, because every comparison with NaN is false.
-struct Min {
-  template <class T>
-  [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
+  } else if constexpr (kOp == Reduction::kMin) {
     return a <= b ? a : (a != a ? a : b);
-  }
-};
-
-struct Max {
-  template <class T>
-  [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
+  } else if constexpr (kOp == Reduction::kMax) {
     return a >= b ? a : (a != a ? a : b);
-  }
-};
-
-struct BitAnd {
-  template <class T>
-  [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
+  } else if constexpr (kOp == Reduction::kBitAnd) {
     return a & b;
-  }
-};
-
-struct BitOr {
-  template <class T>
-  [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
+  } else if constexpr (kOp == Reduction::kBitOr) {
     return a | b;
-  }
-};
-
-struct BitXor {
-  template <class T>
-  [[gnu::always_inline]] static Vec<T> apply(const Vec<T>& a, const Vec<T>& b) {
+  } else {
+    static_assert(kOp == Reduction::kBitXor);
     return a ^ b;
   }
-};
+}
 
-template <class Op, class T, int kParts>
+template <Reduction kOp, class T, int kParts>
 [[gnu::always_inline]] inline void combine_into(Accumulator<T, kParts>& acc,
                                                 const Accumulator<T, kParts>& next) {
-  for (int p = 0; p < kParts; ++p) acc.part[p] = Op::template apply<T>(acc.part[p], next.part[p]);
+  for (int p = 0; p < kParts; ++p) acc.part[p] = combined<kOp, T>(acc.part[p], next.part[p]);
 }
+
+// ---- arrays
 
 /// The arguments of one call, as bytes.
 struct Job {
@@ -96,7 +144,7 @@ struct Job {
 
 // `kVectors` vectors of every source at `offset_bytes`. All sources are read before anything is
 // stored, so that `to` may be any one of them.
-template <class Elem, class Op, int kVectors>
+template <class Elem, Reduction kOp, int kVectors>
 [[gnu::always_inline]] inline void combine_vectors(const Job& job, std::size_t offset_bytes) {
   typename Elem::Acc acc[kVectors];
   const char* first = job.src(0) + offset_bytes;
@@ -104,7 +152,7 @@ template <class Elem, class Op, int kVectors>
   for (int s = 1; s < job.num_srcs; ++s) {
     const char* from = job.src(s) + offset_bytes;
     for (int v = 0; v < kVectors; ++v) {
-      combine_into<Op>(acc[v], Elem::load(from + v * kVectorBytes));
+      combine_into<kOp>(acc[v], Elem::load(from + v * kVectorBytes));
     }
   }
   if (job.divisor > 1) {
@@ -119,7 +167,7 @@ template <class Elem, class Op, int kVectors>
 
 // The last `num_bytes` < kVectorBytes, in vectors filled up with zeros. Not an overlapping last
 // vector: where `to` is a source that would combine elements twice.
-template <class Elem, class Op>
+template <class Elem, Reduction kOp>
 [[gnu::always_inline]] inline void combine_tail(const Job& job, std::size_t offset_bytes,
                                                 std::size_t num_bytes) {
   char padded[kVectorBytes] = {};
@@ -127,7 +175,7 @@ template <class Elem, class Op>
   auto acc = Elem::load(padded);
   for (int s = 1; s < job.num_srcs; ++s) {
     __builtin_memcpy(padded, job.src(s) + offset_bytes, num_bytes);
-    combine_into<Op>(acc, Elem::load(padded));
+    combine_into<kOp>(acc, Elem::load(padded));
   }
   if (job.divisor > 1) Elem::divide(acc, job.divisor);
   store_bytes(padded, Elem::pack(acc));
@@ -140,19 +188,19 @@ template <class Elem, class Op>
 // lose a quarter; 16-bit types do not care. At 64 MB nothing matters.
 constexpr int kUnroll = 2;
 
-template <class Elem, class Op>
+template <class Elem, Reduction kOp>
 [[gnu::always_inline]] inline void combine_all(const Job& job, std::size_t num_bytes) {
   std::size_t offset = 0;
   for (; num_bytes - offset >= kUnroll * kVectorBytes; offset += kUnroll * kVectorBytes) {
-    combine_vectors<Elem, Op, kUnroll>(job, offset);
+    combine_vectors<Elem, kOp, kUnroll>(job, offset);
   }
   for (; num_bytes - offset >= kVectorBytes; offset += kVectorBytes) {
-    combine_vectors<Elem, Op, 1>(job, offset);
+    combine_vectors<Elem, kOp, 1>(job, offset);
   }
-  if (offset < num_bytes) combine_tail<Elem, Op>(job, offset, num_bytes - offset);
+  if (offset < num_bytes) combine_tail<Elem, kOp>(job, offset, num_bytes - offset);
 }
 
-template <class Elem, class Op, std::size_t kElementBytes>
+template <class Elem, Reduction kOp, std::size_t kElementBytes>
 void combine(void* to, void* also_to, const void* const* srcs, int num_srcs, std::size_t num_elems,
              int divisor) {
   const std::size_t num_bytes = num_elems * kElementBytes;
@@ -162,71 +210,96 @@ void combine(void* to, void* also_to, const void* const* srcs, int num_srcs, std
     // read again after every store, which might have changed them for all that the compiler knows.
     const void* const both[2] = {srcs[0], srcs[1]};
     job = {job.to, job.also_to, both, 2, 1};
-    return combine_all<Elem, Op>(job, num_bytes);
+    return combine_all<Elem, kOp>(job, num_bytes);
   }
-  combine_all<Elem, Op>(job, num_bytes);
+  combine_all<Elem, kOp>(job, num_bytes);
 }
 
-template <class Elem, DType kDType>
+#if defined(__x86_64__)
+constexpr std::size_t kStoreLineBytes = 64;
+
+// Only whole lines are streamed: the processor gathers streamed bytes into a line, and sends a
+// partial one to memory as several small writes. The partial lines at both ends go through the
+// cache.
+void stream_copy(void* to, const void* from, std::size_t num_bytes) {
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  const std::size_t to_boundary =
+      (kStoreLineBytes - reinterpret_cast<std::uintptr_t>(out) % kStoreLineBytes) % kStoreLineBytes;
+  const std::size_t head = to_boundary < num_bytes ? to_boundary : num_bytes;
+  __builtin_memcpy(out, in, head);
+  std::size_t offset = head;
+  for (; num_bytes - offset >= kStoreLineBytes; offset += kStoreLineBytes) {
+    for (std::size_t i = 0; i < kStoreLineBytes; i += kVectorBytes)
+      stream_vector(out + offset + i, load_bytes<Word>(in + offset + i));
+  }
+  __builtin_memcpy(out + offset, in + offset, num_bytes - offset);
+  _mm_sfence();  // orders the streamed lines before any later store
+}
+#else
+constexpr decltype(SimdKernels::stream_copy) stream_copy = nullptr;
+#endif
+
+// ---- the table
+
+template <DType kDType, class Elem, Reduction... kOps>
+constexpr void set(SimdKernels& kernels) {
+  ((kernels.combine[static_cast<int>(kOps)][static_cast<int>(kDType)] =
+        combine<Elem, kOps, element_bytes(kDType)>),
+   ...);
+}
+
+template <DType kDType, class Elem>
 constexpr void set_arithmetic(SimdKernels& kernels) {
-  const auto set = [&kernels](Reduction reduction, CombineFn fn) {
-    kernels.combine[static_cast<int>(reduction)][static_cast<int>(kDType)] = fn;
-  };
-  set(Reduction::kSum, combine<Elem, Sum, element_bytes(kDType)>);
-  set(Reduction::kAvg, combine<Elem, Sum, element_bytes(kDType)>);
-  set(Reduction::kProduct, combine<Elem, Product, element_bytes(kDType)>);
-  set(Reduction::kMin, combine<Elem, Min, element_bytes(kDType)>);
-  set(Reduction::kMax, combine<Elem, Max, element_bytes(kDType)>);
+  set<kDType, Elem, Reduction::kSum, Reduction::kProduct, Reduction::kMin, Reduction::kMax>(
+      kernels);
+  constexpr int kIdx = static_cast<int>(kDType);
+  kernels.combine[static_cast<int>(Reduction::kAvg)][kIdx] =
+      kernels.combine[static_cast<int>(Reduction::kSum)][kIdx];
 }
 
-template <class Elem, DType kDType>
+template <DType kDType, class Elem>
 constexpr void set_bitwise(SimdKernels& kernels) {
-  const auto set = [&kernels](Reduction reduction, CombineFn fn) {
-    kernels.combine[static_cast<int>(reduction)][static_cast<int>(kDType)] = fn;
-  };
-  set(Reduction::kBitAnd, combine<Elem, BitAnd, element_bytes(kDType)>);
-  set(Reduction::kBitOr, combine<Elem, BitOr, element_bytes(kDType)>);
-  set(Reduction::kBitXor, combine<Elem, BitXor, element_bytes(kDType)>);
+  set<kDType, Elem, Reduction::kBitAnd, Reduction::kBitOr, Reduction::kBitXor>(kernels);
 }
 
-template <class T, DType kDType>
+template <DType kDType, class T>
 constexpr void set_integer(SimdKernels& kernels) {
-  set_arithmetic<IntElement<T>, kDType>(kernels);
-  set_bitwise<IntElement<T>, kDType>(kernels);
+  set_arithmetic<kDType, Element<T>>(kernels);
+  set_bitwise<kDType, Element<T>>(kernels);
 }
 
-// For booleans the sum is "any" and the product "all".
+// The sum is "any" and the product "all"; there is no average.
 constexpr void set_bool(SimdKernels& kernels) {
-  const auto set = [&kernels](Reduction reduction, CombineFn fn) {
-    kernels.combine[static_cast<int>(reduction)][static_cast<int>(DType::kBool)] = fn;
+  set_bitwise<DType::kBool, BoolElement>(kernels);
+  const auto of = [&kernels](Reduction reduction) -> auto& {
+    return kernels.combine[static_cast<int>(reduction)][static_cast<int>(DType::kBool)];
   };
-  set(Reduction::kSum, combine<BoolElement, BitOr, 1>);
-  set(Reduction::kMax, combine<BoolElement, BitOr, 1>);
-  set(Reduction::kProduct, combine<BoolElement, BitAnd, 1>);
-  set(Reduction::kMin, combine<BoolElement, BitAnd, 1>);
-  set_bitwise<BoolElement, DType::kBool>(kernels);
+  of(Reduction::kSum) = of(Reduction::kMax) = of(Reduction::kBitOr);
+  of(Reduction::kProduct) = of(Reduction::kMin) = of(Reduction::kBitAnd);
 }
 
-consteval SimdKernels make_kernels(const char* level,
-                                   decltype(SimdKernels::stream_copy) stream_copy) {
-  SimdKernels kernels;
-  kernels.level = level;
-  kernels.stream_copy = stream_copy;
+consteval SimdKernels make_kernels(const char* level) {
+  SimdKernels kernels = {.level = level, .stream_copy = stream_copy};
   set_bool(kernels);
-  set_integer<std::uint8_t, DType::kUint8>(kernels);
-  set_integer<std::int8_t, DType::kInt8>(kernels);
-  set_integer<std::int16_t, DType::kInt16>(kernels);
-  set_integer<std::int32_t, DType::kInt32>(kernels);
-  set_integer<std::int64_t, DType::kInt64>(kernels);
-  set_integer<std::uint16_t, DType::kUint16>(kernels);
-  set_integer<std::uint32_t, DType::kUint32>(kernels);
-  set_integer<std::uint64_t, DType::kUint64>(kernels);
-  set_arithmetic<Float16Element, DType::kFloat16>(kernels);
-  set_arithmetic<BFloat16Element, DType::kBFloat16>(kernels);
-  set_arithmetic<FloatElement<float>, DType::kFloat32>(kernels);
-  set_arithmetic<FloatElement<double>, DType::kFloat64>(kernels);
+  set_integer<DType::kUint8, std::uint8_t>(kernels);
+  set_integer<DType::kInt8, std::int8_t>(kernels);
+  set_integer<DType::kInt16, std::int16_t>(kernels);
+  set_integer<DType::kInt32, std::int32_t>(kernels);
+  set_integer<DType::kInt64, std::int64_t>(kernels);
+  set_integer<DType::kUint16, std::uint16_t>(kernels);
+  set_integer<DType::kUint32, std::uint32_t>(kernels);
+  set_integer<DType::kUint64, std::uint64_t>(kernels);
+  set_arithmetic<DType::kFloat16, Float16Element>(kernels);
+  set_arithmetic<DType::kBFloat16, BFloat16Element>(kernels);
+  set_arithmetic<DType::kFloat32, Element<float>>(kernels);
+  set_arithmetic<DType::kFloat64, Element<double>>(kernels);
   return kernels;
 }
 
 }  // namespace
 }  // namespace ringcomm::host
+
+#if defined(__clang__) && RINGCOMM_VECTOR_BYTES != 16
+#pragma clang attribute pop
+#endif

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 
 #include "core/types.h"
 
@@ -46,6 +47,35 @@ enum class StoreKind { kCached, kStreaming };
 /// cache with this one (each store then costs a read of the line it will overwrite), slower where
 /// it does. Streaming stores are complete (ordered before any later store) when it returns.
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, StoreKind kind);
+
+// ---- internal to this folder and its tests
+
+/// The kernels of one instruction set.
+///
+/// Instances are constant-initialised: a constructor at load time would be compiled for that
+/// instruction set and run on processors without it.
+struct SimdKernels {
+  const char* level = nullptr;
+  /// Null where the pair has no meaning.
+  decltype(ReduceOp::combine) combine[kNumReductions][kNumDTypes] = {};
+  /// Copies past the caches and fences; null where there are no such stores.
+  void (*stream_copy)(void* to, const void* from, std::size_t num_bytes) = nullptr;
+};
+
+extern const SimdKernels kBaselineKernels;
+#if defined(__x86_64__)
+extern const SimdKernels kAvx2Kernels;
+extern const SimdKernels kAvx512Kernels;
+#endif
+
+/// The kernels named `level`, or null where the name is unknown or this processor lacks the
+/// instructions.
+const SimdKernels* find_simd_kernels(std::string_view level);
+/// The kernels that `requested` (the value of RINGCOMM_SIMD, null or empty if unset) selects;
+/// throws like simd_level().
+const SimdKernels& choose_simd_kernels(const char* requested);
+/// The choice for this process, made at the first call.
+const SimdKernels& simd_kernels();
 
 }  // namespace host
 }  // namespace ringcomm

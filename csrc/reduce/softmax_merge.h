@@ -12,7 +12,7 @@ namespace ringcomm {
 
 /// The result of one pass over a token's logits, for any part of the vocabulary: six words, with
 /// the layout of GPU kernels and of tensors of shape (tokens, 6). `z` is a logit as defined by
-/// LogitRow.
+/// LogitRow in kernels/softmax.h.
 struct SoftmaxStats {
   float max;            ///< of z; -infinity without logits
   float sum;            ///< of exp(z - max)
@@ -25,6 +25,7 @@ inline constexpr int kNumSoftmaxStats = 6;
 /// No index: larger than all classes, and not a NaN if its bits are read as a float.
 inline constexpr std::int32_t kNoIndex = 1 << 30;
 static_assert(sizeof(SoftmaxStats) == kNumSoftmaxStats * sizeof(float));
+static_assert(sizeof(SoftmaxStats) == element_bytes(DType::kSoftmaxStats));
 /// The stats of no logits, and of an ignored token.
 inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
                                            .sum = 0,
@@ -32,7 +33,6 @@ inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::i
                                            .weighted = 0,
                                            .entropy = 0,
                                            .argmax = kNoIndex};
-static_assert(sizeof(SoftmaxStats) == element_bytes(DType::kSoftmaxStats));
 
 /// Merges the stats of two parts of one row; exact except for the rounding of sums. `a` precedes
 /// `b` in every sum.

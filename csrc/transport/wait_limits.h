@@ -1,7 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
+#include <thread>
 
 namespace ringcomm {
 
@@ -21,6 +23,26 @@ struct WaitLimits {
 using LookForRanks = std::function<void(int missing)>;
 
 /// `timeout` from now; the end of time where the clock does not count that far.
-std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout);
+inline std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout) {
+  using TimePoint = std::chrono::steady_clock::time_point;
+  const TimePoint now = std::chrono::steady_clock::now();
+  // Compared in milliseconds: the clock's nanoseconds would overflow first.
+  const auto countable = std::chrono::floor<std::chrono::milliseconds>(TimePoint::max() - now);
+  return timeout < countable ? now + timeout : TimePoint::max();
+}
+
+/// Sleeps between two looks at something that other processes change: longer each time, up to
+/// 50 ms.
+class Backoff {
+ public:
+  void sleep() {
+    std::this_thread::sleep_for(pause_);
+    pause_ = std::min<std::chrono::microseconds>(2 * pause_, std::chrono::milliseconds(50));
+  }
+  void reset() { *this = {}; }
+
+ private:
+  std::chrono::microseconds pause_{200};
+};
 
 }  // namespace ringcomm

@@ -13,16 +13,18 @@
 #include <vector>
 
 #include "collectives/communicator.h"
-#include "core/cursor.h"
+#include "core/arch.h"
 #include "core/types.h"
 #include "reduce_oracle.h"
 #include "thread_ranks.h"
-#include "transport/shm/segment.h"
+#include "transport/shm/group.h"
 
 namespace ringcomm::testing {
 
 /// Bytes of data in one phase of a board: a region without its header.
 inline constexpr std::size_t kPhaseBytes = shm::SegmentConfig{}.board_bytes - kLineBytes;
+/// Bytes of one slot of a ring in shared memory.
+inline constexpr std::size_t kRingSlotBytes = shm::SegmentConfig{}.ring_slot_bytes;
 
 struct Case {
   OpKind op = OpKind::kAllReduce;
@@ -32,8 +34,6 @@ struct Case {
   int root = -1;
   std::size_t num_elems = 0;
   bool is_in_place = false;
-  std::uint32_t ring_num_slots = 0;
-  std::uint64_t ring_slot_bytes = 0;
   bool is_random = false;  ///< floats of any size, where small integers make results exact else
   std::uint32_t salt = 0;  ///< other data in every call
   bool is_uneven = false;  ///< shares of 0 to 2 num_elems
@@ -43,8 +43,7 @@ struct Case {
     std::ostringstream text;
     text << name_of(op) << ' ' << name_of(dtype) << ' ' << name_of(reduction) << ' '
          << name_of(algorithm) << " root " << root << ", " << num_elems << " elements"
-         << (is_in_place ? " in place" : "") << (is_uneven ? " uneven" : "") << ", slots "
-         << ring_num_slots << " of " << ring_slot_bytes << ", salt " << salt;
+         << (is_in_place ? " in place" : "") << (is_uneven ? " uneven" : "") << ", salt " << salt;
     return text.str();
   }
 };
@@ -236,9 +235,7 @@ class CaseBuffers {
             .inputs = input_pointers_.data(),
             .outputs = output_pointers_.data(),
             .input_elems = has_input_sizes ? input_elems_.data() : nullptr,
-            .output_elems = has_output_sizes ? output_elems_.data() : nullptr,
-            .ring_num_slots = case_.ring_num_slots,
-            .ring_slot_bytes = case_.ring_slot_bytes};
+            .output_elems = has_output_sizes ? output_elems_.data() : nullptr};
   }
 
   /// The content of the call's output, or of its first one.

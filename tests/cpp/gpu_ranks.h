@@ -16,9 +16,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "cuda/collectives/header_words.h"
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/lent_buffers.h"
 #include "cuda/collectives/staging_plan.h"
 #include "cuda/kernels/call.h"
 #include "emulator/kernel_registry.h"
@@ -91,8 +89,8 @@ class GpuRanks {
     lent_bases_.resize(static_cast<std::size_t>((world_size + 1) * world_size));
     // So that pieces follow each other in calls of few bytes.
     layout_.region_bytes = 20 << 10;
-    layout_.mail_slot_bytes = 16 << 10;
-    layout_.num_mail_channels = 4;
+    layout_.p2p_slot_bytes = 16 << 10;
+    layout_.num_p2p_channels = 4;
     for (int rank = 0; rank < world_size; ++rank) {
       const std::size_t bytes = layout_.num_bytes();
       memory_.emplace_back(bytes + kLineBytes);
@@ -109,7 +107,6 @@ class GpuRanks {
   std::uint64_t num_hand_overs(int rank) const { return staging_.published(rank, rank, 0).value; }
   std::chrono::nanoseconds timeout = std::chrono::seconds(50);
   Late late = Late::kNo;
-  const emulator::Kernel* kernel_of_tests = nullptr;  ///< instead of those that calls have
 
   cuda::KernelCall kernel_call(int rank) {
     cuda::KernelCall call;
@@ -135,26 +132,19 @@ class GpuRanks {
         },
         kernel);
     const auto meet = [this] { turn_.arrive_and_wait(); };
-    if (kernel_of_tests != nullptr)
-      run_kernel(*kernel_of_tests, kernel, plan.num_blocks, num_threads_, late, meet);
-    else
-      run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_, late, meet);
+    run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_, late, meet);
     return plan.traffic;
   }
   /// The same as ranks do that take turns: a launch for each step, between which they meet.
   void run_in_turns(int rank, const Collective& call) {
     cuda::KernelCall kernel = kernel_call(rank);
-    const cuda::LaunchPlan plan = plan_call(call, true, kernel);
-    std::uint32_t num_turns = plan.num_turns;
-    if (kernel.longest_bytes == cuda::KernelCall::kUnknown) {
-      for (int peer = 0; peer < world_size_; ++peer)
-        raise_longest(std::max(kernel.input_bytes[peer], kernel.output_bytes[peer]));
+    cuda::LaunchPlan plan = plan_call(call, true, kernel);
+    if (kernel.num_slices == 0) {  // ranks may know different sizes
+      raise_longest(cuda::longest_share(kernel));
       turn_.arrive_and_wait();
-      kernel.longest_bytes = longest_bytes_;
-      num_turns = cuda::turns_of_move(layout_, longest_bytes_, plan.num_blocks,
-                                      plan.kernel == "ringcomm_move_same");
+      cuda::set_longest_share(kernel, plan, longest_bytes_);
     }
-    for (std::uint32_t turn = 0; turn < num_turns; ++turn) {
+    for (std::uint32_t turn = 0; turn < plan.num_turns; ++turn) {
       kernel.first_step = kernel.last_step = turn;
       run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_, late);
       turn_.arrive_and_wait();
@@ -172,8 +162,8 @@ class GpuRanks {
     cuda::plan_header(call, options_, layout_, takes_turns, header);
     return cuda::plan_launch(call, header, kernel);
   }
-  void exchange(int rank, const std::vector<cuda::Mail>& messages) {
-    cuda::MailCall call;
+  void exchange(int rank, const std::vector<cuda::P2pMessage>& messages) {
+    cuda::P2pCall call;
     fill(rank, call);
     const cuda::LaunchPlan plan = cuda::plan_exchange(messages, 2, call);
     run_kernel(plan.kernel, call, plan.num_blocks, num_threads_, late);

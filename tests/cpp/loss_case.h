@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda/kernels/loss_call.h"
-#include "cuda/kernels/loss_kernel_list.h"
+#include "cuda/kernels/loss_rows.h"
 #include "emulator/cluster_state.h"
 #include "emulator/host_row_block.h"
 #include "reduce_oracle.h"

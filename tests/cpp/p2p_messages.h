@@ -14,7 +14,7 @@
 
 #include "collectives/communicator.h"
 #include "thread_ranks.h"
-#include "transport/shm/segment.h"
+#include "transport/shm/group.h"
 
 namespace ringcomm::testing {
 

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/test_steps.h"
+#include "core/annotations.h"
 #include "transport/messages/message_transport.h"
 
 namespace ringcomm::testing {

@@ -17,8 +17,7 @@
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/shm/bootstrap.h"
-#include "transport/shm/shared_memory.h"
-#include "transport/shm/unix_socket.h"
+#include "transport/shm/fd.h"
 
 namespace {
 

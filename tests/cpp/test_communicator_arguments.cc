@@ -2,7 +2,6 @@
 // works.
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -41,8 +40,6 @@ void expect_refused(Communicator& communicator, const Case& c, const std::string
   call.reduction = c.reduction;
   call.algorithm = c.algorithm;
   call.root = c.root;
-  call.ring_num_slots = c.ring_num_slots;
-  call.ring_slot_bytes = c.ring_slot_bytes;
   const std::uint64_t seq = communicator.next_seq();
   expect_invalid([&] { communicator.run(call, kPatient); }, text);
   expect_invalid([&] { communicator.submit(call, kPatient, [](std::exception_ptr) {}); }, text);
@@ -59,20 +56,6 @@ TEST_CASE("wrong arguments of a call are refused, and the group works on") {
       refused({.reduction = Reduction::kBitAnd}, "band is not defined for float32");
       refused({.dtype = DType::kByte}, "sum is not defined for byte");
       refused({.dtype = DType::kBool, .reduction = Reduction::kAvg}, "not defined for bool");
-      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 1}, "num_slots must be 2 to 64");
-      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 65}, "num_slots must be 2 to 64");
-      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 32},
-              "slot_bytes must be a multiple");
-      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 100},
-              "slot_bytes must be a multiple");
-      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 512 << 10}, "do not fit");
-      refused({.algorithm = Algorithm::kRing,
-               .ring_num_slots = 64,
-               .ring_slot_bytes = std::uint64_t{64} << 20},
-              "do not fit");
-      refused({.algorithm = Algorithm::kRing,
-               .ring_slot_bytes = std::numeric_limits<std::uint64_t>::max() - 63},
-              "slot_bytes must be a multiple");
     });
   }
 }
@@ -127,12 +110,7 @@ TEST_CASE("wrong options are refused before the group is made") {
   const auto make = [&](const CommunicatorOptions& options) {
     Communicator(store, 0, 2, options, std::chrono::milliseconds(1));
   };
-  for (const std::uint32_t num_slots : {0U, 1U, 65U})
-    expect_invalid([&] { make({.num_slots = num_slots}); }, "num_slots must be 2 to 64");
-  for (const std::size_t slot_bytes :
-       {std::size_t{0}, std::size_t{63}, std::size_t{65}, (std::size_t{64} << 20) + 64})
-    expect_invalid([&] { make({.slot_bytes = slot_bytes}); },
-                   "slot_bytes must be a multiple of 64");
+  expect_invalid([&] { make({.transport = "tcp"}); }, "transport must be shm or p2p, got 'tcp'");
   std::string value;
   CHECK_FALSE(store.get("ringcomm/rank/0", std::chrono::milliseconds(0), value));
   expect_invalid([] { algorithm_from_name("tree"); }, "'tree'");
@@ -144,21 +122,11 @@ TEST_CASE("wrong options are refused before the group is made") {
 TEST_CASE("ranks with different options get both texts") {
   testing::MemoryStore store;
   testing::run_threads(2, [&](int rank) {
-    const CommunicatorOptions options{.num_slots = rank == 0 ? 2U : 3U};
+    const CommunicatorOptions options{.one_shot_max_bytes = rank == 0 ? 0U : 4096U};
     testing::expect_error(
         testing::error_of([&] { Communicator(store, rank, 2, options, testing::kBound); }),
-        ErrorKind::kMismatch, {"num_slots=2", "num_slots=3", "algorithm=auto"});
-  });
-}
-
-// A number of slots without a size means slots that fill the links.
-TEST_CASE("a number of slots alone cuts the links evenly") {
-  run_ranks(2, [](Communicator& communicator) {
-    for (const std::uint32_t num_slots : {2U, 3U, 7U, 64U})
-      testing::run_case(communicator, {.algorithm = Algorithm::kRing,
-                                       .num_elems = 300'001,
-                                       .ring_num_slots = num_slots,
-                                       .salt = num_slots});
+        ErrorKind::kMismatch,
+        {"one_shot_max_bytes=0", "one_shot_max_bytes=4096", "algorithm=auto"});
   });
 }
 

@@ -25,8 +25,6 @@ using testing::kPatient;
 using testing::run_case;
 using testing::run_ranks;
 
-constexpr CommunicatorOptions kSmallSlots{.num_slots = 4, .slot_bytes = 1024};
-
 // The same sequence on every rank, since all make it from the same seed.
 class RandomCases {
  public:
@@ -52,10 +50,6 @@ class RandomCases {
     if (c.op == OpKind::kReduce || c.op == OpKind::kBroadcast)
       c.root = static_cast<int>(below(static_cast<std::size_t>(world_size_)));
     if (c.op != OpKind::kAllReduce) c.algorithm = Algorithm::kAuto;
-    if (c.algorithm == Algorithm::kRing && below(2) == 0) {
-      c.ring_num_slots = static_cast<std::uint32_t>(2 + below(3));
-      c.ring_slot_bytes = 64 * (1 + below(8));
-    }
     return c;
   }
   std::size_t below(std::size_t bound) { return random_() % bound; }
@@ -69,19 +63,16 @@ TEST_CASE("many different collectives in a random order, the same on all ranks")
   for (int world_size = 2; world_size <= 8; ++world_size) {
     CAPTURE(world_size);
     const int num_calls = world_size == 4 ? 300 : 40;
-    run_ranks(
-        world_size,
-        [&](Communicator& communicator) {
-          RandomCases cases(1234U + static_cast<std::uint32_t>(world_size), world_size);
-          std::mt19937 own(static_cast<std::uint32_t>(communicator.rank()));
-          for (int i = 0; i < num_calls; ++i) {
-            const Case c = cases.next();
-            if (own() % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
-            if (c.num_elems % 11 == 0) testing::barrier(communicator);
-            run_case(communicator, c);
-          }
-        },
-        kSmallSlots);
+    run_ranks(world_size, [&](Communicator& communicator) {
+      RandomCases cases(1234U + static_cast<std::uint32_t>(world_size), world_size);
+      std::mt19937 own(static_cast<std::uint32_t>(communicator.rank()));
+      for (int i = 0; i < num_calls; ++i) {
+        const Case c = cases.next();
+        if (own() % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+        if (c.num_elems % 11 == 0) testing::barrier(communicator);
+        run_case(communicator, c);
+      }
+    });
   }
 }
 
@@ -90,7 +81,7 @@ TEST_CASE("several groups at once, used in turn") {
   testing::run_threads(3, [&](int rank) {
     Communicator first(first_store, rank, 3, {}, testing::kBound);
     // The other way round in the second group.
-    Communicator second(second_store, 2 - rank, 3, kSmallSlots, testing::kBound);
+    Communicator second(second_store, 2 - rank, 3, {}, testing::kBound);
     for (std::uint32_t salt = 0; salt < 30; ++salt) {
       run_case(first, {.algorithm = Algorithm::kRing, .num_elems = 77, .salt = salt});
       run_case(second, {.algorithm = Algorithm::kRing, .num_elems = 770, .salt = salt});
@@ -136,7 +127,8 @@ TEST_CASE("a submitted collective is waited for by its ticket, by polling, and b
     communicator.queue().wait(communicator.submit(waited.call(), kPatient, ignore), {});
     waited.check();
     const auto ticket = communicator.submit(polled.call(), kPatient, ignore);
-    testing::wait_until([&] { return communicator.queue().is_done(ticket); }, "a done ticket");
+    testing::wait_until([&] { return communicator.queue().wait_until(ticket, {}, {}); },
+                        "a done ticket");
     polled.check();
   });
   testing::MemoryStore store;

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "reduce/reduce_op.h"
-#include "reduce/simd_tables.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {

@@ -1,11 +1,12 @@
 // The arithmetic of core: schedules and offsets. The compiler checks most of it.
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "core/chunk_layout.h"
-#include "core/ring_schedule.h"
 #include "core/wait_policy.h"
 #include "third_party/doctest/doctest.h"
 

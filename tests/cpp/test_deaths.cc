@@ -2,7 +2,7 @@
 // other rank must get an error that names it, within two seconds of a death, by time-out of a stop.
 // A rank that is late at every step, while the others do their part and end: no rank gets an error.
 //
-// Steps are counted by the library itself (core/test_steps.h): cursors that advance, memory that is
+// Steps are counted by the library itself (RINGCOMM_STEP): cursors that advance, memory that is
 // mapped, sent or received, and what a rank writes for its peers; and by the store and the messages
 // of these tests. So new code is covered without a list. Ranks are processes, forked from a process
 // without threads: this program again, started with the one test case "child: ...".
@@ -30,13 +30,13 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/p2p_op.h"
-#include "core/test_steps.h"
+#include "collectives/p2p.h"
+#include "core/annotations.h"
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/backoff.h"
 #include "transport/shm/shared_arena.h"
+#include "transport/wait_limits.h"
 
 namespace {
 
@@ -302,9 +302,10 @@ using Meshes = std::array<testing::SocketMesh, 2>;
 void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
                       Communicator& first, const WaitLimits& limits) {
   FolderStore store(folder, [] {}, "second/");
-  const auto group = make_group(store, rank, mesh, limits.timeout,
-                                {.has_died = [&](int peer) { return first.has_died(peer); },
-                                 .is_stopped = [&](int peer) { return first.is_stopped(peer); }});
+  const auto group =
+      make_group(store, rank, mesh, limits.timeout,
+                 {.has_died = [&](int peer) { return first.members()->has_died(peer); },
+                  .is_stopped = [&](int peer) { return first.members()->is_stopped(peer); }});
   run_collectives(*group, limits);
 }
 

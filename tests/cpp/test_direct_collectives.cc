@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/shm/algorithm_choice.h"
+#include "collectives/shm/collectives.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"

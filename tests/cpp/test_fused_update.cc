@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/update_in_parts.h"
+#include "collectives/fused_update.h"
 #include "core/chunk_layout.h"
 #include "reduce/update_op.h"
 #include "sanitizers.h"
@@ -51,7 +51,6 @@ struct UpdateCase {
   Reduction reduction = Reduction::kAvg;
   std::size_t num_elems = 0;
   bool is_random = false;
-  std::uint64_t ring_slot_bytes = 0;
 
   Case gradients(std::uint32_t step) const {
     return {.dtype = grad_dtype,
@@ -137,7 +136,6 @@ Model run_steps(const UpdateCase& c, int rank, int world_size, const RunCall& ru
          .num_elems = c.num_elems,
          .inputs = &input,
          .outputs = &output,
-         .ring_slot_bytes = c.ring_slot_bytes,
          .update = &update});
     expect(grad_kept == grad, "an unchanged gradient of " + c.to_text());
   }
@@ -201,16 +199,14 @@ TEST_CASE("updates of 16-bit parameters and gradients") {
 // Slices: one, one element more or less, several and a rest.
 TEST_CASE("updates in one slice and in several" * doctest::skip(testing::kHasThreadSanitizer)) {
   run_ranks(3, [](Communicator& communicator) {
-    constexpr std::size_t kSliceElems = (256 << 10) / sizeof(float) * 3;
-    for (const std::size_t num_elems :
-         {kSliceElems - 1, kSliceElems, kSliceElems + 1, 3 * kSliceElems + 5})
-      run_update_case(communicator, {.num_elems = num_elems});
-    for (const std::size_t num_elems : {47U, 48U, 49U, 1000U})
+    constexpr std::size_t kSliceElems = testing::kRingSlotBytes / sizeof(float) * 3;
+    for (const Algorithm algorithm : {Algorithm::kAuto, Algorithm::kRing})
       for (const DType grad_dtype : {kF32, DType::kBFloat16})
-        run_update_case(communicator, {.grad_dtype = grad_dtype,
-                                       .algorithm = Algorithm::kRing,
-                                       .num_elems = num_elems,
-                                       .ring_slot_bytes = 64});
+        for (const std::size_t num_elems :
+             {kSliceElems - 1, kSliceElems, kSliceElems + 1, 3 * kSliceElems + 5})
+          run_update_case(
+              communicator,
+              {.grad_dtype = grad_dtype, .algorithm = algorithm, .num_elems = num_elems});
   });
 }
 

@@ -152,10 +152,10 @@ TEST_CASE("latency of reduce_scatter and all_gather on one GPU: staged and share
   MESSAGE(table);
 }
 
-/// Blocks of each direction of the pairs of a ring, in the order in which they take seats.
+/// Blocks of each direction of the pairs of a ring, in the order in which they reserve them.
 std::vector<unsigned> blocks_of_pairs(int num_ranks, const cuda::StagingLayout& layout) {
-  int free =
-      cuda::num_seats(kMultiprocessors) - (num_ranks - 1) * static_cast<int>(layout.num_blocks);
+  int free = cuda::max_waiting_blocks(kMultiprocessors) -
+             (num_ranks - 1) * static_cast<int>(layout.num_blocks);
   std::vector<unsigned> blocks;
   for (int pair = 0; pair < (num_ranks == 2 ? 1 : num_ranks); ++pair) {
     blocks.push_back(cuda::blocks_per_lane_that_fit(layout, free));
@@ -165,7 +165,7 @@ std::vector<unsigned> blocks_of_pairs(int num_ranks, const cuda::StagingLayout& 
 }
 
 // No aim was set. What goes through the host instead goes by PCIe 5, 55 GB/s each way: the first
-// pair is to be faster. The last pair of a ring of 3 ranks or more is not: few seats are left.
+// pair is to be faster. The last pair of a ring of 3 ranks or more is not: few places are left.
 TEST_CASE("latency of messages around a ring of ranks on one GPU") {
   constexpr double kPcieGbPerS = 55;
   const LatencyModel model = model_of(1);
@@ -182,7 +182,7 @@ TEST_CASE("latency of messages around a ring of ranks on one GPU") {
                   bytes / first_us / 1e3, last_us, bytes / last_us / 1e3);
       table += line;
       CAPTURE(line);
-      CHECK(blocks.front() == layout.num_mail_channels);
+      CHECK(blocks.front() == layout.num_p2p_channels);
       CHECK(blocks.back() > 0);
       if (num_bytes >= 16 * kMiB) CHECK(bytes / first_us / 1e3 >= kPcieGbPerS);
     }

@@ -1,14 +1,11 @@
 // Lent buffers, with GPU kernels on host threads: which calls access them directly, with two
 // synchronizations, and what the others do. ThreadSanitizer checks the accesses.
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "core/chunk_layout.h"
-#include "cuda/kernels/reduce_gather.h"
-#include "emulator/host_block.h"
 #include "gpu_ranks.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
@@ -212,53 +209,6 @@ TEST_CASE("lent buffers: a rank that does not arrive is a timeout that names it"
       expect(ranks.control(rank).peer == 2, "the rank that is missing");
     });
   }
-}
-
-/// In place of a reduction: whether what a step reads and writes is said to be what it is.
-struct HintChecker {
-  static inline std::atomic<int> num_right = 0, num_wrong = 0;
-  template <class B, class To, class Sources>
-  void operator()(B& block, const cuda::KernelCall& call, const To& outputs, const Sources& sources,
-                  std::size_t, std::size_t) const {
-    const bool is_lent = block.tables().lent.lending == cuda::Lending::kAll;
-    const auto note = [](std::uint64_t policy, cuda::Cached expected) {
-      ++(policy == cuda::cache_policy(expected) ? num_right : num_wrong);
-    };
-    for (int s = 0; s < sources.num(); ++s)
-      note(sources.policy(s), is_lent || s == call.rank ? cuda::Cached::kNo : cuda::Cached::kYes);
-    if (outputs.num() > 1)
-      note(outputs.policy_of_others(), is_lent ? cuda::Cached::kNo : cuda::Cached::kYes);
-  }
-};
-
-template <cuda::ReduceShape kShape>
-void check_hints(const void* parameter, emulator::BlockContext& context) {
-  const auto& call = *static_cast<const cuda::KernelCall*>(parameter);
-  using Block = emulator::HostBlock;
-  Block block(call, context, *static_cast<Block::Shared*>(context.shared));
-  const HintChecker owner;
-  cuda::run_collective<cuda::ReduceGather<kShape, HintChecker, Block>>(block, call, 4, 4, owner);
-}
-
-TEST_CASE("lent: what users have is loaded evict-first, and what is staged is not") {
-  constexpr int kWorldSize = 3;
-  using cuda::KernelCall, cuda::ReduceShape;
-  const emulator::Kernel kAllReduce{"", sizeof(KernelCall), check_hints<ReduceShape::kAllReduce>};
-  const emulator::Kernel kScatter{"", sizeof(KernelCall), check_hints<ReduceShape::kReduceScatter>};
-  HintChecker::num_right = HintChecker::num_wrong = 0;
-  GpuRanks ranks(kWorldSize, facts_of(kWorldSize), 2);
-  for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduceScatter}) {
-    ranks.kernel_of_tests = op == OpKind::kAllReduce ? &kAllReduce : &kScatter;
-    const Case c{.op = op, .dtype = DType::kFloat32, .num_elems = 50'000};
-    for (const int num_lenders : {0, kWorldSize, 1})
-      run_threads(kWorldSize, [&](int rank) {
-        CaseBuffers buffers(c, rank, kWorldSize);
-        ranks.run(rank, buffers.call(), rank < num_lenders);
-        expect(ranks.control(rank).stop == 0, "a kernel that does not give up");
-      });
-  }
-  CHECK(HintChecker::num_right > 100);
-  CHECK(HintChecker::num_wrong == 0);
 }
 
 }  // namespace

@@ -17,14 +17,13 @@
 #include <utility>
 #include <vector>
 
-#include "core/test_steps.h"
+#include "core/annotations.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/page_bytes.h"
+#include "transport/peer_table.h"
+#include "transport/process.h"
+#include "transport/shm/fd.h"
 #include "transport/shm/group.h"
-#include "transport/shm/rank_record.h"
-#include "transport/shm/shared_memory.h"
-#include "transport/shm/unix_socket.h"
 
 namespace {
 thread_local bool gets_pages = true, fetches_late = false;
@@ -59,7 +58,7 @@ std::size_t num_entries(const char* directory) {
       std::distance(std::filesystem::directory_iterator(directory), {}));
 }
 
-GroupIdentity identity(int rank, int world_size, const std::string& options = "o=1") {
+GroupTerms identity(int rank, int world_size, const std::string& options = "o=1") {
   return {.rank = rank, .world_size = world_size, .options = options};
 }
 
@@ -74,11 +73,12 @@ TEST_CASE("child: ranks whose sockets do not reach each other" * doctest::skip()
     for (int rank = 0; rank < 2; ++rank)
       threads.emplace_back([&, rank] {
         if (::unshare(CLONE_NEWNET) != 0) ::_exit(kCannotUnshare);
-        GroupIdentity mine = identity(rank, 2);
+        GroupTerms mine = identity(rank, 2);
         if (!host_id.empty()) mine.host_id = host_id + std::to_string(rank);
         auto& result = results[static_cast<std::size_t>(rank)];
         try {
-          Rendezvous rendezvous(store, mine, {.is_one_host = false}, testing::kBound);
+          mine.is_one_host = false;
+          Rendezvous rendezvous(store, mine, testing::kBound);
           result = std::to_string(rendezvous.find_ranks().num_hosts()) + " hosts";
         } catch (const Error& error) {
           result = error.what();
@@ -118,8 +118,8 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
   MemoryStore store;
   std::atomic<int> num_left = 0;
   run_threads(3, [&](int rank) {
-    Group group(store, identity(rank, 3), {}, testing::kBound);
-    expect(group.pid_of((rank + 1) % 3) == ::getpid(), "the peer's pid");
+    Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
+    expect(group.process_of((rank + 1) % 3).pid == ::getpid(), "the peer's pid");
     WaitScope scope(group);
     HostArch arch(scope, 0, 2);
     scope.begin(testing::kPatient);
@@ -149,8 +149,8 @@ TEST_CASE("different options are a mismatch on every rank, with both texts") {
   std::atomic<int> num_errors = 0;
   run_threads(4, [&](int rank) {
     const std::string mine = rank == 2 ? "num_slots=3" : "num_slots=2";
-    const Error error =
-        error_of([&] { Group(store, identity(rank, 4, mine), {}, milliseconds(20'000)); });
+    const Error error = error_of(
+        [&] { testing::make_group(store, identity(rank, 4, mine), {}, milliseconds(20'000)); });
     expect_error(error, ErrorKind::kMismatch, {"{num_slots=2}", "{num_slots=3}", "rank 2"});
     ++num_errors;
   });
@@ -160,8 +160,8 @@ TEST_CASE("different options are a mismatch on every rank, with both texts") {
 TEST_CASE("different numbers of ranks are a mismatch that says both") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    const Error error =
-        error_of([&] { Group(store, identity(rank, 2 + rank), {}, milliseconds(20'000)); });
+    const Error error = error_of(
+        [&] { testing::make_group(store, identity(rank, 2 + rank), {}, milliseconds(20'000)); });
     const std::string both = rank == 0 ? "2 and 3 ranks" : "3 and 2 ranks";
     expect_error(error, ErrorKind::kMismatch, {both, "the same world size"});
   });
@@ -170,7 +170,8 @@ TEST_CASE("different numbers of ranks are a mismatch that says both") {
 TEST_CASE("a rank that does not come is a time-out that names it") {
   MemoryStore store;
   run_threads(3, [&](int rank) {  // the fourth is missing: rank 3
-    const Error error = error_of([&] { Group(store, identity(rank, 4), {}, milliseconds(100)); });
+    const Error error =
+        error_of([&] { testing::make_group(store, identity(rank, 4), {}, milliseconds(100)); });
     expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "100 ms", "start 4 ranks"});
     expect(error.info().rank == 3, "the missing rank");
   });
@@ -184,7 +185,7 @@ TEST_CASE("two processes with one rank get an error that says so") {
       store.set("ringcomm/rank/0", "of another process");
     });
     try {
-      Group(store, identity(0, 2), {}, milliseconds(200));
+      testing::make_group(store, identity(0, 2), {}, milliseconds(200));
     } catch (...) {
       twin.join();
       throw;
@@ -199,7 +200,7 @@ TEST_CASE("two processes with one rank get an error that says so") {
 TEST_CASE("a wait that takes too long blames the rank that has published least") {
   MemoryStore store;
   run_threads(3, [&](int rank) {
-    Group group(store, identity(rank, 3), {}, testing::kBound);
+    Group group = testing::make_group(store, identity(rank, 3), {}, testing::kBound);
     WaitScope scope(group);
     HostArch arch(scope, 0, 2);
     Board<HostArch> board(arch, group.board(), rank);
@@ -244,8 +245,8 @@ class InterruptedStore final : public KeyValueStore {
 
 TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
   const auto expect_interrupted = [](KeyValueStore& store, int rank) {
-    const Error error =
-        error_of([&] { Group(store, identity(rank, 2), {}, std::chrono::minutes(30)); });
+    const Error error = error_of(
+        [&] { testing::make_group(store, identity(rank, 2), {}, std::chrono::minutes(30)); });
     expect_error(error, ErrorKind::kInterrupted, {"interrupted by a signal"});
   };
   {
@@ -255,7 +256,7 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
   }
   // The record of rank 0 of an earlier group of two: its bootstrap no longer offers memory.
   const auto leave_record = [](KeyValueStore& store, const std::string& bootstrap_address) {
-    const Group any(store, identity(0, 1), {}, testing::kBound);
+    const Group any = testing::make_group(store, identity(0, 1), {}, testing::kBound);
     std::string text;
     store.try_get("ringcomm/rank/0", text);
     RankRecord record = RankRecord::from_text(text);
@@ -291,18 +292,19 @@ TEST_CASE("ranks on different hosts get an error that says so") {
                       .options = "o=1",
                       .world_size = 2};
   store.set("ringcomm/rank/1", stranger.to_text());
-  expect_error(error_of([&] { Group(store, identity(0, 2), {}, milliseconds(1000)); }),
-               ErrorKind::kSystem, {"share no memory", "far-away", "elsewhere"});
+  expect_error(
+      error_of([&] { testing::make_group(store, identity(0, 2), {}, milliseconds(1000)); }),
+      ErrorKind::kSystem, {"share no memory", "far-away", "elsewhere"});
 }
 
 TEST_CASE("a record of an earlier group in the same store is waited out") {
   MemoryStore store;
   {
-    const Group earlier(store, identity(0, 1), {}, testing::kBound);
+    const Group earlier = testing::make_group(store, identity(0, 1), {}, testing::kBound);
   }
   run_threads(2, [&](int rank) {
     if (rank == 0) std::this_thread::sleep_for(milliseconds(50));
-    const Group group(store, identity(rank, 2), {}, testing::kBound);
+    const Group group = testing::make_group(store, identity(rank, 2), {}, testing::kBound);
     std::string ignored;
     expect(group.state_of(1 - rank) == Stop::kNone, "the peer of this group");
     store.set("joined" + std::to_string(rank), "");
@@ -313,14 +315,14 @@ TEST_CASE("a record of an earlier group in the same store is waited out") {
 TEST_CASE("memory that rank 0 never hands over is a time-out that says so") {
   MemoryStore store;
   {
-    const Group earlier(store, identity(0, 1), {}, testing::kBound);
+    const Group earlier = testing::make_group(store, identity(0, 1), {}, testing::kBound);
   }
   std::string text;
   REQUIRE(store.try_get("ringcomm/rank/0", text));
   RankRecord record = RankRecord::from_text(text);
   record.world_size = 2;
   store.set("ringcomm/rank/0", record.to_text());
-  expect_error(error_of([&] { Group(store, identity(1, 2), {}, milliseconds(100)); }),
+  expect_error(error_of([&] { testing::make_group(store, identity(1, 2), {}, milliseconds(100)); }),
                ErrorKind::kTimeout, {"rank 0 did not hand over", "100 ms"});
 }
 
@@ -329,7 +331,7 @@ TEST_CASE("memory of another size is refused") {
   run_threads(2, [&](int rank) {
     const SegmentConfig config{.board_bytes = rank == 0 ? std::size_t{1} << 20 : 1 << 16};
     const Error error =
-        error_of([&] { Group(store, identity(rank, 2), config, milliseconds(300)); });
+        error_of([&] { testing::make_group(store, identity(rank, 2), config, milliseconds(300)); });
     if (rank == 1) return expect_error(error, ErrorKind::kMismatch, {"does not have the size"});
     expect_error(error, ErrorKind::kTimeout, {"rank 1 did not fetch", "300 ms"});
     expect(error.info().rank == 1, "rank 1 to be blamed");
@@ -364,8 +366,8 @@ TEST_CASE("memory that the system refuses to one rank is an error on all, with r
 TEST_CASE("an aborted group gives the first reason to all ranks") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    auto group =
-        std::make_unique<Group>(store, identity(rank, 2), SegmentConfig{}, testing::kBound);
+    std::unique_ptr<Group> group(
+        new Group(testing::make_group(store, identity(rank, 2), {}, testing::kBound)));
     std::string ignored;
     if (rank == 0) {
       group->abort({.kind = ErrorKind::kTimeout, .origin = 0, .culprit = 1, .text = "first"});
@@ -387,8 +389,8 @@ TEST_CASE("an aborted group gives the first reason to all ranks") {
 TEST_CASE("only the rank that has left is missing for the others") {
   MemoryStore store;
   run_threads(3, [&](int rank) {
-    auto group =
-        std::make_unique<Group>(store, identity(rank, 3), SegmentConfig{}, testing::kBound);
+    std::unique_ptr<Group> group(
+        new Group(testing::make_group(store, identity(rank, 3), {}, testing::kBound)));
     std::string ignored;
     if (rank == 1) {
       group.reset();
@@ -405,7 +407,7 @@ TEST_CASE("only the rank that has left is missing for the others") {
 
 TEST_CASE("a long reason is cut and ends") {
   MemoryStore store;
-  Group group(store, identity(0, 1), {}, testing::kBound);
+  Group group = testing::make_group(store, identity(0, 1), {}, testing::kBound);
   group.abort({.text = std::string(5000, 'x')});
   CHECK(group.state_of(0) == Stop::kAborted);
   CHECK(group.abort_reason().text == std::string(1023, 'x'));
@@ -429,7 +431,7 @@ TEST_CASE("groups leave no descriptor, thread or mapping behind") {
 TEST_CASE("groups that fail to form leave nothing behind either") {
   const auto fail = [] {
     MemoryStore store;
-    error_of([&] { Group(store, identity(0, 2), {}, milliseconds(1)); });
+    error_of([&] { testing::make_group(store, identity(0, 2), {}, milliseconds(1)); });
   };
   fail();
   const std::size_t num_fds = num_entries("/proc/self/fd");

@@ -26,13 +26,12 @@
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
+#include "transport/peer_table.h"
 #include "transport/shm/bootstrap.h"
+#include "transport/shm/fd.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
-#include "transport/shm/peer_memory.h"
-#include "transport/shm/rank_record.h"
-#include "transport/shm/shared_memory.h"
-#include "transport/shm/unix_socket.h"
+#include "transport/shm/shared_arena.h"
 
 namespace {
 
@@ -177,7 +176,8 @@ TEST_CASE("hostile: another user at the name of a bootstrap is refused") {
                           .world_size = 2};
   store.set("ringcomm/rank/0", record.to_text());
   expect_error(error_of([&] {
-                 Group(store, {.rank = 1, .world_size = 2, .options = "o=1"}, {}, kPatience);
+                 testing::make_group(store, {.rank = 1, .world_size = 2, .options = "o=1"}, {},
+                                     kPatience);
                }),
                ErrorKind::kSystem, texts);
   ::kill(pid, SIGKILL);
@@ -285,8 +285,9 @@ TEST_CASE("hostile: a group's memory that can be resized, or is short, is not us
                             .options = "o=1",
                             .world_size = 2};
     store.set("ringcomm/rank/0", record.to_text());
-    const GroupIdentity identity{.rank = 1, .world_size = 2, .options = "o=1"};
-    expect_error(error_of([&] { Group(store, identity, config, kPatience); }), c.kind, {c.text});
+    const GroupTerms identity{.rank = 1, .world_size = 2, .options = "o=1"};
+    expect_error(error_of([&] { testing::make_group(store, identity, config, kPatience); }), c.kind,
+                 {c.text});
   }
 }
 
@@ -309,7 +310,8 @@ TEST_CASE("hostile: a peer's buffers outside of its memory, or in memory that ca
 TEST_CASE(
     "hostile: a reason for an abort that a wild peer has written stays inside of its bounds") {
   MemoryStore store;
-  Group group(store, {.rank = 0, .world_size = 1, .options = "o=1"}, {}, testing::kBound);
+  Group group = testing::make_group(store, {.rank = 0, .world_size = 1, .options = "o=1"}, {},
+                                    testing::kBound);
   auto* base =
       reinterpret_cast<std::byte*>(&group.doorbell(0)) - offsetof(RankControl, doorbell) - 4096;
   AbortRecord& record = *reinterpret_cast<AbortRecord*>(base);

@@ -191,7 +191,7 @@ TEST_CASE("hosts: groups made again over one store") {
     MemoryNetwork network(3);
     testing::run_threads(3, [&](int rank) {
       Communicator communicator(store, rank, 3,
-                                {.num_slots = round < 2 ? 2U : 3U,
+                                {.one_shot_max_bytes = round < 2 ? 0U : 4096U,
                                  .host_id = {placement[static_cast<std::size_t>(rank)]}},
                                 testing::kBound,
                                 [&](const LookForRanks&) { return network.join(rank); });

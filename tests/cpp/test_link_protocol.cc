@@ -7,7 +7,6 @@
 #include <thread>
 #include <vector>
 
-#include "core/link_primitives.h"
 #include "core/link_protocol.h"
 #include "test_stop.h"
 #include "third_party/doctest/doctest.h"

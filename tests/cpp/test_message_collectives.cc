@@ -25,13 +25,11 @@ using testing::run_message_ranks;
 
 constexpr OpKind kOthers[] = {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                               OpKind::kBroadcast};
-// Slots so small that a few hundred elements go around in many slices.
-const CommunicatorOptions kSmallSlots{.num_slots = 3, .slot_bytes = 64};
 
-// Nothing; fewer elements than ranks; one each; a longer chunk; a slice and one more; several.
+// Nothing; fewer elements than ranks; one each; a longer chunk; many.
 std::set<std::size_t> counts(int world_size) {
   const auto world = static_cast<std::size_t>(world_size);
-  return {0, 1, world - 1, world + 1, 16 * world, 16 * world + 1, 1001};
+  return {0, 1, world - 1, world + 1, 1001};
 }
 
 void run_all(Communicator& communicator) {
@@ -62,12 +60,12 @@ TEST_CASE("messages: every collective and algorithm, worlds 2 to 5") {
     for (const int delay_us : {0, 300}) {
       CAPTURE(world_size);
       MemoryNetwork network(world_size, std::chrono::microseconds(delay_us));
-      run_message_ranks(network, world_size, run_all, kSmallSlots);
+      run_message_ranks(network, world_size, run_all);
       CHECK(network.num_misfits() == 0);
     }
 }
 
-// From 1 MiB on: rings and chains.
+// From 1 MiB on: rings and chains, in slices of 1 MiB.
 TEST_CASE("messages: large calls") {
   for (int world_size = 2; world_size <= (testing::kHasThreadSanitizer ? 2 : 4); ++world_size) {
     MemoryNetwork network(world_size, std::chrono::microseconds(50));
@@ -80,7 +78,7 @@ TEST_CASE("messages: large calls") {
           run_case(communicator, {.op = op,
                                   .dtype = DType::kInt32,
                                   .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
-                                  .num_elems = (1 << 18) + 7,
+                                  .num_elems = (1 << 20) + 7,
                                   .is_in_place = is_in_place,
                                   .salt = salt});
         }
@@ -91,21 +89,19 @@ TEST_CASE("messages: large calls") {
 
 TEST_CASE("messages: dtypes and reductions") {
   MemoryNetwork network(3);
-  run_message_ranks(
-      network, 3, [&](Communicator& communicator) { testing::run_every_reduction(communicator); },
-      kSmallSlots);
+  run_message_ranks(network, 3, testing::run_every_reduction);
 }
 
 // Random floats, whose sum depends on the order, against the oracle's left-to-right one: every
 // algorithm, and every collective that reduces.
 TEST_CASE("messages: rank order") {
-  CommunicatorOptions options = kSmallSlots;
-  options.is_rank_ordered = true;
+  // A ring of several slices.
+  constexpr std::size_t kMany = testing::kHasThreadSanitizer ? 300'001 : 1'200'001;
   MemoryNetwork network(4, std::chrono::microseconds(100));
   run_message_ranks(network, 4,
                     [](Communicator& communicator) {
                       std::uint32_t salt = 0;
-                      for (const std::size_t num_elems : {std::size_t{517}, std::size_t{300'001}}) {
+                      for (const std::size_t num_elems : {std::size_t{517}, kMany}) {
                         for (const Algorithm algorithm : kAlgorithms)
                           run_case(communicator, {.algorithm = algorithm,
                                                   .num_elems = num_elems,
@@ -120,7 +116,7 @@ TEST_CASE("messages: rank order") {
                                                   .salt = ++salt});
                       }
                     },
-                    {.is_rank_ordered = true, .num_slots = 2, .slot_bytes = 4096});
+                    {.is_rank_ordered = true});
 }
 
 // ---- Shares of different sizes: element i of what rank `from` has for rank `to`.
@@ -265,27 +261,21 @@ TEST_CASE("messages: all_reduce sends what the formulas say") {
   constexpr std::size_t kElems = 4 * 999;
   constexpr std::uint64_t kBytes = kElems * sizeof(float);
   MemoryNetwork network(kWorld);
-  run_message_ranks(
-      network, kWorld,
-      [&](Communicator& communicator) {
-        for (const Algorithm algorithm : kAlgorithms)
-          run_case(communicator, {.algorithm = algorithm, .num_elems = kElems});
-        const auto sent = [&](Algorithm algorithm) {
-          return communicator.stats().counts(OpKind::kAllReduce, algorithm).sent_bytes;
-        };
-        expect(sent(Algorithm::kOneShot) == (kWorld - 1) * kBytes, "one_shot");
-        expect(sent(Algorithm::kTwoShot) == 2 * (kWorld - 1) * kBytes / kWorld, "two_shot");
-        expect(sent(Algorithm::kRing) == 2 * (kWorld - 1) * kBytes / kWorld, "ring");
-      },
-      kSmallSlots);
+  run_message_ranks(network, kWorld, [&](Communicator& communicator) {
+    for (const Algorithm algorithm : kAlgorithms)
+      run_case(communicator, {.algorithm = algorithm, .num_elems = kElems});
+    const auto sent = [&](Algorithm algorithm) {
+      return communicator.stats().counts(OpKind::kAllReduce, algorithm).sent_bytes;
+    };
+    expect(sent(Algorithm::kOneShot) == (kWorld - 1) * kBytes, "one_shot");
+    expect(sent(Algorithm::kTwoShot) == 2 * (kWorld - 1) * kBytes / kWorld, "two_shot");
+    expect(sent(Algorithm::kRing) == 2 * (kWorld - 1) * kBytes / kWorld, "ring");
+  });
   // On the wire, too: of the ring alone, whose only envelope is the greeting.
   MemoryNetwork ring_network(kWorld);
-  run_message_ranks(
-      ring_network, kWorld,
-      [&](Communicator& communicator) {
-        run_case(communicator, {.algorithm = Algorithm::kRing, .num_elems = kElems});
-      },
-      kSmallSlots);
+  run_message_ranks(ring_network, kWorld, [&](Communicator& communicator) {
+    run_case(communicator, {.algorithm = Algorithm::kRing, .num_elems = kElems});
+  });
   for (int rank = 0; rank < kWorld; ++rank)
     CHECK(ring_network.delivered_bytes(rank) == 2 * (kWorld - 1) * kBytes / kWorld + 4096);
 }

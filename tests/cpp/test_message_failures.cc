@@ -210,12 +210,13 @@ TEST_CASE("messages: options that differ") {
   MemoryNetwork network(2);
   testing::MemoryStore store;
   testing::run_threads(2, [&](int rank) {
-    const CommunicatorOptions options{.num_slots = rank == 0 ? 2U : 3U, .transport = "p2p"};
+    const CommunicatorOptions options{.one_shot_max_bytes = rank == 0 ? 0U : 4096U,
+                                      .transport = "p2p"};
     expect_error(error_of([&] {
                    Communicator(store, rank, 2, options, testing::kBound,
                                 [&](const LookForRanks&) { return network.join(rank); });
                  }),
-                 ErrorKind::kMismatch, {"num_slots=2", "num_slots=3"});
+                 ErrorKind::kMismatch, {"one_shot_max_bytes=0", "one_shot_max_bytes=4096"});
   });
 }
 

@@ -8,7 +8,6 @@
 #include "memory_messages.h"
 #include "p2p_messages.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/messages/message_subset.h"
 
 namespace {
 
@@ -159,10 +158,6 @@ TEST_CASE("message p2p: what cannot be") {
                     std::invalid_argument);
     barrier(communicator);
   });
-  const auto whole = network.join(0);
-  ringcomm::MessageSubset subset(*whole, {0, 1}, 0);
-  std::byte byte{};
-  CHECK_THROWS_AS(subset.irecv(-1, 0, &byte, 1), ringcomm::Unsupported);
 }
 
 }  // namespace

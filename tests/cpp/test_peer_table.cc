@@ -21,7 +21,7 @@ using testing::MemoryStore;
 using testing::run_threads;
 
 PeerTable peer_table_of(const std::vector<std::string>& hosts) {
-  std::vector<shm::RankRecord> records;
+  std::vector<RankRecord> records;
   for (const std::string& host : hosts)
     records.push_back({.host_id = "id-" + host,
                        .host = host,
@@ -38,7 +38,6 @@ TEST_CASE("ranks lie on hosts in any order") {
   CHECK(peer_table.ranks_on(0) == std::vector<int>{0, 2, 5});
   CHECK(peer_table.ranks_on(1) == std::vector<int>{1, 4});
   CHECK(peer_table.ranks_on(2) == std::vector<int>{3});
-  CHECK(peer_table.max_ranks_on_a_host() == 3);
   for (int host = 0; host < peer_table.num_hosts(); ++host)
     for (int local = 0; local < peer_table.num_ranks_on(host); ++local) {
       const int rank = peer_table.ranks_on(host)[static_cast<std::size_t>(local)];
@@ -50,17 +49,22 @@ TEST_CASE("ranks lie on hosts in any order") {
   CHECK(peer_table_of({"x", "x"}).describe() == "1 host: x (ranks 0 1)");
 }
 
-shm::GroupIdentity identity(int rank, int world_size, const std::string& host,
-                            const std::string& options = "o=1") {
-  return {.rank = rank, .world_size = world_size, .options = options, .host_id = host};
+shm::GroupTerms terms(int rank, int world_size, const std::string& host,
+                      const std::string& options = "o=1", std::size_t shared_bytes = 0) {
+  return {.rank = rank,
+          .world_size = world_size,
+          .options = options,
+          .host_id = host,
+          .shared_bytes = shared_bytes,
+          .is_one_host = false};
 }
 
 TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
   MemoryStore store;
   const std::vector<std::string> hosts{"a", "b", "a", "c"};
   run_threads(4, [&](int rank) {
-    shm::Rendezvous rendezvous(store, identity(rank, 4, hosts[static_cast<std::size_t>(rank)]),
-                               {.shared_bytes = 4096, .is_one_host = false}, testing::kBound);
+    shm::Rendezvous rendezvous(
+        store, terms(rank, 4, hosts[static_cast<std::size_t>(rank)], "o=1", 4096), testing::kBound);
     const PeerTable peer_table = rendezvous.find_ranks();
     expect(peer_table.num_hosts() == 3 && peer_table.ranks_on(0) == std::vector<int>{0, 2},
            "the hosts: " + peer_table.describe());
@@ -70,10 +74,10 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
 // As where rank 0 waits in another group for rank 2, which is stopped. Neither has a record.
 TEST_CASE("a rank that another group knows to be stopped is named, and not one that waits for it") {
   MemoryStore store;
-  shm::GroupIdentity mine = identity(1, 3, "here");
+  shm::GroupTerms mine = terms(1, 3, "here");
   mine.known = {.is_stopped = [](int rank) { return rank == 2; }};
-  const Error error = error_of(
-      [&] { shm::Rendezvous(store, mine, {.is_one_host = false}, milliseconds(50)).find_ranks(); });
+  const Error error =
+      error_of([&] { shm::Rendezvous(store, mine, milliseconds(50)).find_ranks(); });
   expect_error(error, ErrorKind::kTimeout, {"ranks 0 and 2 did not join", "rank 2 is stopped"});
   CHECK(error.info().rank == 2);
 }
@@ -81,11 +85,10 @@ TEST_CASE("a rank that another group knows to be stopped is named, and not one t
 TEST_CASE("another host is an error where memory must be shared, on every rank that sees it") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    const Error error = error_of([&] {
-      shm::Rendezvous(store, identity(rank, 2, rank == 0 ? "here" : "there"),
-                      {.shared_bytes = 4096, .is_one_host = true}, testing::kBound)
-          .find_ranks();
-    });
+    shm::GroupTerms mine = terms(rank, 2, rank == 0 ? "here" : "there", "o=1", 4096);
+    mine.is_one_host = true;
+    const Error error =
+        error_of([&] { shm::Rendezvous(store, mine, testing::kBound).find_ranks(); });
     expect_error(error, ErrorKind::kSystem, {"share no memory", "[here]", "[there]"});
   });
 }
@@ -95,8 +98,9 @@ TEST_CASE("options are compared between hosts, and without shared memory") {
     MemoryStore store;
     run_threads(3, [&](int rank) {
       const Error error = error_of([&] {
-        shm::Rendezvous(store, identity(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2"),
-                        {.shared_bytes = shared_bytes, .is_one_host = false}, testing::kBound)
+        shm::Rendezvous(
+            store, terms(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2", shared_bytes),
+            testing::kBound)
             .find_ranks();
       });
       expect_error(error, ErrorKind::kMismatch, {"{o=1}", "{o=2}", "rank 2"});
@@ -107,8 +111,7 @@ TEST_CASE("options are compared between hosts, and without shared memory") {
 TEST_CASE("options of an earlier group in the same store are waited out, between hosts too") {
   MemoryStore store;
   const auto find = [&](int rank, const std::string& options) {
-    shm::Rendezvous(store, identity(rank, 2, rank == 0 ? "a" : "b", options),
-                    {.shared_bytes = 0, .is_one_host = false}, testing::kBound)
+    shm::Rendezvous(store, terms(rank, 2, rank == 0 ? "a" : "b", options), testing::kBound)
         .find_ranks();
   };
   run_threads(2, [&](int rank) { find(rank, "o=1"); });

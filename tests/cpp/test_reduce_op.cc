@@ -11,7 +11,6 @@
 
 #include "core/types.h"
 #include "reduce/reduce_op.h"
-#include "reduce/simd_tables.h"
 #include "reduce_oracle.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
@@ -19,8 +18,8 @@
 namespace {
 
 using namespace ringcomm;
-using host::CombineFn;
 using host::SimdKernels;
+using CombineFn = decltype(ReduceOp::combine);
 using oracle::Bytes;
 
 constexpr std::size_t kMaxElems = 4099;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/shm/algorithms.h"
+#include "collectives/shm/collectives.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
@@ -108,13 +108,9 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
                           .is_uneven = call.is_uneven(kManyRanks)};
   const auto num_published = [&] { return group.board().cursor(rank, rank).value; };
   const std::uint64_t before = num_published();
-  engine.begin();
+  engine.begin(header);
   engine.store_kinds().begin(op, 0);
-  (op == OpKind::kAllToAll    ? all_to_all
-   : op == OpKind::kScatter   ? scatter
-   : op == OpKind::kGather    ? gather
-   : op == OpKind::kAllGather ? all_gather_uneven
-                              : reduce_scatter_uneven)(engine, call, header);
+  exchange_shares(engine, call);
   engine.store_kinds().end();
   buffers.check();
   std::size_t most = 0;
@@ -137,15 +133,17 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
 TEST_CASE("the phases of uneven shares are those of the rank with the most to send") {
   testing::MemoryStore store;
   testing::run_threads(kManyRanks, [&](int rank) {
-    const shm::GroupIdentity identity{.rank = rank, .world_size = kManyRanks, .options = "shares"};
-    shm::Group group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
+    const shm::GroupTerms identity{.rank = rank, .world_size = kManyRanks, .options = "shares"};
+    shm::Group group =
+        testing::make_group(store, identity, {.board_bytes = kSmallBoardBytes}, testing::kBound);
     shm::WaitScope scope(group);
     scope.begin(kPatient);
     Engine engine(group, scope);
     for (const OpKind op : kUneven)
       for (const Pattern& pattern : kPatterns) expect_few_phases(op, pattern, rank, group, engine);
-    engine.begin();
-    barrier(engine, {.op = OpKind::kBarrier});
+    const CallHeader last{.op = OpKind::kBarrier};
+    engine.begin(last);
+    barrier(engine, {});
   });
 }
 

@@ -17,12 +17,10 @@
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/page_bytes.h"
-#include "transport/shm/rank_record.h"
-#include "transport/shm/segment.h"
-#include "transport/shm/shared_memory.h"
-#include "transport/shm/unique_fd.h"
-#include "transport/shm/unix_socket.h"
+#include "transport/peer_table.h"
+#include "transport/process.h"
+#include "transport/shm/fd.h"
+#include "transport/shm/group.h"
 
 namespace {
 
@@ -204,7 +202,7 @@ void add_link(std::vector<Region>& regions, const LinkGeometry& link) {
 // Addresses are computed but not dereferenced, so the base needs no memory.
 std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std::byte* base) {
   std::vector<Region> regions = {
-      {reinterpret_cast<std::uintptr_t>(&layout.header(base)),
+      {reinterpret_cast<std::uintptr_t>(&layout.abort_record(base)),
        reinterpret_cast<std::uintptr_t>(&layout.has_joined(base, world_size))}};
   const BoardGeometry board = layout.board(base);
   for (int rank = 0; rank < world_size; ++rank) {

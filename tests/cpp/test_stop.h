@@ -4,7 +4,7 @@
 
 #include <chrono>
 
-#include "core/stop.h"
+#include "core/arch.h"
 #include "transport/shm/host_arch.h"
 
 namespace ringcomm::testing {

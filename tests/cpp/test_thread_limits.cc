@@ -2,7 +2,6 @@
 // may be repeated.
 #include <cstddef>
 #include <exception>
-#include <memory>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -10,7 +9,6 @@
 #include "collective_case.h"
 #include "memory_messages.h"
 #include "p2p_messages.h"
-#include "storage/file_engine.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_limit.h"
 
@@ -84,21 +82,6 @@ TEST_CASE("no threads: collectives") {
     testing::run_case(communicator, {.num_elems = 100});
     expect(communicator.next_seq() == seq + 1, "one call to be counted");
   });
-}
-
-// An engine works with fewer threads than requested, and cannot be created with none.
-TEST_CASE("no threads: files") {
-  {
-    const ThreadLimit limit(0);
-    CHECK_THROWS_AS(FileEngine("threads", 4, 4096), std::system_error);
-  }
-  std::unique_ptr<FileEngine> engine;
-  {
-    const ThreadLimit limit(1);
-    engine = std::make_unique<FileEngine>("threads", 4, 4096);
-  }
-  std::vector<char> bytes(10);
-  CHECK(engine->start(false, -1, bytes.data(), bytes.size(), 0)->wait() == EBADF);
 }
 
 }  // namespace

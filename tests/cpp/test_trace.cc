@@ -12,7 +12,7 @@
 
 #include "collectives/trace.h"
 #include "third_party/doctest/doctest.h"
-#include "transport/page_bytes.h"
+#include "transport/process.h"
 
 namespace {
 

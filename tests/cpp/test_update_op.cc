@@ -11,15 +11,14 @@
 #include <vector>
 
 #include "core/types.h"
-#include "reduce/update_op.h"
-#include "kernels/update_tables.h"
+#include "kernels/kernel_tables.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
 
 using namespace ringcomm;
-using host::UpdateKernels;
+using host::Kernels;
 using oracle::Bytes;
 using Floats = std::vector<float>;
 
@@ -27,10 +26,10 @@ using Floats = std::vector<float>;
 constexpr std::size_t kSizes[] = {0, 1, 3, 4, 5, 8, 15, 16, 17, 1000, 1031};
 constexpr std::size_t kMaxElems = 1031;
 
-std::vector<const UpdateKernels*> available_levels() {
-  std::vector<const UpdateKernels*> levels;
+std::vector<const Kernels*> available_levels() {
+  std::vector<const Kernels*> levels;
   for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const UpdateKernels* kernels = host::find_update_kernels(name)) levels.push_back(kernels);
+    if (const Kernels* kernels = host::find_kernels(name)) levels.push_back(kernels);
   return levels;
 }
 
@@ -176,7 +175,7 @@ bool is_same(const Floats& a, const Floats& b) { return bytes_of(a) == bytes_of(
 /// One call on `num_elems` elements, one element off the alignment; the memory after them must not
 /// change.
 struct Run {
-  Run(const UpdateKernels& kernels, UpdateSpec spec, DType param_dtype, DType grad_dtype,
+  Run(const Kernels& kernels, UpdateSpec spec, DType param_dtype, DType grad_dtype,
       const Operands& from, std::size_t num_elems)
       : param(param_dtype == DType::kFloat32 ? bytes_of(from.weight)
                                              : encoded(from.weight, param_dtype)),
@@ -186,7 +185,8 @@ struct Run {
         grad_dtype == DType::kFloat32 ? bytes_of(from.grad) : encoded(from.grad, grad_dtype);
     const Bytes param_before = param;
     const int count = num_states(spec);
-    host::find_update(kernels, spec.optimizer, param_dtype, grad_dtype)(
+    kernels.updates[static_cast<int>(spec.optimizer)][host::float_dtype_idx(
+        param_dtype)][host::float_dtype_idx(grad_dtype)](
         host::scalars_of(spec),
         {.param = param.data(),
          .grad = grad.data(),
@@ -221,7 +221,7 @@ void check_near(const char* what, std::size_t i, float actual, const Term& expec
 
 TEST_CASE("updates in fp32 are those of double but for a few roundings") {
   const Operands before = random_operands();
-  for (const UpdateKernels* kernels : available_levels())
+  for (const Kernels* kernels : available_levels())
     for (const UpdateSpec& spec : specs()) {
       CAPTURE(describe(spec));
       const Run run(*kernels, spec, kF32, kF32, before, kMaxElems);
@@ -241,8 +241,8 @@ TEST_CASE("updates of every size have the same bits at every level, and touch no
       CAPTURE(describe(spec));
       CAPTURE(num_elems);
       const Operands before = special_operands();
-      const Run expected(host::kBaselineUpdates, spec, kF32, kF32, before, num_elems);
-      for (const UpdateKernels* kernels : available_levels()) {
+      const Run expected(host::kBaselineFloatKernels, spec, kF32, kF32, before, num_elems);
+      for (const Kernels* kernels : available_levels()) {
         const Run run(*kernels, spec, kF32, kF32, before, num_elems);
         CHECK(run.param == expected.param);
         CHECK(is_same(run.x.first, expected.x.first));
@@ -256,7 +256,7 @@ TEST_CASE("values that are not finite go into parameters and state, as the canon
     CAPTURE(describe(spec));
     Operands before = random_operands();
     before.grad[5] = -std::nanf("0x77");
-    const Run run(host::kBaselineUpdates, spec, kF32, kF32, before, kMaxElems);
+    const Run run(host::kBaselineFloatKernels, spec, kF32, kF32, before, kMaxElems);
     const float nan = std::numeric_limits<float>::quiet_NaN();
     CHECK(std::memcmp(&run.x.weight[5], &nan, sizeof nan) == 0);
     CHECK(std::isfinite(run.x.weight[6]));
@@ -265,9 +265,9 @@ TEST_CASE("values that are not finite go into parameters and state, as the canon
 }
 
 TEST_CASE("16-bit parameters and gradients are updated as in fp32, and rounded once") {
-  for (const UpdateKernels* kernels : available_levels())
-    for (const DType param_dtype : host::kUpdateDTypes)
-      for (const DType grad_dtype : host::kUpdateDTypes)
+  for (const Kernels* kernels : available_levels())
+    for (const DType param_dtype : host::kFloatDTypes)
+      for (const DType grad_dtype : host::kFloatDTypes)
         for (UpdateSpec spec : specs())
           for (const bool has_master : {false, true}) {
             if (param_dtype == kF32 && has_master) continue;

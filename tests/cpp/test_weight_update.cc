@@ -10,17 +10,16 @@
 #include <vector>
 
 #include "core/types.h"
+#include "kernels/kernel_tables.h"
 #include "kernels/stochastic_rounding.h"
-#include "kernels/update_tables.h"
 #include "kernels/weight_update.h"
-#include "kernels/weight_update_tables.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
 
 using namespace ringcomm;
-using host::WeightKernels;
+using host::Kernels;
 using oracle::Bytes;
 using Floats = std::vector<float>;
 
@@ -35,10 +34,10 @@ constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kFloa
                                      WeightFormat::kBFloat16, WeightFormat::kStochastic,
                                      WeightFormat::kSplit};
 
-std::vector<const WeightKernels*> available_levels() {
-  std::vector<const WeightKernels*> levels;
+std::vector<const Kernels*> available_levels() {
+  std::vector<const Kernels*> levels;
   for (const char* name : {"baseline", "avx2", "avx512"})
-    if (const WeightKernels* kernels = host::find_weight_kernels(name)) levels.push_back(kernels);
+    if (const Kernels* kernels = host::find_kernels(name)) levels.push_back(kernels);
   return levels;
 }
 
@@ -192,16 +191,16 @@ WeightStep step_of(bool is_clipped) {
 template <class Body>
 void for_all(bool has_special, const Body& body) {
   for (const WeightFormat format : kFormats)
-    for (int grad_idx = 0; grad_idx < host::kNumUpdateDTypes; ++grad_idx)
+    for (int grad_idx = 0; grad_idx < host::kNumFloatDTypes; ++grad_idx)
       for (const bool has_factors : {false, true}) {
         CAPTURE(static_cast<int>(format));
-        CAPTURE(name_of(host::kUpdateDTypes[grad_idx]));
+        CAPTURE(name_of(host::kFloatDTypes[grad_idx]));
         CAPTURE(has_factors);
-        body(operands(format, host::kUpdateDTypes[grad_idx], has_factors, has_special), grad_idx);
+        body(operands(format, host::kFloatDTypes[grad_idx], has_factors, has_special), grad_idx);
       }
 }
 
-const WeightOps& ops_of(const WeightKernels& kernels, const Operands& x, int grad_idx) {
+const WeightOps& ops_of(const Kernels& kernels, const Operands& x, int grad_idx) {
   return kernels.weights[static_cast<int>(x.format)][grad_idx];
 }
 
@@ -234,7 +233,7 @@ TEST_CASE("updates of every size have the bits of the C library's, and touch no 
         for (std::size_t i = 0; i < num_elems; ++i)
           expected.put(i, std::fmaf(before.update_at(step, i), step.lr_minus,
                                     before.weight_at(i) * step.decay));
-        for (const WeightKernels* kernels : available_levels()) {
+        for (const Kernels* kernels : available_levels()) {
           Operands x = before;
           ops_of(*kernels, x, grad_idx).update(step, x.run(num_elems));
           CHECK(x == expected);
@@ -260,8 +259,9 @@ TEST_CASE("weights rounded to nearest have the bits of the LOMO step of the fuse
         before.format != WeightFormat::kStochastic && before.format != WeightFormat::kSplit;
     if (!is_plain || !before.col_factor.empty()) return;
     Operands x = before, y = before;
-    ops_of(host::kBaselineWeights, x, grad_idx).update(step, x.run(kMaxElems));
-    host::find_update(host::kBaselineUpdates, spec.optimizer, dtype_of(y.format), y.grad_dtype)(
+    ops_of(host::kBaselineFloatKernels, x, grad_idx).update(step, x.run(kMaxElems));
+    host::kBaselineFloatKernels.updates[static_cast<int>(spec.optimizer)][host::float_dtype_idx(
+        dtype_of(y.format))][host::float_dtype_idx(y.grad_dtype)](
         scalars, {.param = y.weight.data(), .grad = y.grad.data()}, kMaxElems);
     CHECK(x == y);
   });
@@ -282,10 +282,10 @@ TEST_CASE("sums of squares are those of double, with the same bits at every leve
         exact.weight += std::pow(static_cast<double>(x.weight_at(i)), 2);
       }
       const RunSquares first =
-          ops_of(host::kBaselineWeights, x, grad_idx).squares(step, x.run(num_elems));
+          ops_of(host::kBaselineFloatKernels, x, grad_idx).squares(step, x.run(num_elems));
       CHECK(is_near(first.update, exact.update));
       CHECK(is_near(first.weight, exact.weight));
-      for (const WeightKernels* kernels : available_levels()) {
+      for (const Kernels* kernels : available_levels()) {
         const RunSquares sums = ops_of(*kernels, x, grad_idx).squares(step, x.run(num_elems));
         CHECK(sums.update == first.update);
         CHECK(sums.weight == first.weight);
@@ -295,13 +295,13 @@ TEST_CASE("sums of squares are those of double, with the same bits at every leve
 }
 
 TEST_CASE("gradients and their squares are added to what is there, and to no more") {
-  for (int grad_idx = 0; grad_idx < host::kNumUpdateDTypes; ++grad_idx)
+  for (int grad_idx = 0; grad_idx < host::kNumFloatDTypes; ++grad_idx)
     for (const std::size_t num_elems : kSizes) {
       CAPTURE(grad_idx);
       CAPTURE(num_elems);
       const WeightStep step = step_of(true);
       const Operands x =
-          operands(WeightFormat::kFloat32, host::kUpdateDTypes[grad_idx], false, false);
+          operands(WeightFormat::kFloat32, host::kFloatDTypes[grad_idx], false, false);
       Floats sums(kMaxElems, 0.5F), squares(kMaxElems, 0.5F);
       double exact = 0;
       for (std::size_t i = 0; i < num_elems; ++i) {
@@ -310,7 +310,7 @@ TEST_CASE("gradients and their squares are added to what is there, and to no mor
         squares[i] += update * update;
         exact += std::pow(update, 2);
       }
-      for (const WeightKernels* kernels : available_levels()) {
+      for (const Kernels* kernels : available_levels()) {
         const GradOps& ops = kernels->grads[grad_idx];
         Floats actual(kMaxElems, 0.5F), actual_squares(kMaxElems, 0.5F);
         ops.add(x.grad.data(), num_elems, actual.data());

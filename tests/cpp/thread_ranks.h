@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -22,7 +23,8 @@
 
 #include "collectives/communicator.h"
 #include "core/errors.h"
-#include "transport/key_value_store.h"
+#include "transport/membership.h"
+#include "transport/shm/group.h"
 
 namespace ringcomm::testing {
 
@@ -84,6 +86,17 @@ class MemoryStore final : public KeyValueStore {
   std::condition_variable has_news_;
   std::map<std::string, std::string> values_;
 };
+
+/// A group of ranks on one host, without a Communicator.
+inline shm::Group make_group(KeyValueStore& store, shm::GroupTerms terms,
+                             const shm::SegmentConfig& config, std::chrono::milliseconds timeout) {
+  terms.shared_bytes = shm::SegmentLayout(terms.world_size, config).num_bytes();
+  shm::Rendezvous rendezvous(store, terms, timeout);
+  rendezvous.find_ranks();
+  std::vector<int> ranks(static_cast<std::size_t>(terms.world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return shm::Group(rendezvous, ranks, config);
+}
 
 /// Throws unless `is_true`; for rank threads, where doctest's macros are of no use.
 inline void expect(bool is_true, const std::string& what) {

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "cuda/kernels/loss_call.h"
-#include "cuda/kernels/row_block.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::emulator {
@@ -36,8 +35,8 @@ class HostRowBlock {
 
   void start() const {
     if (context_.thread_idx == 0) {
-      for (std::uint64_t& count : heading(cluster_rank()).loaded) count = 0;
-      for (std::uint64_t& count : heading(cluster_rank()).exchanged) count = 0;
+      for (std::uint64_t& count : shared_words(cluster_rank()).loaded) count = 0;
+      for (std::uint64_t& count : shared_words(cluster_rank()).exchanged) count = 0;
     }
     context_.meet_cluster();
   }
@@ -52,10 +51,10 @@ class HostRowBlock {
             const cuda::LossPart& part) const {
     const auto offset = reinterpret_cast<std::byte*>(&place) - shared();
     std::memcpy(context_.cluster_shared[rank] + offset, &part, sizeof part);
-    __atomic_fetch_add(&heading(rank).exchanged[exchange], 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&shared_words(rank).exchanged[exchange], 1, __ATOMIC_RELEASE);
   }
   void await_parts(unsigned exchange, unsigned turn) {
-    await(heading(cluster_rank()).exchanged[exchange], parts_awaited_[exchange], turn,
+    await(shared_words(cluster_rank()).exchanged[exchange], parts_awaited_[exchange], turn,
           cluster_blocks());
   }
 
@@ -63,10 +62,10 @@ class HostRowBlock {
     std::vector<std::byte> loaded(num_bytes);
     read_with_neighbours(loaded.data(), from, num_bytes);
     std::memcpy(to, loaded.data(), num_bytes);
-    __atomic_fetch_add(&heading(cluster_rank()).loaded[slot], 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&shared_words(cluster_rank()).loaded[slot], 1, __ATOMIC_RELEASE);
   }
   void await_load(unsigned slot, unsigned turn) {
-    await(heading(cluster_rank()).loaded[slot], loads_awaited_[slot], turn, 1);
+    await(shared_words(cluster_rank()).loaded[slot], loads_awaited_[slot], turn, 1);
   }
 
   void seal() const { context_.sync(); }
@@ -98,8 +97,8 @@ class HostRowBlock {
     for (unsigned i = 0; i < num_bytes; ++i) to[i] = bytes[i];
   }
 
-  cuda::LossHeading& heading(unsigned rank) const {
-    return *reinterpret_cast<cuda::LossHeading*>(context_.cluster_shared[rank]);
+  cuda::LossShared& shared_words(unsigned rank) const {
+    return *reinterpret_cast<cuda::LossShared*>(context_.cluster_shared[rank]);
   }
   /// A GPU's barrier knows the last turn and the present one only: a wait for another is an error.
   static void await(const std::uint64_t& count, std::uint64_t& num_awaited, unsigned turn,
@@ -114,6 +113,5 @@ class HostRowBlock {
   std::deque<Store> stores_;  // of thread 0
 };
 
-static_assert(cuda::RowBlock<HostRowBlock<1>>);
 
 }  // namespace ringcomm::emulator

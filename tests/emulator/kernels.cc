@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "cuda/kernels/kernel_list.h"
-#include "cuda/kernels/loss_kernel_list.h"
+#include "cuda/kernels/loss_rows.h"
 #include "emulator/host_block.h"
 #include "emulator/host_row_block.h"
 #include "emulator/kernel_registry.h"

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "emulator/device.h"
-#include "transport/shm/unique_fd.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::emulator {
 

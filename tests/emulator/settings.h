@@ -48,7 +48,7 @@ namespace ringcomm::emulator {
 ///   its own
 /// - LAZY (0): 1: a kernel is loaded at its first use, which waits until the device is idle
 /// - LATE (0): 1: plain accesses of kernels take effect as late as a GPU allows (block_cache.h),
-///   except those of headings, of softmax records, and within a cluster
+///   except those of headers of phases, and within a cluster
 /// - DIE_AT (0): the call of the driver at which the process kills itself; 0: it does not
 /// - DELAY_US (0): before each step a stream sleeps a random time up to this
 ///

@@ -35,7 +35,7 @@ ARCHITECTURES = ("90", "100")
 IMAGES = ROOT / "build" / "cuda"
 # The ring, which is chosen by name only, keeps some of its state in memory between loops; of types
 # that nobody reduces in bulk, and of what runs once in a call, a table says enough.
-COLD = re.compile(r"ring_\w+|\w+_any|two_shot_softmax_stats|where|sum_losses")
+COLD = re.compile(r"ring_\w+|\w+_any|where|sum_losses")
 WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
 # N * U (cuda/kernels/combine.h).

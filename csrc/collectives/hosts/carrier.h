@@ -1,60 +1,46 @@
 #pragma once
 
-#include <array>
 #include <memory>
-#include <span>
 
 #include "collectives/carrier.h"
-#include "collectives/carrier_registry.h"
-#include "collectives/communicator_options.h"
-#include "collectives/hosts/engine.h"
-#include "transport/key_value_store.h"
-#include "transport/messages/message_transport.h"
-#include "transport/messages/message_watch.h"
-#include "transport/messages/store_membership.h"
+#include "collectives/carrier.h"
+#include "collectives/collective.h"
+#include "collectives/collective.h"
+#include "collectives/messages/engine.h"
+#include "transport/membership.h"
 #include "transport/peer_table.h"
+#include "transport/shm/rendezvous.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 
-/// Collectives of ranks on several hosts, at least one of which has several ranks: shared memory
-/// inside a host, messages between hosts. All sends and receives of users go over messages, so that
-/// a receive from any source sees every rank.
+/// Collectives of ranks that do not all share memory: messages, and shared memory inside the hosts
+/// that have several ranks. All sends and receives of users go over messages, so that a receive
+/// from any source sees every rank. With `is_flat` everything goes over messages.
 ///
-/// A rank that fails reports it twice: in its host's shared memory, for the ranks of its host, and
-/// in the store. Every rank's watchdog reads the store and copies the report to its host's memory.
-class HostsCarrier final : public Carrier {
- public:
-  /// Collective over the group, whose ranks have been found. Throws Error.
-  HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const PeerTable& peer_table,
-               const CommunicatorOptions& options, const MakeMessages& make_messages);
-  ~HostsCarrier() override { members_.leave(); }
+/// Collective over the group, whose ranks have been found. Throws Error.
+std::unique_ptr<Carrier> make_hosts_carrier(KeyValueStore& store, shm::Rendezvous& ranks,
+                                            const PeerTable& peer_table,
+                                            const CommunicatorOptions& options,
+                                            const MakeMessages& make_messages, bool is_flat);
 
-  Membership& membership() override { return members_; }
-  std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
-  bool runs_in_caller() const override { return false; }
-  std::span<const Algorithm> all_reduce_algorithms() const override { return kAlgorithms; }
-  void plan(const Collective& call, CallHeader& header) const override;
-  Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
-  std::size_t mapped_bytes() const override {
-    return local_ != nullptr ? local_->mapped_bytes() : 0;
-  }
-
- private:
-  static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
-                                             Algorithm::kTwoShot, Algorithm::kRing};
-
-  void tell_host();
-  bool is_flat(const Collective& call) const;
-  void dispatch(const Collective& call, const CallHeader& header);
-
-  CommunicatorOptions options_;
-  PeerTable peer_table_;
-  StoreMembership members_;
-  std::unique_ptr<Carrier> local_;  // null on a host with one rank
-  std::unique_ptr<MessageTransport> transport_;
-  MessageWatch watch_;
-  MessageEngine planner_;  // of all ranks over messages, for calls that take that way
-  HostsEngine engine_;
+/// A group on several hosts, at least one of which has several of its ranks.
+struct HostsGroup {
+  const PeerTable& peer_table;
+  Carrier* local;  ///< runs the collectives of this host's ranks; null if there is only one
+  MessageEngine& messages;  ///< of all ranks, in an operation
+  const CommunicatorOptions& options;
 };
+
+/// Runs one collective: shared memory inside a host, messages between hosts, with the paths and
+/// bytes of docs/design/hosts.md; or over messages alone if the header has another algorithm than
+/// kHierarchical. Throws Stopped and Mismatched with the group's numbers.
+///
+/// Before any data depends on it, the ranks of a host compare the call on the board. Between hosts,
+/// each leader first receives an envelope of the leader before it, in every collective: in a
+/// barrier, or with the data where that is of all hosts. So some rank always detects a difference
+/// and reports it to all, and no rank waits for data that will not arrive.
+Traffic run_by_hosts(const HostsGroup& group, const Collective& call, const CallHeader& header,
+                     const WaitLimits& limits);
 
 }  // namespace ringcomm

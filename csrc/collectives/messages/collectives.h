@@ -3,8 +3,8 @@
 #include <cstdint>
 
 #include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "collectives/messages/engine.h"
+#include "collectives/messages/shares.h"
 
 namespace ringcomm {
 
@@ -18,5 +18,11 @@ void plan_message_collective(int world_size, const Collective& call,
 /// Mismatched.
 std::uint64_t run_message_collective(MessageEngine& engine, const Collective& call,
                                      const CallHeader& header);
+
+/// The part of it that reduces in rank order with one rounding: every rank sends each share to its
+/// owner, which reduces what it receives into its output. If there is a root, only that owns one,
+/// and the ranks that exchange nothing compare no headers. Returns the bytes sent.
+std::uint64_t reduce_directly(MessageEngine& engine, const CallHeader& header,
+                              const MessageShares& shares, int root = -1);
 
 }  // namespace ringcomm

@@ -1,223 +1,133 @@
-#include "collectives/messages/ring.h"
+#include "collectives/ring.h"
 
-#include <algorithm>
 #include <optional>
 #include <vector>
 
-#include "collectives/messages/exchange.h"
-#include "collectives/ring_turns.h"
-#include "collectives/trace.h"
-#include "core/chunk_layout.h"
-#include "core/ring_schedule.h"
+#include "collectives/messages/ring.h"
+#include "collectives/messages/engine.h"
 
 namespace ringcomm {
 namespace {
 
-// Names of the recording.
-constexpr const char* kReduceScatter = "reduce_scatter";
-constexpr const char* kAllGather = "all_gather";
-
-// One rank's part of a ring.
+// The links of a ring as messages. A slice that is added to needs memory: a slot for what is
+// received, and another for the sum if the output has no room for it.
 //
-// Why the ring cannot deadlock if sends complete only when their receive is posted: this rank posts
-// the receive of turn k after turn k - num_slots, and waits for receives only, each sent by a rank
-// that had only earlier turns to do. In a reduce_scatter a partial sum is in a slot until it is
-// sent. A group of turns is at most the number of slots, so the receive of that send is posted by a
-// rank that is num_slots turns behind.
-class Ring {
+// Why this cannot deadlock if sends complete only when their receive is posted: this rank waits for
+// receives only, each sent by a rank that had only earlier steps to do, and has posted the receives
+// of the steps before. In a reduce_scatter a sum is in its slot until it is sent: the receive of
+// that send is posted by a rank that is one step behind.
+class MessageLinks {
  public:
-  Ring(MessageEngine& engine, const MessageShares& shares, const RingPlan& plan)
+  MessageLinks(MessageEngine& engine, const MessageShares& shares, const RingHalves& halves)
       : engine_(engine),
         shares_(shares),
-        plan_(plan),
         schedule_(engine.rank(), engine.world_size()),
-        slot_bytes_(plan.slice_elems * shares.element_bytes),
-        next_posted_(plan.first()) {
-    if (plan.num_slices == 0) return;
-    const std::size_t slots_bytes = plan.num_slots * slot_bytes_;
-    if (plan.has_reduce_scatter) receive_slots_ = engine.stage(slots_bytes);
-    if (plan.has_reduce_scatter && !plan.has_all_gather) {
-      send_slots_ = engine.stage(slots_bytes);
-      sends_.resize(plan.num_slots);
-    }
-    receives_.resize(plan.num_slots);
+        receives_(depth()),
+        sends_(depth()) {
+    const std::size_t slots_bytes = depth() * slice_elems() * shares.element_bytes;
+    if (shares.max_elems() == 0 || !halves.has_reduce_scatter) return;
+    received_ = engine.stage(slots_bytes);
+    if (!halves.has_all_gather) sums_ = engine.stage(slots_bytes);
   }
 
-  std::uint64_t run() {
-    if (plan_.num_slices == 0) return 0;
-    start_group(0);
-    for (RingTurn turn = plan_.first(); !plan_.is_over(turn); plan_.advance(turn)) {
-      // The next group starts after this group's last message with its tag.
-      const bool is_first_phase = turn.is_gather != plan_.has_reduce_scatter;
-      if (is_first_phase && turn.step == plan_.num_steps - 1 && turn.place == 0)
-        start_group(turn.group + 1);
-      const trace::Span traced([&] { return step_of(turn); });
-      const std::byte* received = receive();
-      if (turn.is_gather)
-        pass_on(turn);
-      else
-        reduce(turn, received);
-      ++num_done_;
-    }
-    for (const auto& send : sends_)
-      if (send) engine_.wait(*send);
-    return sent_bytes_;
+  const RingSchedule& schedule() const { return schedule_; }
+  int whole_rank(int rank) const { return engine_.whole_rank(rank); }
+  std::size_t depth() const { return engine_.cut().num_slots; }
+  bool sends_early() const { return true; }
+  std::size_t slice_elems() const { return engine_.cut().slot_bytes / shares_.element_bytes; }
+  std::size_t input_element_bytes() const { return shares_.element_bytes; }
+  std::size_t output_element_bytes() const { return shares_.element_bytes; }
+  RingChunk chunk(int rank) const {
+    const MessageShares::Share& share = shares_.of(rank);
+    return {share.input, share.output, share.num_elems};
+  }
+
+  void expect(const RingPart& part) {
+    if (part.num_elems == 0) return;
+    receives_[slot_of(part)] =
+        engine_.irecv(schedule_.previous(), tag_of(part.is_gather),
+                      part.is_gather ? part.output : place(received_, part), part.input_bytes);
+  }
+
+  void send(const RingPart& part) {
+    post(part, part.is_gather ? part.output : part.input, part.is_gather);
+  }
+
+  void reduce(const RingPart& part) {
+    if (part.num_elems == 0) return;
+    wait(receives_[slot_of(part)]);
+    const bool has_room = part.output != nullptr;
+    auto& send = sends_[slot_of(part)];
+    if (!has_room) wait(send);
+    std::byte* sum = has_room ? part.output : place(sums_, part);
+    const void* sources[] = {place(received_, part), part.input};
+    shares_.op->combine(sum, nullptr, sources, 2, part.num_elems,
+                        part.is_last ? shares_.divisor : 1);
+    if (!part.is_sent) return;
+    if (has_room)
+      post(part, sum, part.is_last);
+    else
+      send = engine_.isend(schedule_.next(), tag_of(false), sum, part.input_bytes);
+  }
+
+  void copy(const RingPart& part) {
+    wait(receives_[slot_of(part)]);
+    if (part.is_sent) post(part, part.output, true);
+  }
+
+  void finish() {
+    for (auto& send : sends_) wait(send);
   }
 
  private:
-  int chunk_of(const RingTurn& turn) const {
-    return turn.is_gather ? schedule_.all_gather_recv_chunk(turn.step)
-                          : schedule_.reduce_scatter_recv_chunk(turn.step);
-  }
-  ElemRange slice_at(int chunk, const RingTurn& turn) const {
-    return shares_.slice(chunk, plan_.slice_idx(turn), plan_.slice_elems);
-  }
-  std::size_t slot_of(std::size_t turn_count) const { return turn_count % plan_.num_slots; }
+  using Message = std::optional<MessageEngine::Handle>;
 
-  // For the recording. What is complete is passed on unless the ring ends there.
-  trace::Event step_of(const RingTurn& turn) const {
-    const int chunk = chunk_of(turn);
-    const bool is_last = turn.step == plan_.num_steps - 1;
-    const bool passes_on = !is_last || (!turn.is_gather && plan_.has_all_gather);
-    return trace::event_of({.phase = turn.is_gather ? kAllGather : kReduceScatter,
-                            .step = turn.step,
-                            .chunk = chunk,
-                            .slice = plan_.slice_idx(turn),
-                            .num_bytes = slice_at(chunk, turn).num_elems * shares_.element_bytes,
-                            .from = engine_.whole_rank(schedule_.previous()),
-                            .to = passes_on ? engine_.whole_rank(schedule_.next()) : -1});
+  static int tag_of(bool is_gather) {
+    return is_gather ? MessageTags::kAllGather : MessageTags::kReduceScatter;
+  }
+  std::size_t slot_of(const RingPart& part) const { return part.slice_idx % depth(); }
+  std::byte* place(std::byte* slots, const RingPart& part) const {
+    return slots + slot_of(part) * slice_elems() * shares_.element_bytes;
   }
 
   // Chunks differ in size; of a short one the last slices are empty, and no message.
-  void send(bool is_gather, const std::byte* data, const ElemRange& slice) {
-    if (slice.num_elems == 0) return;
-    const std::size_t num_bytes = slice.num_elems * shares_.element_bytes;
-    sent_bytes_ += num_bytes;
-    engine_.post_send(schedule_.next(),
-                      is_gather ? MessageTags::kAllGather : MessageTags::kReduceScatter, data,
-                      num_bytes);
+  void post(const RingPart& part, const std::byte* data, bool is_gather) {
+    if (part.num_elems > 0)
+      engine_.post_send(schedule_.next(), tag_of(is_gather), data, part.input_bytes);
   }
 
-  // Sends what a rank can send before it has received anything of the group.
-  void start_group(std::size_t group) {
-    if (group >= plan_.num_groups()) return;
-    const bool is_gather = !plan_.has_reduce_scatter;
-    const int chunk =
-        is_gather ? schedule_.all_gather_send_chunk(0) : schedule_.reduce_scatter_send_chunk(0);
-    for (std::size_t place = 0; place < plan_.group_slices(group); ++place) {
-      const RingTurn turn{.group = group, .is_gather = is_gather, .place = place};
-      const ElemRange slice = slice_at(chunk, turn);
-      const trace::Span traced([&] {
-        return trace::event_of({.phase = is_gather ? kAllGather : kReduceScatter,
-                                .step = -1,
-                                .chunk = chunk,
-                                .slice = plan_.slice_idx(turn),
-                                .num_bytes = slice.num_elems * shares_.element_bytes,
-                                .from = -1,
-                                .to = engine_.whole_rank(schedule_.next())});
-      });
-      send(is_gather, is_gather ? shares_.output(chunk, slice) : shares_.input(chunk, slice),
-           slice);
-    }
-  }
-
-  // Posts the receives of the following messages, then waits for the next one.
-  const std::byte* receive() {
-    for (; num_posted_ < num_done_ + plan_.num_slots && !plan_.is_over(next_posted_);
-         ++num_posted_, plan_.advance(next_posted_)) {
-      const int chunk = chunk_of(next_posted_);
-      const ElemRange slice = slice_at(chunk, next_posted_);
-      if (slice.num_elems == 0) continue;
-      std::byte* to = next_posted_.is_gather ? shares_.output(chunk, slice)
-                                             : receive_slots_ + slot_of(num_posted_) * slot_bytes_;
-      receives_[slot_of(num_posted_)] = engine_.irecv(
-          schedule_.previous(),
-          next_posted_.is_gather ? MessageTags::kAllGather : MessageTags::kReduceScatter, to,
-          slice.num_elems * shares_.element_bytes);
-    }
-    auto& message = receives_[slot_of(num_done_)];
+  void wait(Message& message) {
     if (message) engine_.wait(*message);
     message.reset();
-    return receive_slots_ + slot_of(num_done_) * slot_bytes_;
-  }
-
-  void reduce(const RingTurn& turn, const std::byte* received) {
-    const int chunk = chunk_of(turn);
-    const ElemRange slice = slice_at(chunk, turn);
-    if (slice.num_elems == 0) return;
-    const bool is_last = turn.step == plan_.num_steps - 1;
-    const bool has_place = shares_.of(chunk).output != nullptr;
-    std::byte* to = has_place ? shares_.output(chunk, slice) : free_send_slot();
-    const void* sources[] = {received, shares_.input(chunk, slice)};
-    shares_.op->combine(to, nullptr, sources, 2, slice.num_elems, is_last ? shares_.divisor : 1);
-    if (is_last && !plan_.has_all_gather) return;
-    if (has_place) {
-      send(is_last, to, slice);
-    } else {
-      const std::size_t num_bytes = slice.num_elems * shares_.element_bytes;
-      sent_bytes_ += num_bytes;
-      sends_[slot_of(num_done_)] =
-          engine_.isend(schedule_.next(), MessageTags::kReduceScatter, to, num_bytes);
-    }
-  }
-
-  std::byte* free_send_slot() {
-    auto& previous = sends_[slot_of(num_done_)];
-    if (previous) engine_.wait(*previous);
-    previous.reset();
-    return send_slots_ + slot_of(num_done_) * slot_bytes_;
-  }
-
-  void pass_on(const RingTurn& turn) {
-    if (turn.step == plan_.num_steps - 1) return;
-    const int chunk = chunk_of(turn);
-    const ElemRange slice = slice_at(chunk, turn);
-    if (slice.num_elems > 0) send(true, shares_.output(chunk, slice), slice);
   }
 
   MessageEngine& engine_;
   const MessageShares& shares_;
-  RingPlan plan_;
   RingSchedule schedule_;
-  std::size_t slot_bytes_;
-  std::byte* receive_slots_ = nullptr;
-  std::byte* send_slots_ = nullptr;
-  RingTurn next_posted_;
-  std::size_t num_posted_ = 0;                                  // turns whose receive is posted
-  std::size_t num_done_ = 0;                                    // turns done
-  std::vector<std::optional<MessageEngine::Handle>> receives_;  // by slot
-  std::vector<std::optional<MessageEngine::Handle>> sends_;     // sends of partial sums, by slot
-  std::uint64_t sent_bytes_ = 0;
+  std::byte* received_ = nullptr;
+  std::byte* sums_ = nullptr;
+  std::vector<Message> receives_;  // by slot
+  std::vector<Message> sends_;     // of sums without room, by slot
 };
 
-std::uint64_t run_ring(MessageEngine& engine, const MessageShares& shares, std::uint32_t num_slots,
-                       std::size_t slot_bytes, bool has_reduce_scatter, bool has_all_gather) {
-  const std::size_t slice_elems = slot_bytes / shares.element_bytes;
-  return Ring(engine, shares,
-              {.num_slices = num_slices(shares.max_elems(), slice_elems),
-               .slice_elems = slice_elems,
-               .num_slots = num_slots,
-               .num_steps = engine.world_size() - 1,
-               .has_reduce_scatter = has_reduce_scatter,
-               .has_all_gather = has_all_gather})
-      .run();
+std::uint64_t run_ring(MessageEngine& engine, const MessageShares& shares,
+                       const RingHalves& halves) {
+  MessageLinks links(engine, shares, halves);
+  return Ring(links, halves).run();
 }
 
 }  // namespace
 
-std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares,
-                              std::uint32_t num_slots, std::size_t slot_bytes) {
-  return run_ring(engine, shares, num_slots, slot_bytes, true, true);
+std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares) {
+  return run_ring(engine, shares, {});
 }
 
-std::uint64_t ring_reduce_scatter(MessageEngine& engine, const MessageShares& shares,
-                                  std::uint32_t num_slots, std::size_t slot_bytes) {
-  return run_ring(engine, shares, num_slots, slot_bytes, true, false);
+std::uint64_t ring_reduce_scatter(MessageEngine& engine, const MessageShares& shares) {
+  return run_ring(engine, shares, {.has_all_gather = false});
 }
 
-std::uint64_t ring_all_gather(MessageEngine& engine, const MessageShares& shares,
-                              std::uint32_t num_slots, std::size_t slot_bytes) {
-  return run_ring(engine, shares, num_slots, slot_bytes, false, true);
+std::uint64_t ring_all_gather(MessageEngine& engine, const MessageShares& shares) {
+  return run_ring(engine, shares, {.has_reduce_scatter = false});
 }
 
 }  // namespace ringcomm

@@ -7,18 +7,14 @@
 
 namespace ringcomm {
 
-/// The ring over messages. Chunks are sent in slices, with several in flight, so that a rank
-/// reduces one while the next is transferred. Each function returns the bytes that the next rank
+/// The ring over messages (collectives/ring.h). Each function returns the bytes that the next rank
 /// consumed; headers and sizes must have been compared before.
 
 /// Every rank ends with all chunks reduced, in `output`.
-std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares,
-                              std::uint32_t num_slots, std::size_t slot_bytes);
+std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares);
 /// Every rank ends with its own chunk reduced; the others' outputs are not touched.
-std::uint64_t ring_reduce_scatter(MessageEngine& engine, const MessageShares& shares,
-                                  std::uint32_t num_slots, std::size_t slot_bytes);
+std::uint64_t ring_reduce_scatter(MessageEngine& engine, const MessageShares& shares);
 /// Every rank starts with its own chunk in `output`, and ends with all.
-std::uint64_t ring_all_gather(MessageEngine& engine, const MessageShares& shares,
-                              std::uint32_t num_slots, std::size_t slot_bytes);
+std::uint64_t ring_all_gather(MessageEngine& engine, const MessageShares& shares);
 
 }  // namespace ringcomm

@@ -3,15 +3,23 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 
 namespace ringcomm {
+namespace {
+
+MessageShares without_shares(const Collective& call, int world_size) {
+  const bool reduces = is_reduction(call.op);
+  return {.shares = {},
+          .element_bytes = element_bytes(call.dtype),
+          .op = reduces ? &reduce_op_of(call) : nullptr,
+          .divisor = reduces ? divisor_of(call, world_size) : 1};
+}
+
+}  // namespace
 
 MessageShares MessageShares::of_buffer(const Collective& call, int world_size) {
-  MessageShares result{.shares = {},
-                       .element_bytes = ringcomm::element_bytes(call.dtype),
-                       .op = &reduce_op_of(call),
-                       .divisor = divisor_of(call, world_size)};
+  MessageShares result = without_shares(call, world_size);
   const ChunkLayout layout(call.num_elems, world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     const ElemRange chunk = layout.chunk(rank);
@@ -23,10 +31,7 @@ MessageShares MessageShares::of_buffer(const Collective& call, int world_size) {
 }
 
 MessageShares MessageShares::of_reduce_scatter(const Collective& call, int rank, int world_size) {
-  MessageShares result{.shares = {},
-                       .element_bytes = ringcomm::element_bytes(call.dtype),
-                       .op = &reduce_op_of(call),
-                       .divisor = divisor_of(call, world_size)};
+  MessageShares result = without_shares(call, world_size);
   for (int peer = 0; peer < world_size; ++peer)
     result.shares.push_back({at(call.inputs[peer], 0, 1),
                              peer == rank ? static_cast<std::byte*>(call.outputs[0]) : nullptr,
@@ -35,7 +40,7 @@ MessageShares MessageShares::of_reduce_scatter(const Collective& call, int rank,
 }
 
 MessageShares MessageShares::of_all_gather(const Collective& call, int rank, int world_size) {
-  MessageShares result{.shares = {}, .element_bytes = ringcomm::element_bytes(call.dtype)};
+  MessageShares result = without_shares(call, world_size);
   for (int peer = 0; peer < world_size; ++peer) {
     auto* output = static_cast<std::byte*>(call.outputs[peer]);
     result.shares.push_back({output, output, call.output_share(peer)});
@@ -43,6 +48,18 @@ MessageShares MessageShares::of_all_gather(const Collective& call, int rank, int
   const std::size_t own_bytes = result.num_bytes(rank);
   if (own_bytes > 0 && call.inputs[0] != call.outputs[rank])
     std::memcpy(call.outputs[rank], call.inputs[0], own_bytes);
+  return result;
+}
+
+MessageShares MessageShares::of_whole(const Collective& call, int rank, int world_size) {
+  MessageShares result = without_shares(call, world_size);
+  for (int peer = 0; peer < world_size; ++peer)
+    if (call.root < 0 || peer == call.root)
+      result.shares.push_back({at(call.inputs[0], 0, 1),
+                               peer == rank ? static_cast<std::byte*>(call.outputs[0]) : nullptr,
+                               call.num_elems});
+    else
+      result.shares.emplace_back();
   return result;
 }
 
@@ -54,9 +71,26 @@ std::size_t MessageShares::max_elems() const {
 
 std::vector<std::uint64_t> MessageShares::table() const {
   std::vector<std::uint64_t> table;
-  for (std::size_t rank = 0; rank < shares.size(); ++rank)
-    table.push_back(num_bytes(static_cast<int>(rank)));
+  for (const Share& share : shares) table.push_back(share.num_elems * element_bytes);
   return table;
+}
+
+std::optional<CallPart> part_given(const Collective& call, int rank, int to) {
+  const bool has_shares = call.op == OpKind::kReduceScatter || call.op == OpKind::kAllToAll ||
+                          (call.op == OpKind::kScatter && rank == call.root);
+  if (has_shares) return CallPart{const_cast<void*>(call.inputs[to]), call.input_share(to)};
+  if (call.op == OpKind::kAllGather || (call.op == OpKind::kGather && to == call.root))
+    return CallPart{const_cast<void*>(call.inputs[0]), call.num_elems};
+  return std::nullopt;
+}
+
+std::optional<CallPart> part_taken(const Collective& call, int rank, int from) {
+  const bool has_shares = call.op == OpKind::kAllGather || call.op == OpKind::kAllToAll ||
+                          (call.op == OpKind::kGather && rank == call.root);
+  if (has_shares) return CallPart{call.outputs[from], call.output_share(from)};
+  if (call.op == OpKind::kReduceScatter || (call.op == OpKind::kScatter && from == call.root))
+    return CallPart{call.outputs[0], call.num_elems};
+  return std::nullopt;
 }
 
 }  // namespace ringcomm

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "collectives/collective.h"
@@ -30,11 +32,13 @@ struct MessageShares {
   static MessageShares of_reduce_scatter(const Collective& call, int rank, int world_size);
   /// This rank's own chunk, and room for each rank's; copies the one into the other.
   static MessageShares of_all_gather(const Collective& call, int rank, int world_size);
+  /// The whole buffer for each rank that gets the result: the root, or all.
+  static MessageShares of_whole(const Collective& call, int rank, int world_size);
 
   const Share& of(int rank) const { return shares[static_cast<std::size_t>(rank)]; }
   std::size_t max_elems() const;
   std::size_t num_bytes(int rank) const { return of(rank).num_elems * element_bytes; }
-  /// The elements of each chunk, for greet_neighbours().
+  /// The bytes of each chunk, for greet_neighbours().
   std::vector<std::uint64_t> table() const;
 
   const std::byte* input(int rank, const ElemRange& slice) const {
@@ -47,5 +51,15 @@ struct MessageShares {
     return slice_of({0, of(rank).num_elems}, slice_idx, slice_elems);
   }
 };
+
+/// What one rank of a collective with shares has for another one, or expects from it.
+struct CallPart {
+  void* data;
+  std::size_t num_elems;
+};
+/// Nothing where there is no transfer between the two: beside the root of a gather or scatter, and
+/// in a collective without shares.
+std::optional<CallPart> part_given(const Collective& call, int rank, int to);
+std::optional<CallPart> part_taken(const Collective& call, int rank, int from);
 
 }  // namespace ringcomm

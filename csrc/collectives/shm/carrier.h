@@ -4,16 +4,16 @@
 #include <span>
 
 #include "collectives/carrier.h"
-#include "collectives/communicator_options.h"
-#include "collectives/shm/direct_collectives.h"
-#include "collectives/shm/engine.h"
+#include "collectives/collective.h"
+#include "collectives/shm/collectives.h"
 #include "transport/peer_table.h"
 #include "transport/shm/group.h"
 #include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
 
-/// Collectives of ranks that share memory: on boards, and on the links of a ring.
+/// Collectives of ranks that share memory: on boards, on the links of a ring, or on buffers that
+/// all ranks can access directly (SharedArena).
 class ShmCarrier final : public Carrier {
  public:
   /// Collective over the ranks on the host of `rank`, which have been found. Throws Error.
@@ -21,30 +21,25 @@ class ShmCarrier final : public Carrier {
              const CommunicatorOptions& options);
 
   /// Bytes of memory that the ranks of a group share.
-  static std::size_t shared_bytes(int world_size, const CommunicatorOptions& options);
+  static std::size_t shared_bytes(int world_size);
 
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return true; }
   bool fuses_updates() const override { return true; }
-  std::span<const Algorithm> all_reduce_algorithms() const override { return kAlgorithms; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:
-  static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
-                                             Algorithm::kTwoShot, Algorithm::kRing};
-
-  std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
-  std::uint64_t dispatch(const Collective& call, const CallHeader& header);
-  std::uint64_t run_staged(const Collective& call, const CallHeader& header);
+  BufferNote note_of(const Collective& call) const;
+  Traffic run_explained(const Collective& call, const CallHeader& header);
+  Traffic run_or_share(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
   shm::Group group_;
   shm::WaitScope scope_;
   Engine engine_;
-  DirectCollectives direct_;
 };
 
 }  // namespace ringcomm

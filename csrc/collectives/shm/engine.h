@@ -1,16 +1,19 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
-#include "collectives/shm/store_kind.h"
 #include "collectives/trace.h"
 #include "core/board_protocol.h"
-#include "core/link_protocol.h"
-#include "core/stop.h"
+#include "core/chunk_layout.h"
 #include "reduce/reduce_op.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
@@ -44,10 +47,62 @@ static_assert(Arch<TracedArch>);
 /// The locations of a rank's buffers in memory that its peers can map. Published with the call's
 /// header, and not compared. A rank that publishes locations stages no data in its first phase.
 struct BufferNote {
-  shm::ArenaLocation input;
-  shm::ArenaLocation output;
+  shm::ArenaLocation input = {};
+  shm::ArenaLocation output = {};
 
   bool is_given() const { return input.is_somewhere(); }
+};
+
+/// Chooses how staged bytes are stored, while running.
+///
+/// If the cores of two ranks share a cache, plain stores are 2 times faster; otherwise non-temporal
+/// stores are 2 to 3 times faster (docs/experiments.md, "stores"). Virtual machines switch between
+/// the two cases several times a minute, and no counter shows it. So the collectives themselves are
+/// timed: each size class of each operation times both kinds, keeps the faster, and tries the other
+/// one periodically, or soon if the kept one has become much slower.
+///
+/// A collective's time includes waiting for late ranks. So the shortest recent times are compared,
+/// which have no such wait.
+class StoreKindChooser {
+ public:
+  /// Starts timing a collective of `num_bytes` per rank; decides the kind until end().
+  void begin(OpKind op, std::size_t num_bytes);
+  void end();
+
+  host::StoreKind kind() const { return kind_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // Below this a collective is over before its lines have left the cache.
+  static constexpr std::size_t kMinBytes = 16 << 10;
+  static constexpr int kNumClasses = 16;  // powers of two, starting at kMinBytes
+  // Trying the slower kind for 3 calls of 64 costs 5-10 % at most, and a change of the machine is
+  // found within 64 calls.
+  static constexpr std::uint32_t kKeptCalls = 61;
+  static constexpr std::uint32_t kTrialCalls = 3;
+  static constexpr std::uint32_t kSlowCalls = 4;  // in a row that are suspicious
+  static constexpr float kSuspicious = 1.6F;      // times slower than the best of late
+  static constexpr float kForget = 1.03F;         // per call, how the best of late grows old
+  static constexpr float kMargin = 0.93F;  // of the kept kind's time that the other must reach
+
+  struct SizeClass {
+    std::array<float, 2> best_us = {0, 0};  // by StoreKind; 0 until measured
+    bool is_streaming_kept = false;
+    bool is_trial = false;
+    std::uint32_t num_calls = 0;  // since the trial began or ended
+    std::uint32_t num_slow = 0;   // in a row
+    bool is_warm = false;         // the first call touches fresh pages, and tells nothing
+
+    bool is_streaming() const { return is_streaming_kept != is_trial; }
+  };
+
+  static void record(SizeClass& size_class, float elapsed_us);
+
+  std::array<std::array<SizeClass, kNumClasses>, kNumOpKinds> classes_;
+  host::StoreKind kind_ = host::StoreKind::kCached;
+  SizeClass* timed_ = nullptr;
+  Clock::time_point begin_;
 };
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
@@ -59,8 +114,7 @@ class Engine {
  public:
   using Arch = TracedArch;
 
-  Engine(shm::Group& group, shm::WaitScope& scope)
-      : group_(group), arch_(scope, group), board_(arch_, group.board(), group.rank()) {}
+  Engine(shm::Group& group, shm::WaitScope& scope);
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
@@ -70,37 +124,56 @@ class Engine {
   /// Bytes of data that one phase can carry.
   std::size_t phase_bytes() const { return board_.region_bytes() - kHeaderBytes; }
 
-  /// Starts a collective: its first phase will be one with headers.
-  void begin() { are_headers_known_ = has_notes_ = false; }
+  /// Starts a collective: its first phase will carry the header, which must live until its end, and
+  /// the note.
+  void begin(const CallHeader& header, const BufferNote& note = {});
+  const CallHeader& header() const { return *header_; }
 
-  /// Opens the first phase of `header`'s collective: room for its first data.
-  std::byte* open_first(const CallHeader& header);
-  /// The data of `peer` in the first phase; throws Mismatched when it made another call.
-  const std::byte* wait_first(int peer, const CallHeader& header);
-  /// Whether a peer has staged no data in the first phase because its buffers are shared. A staged
-  /// collective then returns without a result. Every rank sees the same notes, so all ranks
-  /// continue in the same way (DirectCollectives).
-  bool has_notes() const { return has_notes_; }
-  /// The same for callers that compare the headers themselves.
-  const std::byte* wait_header(int peer, CallHeader& theirs);
-
-  /// A first phase that carries `note` and no data.
-  void publish_note(const CallHeader& header, const BufferNote& note);
-  /// The notes of all ranks; throws Mismatched. Afterwards the headers are known, and the next
-  /// phase is an ordinary one.
-  void read_notes(const CallHeader& header, const BufferNote& mine, BufferNote* notes);
-  /// Ends the access to lent buffers; see Board.
-  void rejoin() { check(board_.rejoin()); }
-
-  /// The same for later phases.
+  /// Room for this rank's data of the next phase.
   std::byte* open();
+  /// All ranks may read the opened region, or know that this rank has finished the phases before.
+  /// In the first phase, waits for all headers, and throws Mismatched when a peer made another
+  /// call. Returns false if a peer has staged no data because its buffers are shared. A staged
+  /// collective then returns without a result. Every rank sees the same notes, so all ranks
+  /// continue in the same way (ShmCarrier::run_or_share).
+  [[nodiscard]] bool publish();
+  /// The data of `peer` in the published phase, or its shared input.
   const std::byte* wait(int peer);
+  /// The header of a rank, while the first phase is the last that was published.
+  CallHeader header_of(int rank);
+  const BufferNote& note_of(int rank) const { return notes_[static_cast<std::size_t>(rank)]; }
+  /// Whether any rank gave a note.
+  bool has_notes() const;
+  /// Whether `rank` did, or every rank (-1).
+  bool has_all_notes(int rank) const;
 
-  /// Publishes the filled region: all ranks may read it.
-  void publish() { board_.publish(); }
+  /// Runs over `num_elems` elements, at most `max_elems` in a phase and at least one phase, because
+  /// headers are exchanged even without data: `stage(piece)`, a publication, `take(piece)`. While
+  /// inputs are shared, only `take()` of all, in no phase.
+  template <class Stage, class Take>
+  void for_each_piece(std::size_t num_elems, std::size_t max_elems, const Stage& stage,
+                      const Take& take) {
+    if (is_sharing()) {
+      take(ElemRange{0, num_elems});
+      return rejoin();
+    }
+    const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(num_elems, max_elems));
+    for (std::size_t idx = 0; idx < num_pieces; ++idx) {
+      const ElemRange piece = slice_of({0, num_elems}, idx, max_elems);
+      stage(piece);
+      if (!publish()) return;
+      take(piece);
+    }
+  }
 
-  /// A first phase without data, for algorithms that do not use boards.
-  void exchange_headers(const CallHeader& header);
+  /// From now on wait() gives the peers' own inputs of `num_bytes`, whose notes all ranks have
+  /// read, until rejoin(); see Board.
+  void share_inputs(std::size_t num_bytes) { shared_bytes_ = num_bytes; }
+  bool is_sharing() const { return shared_bytes_ > 0; }
+  /// The address here of a rank's shared buffer, `offset_bytes` behind its location.
+  std::byte* find_shared(int rank, const shm::ArenaLocation& location, std::size_t offset_bytes,
+                         std::size_t num_bytes);
+  void rejoin() { check(board_.rejoin()); }
 
   /// Stages `num_bytes` for peers with the kind of stores that fits this machine now.
   void stage(void* to, const void* from, std::size_t num_bytes);
@@ -125,16 +198,19 @@ class Engine {
   static constexpr std::size_t kHeaderBytes = 2 * kLineBytes;
   static_assert(sizeof(CallHeader) <= kNoteOffsetBytes);
 
-  std::byte* open_with_header(const CallHeader& header, const BufferNote& note);
-  BufferNote check_header(int peer, const std::byte* payload, const CallHeader& header) const;
+  // Of the first phase.
+  enum class First : std::uint8_t { kClosed, kOpen, kOver };
 
   shm::Group& group_;
   Arch arch_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;
   std::uint64_t copied_bytes_ = 0;
-  bool are_headers_known_ = false;
-  bool has_notes_ = false;
+  const CallHeader* header_ = nullptr;
+  First first_ = First::kOver;
+  std::size_t shared_bytes_ = 0;   // of each rank's input; 0 where data is staged
+  std::vector<BufferNote> notes_;  // of the current call, by rank
+  std::vector<std::shared_ptr<shm::PeerMemory>> memories_;  // by rank; null until needed
 };
 
 }  // namespace ringcomm

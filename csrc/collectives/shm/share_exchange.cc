@@ -1,167 +1,242 @@
 #include <algorithm>
+#include <cstring>
+#include <string>
 #include <vector>
 
-#include "collectives/reduction.h"
-#include "collectives/shm/algorithms.h"
-#include "collectives/shm/phase.h"
-#include "collectives/shm/share_sizes.h"
-#include "core/chunk_layout.h"
+#include "collectives/collective.h"
+#include "collectives/shm/collectives.h"
 
 namespace ringcomm {
 namespace {
 
-// A rank's smallest shares move in one piece, up to this part of a region in all.
-constexpr std::size_t kSmallPart = 16;
-
-// One call: the addresses of its shares in this rank's buffers and, piece by piece, in the regions.
+// One call whose shares may differ in size: their sizes, and the addresses of the shares in this
+// rank's buffers and, piece by piece, in the regions.
+//
+// A rank knows only its own sizes, and a mismatch is between two ranks. So every rank publishes its
+// sizes in the first phase, before the data: a table of one 64-bit count per rank (two tables in
+// all_to_all: sizes to send and to receive), or nothing if the header's num_elems is sufficient.
+// Every rank then compares all pairs, so all ranks fail with the same message and need not notify
+// each other. The room for the tables is there even where they are not filled: ranks with even and
+// with uneven shares may be of one call, and must agree on where data begins.
+//
+// A rank's region is divided among those that it has something for, in proportion to their shares,
+// so that the number of phases is that of the rank with the most to send.
 class ShareExchange {
  public:
-  ShareExchange(Engine& engine, const Collective& call, const CallHeader& header)
+  ShareExchange(Engine& engine, const Collective& call)
       : engine_(engine),
         call_(call),
         rank_(engine.rank()),
         world_size_(engine.world_size()),
         element_bytes_(element_bytes(call.dtype)),
-        sizes_(engine, call, header),
-        room_elems_(sizes_.phase_bytes() / element_bytes_),
-        small_elems_(std::max<std::size_t>(1, room_elems_ / kSmallPart / num_targets())),
+        table_bytes_(static_cast<std::size_t>(world_size_) * sizeof(std::uint64_t)),
+        // In whole lines, so that data is aligned for any vector.
+        tables_bytes_((table_bytes_ * (call.op == OpKind::kAllToAll ? 2 : 1) + kLineBytes - 1) /
+                      kLineBytes * kLineBytes),
+        headers_(static_cast<std::size_t>(world_size_)),
+        regions_(static_cast<std::size_t>(world_size_)),
+        elems_(static_cast<std::size_t>(world_size_ * world_size_)),
         num_pieces_(static_cast<std::size_t>(world_size_)) {
-    for (int from = 0; from < world_size_; ++from) count_pieces(from);
-    // All ranks' rows are equal, and a piece must be the same part of each source.
-    if (is_reduction(call.op))
-      std::ranges::fill(num_pieces_, std::size_t{*std::ranges::max_element(num_pieces_)});
+    const bool is_silent = call.op == OpKind::kScatter && rank_ != call.root;
+    for (int to = 0; to < world_size_ && !is_silent; ++to)
+      if (call.op != OpKind::kGather || to == call.root) elems(rank_, to) = call.input_share(to);
+    count_pieces(rank_);
   }
 
-  /// Runs the phases. `receive(piece_idx)` is called in each, when this rank's part is published.
-  template <class Receive>
-  std::uint64_t run(const Receive& receive) {
+  // Returns the bytes that peers consumed.
+  std::uint64_t run() {
     std::size_t num_pieces = 1;  // until the sizes are known; then equal on all ranks
     for (std::size_t piece_idx = 0; piece_idx < num_pieces; ++piece_idx) {
       is_first_ = piece_idx == 0;
       stage(piece_idx);
-      engine_.publish();
+      static_cast<void>(engine_.publish());  // no buffers of these calls are shared
       if (is_first_) {
-        sizes_.exchange();
-        for (int from = 0; from < world_size_ && !is_reduction(call_.op); ++from)
-          count_pieces(from);
+        compare_sizes();
+        for (int from = 0; from < world_size_; ++from) count_pieces(from);
         num_pieces = *std::ranges::max_element(num_pieces_);
-        keep_own_share();
       }
-      receive(piece_idx);
+      if (is_reduction(call_.op))
+        reduce(piece_idx);
+      else
+        copy(piece_idx);
     }
-    return sent_bytes();
+    std::size_t sent_elems = 0;
+    for (int to = 0; to < world_size_; ++to)
+      if (to != rank_) sent_elems += elems(rank_, to);
+    return sent_elems * element_bytes_;
   }
 
-  /// The data that `from` has staged for this rank in this phase.
-  const std::byte* received(int from, std::size_t piece_idx) const {
-    const std::byte* data = is_first_ ? sizes_.first_data(from) : engine_.wait(from);
-    return data + offset_elems(from, rank_, piece_idx) * element_bytes_;
-  }
-
-  /// The part of the share from `from` to `to` that belongs to piece `piece_idx`.
-  ElemRange slice(int from, int to, std::size_t piece_idx) const {
-    const std::size_t elems = sizes_.elems(from, to);
-    return slice_of({0, elems}, piece_idx, slice_elems(from, elems));
-  }
-
-  /// Copies what the peers have for this rank to the outputs.
-  void copy_received(std::size_t piece_idx) const {
-    for (int distance = 1; distance < world_size_; ++distance) {
-      const int from = (rank_ + distance) % world_size_;
-      const ElemRange elems = slice(from, rank_, piece_idx);
-      if (elems.num_elems == 0) continue;
-      engine_.copy_result(at(output(from), elems.begin_elems, element_bytes_),
-                          received(from, piece_idx), elems.num_elems * element_bytes_,
-                          result_bytes());
+  // Reads the sizes of all ranks, in the first phase. Throws Mismatched.
+  void compare_sizes() {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      headers_[static_cast<std::size_t>(rank)] = engine_.header_of(rank);
+      if (rank != rank_) regions_[static_cast<std::size_t>(rank)] = engine_.wait(rank);
     }
+    for (int from = 0; from < world_size_; ++from)
+      for (int to = 0; to < world_size_; ++to) {
+        elems(from, to) = given(from, to);
+        if (given(from, to) != expected(from, to)) throw_mismatch(from, to);
+      }
   }
 
  private:
+  // ---- sizes
+
+  // Elements that `from` has for `to`. Before compare_sizes() of this rank's own only.
+  std::size_t& elems(int from, int to) {
+    return elems_[static_cast<std::size_t>(from * world_size_ + to)];
+  }
+  const CallHeader& header_of(int rank) const { return headers_[static_cast<std::size_t>(rank)]; }
+
+  // Entry `entry` of the tables of `rank`, or num_elems of its header if it has no tables.
+  std::size_t told(int rank, int entry) {
+    if (!header_of(rank).is_uneven) return header_of(rank).num_elems;
+    std::uint64_t elems = 0;
+    std::memcpy(
+        &elems,
+        regions_[static_cast<std::size_t>(rank)] + static_cast<std::size_t>(entry) * sizeof(elems),
+        sizeof(elems));
+    return elems;
+  }
+
+  // The size that `from` published for `to`.
+  std::size_t given(int from, int to) {
+    switch (call_.op) {
+      case OpKind::kAllGather:
+        return header_of(from).num_elems;
+      case OpKind::kGather:
+        return to == call_.root ? header_of(from).num_elems : 0;
+      case OpKind::kScatter:
+        return from == call_.root ? told(from, to) : 0;
+      default:
+        return told(from, to);
+    }
+  }
+
+  // The size that `to` expects from `from`.
+  std::size_t expected(int from, int to) {
+    switch (call_.op) {
+      case OpKind::kAllGather:
+        return told(to, from);
+      case OpKind::kGather:
+        return to == call_.root ? told(to, from) : 0;
+      case OpKind::kScatter:
+        return from == call_.root ? header_of(to).num_elems : 0;
+      case OpKind::kAllToAll:
+        return told(to, world_size_ + from);
+      default:
+        return header_of(to).num_elems;
+    }
+  }
+
+  [[noreturn]] void throw_mismatch(int from, int to) {
+    const int peer = from == rank_ ? to : from;
+    throw Mismatched{.peer = peer,
+                     .theirs = header_of(peer),
+                     .difference = "rank " + std::to_string(from) + " has " +
+                                   std::to_string(given(from, to) * element_bytes_) +
+                                   " bytes for rank " + std::to_string(to) + ", which expects " +
+                                   std::to_string(expected(from, to) * element_bytes_) + " bytes"};
+  }
+
+  // ---- pieces
+
   // All peers read the same of an all_gather's region.
   bool is_multicast() const { return call_.op == OpKind::kAllGather; }
-  std::size_t num_targets() const {
-    const bool is_shared = !is_multicast() && call_.op != OpKind::kGather;
-    return is_shared ? static_cast<std::size_t>(world_size_ - 1) : 1;
+  // Whether the region of `from` has a slice for `to`.
+  bool is_staged(int from, int to) const {
+    return to != from && (!is_multicast() || to == (from == 0 ? 1 : 0));
   }
 
-  const void* input(int to) const {
-    const bool has_one = call_.op == OpKind::kAllGather || call_.op == OpKind::kGather;
-    return call_.inputs[has_one ? 0 : to];
-  }
-  void* output(int from) const {
-    const bool has_one = call_.op == OpKind::kScatter || call_.op == OpKind::kReduceScatter;
-    return call_.outputs[has_one ? 0 : from];
-  }
-
-  // The size of a slice of a share of `from`: in proportion to the share, so that all end together.
-  std::size_t slice_elems(int from, std::size_t elems) const {
-    if (elems <= small_elems_) return elems;
-    return std::max(small_elems_, num_slices(elems, num_pieces_[static_cast<std::size_t>(from)]));
-  }
-
-  // Sets the number of pieces of `from`, so that the slices of each fit into its region. A rank
-  // does so for itself before it knows the others' sizes.
+  // Sets the number of pieces of `from`, so that the slices of each fit into its region: each is
+  // longer than its part by less than one element.
   void count_pieces(int from) {
-    // Until then, the others' sizes in a reduction are this rank's.
-    const int row = is_first_ && is_reduction(call_.op) ? rank_ : from;
-    const auto sum = [&](const auto& size_of) {
-      std::size_t elems = 0;
-      for (int to = 0; to < world_size_; ++to)
-        if (to != from) {
-          const std::size_t size = size_of(sizes_.elems(row, to));
-          elems = is_multicast() ? size : elems + size;
-        }
-      return elems;
-    };
-    std::size_t& num_pieces = num_pieces_[static_cast<std::size_t>(from)];
-    num_pieces = std::max<std::size_t>(
-        1, num_slices(sum([](std::size_t elems) { return elems; }), room_elems_));
-    while (sum([&](std::size_t elems) { return slice_elems(from, elems); }) > room_elems_)
-      num_pieces += num_pieces / 64 + 1;
+    const auto world = static_cast<std::size_t>(world_size_);
+    const std::size_t room_elems = (engine_.phase_bytes() - tables_bytes_) / element_bytes_;
+    std::size_t sum = 0;
+    // A piece of a reduction is the same part of each source: the own share counts, too.
+    for (int to = 0; to < world_size_; ++to)
+      if (is_staged(from, to) || is_reduction(call_.op)) sum += elems(from, to);
+    num_pieces_[static_cast<std::size_t>(from)] =
+        sum <= room_elems ? 1 : num_slices(sum, room_elems - world);
+  }
+
+  // The part of the share from `from` to `to` that belongs to the piece.
+  ElemRange slice(int from, int to, std::size_t piece_idx) {
+    const std::size_t share = elems(from, to);
+    return slice_of({0, share}, piece_idx,
+                    num_slices(share, num_pieces_[static_cast<std::size_t>(from)]));
   }
 
   // The slices of a region are contiguous, so that small ones share cache lines.
-  std::size_t offset_elems(int from, int to, std::size_t piece_idx) const {
+  std::size_t offset_elems(int from, int to, std::size_t piece_idx) {
     std::size_t elems = 0;
-    if (is_multicast()) return elems;
-    for (int other = 0; other < to; ++other)
+    for (int other = 0; other < to && !is_multicast(); ++other)
       if (other != from) elems += slice(from, other, piece_idx).num_elems;
     return elems;
   }
 
+  const void* input(int to) const {
+    const bool has_one = is_multicast() || call_.op == OpKind::kGather;
+    return call_.inputs[has_one ? 0 : to];
+  }
+  void* output(int from) const {
+    const bool has_one = call_.op == OpKind::kScatter || is_reduction(call_.op);
+    return call_.outputs[has_one ? 0 : from];
+  }
+
   void stage(std::size_t piece_idx) {
     std::byte* region = nullptr;
-    if (is_first_) region = sizes_.open_first();
-    bool is_staged = false;
+    if (is_first_) {
+      region = engine_.open();
+      regions_[static_cast<std::size_t>(rank_)] = region;
+      std::byte* table = region;
+      for (const std::size_t* sizes : {call_.input_elems, call_.output_elems}) {
+        if (sizes == nullptr || !engine_.header().is_uneven) continue;
+        std::memcpy(table, sizes, table_bytes_);
+        table += table_bytes_;
+      }
+      region += tables_bytes_;
+    }
     for (int to = 0; to < world_size_; ++to) {
-      if (to == rank_ || (is_multicast() && is_staged)) continue;
-      const ElemRange elems = slice(rank_, to, piece_idx);
-      if (elems.num_elems == 0) continue;
+      const ElemRange part = slice(rank_, to, piece_idx);
+      if (!is_staged(rank_, to) || part.num_elems == 0) continue;
       if (region == nullptr) region = engine_.open();
-      const std::size_t num_bytes = elems.num_elems * element_bytes_;
-      engine_.stage(region, at(input(to), elems.begin_elems, element_bytes_), num_bytes);
+      const std::size_t num_bytes = part.num_elems * element_bytes_;
+      engine_.stage(region, at(input(to), part.begin_elems, element_bytes_), num_bytes);
       region += num_bytes;
-      is_staged = true;
     }
   }
 
-  void keep_own_share() const {
-    const std::size_t num_bytes = sizes_.elems(rank_, rank_) * element_bytes_;
-    if (num_bytes == 0 || is_reduction(call_.op)) return;
-    engine_.copy_result(output(rank_), input(rank_), num_bytes, result_bytes());
+  // The data that `from` has for this rank in this phase.
+  const std::byte* received(int from, const ElemRange& part, std::size_t piece_idx) {
+    if (from == rank_) return at(input(rank_), part.begin_elems, element_bytes_);
+    return engine_.wait(from) + (is_first_ ? tables_bytes_ : 0) +
+           offset_elems(from, rank_, piece_idx) * element_bytes_;
   }
 
-  std::size_t result_bytes() const {
-    std::size_t elems = 0;
-    for (int from = 0; from < world_size_; ++from) elems += sizes_.elems(from, rank_);
-    return elems * element_bytes_;
+  void copy(std::size_t piece_idx) {
+    std::size_t result_elems = 0;
+    for (int from = 0; from < world_size_; ++from) result_elems += elems(from, rank_);
+    for (int distance = 0; distance < world_size_; ++distance) {
+      const int from = (rank_ + distance) % world_size_;
+      const ElemRange part = slice(from, rank_, piece_idx);
+      if (part.num_elems > 0)
+        engine_.copy_result(at(output(from), part.begin_elems, element_bytes_),
+                            received(from, part, piece_idx), part.num_elems * element_bytes_,
+                            result_elems * element_bytes_);
+    }
   }
 
-  std::uint64_t sent_bytes() const {
-    std::size_t elems = 0;
-    for (int to = 0; to < world_size_; ++to)
-      if (to != rank_) elems += sizes_.elems(rank_, to);
-    return elems * element_bytes_;
+  void reduce(std::size_t piece_idx) {
+    const ElemRange part = slice(rank_, rank_, piece_idx);  // the same from every rank
+    if (part.num_elems == 0) return;
+    std::vector<const void*> sources;
+    for (int from = 0; from < world_size_; ++from)
+      sources.push_back(received(from, part, piece_idx));
+    reduce_op_of(call_).combine(at(output(rank_), part.begin_elems, element_bytes_), nullptr,
+                                sources.data(), world_size_, part.num_elems,
+                                divisor_of(call_, world_size_));
   }
 
   Engine& engine_;
@@ -169,58 +244,23 @@ class ShareExchange {
   int rank_;
   int world_size_;
   std::size_t element_bytes_;
-  ShareSizes sizes_;
-  std::size_t room_elems_;   // of a region
-  std::size_t small_elems_;  // of a share that one piece holds, whatever the others' sizes
-  std::vector<std::size_t> num_pieces_;  // by rank: of what it sends
+  std::size_t table_bytes_;                // of one
+  std::size_t tables_bytes_;               // of the room for all
+  std::vector<CallHeader> headers_;        // by rank
+  std::vector<const std::byte*> regions_;  // by rank: where the tables of the first phase are
+  std::vector<std::size_t> elems_;         // see elems()
+  std::vector<std::size_t> num_pieces_;    // by rank: of what it sends
   bool is_first_ = true;
 };
 
-std::uint64_t move_shares(Engine& engine, const Collective& call, const CallHeader& header) {
-  ShareExchange exchange(engine, call, header);
-  return exchange.run([&](std::size_t piece_idx) { exchange.copy_received(piece_idx); });
-}
-
 }  // namespace
 
-std::uint64_t gather(Engine& engine, const Collective& call, const CallHeader& header) {
-  return move_shares(engine, call, header);
+std::uint64_t exchange_shares(Engine& engine, const Collective& call) {
+  return ShareExchange(engine, call).run();
 }
 
-std::uint64_t scatter(Engine& engine, const Collective& call, const CallHeader& header) {
-  return move_shares(engine, call, header);
-}
-
-std::uint64_t all_to_all(Engine& engine, const Collective& call, const CallHeader& header) {
-  return move_shares(engine, call, header);
-}
-
-std::uint64_t all_gather_uneven(Engine& engine, const Collective& call, const CallHeader& header) {
-  return move_shares(engine, call, header);
-}
-
-std::uint64_t reduce_scatter_uneven(Engine& engine, const Collective& call,
-                                    const CallHeader& header) {
-  const int rank = engine.rank();
-  const std::size_t bytes = element_bytes(call.dtype);
-  const ReduceOp& op = reduce_op_of(call);
-  std::vector<const void*> sources(static_cast<std::size_t>(engine.world_size()));
-  ShareExchange exchange(engine, call, header);
-  return exchange.run([&](std::size_t piece_idx) {
-    // The same from every rank: they have been compared.
-    const ElemRange elems = exchange.slice(rank, rank, piece_idx);
-    if (elems.num_elems == 0) return;
-    for (int peer = 0; peer < engine.world_size(); ++peer)
-      sources[static_cast<std::size_t>(peer)] =
-          peer == rank ? at(call.inputs[rank], elems.begin_elems, bytes)
-                       : exchange.received(peer, piece_idx);
-    op.combine(at(call.outputs[0], elems.begin_elems, bytes), nullptr, sources.data(),
-               engine.world_size(), elems.num_elems, divisor_of(call, engine.world_size()));
-  });
-}
-
-void explain_mismatch(Engine& engine, const Collective& call, const CallHeader& header) {
-  ShareSizes(engine, call, header).exchange();
+void explain_mismatch(Engine& engine, const Collective& call) {
+  ShareExchange(engine, call).compare_sizes();
 }
 
 }  // namespace ringcomm

@@ -11,7 +11,6 @@
 #include "cuda/bindings/device_group.h"
 #include "cuda/bindings/driver_device.h"
 #include "cuda/collectives/engine.h"
-#include "cuda/collectives/unavailable.h"
 #include "cuda/messages/carrier.h"
 
 namespace ringcomm {

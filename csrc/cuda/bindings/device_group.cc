@@ -164,12 +164,6 @@ bool DeviceGroup::has_another_given_up() {
          communicator->members()->is_given_up(/*asks=*/true);
 }
 
-bool DeviceGroup::is_stuck() {
-  const std::lock_guard lock(mutex_);
-  return std::any_of(carriers_.begin(), carriers_.end(),
-                     [](const auto& item) { return item.second->is_stuck(); });
-}
-
 void DeviceGroup::end(const std::string& why) {
   if (const auto communicator = communicator_.lock(); communicator != nullptr)
     communicator->abort(why);
@@ -191,7 +185,7 @@ void DeviceGroup::drain() {
       const auto communicator = communicator_.lock();
       const bool has_failed = communicator == nullptr || communicator->failure().has_failed();
       if (!has_failed && Clock::now() < deadline) continue;
-      if (has_aborted && (Clock::now() >= deadline || is_stuck())) break;
+      if (has_aborted && Clock::now() >= deadline) break;
       if (std::exchange(has_aborted, true)) continue;
       abort();
       deadline = Clock::now() + kAbortPatience;
@@ -327,7 +321,7 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
                                                      std::vector<DeviceMessageCall> calls,
                                                      DeviceCallInfo info) {
   std::vector<at::Tensor> inputs, kept;
-  std::vector<cuda::Mail> messages;
+  std::vector<cuda::P2pMessage> messages;
   if (calls.size() == 1) info.peer = calls[0].message.peer;
   for (auto& [_, message, item] : calls) {
     messages.push_back({.data = static_cast<std::byte*>(message.data),
@@ -340,7 +334,7 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
   std::set<int> refused;
   const auto is_refused = [&](const auto& message) { return refused.contains(message.peer); };
   const auto post = [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
-    for (const cuda::Mail& message : messages)
+    for (const cuda::P2pMessage& message : messages)
       if (!carrier.has_room_for_messages(message.peer)) refused.insert(message.peer);
     std::erase_if(messages, is_refused);
     if (!messages.empty()) carrier.exchange(messages, place);

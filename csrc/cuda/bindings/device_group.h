@@ -55,7 +55,6 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
   /// Whether another rank has failed; between hosts, this reads the store.
   bool has_another_given_up();
-  bool is_stuck();
 
  private:
   /// The carrier of a device. The first call makes it and is collective over the group.

@@ -15,10 +15,8 @@
 
 #include "bindings/op_support.h"
 #include "cuda/bindings/driver_device.h"
+#include "cuda/collectives/kernels.h"
 #include "cuda/driver/driver.h"
-#include "cuda/driver/kernel_modules.h"
-#include "cuda/driver/per_device.h"
-#include "cuda/kernels/image.h"
 #include "cuda/kernels/loss_call.h"
 
 namespace ringcomm {
@@ -67,7 +65,7 @@ class LossKernels {
     const cuda::ContextGuard guard(device);
     // Loading may wait for the device; nothing of it is for a capture.
     const cuda::RelaxedCapture relaxed;
-    const cuda::KernelModules modules(cuda::loss_kernel_images());
+    const cuda::KernelModules modules(cuda::KernelModules::Of::kLosses);
     rows_ = {{{modules.find("ringcomm_loss_rows_bfloat16"),
                modules.find("ringcomm_smooth_loss_rows_bfloat16")},
               {modules.find("ringcomm_loss_rows_float32"),
@@ -106,14 +104,14 @@ void LossKernels::launch(const LossPlan& plan, LossCall& call, bool is_float,
   const auto most = static_cast<std::int64_t>(num_clusters(plan));
   const auto num_used = static_cast<unsigned>(std::min(call.num_tokens, most));
   LaunchAttribute cluster = cluster_of(plan.cluster_blocks);
-  const LaunchConfig config = config_of(num_used * plan.cluster_blocks, plan.shared_bytes(),
-                                        cluster, handle_of(stream));
+  const LaunchConfig config =
+      config_of(num_used * plan.cluster_blocks, plan.shared_bytes(), cluster, handle_of(stream));
   void* parameters[] = {&call};
   const cuda::Function rows = rows_[is_float][call.label_smoothing != 0];
   cuda::check(cuda::driver().launch_kernel_ex(&config, rows, parameters, nullptr),
               "launch a kernel of losses");
   cuda::check(
-      cuda::driver().launch_kernel(sum_, 1, 1, 1, cuda::kLossThreads, 1, 1, cuda::kLossHeadingBytes,
+      cuda::driver().launch_kernel(sum_, 1, 1, 1, cuda::kLossThreads, 1, 1, cuda::kLossSharedBytes,
                                    config.stream, parameters, nullptr),
       "launch a kernel of losses");
 }

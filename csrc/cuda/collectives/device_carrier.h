@@ -25,13 +25,13 @@ class DeviceCarrier {
 
   /// "cuda_ipc ...", "p2p over nccl"
   virtual const std::string& description() const = 0;
-  /// Sets algorithm and geometry of a header from values that are equal on all ranks.
+  /// Sets the algorithm of a header from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
   /// Throw std::invalid_argument where a collective at this place, or such messages, cannot be
   /// enqueued at all: it ends nothing then.
   virtual void check_collective(const StreamPlace&) const {}
-  virtual void check_messages(const std::vector<Mail>&) const {}
+  virtual void check_messages(const std::vector<P2pMessage>&) const {}
   /// Whether messages with `peer` can be enqueued now. The answer is the same on both ranks and
   /// valid as long as the group. Throws Error.
   virtual bool has_room_for_messages(int) { return true; }
@@ -42,7 +42,7 @@ class DeviceCarrier {
                           const StreamPlace& place) = 0;
   /// Sends and receives that must not wait for each other: two ranks that both send before they
   /// receive, in the order of one stream, would deadlock.
-  virtual void exchange(const std::vector<Mail>& messages, const StreamPlace& place) = 0;
+  virtual void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) = 0;
   /// The event after the last of these two calls, on its stream, if the carrier has recorded one.
   virtual std::shared_ptr<const Event> last_end() const { return nullptr; }
   /// Of what was enqueued since the last call of this function and can fail by itself.
@@ -63,9 +63,6 @@ class DeviceCarrier {
   /// that ended while this was false is complete. The group's failure gives the reason soon after.
   /// From any thread.
   virtual bool may_have_given_up() const noexcept = 0;
-  /// Whether streams wait for a rank that has died, and may do so as long as this process lives.
-  /// From any thread.
-  virtual bool is_stuck() const { return false; }
   /// Permanently ends enqueued work, whether or not its peers arrived. From any thread.
   virtual void abort() noexcept = 0;
 };

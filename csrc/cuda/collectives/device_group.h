@@ -1,21 +1,50 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "cuda/collectives/mail_room.h"
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/collectives/segment.h"
 #include "cuda/collectives/staging_plan.h"
+#include "cuda/driver/block_reservation.h"
 #include "cuda/driver/device_memory.h"
-#include "cuda/driver/device_room.h"
-#include "cuda/kernels/control.h"
 #include "cuda/kernels/staging.h"
-#include "transport/shm/shared_memory.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
+
+/// How many blocks the messages between two ranks of a group may have in each direction.
+///
+/// The first rank of a pair decides for both, and reserves the blocks of both. So messages without
+/// room are refused on both ranks, and no kernel waits for a message that its peer has refused. A
+/// decision is valid as long as the group.
+///
+/// On a GPU that both ranks share, the blocks of one rank are enough, because only one of the two
+/// ends of a direction waits.
+class MessageBlocks {
+ public:
+  /// What is passed by reference outlives this object.
+  MessageBlocks(GroupWords& words, int rank, const std::vector<RankPlace>& places,
+                const StagingLayout& layout)
+      : words_(words), rank_(rank), places_(places), layout_(layout) {}
+
+  /// 0 where messages with `peer` are refused. `look` is called again and again while the peer
+  /// decides; what it throws ends the wait. By one thread at a time. Throws Error.
+  unsigned with(int peer, const std::function<void()>& look);
+
+ private:
+  unsigned reserve(int peer);
+
+  GroupWords& words_;
+  int rank_;
+  const std::vector<RankPlace>& places_;
+  const StagingLayout& layout_;
+  std::vector<std::unique_ptr<BlockReservation>> reservations_;  ///< by this rank, for both
+};
 
 /// The devices of a group's ranks, and the memory through which their kernels communicate: every
 /// rank's staging, mapped by all, and a piece of host memory.
@@ -23,9 +52,7 @@ class DeviceGroup {
  public:
   /// Collective. Throws Unavailable, with the same reason on all ranks, if device memory cannot be
   /// shared; Error if a rank does not arrive.
-  DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::size_t host_bytes);
-  DeviceGroup(const DeviceGroup&) = delete;
-  DeviceGroup& operator=(const DeviceGroup&) = delete;
+  DeviceGroup(RecordExchange& exchange, DeviceOrdinal device);
 
   DeviceOrdinal device() const { return device_; }
   const Staging& staging() const { return staging_; }
@@ -38,10 +65,9 @@ class DeviceGroup {
   const std::string& why_turns() const { return why_turns_; }
   const std::vector<RankPlace>& places() const { return places_; }
   HandleKind handle_kind() const { return kind_; }
-  MailRoom& mail_room() const { return *mail_room_; }
-  /// `host_bytes` of host memory that all ranks have mapped, zeroed at first.
-  std::byte* host_memory() const { return host_memory_.data() + own_host_bytes(); }
-  Leaving& leaving() const { return *leaving_; }
+  MessageBlocks& message_blocks() const { return *message_blocks_; }
+  GroupWords& words() const { return *reinterpret_cast<GroupWords*>(host_memory_.data()); }
+  Exports& exports() const { return *exports_; }
   /// For Segments of the group.
   MappedHostMemory& word() const { return *word_; }
   /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
@@ -50,28 +76,25 @@ class DeviceGroup {
  private:
   struct Place;  // a rank's record of its device
   std::vector<Place> find_places(RecordExchange& exchange);
-  int world_size() const { return facts_.world_size; }
-  /// The host bytes of Leaving and MailRoom, which precede the engine's.
-  std::size_t own_host_bytes() const;
   void read_facts(const std::vector<Place>& places);
-  void take_seats(RecordExchange& exchange);
+  void reserve_blocks(RecordExchange& exchange);
   void share_staging(RecordExchange& exchange);
-  void share_host_memory(RecordExchange& exchange, std::size_t num_bytes);
+  void share_host_memory(RecordExchange& exchange);
   std::string describe() const;
 
   DeviceOrdinal device_;
   DeviceFacts facts_;
   std::string why_turns_;
-  /// Seats for blocks of this group's kernels, until those are over.
-  std::unique_ptr<DeviceRoom> room_;
+  /// For blocks of this group's collectives.
+  std::unique_ptr<BlockReservation> reservation_;
   std::vector<RankPlace> places_;
   HandleKind kind_ = HandleKind::kFd;
   std::unique_ptr<MappedHostMemory> control_;
   std::unique_ptr<MappedHostMemory> word_;
   shm::SharedMemory host_memory_;
-  std::unique_ptr<Leaving> leaving_;  // destroyed after everything else is closed
+  std::unique_ptr<Exports> exports_;  // destroyed after everything else is closed
   Staging staging_;
-  std::unique_ptr<MailRoom> mail_room_;
+  std::unique_ptr<MessageBlocks> message_blocks_;
   std::unique_ptr<Segment> segment_;
   std::string description_;
 };

@@ -17,13 +17,34 @@ std::string describe_sizes(const std::uint32_t* words) {
          std::to_string(two_words(words + 4));
 }
 
-std::string describe_mail(const std::uint32_t* words) {
+std::string describe_message(const std::uint32_t* words) {
   return "the received message has " + std::to_string(two_words(words)) + " bytes and tag " +
          std::to_string(static_cast<std::int32_t>(words[2])) +
          "; messages between GPUs are received in the order in which they were sent";
 }
 
 }  // namespace
+
+void CallBoard::note(std::uint64_t number, const HeaderWords& header) {
+  GroupWords::OfRank& mine = words_.ranks[rank_];
+  GroupWords::Launch& entry = mine.launches[number % GroupWords::kNumLaunches];
+  // A reader that sees the same even state before and after has read one entry: no word of the next
+  // entry is visible before its odd state.
+  entry.number_and_state = 2 * number + 1;
+  for (std::size_t i = 0; i < header.size(); ++i)
+    entry.header[i].store(header[i], std::memory_order_release);
+  entry.number_and_state = 2 * (number + 1);
+  mine.num_launches = number + 1;
+}
+
+bool CallBoard::read(int rank, std::uint64_t number, HeaderWords& header) const {
+  const GroupWords::Launch& entry = words_.ranks[rank].launches[number % GroupWords::kNumLaunches];
+  const std::uint64_t wanted = 2 * (number + 1);
+  if (entry.number_and_state != wanted) return false;
+  for (std::size_t i = 0; i < header.size(); ++i)
+    header[i] = entry.header[i].load(std::memory_order_acquire);
+  return entry.number_and_state == wanted;
+}
 
 DeviceWatch::DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report)
     : subject_(subject),
@@ -56,7 +77,6 @@ void DeviceWatch::look() {
   }
   look_at_record();
   look_at_wait();
-  look_at_turns();
   compare_calls();
 }
 
@@ -89,8 +109,8 @@ void DeviceWatch::look_at_record() {
   }
   if (stop == kSizesDiffer)
     subject_.failure.raise_mismatch(control.peer, describe_sizes(control.theirs), activity);
-  if (stop == kMailDiffers)
-    subject_.failure.raise_mismatch(control.peer, describe_mail(control.theirs), activity);
+  if (stop == kP2pDiffers)
+    subject_.failure.raise_mismatch(control.peer, describe_message(control.theirs), activity);
   if (stop == kOverlap)
     subject_.failure.raise_mismatch(
         control.peer,
@@ -107,16 +127,7 @@ void DeviceWatch::look_at_wait() {
   if (std::exchange(asked_at_, asked_at) == asked_at) return;
   const int peer = __atomic_load_n(&control.awaited_peer, __ATOMIC_RELAXED);
   const Stop stop = subject_.members.state_of(peer);
-  if (stop != Stop::kNone) raise_stopped(stop, peer);
-}
-
-// Streams wait for the other ranks' turns without a kernel that would tell.
-void DeviceWatch::look_at_turns() {
-  if (const int peer = subject_.find_dead_turn(); peer >= 0)
-    raise_stopped(subject_.members.state_of(peer), peer);
-}
-
-void DeviceWatch::raise_stopped(Stop stop, int peer) {
+  if (stop == Stop::kNone) return;
   const std::uint64_t num_noted = subject_.calls.num_noted(subject_.rank);
   subject_.failure.raise_stopped(stop, peer, activity_of(num_noted > 0 ? num_noted - 1 : 0));
 }

@@ -6,13 +6,33 @@
 #include <string>
 
 #include "collectives/failure.h"
-#include "collectives/watch_thread.h"
-#include "cuda/collectives/call_board.h"
+#include "transport/watch_thread.h"
+#include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/record_exchange.h"
 #include "cuda/kernels/call.h"
-#include "cuda/kernels/control.h"
+#include "cuda/kernels/staging.h"
 #include "transport/membership.h"
 
 namespace ringcomm::cuda {
+
+/// The recent launches of each rank. Hosts compare them to find calls whose kernels differ so much
+/// that they never exchange headers. One writer per rank; entries are overwritten, and a late
+/// reader skips the comparison.
+class CallBoard {
+ public:
+  CallBoard(GroupWords& words, int rank) : words_(words), rank_(rank) {}
+
+  /// Records call `number`, counted from 0.
+  void note(std::uint64_t number, const HeaderWords& header);
+  /// How many a rank has noted.
+  std::uint64_t num_noted(int rank) const { return words_.ranks[rank].num_launches; }
+  /// False where it is no longer, or not yet, there.
+  bool read(int rank, std::uint64_t number, HeaderWords& header) const;
+
+ private:
+  GroupWords& words_;
+  int rank_;
+};
 
 /// The watchdog of a group's kernels. It reads their reports, detects peers that cannot arrive, and
 /// compares the launches of all ranks. On a failure it ends the group and the kernels' waits. It is
@@ -26,15 +46,11 @@ class DeviceWatch {
     Failure& failure;
     int rank;
     int world_size;
-    /// A dead rank whose turn this rank's streams wait for, or -1.
-    std::function<int()> find_dead_turn;
     std::chrono::milliseconds timeout;
   };
 
   /// `report` is called once, with the error that ends the group.
   DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report);
-  DeviceWatch(const DeviceWatch&) = delete;
-  DeviceWatch& operator=(const DeviceWatch&) = delete;
 
   /// Call it after a kernel launch. A kernel may start at any time later, and one in a graph many
   /// times, so the watchdog never sleeps from then on.
@@ -51,8 +67,6 @@ class DeviceWatch {
   void look();
   void look_at_record();
   void look_at_wait();
-  void look_at_turns();
-  [[noreturn]] void raise_stopped(Stop stop, int peer);
   void compare_calls();
 
   Subject subject_;

@@ -6,13 +6,18 @@
 #include <stdexcept>
 #include <thread>
 
-#include "collectives/reduction.h"
-#include "cuda/collectives/header_words.h"
+#include "collectives/collective.h"
 
 namespace ringcomm::cuda {
 namespace {
 
 constexpr std::chrono::microseconds kTurnPoll{20};
+
+std::size_t hash_of(const CallHeader& header) {
+  const std::uint64_t type =
+      static_cast<std::uint64_t>(header.dtype) * 16 + static_cast<std::uint64_t>(header.reduction);
+  return static_cast<std::size_t>((header.num_elems * 256 + type) * 0x9e3779b97f4a7c15u >> 32);
+}
 
 }  // namespace
 
@@ -29,36 +34,22 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimit
     : communicator_(communicator),
       limits_(limits),
       exchange_(communicator, limits_),
-      group_(std::make_shared<DeviceGroup>(
-          exchange_, device,
-          CallBoard::num_bytes(communicator.world_size()) + LentMemory::num_bytes())),
+      group_(std::make_unique<DeviceGroup>(exchange_, device)),
       kernels_(Kernels::of(device)),
       events_(EventPool::of(device)),
-      plans_(kernels_, frame()),
-      calls_(group_->host_memory(), communicator.rank()),
-      lent_(exchange_, *group_,
-            group_->host_memory() + CallBoard::num_bytes(communicator.world_size())),
-      turns_(group_->takes_turns() ? std::make_shared<TurnEvents>(exchange_, group_->leaving())
-                                   : nullptr),
+      calls_(group_->words(), communicator.rank()),
+      lent_(exchange_, *group_),
       watch_({.control = group_->control(),
               .calls = calls_,
               .members = *communicator.members(),
               .failure = communicator.failure(),
               .rank = communicator.rank(),
               .world_size = communicator.world_size(),
-              .find_dead_turn = [this] { return find_dead_turn(); },
               .timeout = limits.timeout},
              std::move(report)) {}
 
 Engine::~Engine() {
   try {
-    if (is_stuck()) {
-      // Streams may hold work that uses these objects and never runs, so they are leaked until the
-      // process ends.
-      new auto(group_);
-      new auto(turns_);
-      return;
-    }
     const ContextGuard guard(group_->device());
     const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) watch_.end_waits();
@@ -89,15 +80,15 @@ GroupFrame Engine::frame() const {
 }
 
 void Engine::check_collective(const StreamPlace& place) const {
-  if (turns_ != nullptr && place.capture != 0)
+  if (group_->takes_turns() && place.capture != 0)
     throw std::invalid_argument(
         "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, because each "
         "call synchronizes their hosts; " +
         group_->why_turns());
 }
 
-void Engine::check_messages(const std::vector<Mail>& messages) const {
-  if (turns_ != nullptr)
+void Engine::check_messages(const std::vector<P2pMessage>& messages) const {
+  if (group_->takes_turns())
     throw std::invalid_argument("ranks that take turns on a GPU cannot send and receive there; " +
                                 group_->why_turns());
   check_batch(messages);
@@ -105,7 +96,7 @@ void Engine::check_messages(const std::vector<Mail>& messages) const {
 
 std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
   check_alive();
-  if (turns_ != nullptr)
+  if (group_->takes_turns())
     throw std::invalid_argument(
         "ranks that take turns on a GPU cannot use each other's buffers; use "
         "torch.empty instead: calls on it are staged; " +
@@ -121,10 +112,31 @@ std::shared_ptr<const Loan> Engine::borrow(std::size_t num_bytes, const StreamPl
   return lent_.borrow(num_bytes, place);
 }
 
+// A program repeats its all_reduces with the same sizes, which differ in their buffers only and are
+// planned once. Other calls are planned each time, because their plans contain the buffers of all
+// ranks or the values of an optimizer step.
+PlannedCall& Engine::plan_call(const Collective& call, const CallHeader& header) {
+  const HeaderWords words = to_words(header);
+  const bool is_kept = call.op == OpKind::kAllReduce;
+  PlannedCall& planned = is_kept ? plans_[hash_of(header) % plans_.size()] : other_plan_;
+  if (is_kept && planned.kernel != nullptr && planned.header == words) {
+    planned.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
+    planned.call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
+    return planned;
+  }
+  planned.kernel = nullptr;  // of nothing, should the rest throw
+  planned.header = words;
+  planned.call = {};
+  static_cast<GroupFrame&>(planned.call) = frame();
+  planned.plan = plan_launch(call, header, planned.call);
+  planned.kernel = kernels_.find(planned.plan.kernel);
+  return planned;
+}
+
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
                         const StreamPlace& place) {
   check_alive();
-  PlannedCall& planned = plans_.plan(call, header);
+  PlannedCall& planned = plan_call(call, header);
   lent_.collect();
   lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
   collectives_.wait(place);
@@ -133,7 +145,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
     planned.call.launch = num_launches_;
     calls_.note(num_launches_++, planned.header);
   }
-  if (turns_ != nullptr)
+  if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
   else
     kernels_.launch(planned.kernel, planned.plan.num_blocks, planned.call, place.stream);
@@ -146,61 +158,35 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
 // ---- ranks that take turns
 
 void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
-  const LaunchPlan& plan = planned.plan;
+  const RelaxedCapture relaxed;  // another stream may be captured
   KernelCall& call = planned.call;
-  std::uint32_t num_launches = plan.num_turns;
-  if (call.longest_bytes == KernelCall::kUnknown) {
-    // The hosts synchronize in each turn anyway, and here exchange the longest share that each
-    // knows.
-    std::uint64_t longest_bytes = 0;
-    for (int rank = 0; rank < call.world_size; ++rank)
-      longest_bytes = std::max({longest_bytes, call.input_bytes[rank], call.output_bytes[rank]});
-    take_turn(stream, longest_bytes);
-    for (int rank = 0; rank < call.world_size; ++rank)
-      longest_bytes = std::max(longest_bytes, calls_.turn_value(rank, num_turns_));
-    call.longest_bytes = longest_bytes;
-    num_launches = turns_of_move(call.staging.layout, longest_bytes, plan.num_blocks,
-                                 plan.kernel == "ringcomm_move_same");
-  }
-  for (std::uint32_t turn = 0; turn < num_launches; ++turn) {
+  if (call.num_slices == 0)  // ranks may know different sizes
+    set_longest_share(call, planned.plan, meet(longest_share(call)));
+  for (std::uint32_t turn = 0; turn < planned.plan.num_turns; ++turn) {
     call.first_step = call.last_step = turn;
-    kernels_.launch(planned.kernel, plan.num_blocks, call, stream);
-    take_turn(stream, 0);
+    kernels_.launch(planned.kernel, planned.plan.num_blocks, call, stream);
+    check(driver().stream_synchronize(stream), "wait for the GPU");
+    meet(0);
   }
 }
 
-// Work that a rank enqueues before the end of its turn runs before work that any rank enqueues
-// after it.
-//
-// An event of turn n is recorded again in turn n + 2, after all peers have ended turn n + 1 on
-// their hosts. So a peer's stream that waits for turn n waits for the right recording.
-void Engine::take_turn(StreamHandle stream, std::uint64_t value) {
-  const std::uint64_t turn = ++num_turns_;
-  turns_->record(turn, stream);
-  calls_.finish_turn(turn, value);
-  wait_for_turn(turn);
-  turns_->block(turn, stream);
-}
-
-int Engine::find_dead_turn() const {
-  if (turns_ == nullptr) return -1;
-  for (int peer = 0; peer < communicator_.world_size(); ++peer) {
-    if (peer == communicator_.rank() || !communicator_.members()->has_died(peer)) continue;
-    const ContextGuard guard(group_->device());
-    const RelaxedCapture relaxed;
-    if (!turns_->are_over(peer)) return peer;
-  }
-  return -1;
-}
-
-void Engine::wait_for_turn(std::uint64_t turn) {
+// Waits for the hosts of all ranks. Returns the largest value of any.
+std::uint64_t Engine::meet(std::uint64_t value) {
+  GroupWords& words = group_->words();
+  GroupWords::OfRank& mine = words.ranks[communicator_.rank()];
+  const std::uint64_t turn = mine.num_turns + 1;
+  mine.turn_values[turn % 2] = value;
+  mine.num_turns = turn;
   const auto deadline = deadline_after(limits_.timeout);
   for (int peer = 0; peer < communicator_.world_size(); ++peer) {
-    while (calls_.num_turns(peer) < turn) {
+    const GroupWords::OfRank& theirs = words.ranks[peer];
+    while (theirs.num_turns < turn) {
       look_at_peer(peer, deadline);
       std::this_thread::sleep_for(kTurnPoll);
     }
+    value = std::max(value, theirs.turn_values[turn % 2]);
   }
+  return value;
 }
 
 // Throws if the rank that this host waits for cannot arrive.
@@ -218,31 +204,31 @@ void Engine::look_at_peer(int peer, std::chrono::steady_clock::time_point deadli
 
 unsigned Engine::blocks_of_messages(int peer) {
   const auto deadline = deadline_after(limits_.timeout);
-  return group_->mail_room().blocks_with(peer, [&] { look_at_peer(peer, deadline); });
+  return group_->message_blocks().with(peer, [&] { look_at_peer(peer, deadline); });
 }
 
 bool Engine::has_room_for_messages(int peer) { return blocks_of_messages(peer) > 0; }
 
-void Engine::exchange(const std::vector<Mail>& messages, const StreamPlace& place) {
+void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
   if (messages.empty()) return;
   check_alive();
-  MailCall call;
+  P2pCall call;
   static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
-  for (const Mail& mail : messages) peers.insert(mail.peer);
+  for (const P2pMessage& message : messages) peers.insert(message.peer);
   unsigned blocks_per_lane = std::numeric_limits<unsigned>::max();
   for (const int peer : peers)
     blocks_per_lane = std::min(blocks_per_lane, blocks_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, blocks_per_lane, call);
   if (place.capture != 0)
-    for (const Mail& mail : messages) lent_.keep_for_graph(mail.data);
+    for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
   for (const int peer : peers) messages_[peer].wait(place);
   kernels_.launch(kernels_.find(plan.kernel), plan.num_blocks, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) messages_[peer].note(last_end_, place);
-  for (const Mail& mail : messages)
-    communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv,
-                        {.sent_bytes = mail.is_send ? mail.num_bytes : 0});
+  for (const P2pMessage& message : messages)
+    communicator_.count(message.is_send ? OpKind::kSend : OpKind::kRecv,
+                        {.sent_bytes = message.is_send ? message.num_bytes : 0});
   watch_.note_launch();
 }
 

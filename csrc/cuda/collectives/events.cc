@@ -1,13 +1,10 @@
 #include "cuda/collectives/events.h"
 
-#include <unistd.h>
-
-#include "cuda/collectives/unavailable.h"
-#include "cuda/driver/per_device.h"
+#include <utility>
 
 namespace ringcomm::cuda {
 
-Event::Event(unsigned flags) { check(driver().event_create(&event_, flags), "make an event"); }
+Event::Event() { check(driver().event_create(&event_, kEventDisableTiming), "make an event"); }
 
 Event::~Event() { driver().event_destroy(event_); }
 
@@ -46,13 +43,37 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
           }};
 }
 
-SideStream::SideStream() {
-  check(driver().stream_create(&stream_, kStreamNonBlocking), "make a stream");
+namespace {
+
+class SideStream {
+ public:
+  SideStream() { check(driver().stream_create(&stream_, kStreamNonBlocking), "make a stream"); }
+  ~SideStream() { driver().stream_destroy(stream_); }
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+
+  StreamHandle get() const { return stream_; }
+  void finish() const { check(driver().stream_synchronize(stream_), "wait for the GPU"); }
+
+ private:
+  StreamHandle stream_ = nullptr;
+};
+
+DevicePtr address(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
+
+}  // namespace
+
+void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what) {
+  const SideStream stream;
+  check(driver().memcpy_async(address(to), address(from), num_bytes, stream.get()), what);
+  stream.finish();
 }
 
-SideStream::~SideStream() { driver().stream_destroy(stream_); }
-
-void SideStream::finish() const { check(driver().stream_synchronize(stream_), "wait for the GPU"); }
+void clear_and_wait(void* begin, std::size_t num_bytes, const char* what) {
+  const SideStream stream;
+  check(driver().memset_d8_async(address(begin), 0, num_bytes, stream.get()), what);
+  stream.finish();
+}
 
 std::uint64_t capture_of(StreamHandle stream) {
   int status = kCaptureNone;
@@ -79,68 +100,6 @@ void StreamOrder::note(std::shared_ptr<const Event> end, const StreamPlace& plac
 
 void StreamOrder::synchronize() const {
   if (run_.end != nullptr) check(driver().event_synchronize(run_.end->get()), "wait for the GPU");
-}
-
-namespace {
-
-struct EventRecords {
-  std::array<IpcEventHandle, 2> handles = {};
-  std::array<EventHandle, 2> events = {};
-  std::int64_t pid = 0;
-  RecordText<256> problem;
-};
-
-}  // namespace
-
-TurnEvents::TurnEvents(RecordExchange& exchange, Leaving& leaving)
-    : rank_(exchange.rank()), peers_(static_cast<std::size_t>(exchange.world_size())) {
-  EventRecords mine;
-  mine.pid = ::getpid();
-  mine.problem = attempt([&] {
-    for (std::size_t i = 0; i < own_.size(); ++i) {
-      own_[i] = std::make_shared<Event>(kEventDisableTiming | kEventInterprocess);
-      leaving.keep(own_[i]);
-      mine.events[i] = own_[i]->get();
-      check(driver().ipc_get_event_handle(&mine.handles[i], own_[i]->get()),
-            "hand out an event of the GPU");
-    }
-  });
-  const auto records = exchange.all_gather(mine);
-  const RecordText<256> opening = attempt([&] {
-    for (std::size_t peer = 0; peer < records.size(); ++peer) {
-      const EventRecords& theirs = records[peer];
-      if (!theirs.problem.str().empty()) continue;
-      if (theirs.pid == mine.pid) {
-        peers_[peer] = theirs.events;
-        continue;
-      }
-      for (std::size_t i = 0; i < own_.size(); ++i) {
-        check(driver().ipc_open_event_handle(&peers_[peer][i], theirs.handles[i]),
-              "open another rank's event");
-        opened_.emplace_back(peers_[peer][i]);
-      }
-    }
-  });
-  if (mine.problem.str().empty()) mine.problem = opening;
-  const auto verdicts = exchange.all_gather(mine);
-  for (std::size_t peer = 0; peer < verdicts.size(); ++peer)
-    if (const std::string problem = verdicts[peer].problem.str(); !problem.empty())
-      throw Unavailable("rank " + std::to_string(peer) + ": " + problem);
-}
-
-void TurnEvents::record(std::uint64_t turn, StreamHandle stream) { own_[turn % 2]->record(stream); }
-
-bool TurnEvents::are_over(int peer) const {
-  for (EventHandle event : peers_[static_cast<std::size_t>(peer)])
-    if (driver().event_query(event) != kSuccess) return false;
-  return true;
-}
-
-void TurnEvents::block(std::uint64_t turn, StreamHandle stream) const {
-  for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-    if (static_cast<int>(peer) != rank_)
-      check(driver().stream_wait_event(stream, peers_[peer][turn % 2], 0),
-            "make a stream wait for another rank's event");
 }
 
 }  // namespace ringcomm::cuda

@@ -1,16 +1,12 @@
 #pragma once
 
-#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <type_traits>
 #include <vector>
 
-#include "core/errors.h"
-#include "cuda/collectives/leaving.h"
-#include "cuda/collectives/record_exchange.h"
 #include "cuda/driver/driver.h"
 
 namespace ringcomm::cuda {
@@ -18,7 +14,7 @@ namespace ringcomm::cuda {
 /// A point in a stream. All functions throw Error and need the device's context to be current.
 class Event {
  public:
-  explicit Event(unsigned flags = kEventDisableTiming);
+  Event();
   ~Event();
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -38,8 +34,6 @@ class Event {
 class EventPool {
  public:
   static EventPool& of(DeviceOrdinal device);
-  EventPool(const EventPool&) = delete;
-  EventPool& operator=(const EventPool&) = delete;
 
   /// Records an event after the work that the stream holds now. The event is reused after its last
   /// owner has released it; a stream that already waits for it keeps waiting for the earlier
@@ -52,21 +46,10 @@ class EventPool {
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
-/// A stream of its own.
-class SideStream {
- public:
-  SideStream();
-  ~SideStream();
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
-
-  StreamHandle get() const { return stream_; }
-  /// Blocks until it is done.
-  void finish() const;
-
- private:
-  StreamHandle stream_ = nullptr;
-};
+/// Copies, or clears, on a stream of its own, and blocks until it is done. `what` is what an error
+/// says cannot be done.
+void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what);
+void clear_and_wait(void* begin, std::size_t num_bytes, const char* what);
 
 /// The number of the capture that a stream is part of; 0 if none.
 std::uint64_t capture_of(StreamHandle stream);
@@ -98,31 +81,6 @@ class StreamOrder {
   };
   Last run_;
   std::map<std::uint64_t, Last> captured_;  // by capture; the newest ones only
-};
-
-/// Two alternating events of each rank of a group, which the streams of any rank can wait for.
-class TurnEvents {
- public:
-  /// Collective. `leaving` is the group's. Throws Unavailable, with the same reason on all ranks.
-  TurnEvents(RecordExchange& exchange, Leaving& leaving);
-  TurnEvents(const TurnEvents&) = delete;
-  TurnEvents& operator=(const TurnEvents&) = delete;
-
-  void record(std::uint64_t turn, StreamHandle stream);
-  /// Makes the stream wait for the events that all ranks recorded for this turn. Their hosts must
-  /// have recorded them before.
-  void block(std::uint64_t turn, StreamHandle stream) const;
-  /// Whether what a rank recorded for its last two turns is over.
-  bool are_over(int peer) const;
-
- private:
-  int rank_;
-  std::array<std::shared_ptr<Event>, 2> own_;
-  std::vector<std::array<EventHandle, 2>> peers_;
-  struct Close {
-    void operator()(EventHandle event) const { driver().event_destroy(event); }
-  };
-  std::vector<std::unique_ptr<std::remove_pointer_t<EventHandle>, Close>> opened_;
 };
 
 }  // namespace ringcomm::cuda

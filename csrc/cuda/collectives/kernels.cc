@@ -1,18 +1,46 @@
 #include "cuda/collectives/kernels.h"
 
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "core/errors.h"
-#include "cuda/driver/kernel_modules.h"
-#include "cuda/driver/per_device.h"
-#include "cuda/kernels/image.h"
 #include "cuda/kernels/kernel_list.h"
-#include "cuda/kernels/limits.h"
+
+#ifdef RINGCOMM_CUDA_IMAGES
+// The build defines the folder with nvcc's output for each file.
+#define RINGCOMM_EMBED(name)                                                          \
+  __asm__(".pushsection .rodata\n.balign 16\nringcomm_image_" #name                   \
+          ":\n.incbin \"" RINGCOMM_CUDA_IMAGES "/" #name ".fatbin\"\n.popsection\n"); \
+  extern "C" const char ringcomm_image_##name[];
+
+RINGCOMM_EMBED(collective_kernels)
+RINGCOMM_EMBED(update_kernels)
+RINGCOMM_EMBED(loss_kernels)
+#endif
 
 namespace ringcomm::cuda {
-
 namespace {
+
+std::span<const void* const> built_in([[maybe_unused]] KernelModules::Of kernels) {
+#ifdef RINGCOMM_CUDA_IMAGES
+  static const void* const images[] = {ringcomm_image_collective_kernels,
+                                       ringcomm_image_update_kernels, ringcomm_image_loss_kernels};
+  const std::span all(images);
+  return kernels == KernelModules::Of::kGroups ? all.first(2) : all.last(1);
+#else
+  return {};
+#endif
+}
+
+Module load(const void* image) {
+  Module module = nullptr;
+  check(driver().module_load_data(&module, image), "load kernels onto the GPU");
+  return module;
+}
 
 #define RINGCOMM_KERNEL_NAME(name, Call, body) #name,
 constexpr const char* kNames[] = {RINGCOMM_ALL_KERNELS(RINGCOMM_KERNEL_NAME)};
@@ -31,6 +59,27 @@ void check_residency(const char* name, Function kernel) {
 
 }  // namespace
 
+KernelModules::KernelModules(Of kernels) {
+  const char* path = std::getenv("RINGCOMM_CUDA_IMAGE");
+  if (path == nullptr || *path == '\0') {
+    for (const void* image : built_in(kernels)) modules_.push_back(load(image));
+    return;
+  }
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> image((std::istreambuf_iterator<char>(file)), {});
+  if (image.empty())
+    throw Error({.kind = ErrorKind::kSystem},
+                std::string("ringcomm: RINGCOMM_CUDA_IMAGE: cannot read ") + path);
+  modules_.push_back(load(image.data()));
+}
+
+Function KernelModules::find(const char* name) const {
+  Function function = nullptr;
+  for (Module module : modules_)
+    if (driver().module_get_function(&function, module, name) == kSuccess) return function;
+  return nullptr;
+}
+
 const Kernels& Kernels::of(DeviceOrdinal device) {
   return per_device<const Kernels>(
       device, [&] { return std::unique_ptr<const Kernels>(new Kernels(device)); });
@@ -40,7 +89,7 @@ const Kernels& Kernels::of(DeviceOrdinal device) {
 // that waits for the one to be loaded: a deadlock. So all functions are loaded here.
 Kernels::Kernels(DeviceOrdinal device) {
   const ContextGuard guard(device);
-  const KernelModules modules(kernel_images());
+  const KernelModules modules(KernelModules::Of::kGroups);
   if (modules.is_empty())
     throw Error(
         {.kind = ErrorKind::kSystem},

@@ -1,67 +1,123 @@
 #include "cuda/collectives/launch_plan.h"
 
 #include <algorithm>
+#include <cstring>
+#include <iterator>
 #include <stdexcept>
 
-#include "collectives/reduction.h"
+#include "collectives/collective.h"
 #include "core/chunk_layout.h"
-#include "core/ring_schedule.h"
-#include "cuda/collectives/header_words.h"
-#include "cuda/kernels/chunks.h"
-#include "cuda/kernels/mail.h"
+#include "core/chunk_layout.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
+#include "cuda/kernels/reduce_gather.h"
+#include "cuda/kernels/send_recv.h"
 #include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
+
+// ---- headers
+
 namespace {
 
-// For an update without a collective: several loads per thread, and several blocks per slot of the
-// device.
-constexpr std::size_t kOwnUpdateElems = 8 << 10;
-constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
-
-const char* optimizer_name(Optimizer optimizer) {
-  switch (optimizer) {
-    case Optimizer::kSgd:
-      return "sgd";
-    case Optimizer::kAdamW:
-      return "adamw";
-    default:
-      return "lomo";
-  }
+// Member by member: between them a struct has bytes that hold anything.
+template <class Visit>
+void visit_members(auto& header, const Visit& visit) {
+  visit(header.num_elems);
+  visit(header.root);
+  visit(header.op);
+  visit(header.dtype);
+  visit(header.reduction);
+  visit(header.algorithm);
+  visit(header.is_uneven);
+  visit(header.has_update);
+  visit(header.element_name);
+  visit(header.update.lr);
+  visit(header.update.weight_decay);
+  visit(header.update.grad_scale);
+  visit(header.update.coefficients);
+  visit(header.update.step);
+  visit(header.update.optimizer);
+  visit(header.update.param_dtype);
+  visit(header.update.is_nesterov);
+  visit(header.update.has_master);
 }
 
-// The suffix of the names of kernels that reduce a type.
-std::string kernel_suffix(DType dtype) {
-  const bool has_own = dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
-                       dtype == DType::kFloat32 || dtype == DType::kSoftmaxStats;
-  return has_own ? name_of(dtype) : "any";
+constexpr std::size_t kMemberBytes = 8 + 4 + 6 + 16 + 3 * 8 + 24 + 4 + 4;
+static_assert(kMemberBytes <= sizeof(HeaderWords));
+
+// One word more of a digest: any difference in a word changes about half of the bits.
+std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
+  digest = (digest ^ word) * 0x9e3779b97f4a7c15u;
+  return digest ^ digest >> 29;
 }
 
-std::size_t packet_data_bytes(const StagingLayout& layout) {
-  return std::size_t{layout.num_packet_blocks} * (layout.packets_per_block - kHeaderPackets) *
-         kWordBytes;
+// The digest of size lists that must be equal on all ranks; the header has no room for the lists.
+std::uint64_t digest_of_shares(const Collective& call, int world_size) {
+  std::uint64_t digest = 1;
+  for (int rank = 0; rank < world_size; ++rank)
+    digest = digest_with(
+        digest, call.op == OpKind::kAllGather ? call.output_share(rank) : call.input_share(rank));
+  return digest;
 }
+
+}  // namespace
+
+HeaderWords to_words(const CallHeader& header) {
+  HeaderWords words = {};
+  auto* at = reinterpret_cast<char*>(words.data());
+  visit_members(header, [&](const auto& member) {
+    std::memcpy(at, &member, sizeof member);
+    at += sizeof member;
+  });
+  return words;
+}
+
+CallHeader from_words(const std::uint32_t* words) {
+  CallHeader header;
+  const auto* at = reinterpret_cast<const char*>(words);
+  visit_members(header, [&](auto& member) {
+    std::memcpy(&member, at, sizeof member);
+    at += sizeof member;
+  });
+  return header;
+}
+
+// ---- each kernel's parameters
+
+namespace {
 
 unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
   return static_cast<unsigned>(
       std::clamp<std::size_t>(num_pieces, 1, std::size_t{layout.num_blocks}));
 }
 
-// The turns of the first block, which has the most pieces of a round-robin distribution, plus a
-// last turn that reads the last staged piece.
-std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks) {
-  const std::size_t most = std::max<std::size_t>(1, (num_pieces + num_blocks - 1) / num_blocks);
-  return static_cast<std::uint32_t>(most) + 1;
-}
-
 void deal_slices(KernelCall& call, LaunchPlan& plan) {
   plan.num_blocks = blocks_for(call.num_slices, call.staging.layout);
-  plan.num_turns = turns_for(call.num_slices, plan.num_blocks);
   call.slices_each = static_cast<std::uint32_t>(call.num_slices / plan.num_blocks);
   call.num_longer = static_cast<std::uint32_t>(call.num_slices % plan.num_blocks);
+  // Those of the first block, which has the most pieces, and one to read the last staged piece.
+  plan.num_turns = call.slices_each + (call.num_longer > 0 ? 1 : 0) + 1;
 }
+
+}  // namespace
+
+std::uint64_t longest_share(const KernelCall& call) {
+  return std::max(*std::max_element(call.input_bytes, call.input_bytes + call.world_size),
+                  *std::max_element(call.output_bytes, call.output_bytes + call.world_size));
+}
+
+void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest_bytes) {
+  call.num_slices = std::max<std::uint64_t>(num_slices(longest_bytes, call.part_bytes), 1);
+  deal_slices(call, plan);
+}
+
+namespace {
+
+// For an update without a collective: several loads per thread, and several blocks per slot of the
+// device.
+constexpr std::size_t kOwnUpdateElems = 8 << 10;
+constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
 
 template <ReduceShape kShape>
 void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -81,71 +137,65 @@ void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan&
   }
 }
 
-void plan_ring(const Collective& call, const CallHeader& header, KernelCall& kernel_call,
-               LaunchPlan& plan) {
+void plan_ring(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const std::size_t elem_bytes = element_bytes(call.dtype);
-  const ChunkLayout layout(call.num_elems, kernel_call.world_size);
-  plan.num_blocks =
-      blocks_for(num_slices(layout.max_chunk_elems(), header.ring_slot_bytes / elem_bytes),
-                 kernel_call.staging.layout);
+  const StagingLayout& layout = kernel_call.staging.layout;
+  const ChunkLayout chunks(call.num_elems, kernel_call.world_size);
+  plan.num_blocks = blocks_for(
+      num_slices(chunks.max_chunk_elems(), layout.ring_slot_bytes() / elem_bytes), layout);
   const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
   for (int step = 0; step < schedule.num_steps(); ++step)
-    plan.traffic.sent_bytes += (layout.chunk(schedule.reduce_scatter_send_chunk(step)).num_elems +
-                                layout.chunk(schedule.all_gather_send_chunk(step)).num_elems) *
+    plan.traffic.sent_bytes += (chunks.chunk(schedule.reduce_scatter_send_chunk(step)).num_elems +
+                                chunks.chunk(schedule.all_gather_send_chunk(step)).num_elems) *
                                elem_bytes;
 }
 
+// Data of one block's packets.
+std::size_t block_packet_bytes(const StagingLayout& layout) {
+  return (layout.packets_per_block - kHeaderPackets) * kWordBytes;
+}
+
 void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
-  const std::size_t most =
-      (kernel_call.staging.layout.packets_per_block - kHeaderPackets) * kWordBytes;
+  const std::size_t most = block_packet_bytes(kernel_call.staging.layout);
   plan.num_blocks =
       static_cast<unsigned>(std::max<std::size_t>(1, num_slices(call.num_bytes(), most)));
   plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_bytes();
 }
 
-// ---- moves: sizes by pair of ranks
-
-struct Shares {
-  KernelCall& to;
-  std::size_t elem_bytes;
-
-  void send(int rank, const void* data, std::size_t num_elems) const {
-    to.inputs[rank] = static_cast<const std::byte*>(data);
-    to.input_bytes[rank] = num_elems * elem_bytes;
-  }
-  void receive(int rank, void* data, std::size_t num_elems) const {
-    to.outputs[rank] = static_cast<std::byte*>(data);
-    to.output_bytes[rank] = num_elems * elem_bytes;
-  }
-};
-
 void fill_shares(const Collective& call, KernelCall& kernel_call) {
-  const Shares shares{kernel_call, element_bytes(call.dtype)};
+  const std::size_t elem_bytes = element_bytes(call.dtype);
   const bool is_root = call.root == kernel_call.rank;
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    const auto idx = static_cast<std::size_t>(rank);
+    const auto send = [&](const void* data, std::size_t num_elems) {
+      kernel_call.inputs[rank] = static_cast<const std::byte*>(data);
+      kernel_call.input_bytes[rank] = num_elems * elem_bytes;
+    };
+    const auto receive = [&](void* data, std::size_t num_elems) {
+      kernel_call.outputs[rank] = static_cast<std::byte*>(data);
+      kernel_call.output_bytes[rank] = num_elems * elem_bytes;
+    };
     switch (call.op) {
       case OpKind::kAllGather:
-        shares.send(rank, call.inputs[0], call.output_share(kernel_call.rank));
-        shares.receive(rank, call.outputs[rank], call.output_share(rank));
+        send(call.inputs[0], call.output_share(kernel_call.rank));
+        receive(call.outputs[rank], call.output_share(rank));
         break;
       case OpKind::kBroadcast:
-        if (is_root) shares.send(rank, call.inputs[0], call.num_elems);
-        if (rank == call.root && !is_root) shares.receive(rank, call.outputs[0], call.num_elems);
+        if (is_root) send(call.inputs[0], call.num_elems);
+        if (rank == call.root && !is_root) receive(call.outputs[0], call.num_elems);
         break;
       case OpKind::kGather:
         if (rank == call.root)
-          shares.send(rank, call.inputs[0], is_root ? call.output_share(rank) : call.num_elems);
-        if (is_root) shares.receive(rank, call.outputs[idx], call.output_share(rank));
+          send(call.inputs[0], is_root ? call.output_share(rank) : call.num_elems);
+        if (is_root) receive(call.outputs[rank], call.output_share(rank));
         break;
       case OpKind::kScatter:
-        if (is_root) shares.send(rank, call.inputs[idx], call.input_share(rank));
+        if (is_root) send(call.inputs[rank], call.input_share(rank));
         if (rank == call.root)
-          shares.receive(rank, call.outputs[0], is_root ? call.input_share(rank) : call.num_elems);
+          receive(call.outputs[0], is_root ? call.input_share(rank) : call.num_elems);
         break;
       case OpKind::kAllToAll:
-        shares.send(rank, call.inputs[idx], call.input_share(rank));
-        shares.receive(rank, call.outputs[idx], call.output_share(rank));
+        send(call.inputs[rank], call.input_share(rank));
+        receive(call.outputs[rank], call.output_share(rank));
         break;
       default:
         break;
@@ -153,92 +203,106 @@ void fill_shares(const Collective& call, KernelCall& kernel_call) {
   }
 }
 
+template <bool kIsShared>
 void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   fill_shares(call, kernel_call);
-  const bool is_shared = call.op == OpKind::kAllGather || call.op == OpKind::kBroadcast ||
-                         call.op == OpKind::kGather || call.op == OpKind::kBarrier;
-  plan.kernel = is_shared ? "ringcomm_move_same" : "ringcomm_move";
-  std::uint64_t longest_bytes = 0;
-  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    longest_bytes =
-        std::max({longest_bytes, kernel_call.input_bytes[rank], kernel_call.output_bytes[rank]});
+  for (int rank = 0; rank < kernel_call.world_size; ++rank)
     if (rank != kernel_call.rank) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
-  }
   const StagingLayout& layout = kernel_call.staging.layout;
-  kernel_call.part_bytes = static_cast<std::uint32_t>(move_part_bytes(layout, is_shared));
+  kernel_call.part_bytes = static_cast<std::uint32_t>(move_part_bytes(layout, kIsShared));
   kernel_call.staged_stride = CopyList::stride_of(kernel_call.part_bytes);
-  if (has_private_sizes(call.op)) {
-    kernel_call.longest_bytes = KernelCall::kUnknown;
+  if (has_private_sizes(call.op))
     plan.num_blocks = layout.num_blocks;
-    return;
-  }
-  kernel_call.longest_bytes = longest_bytes;
-  kernel_call.num_slices =
-      std::max<std::uint64_t>(num_slices(longest_bytes, kernel_call.part_bytes), 1);
-  deal_slices(kernel_call, plan);
+  else
+    set_longest_share(kernel_call, plan, longest_share(kernel_call));
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const ShardUpdate& update = *call.update;
-  plan.kernel = std::string("ringcomm_update_") + optimizer_name(update.spec.optimizer) + "_" +
-                name_of(call.dtype) + "_" + name_of(update.spec.param_dtype);
+  const Optimizer optimizer = update.spec.optimizer;
+  plan.kernel = std::string("ringcomm_update_") +
+                (optimizer == Optimizer::kSgd     ? "sgd"
+                 : optimizer == Optimizer::kAdamW ? "adamw"
+                                                  : "lomo") +
+                "_" + name_of(call.dtype) + "_" + name_of(update.spec.param_dtype);
   kernel_call.update = make_update_op(update.spec, call.dtype).scalars;
   kernel_call.master = update.master;
   kernel_call.states[0] = update.states[0];
   kernel_call.states[1] = update.states[1];
 }
 
-// One word more of a digest: any difference in a word changes about half of the bits.
-std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
-  digest = (digest ^ word) * 0x9e3779b97f4a7c15u;
-  return digest ^ digest >> 29;
+void plan_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+  fill_update(call, kernel_call, plan);
+  plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
 }
 
-// The digest of size lists that must be equal on all ranks; the header has no room for the lists.
-std::uint64_t digest_of_shares(const Collective& call, int world_size) {
-  std::uint64_t digest = 1;
-  for (int rank = 0; rank < world_size; ++rank)
-    digest = digest_with(
-        digest, call.op == OpKind::kAllGather ? call.output_share(rank) : call.input_share(rank));
-  return digest;
-}
+// ---- which kernel
 
-// The lane of messages to one rank, or from one.
-int lane_of(const Mail& mail) { return 2 * mail.peer + (mail.is_send ? 1 : 0); }
+// What the choice among the algorithms of an operation depends on.
+struct Choice {
+  const Collective& call;
+  const CommunicatorOptions& options;
+  const StagingLayout& layout;
+  bool takes_turns;
+  Algorithm asked;
+};
+
+bool sends_packets(const Choice& of) {
+  const std::size_t most = std::size_t{of.layout.num_packet_blocks} * block_packet_bytes(of.layout);
+  return of.asked != Algorithm::kTwoShot && of.asked != Algorithm::kRing && !of.takes_turns &&
+         of.call.num_bytes() <= most;
+}
+// Only on request. It does not add in rank order.
+bool goes_round(const Choice& of) {
+  return of.asked == Algorithm::kRing && !of.takes_turns && !of.options.is_rank_ordered;
+}
+bool always(const Choice&) { return true; }
+
+// The kernel of an operation by an algorithm, when it is used, and what sets its parameters.
+struct KernelChoice {
+  OpKind op;
+  Algorithm algorithm;
+  const char* kernel;  // of reductions without their element type
+  bool (*is_chosen)(const Choice&);
+  void (*plan)(const Collective&, KernelCall&, LaunchPlan&);
+};
+
+using enum OpKind;
+using enum Algorithm;
+
+// The first of an operation that is chosen.
+constexpr KernelChoice kKernels[] = {
+    {kAllReduce, kOneShot, "ringcomm_one_shot_", sends_packets, plan_one_shot},
+    {kAllReduce, kRing, "ringcomm_ring_", goes_round, plan_ring},
+    {kAllReduce, kTwoShot, "ringcomm_two_shot_", always, plan_reduction<ReduceShape::kAllReduce>},
+    {kReduceScatter, kDirect, "ringcomm_reduce_scatter_", always,
+     plan_reduction<ReduceShape::kReduceScatter>},
+    {kReduce, kDirect, "ringcomm_reduce_", always, plan_reduction<ReduceShape::kReduce>},
+    {kReduceUpdateGather, kDirect, "", always, plan_update},
+    {kScatter, kDirect, "ringcomm_move", always, plan_move<false>},
+    {kAllToAll, kDirect, "ringcomm_move", always, plan_move<false>},
+    {kAllGather, kDirect, "ringcomm_move_same", always, plan_move<true>},
+    {kBroadcast, kDirect, "ringcomm_move_same", always, plan_move<true>},
+    {kGather, kDirect, "ringcomm_move_same", always, plan_move<true>},
+    {kBarrier, kDirect, "ringcomm_move_same", always, plan_move<true>},
+};
 
 }  // namespace
 
 void plan_header(const Collective& call, const CommunicatorOptions& options,
                  const StagingLayout& layout, bool takes_turns, CallHeader& header) {
-  header.algorithm = Algorithm::kDirect;
   if (has_private_sizes(call.op)) {
     header.num_elems = 0;
     header.is_uneven = false;
   } else if (header.is_uneven) {
     header.num_elems = digest_of_shares(call, static_cast<int>(layout.world_size));
   }
-  if (call.op != OpKind::kAllReduce) return;
-  if (takes_turns) {
-    header.algorithm = Algorithm::kTwoShot;
-    return;
-  }
-  const bool fits_packets =
-      call.num_bytes() <= packet_data_bytes(layout) && call.dtype != DType::kSoftmaxStats;
-  Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
-  if (asked == Algorithm::kOneShot && !fits_packets) asked = Algorithm::kTwoShot;
-  // A ring does not add in rank order, and does not support records.
-  if (asked == Algorithm::kRing && (options.is_rank_ordered || call.dtype == DType::kSoftmaxStats))
-    asked = Algorithm::kTwoShot;
-  const bool is_open =
-      asked != Algorithm::kOneShot && asked != Algorithm::kTwoShot && asked != Algorithm::kRing;
-  header.algorithm = !is_open ? asked : fits_packets ? Algorithm::kOneShot : Algorithm::kTwoShot;
-  if (header.algorithm != Algorithm::kRing) return;
-  // Slots are in a block's two regions.
-  const CommunicatorOptions cut = options.ring_options(call);
-  header.ring_num_slots = std::min<std::uint32_t>(cut.num_slots, layout.region_bytes / kLineBytes);
-  header.ring_slot_bytes =
-      std::min<std::uint64_t>(cut.slot_bytes, 2 * std::uint64_t{layout.region_bytes} /
-                                                  header.ring_num_slots / kLineBytes * kLineBytes);
+  const Algorithm asked = call.algorithm != kAuto ? call.algorithm : options.algorithm;
+  const Choice choice{call, options, layout, takes_turns, asked};
+  const auto kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto& each) {
+    return each.op == call.op && each.is_chosen(choice);
+  });
+  header.algorithm = kernel != std::end(kKernels) ? kernel->algorithm : kDirect;
 }
 
 LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call) {
@@ -254,44 +318,28 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   kernel_call.divisor = divisor_of(call, kernel_call.world_size);
   kernel_call.num_elems = call.num_elems;
   plan.traffic.algorithm = header.algorithm;
-  if (!is_reduction(call.op) && call.op != OpKind::kReduceUpdateGather) {
-    plan_move(call, kernel_call, plan);
-    return plan;
+  const auto kernel = std::find_if(std::begin(kKernels), std::end(kKernels), [&](const auto& each) {
+    return each.op == call.op && each.algorithm == header.algorithm;
+  });
+  if (kernel == std::end(kKernels) || call.dtype == DType::kSoftmaxStats)
+    throw std::invalid_argument(std::string("there is no kernel for ") + name_of(call.op) + " of " +
+                                name_of(call.dtype));
+  plan.kernel = kernel->kernel;
+  if (is_reduction(call.op)) {
+    // float64, integers and booleans share a kernel.
+    const bool has_own = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16 ||
+                         call.dtype == DType::kFloat32;
+    plan.kernel += has_own ? name_of(call.dtype) : "any";
   }
-  const std::string element = kernel_suffix(call.dtype);
-  const bool has_shares = call.op == OpKind::kReduceScatter;
-  for (int rank = 0; rank < (has_shares ? kernel_call.world_size : 1); ++rank) {
-    kernel_call.inputs[rank] = static_cast<const std::byte*>(call.inputs[rank]);
-    kernel_call.input_bytes[rank] = call.input_share(rank) * element_bytes(call.dtype);
+  if (is_reduction(call.op) || call.op == OpKind::kReduceUpdateGather) {
+    const int num_inputs = call.op == OpKind::kReduceScatter ? kernel_call.world_size : 1;
+    for (int rank = 0; rank < num_inputs; ++rank) {
+      kernel_call.inputs[rank] = static_cast<const std::byte*>(call.inputs[rank]);
+      kernel_call.input_bytes[rank] = call.input_share(rank) * element_bytes(call.dtype);
+    }
+    kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
   }
-  kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
-  switch (call.op) {
-    case OpKind::kReduceUpdateGather:
-      fill_update(call, kernel_call, plan);
-      plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
-      break;
-    case OpKind::kReduceScatter:
-      plan.kernel = "ringcomm_reduce_scatter_" + element;
-      plan_reduction<ReduceShape::kReduceScatter>(call, kernel_call, plan);
-      break;
-    case OpKind::kReduce:
-      plan.kernel = "ringcomm_reduce_" + element;
-      plan_reduction<ReduceShape::kReduce>(call, kernel_call, plan);
-      break;
-    default:
-      if (header.algorithm == Algorithm::kOneShot) {
-        plan.kernel = "ringcomm_one_shot_" + element;
-        plan_one_shot(call, kernel_call, plan);
-      } else if (header.algorithm == Algorithm::kRing) {
-        plan.kernel = "ringcomm_ring_" + element;
-        kernel_call.ring_num_slots = header.ring_num_slots;
-        kernel_call.ring_slot_bytes = static_cast<std::uint32_t>(header.ring_slot_bytes);
-        plan_ring(call, header, kernel_call, plan);
-      } else {
-        plan.kernel = "ringcomm_two_shot_" + element;
-        plan_reduction<ReduceShape::kAllReduce>(call, kernel_call, plan);
-      }
-  }
+  kernel->plan(call, kernel_call, plan);
   return plan;
 }
 
@@ -308,21 +356,111 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
   return plan;
 }
 
-std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
-                            unsigned num_blocks, bool is_shared) {
-  return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks);
+// ---- buffers that peers use where they are
+
+namespace {
+
+struct Buffer {
+  const std::byte* data;
+  std::size_t num_bytes;
+};
+
+bool overlap(const Buffer& a, const Buffer& b) {
+  return a.num_bytes > 0 && b.num_bytes > 0 && a.data < b.data + b.num_bytes &&
+         b.data < a.data + a.num_bytes;
 }
 
-void check_batch(const std::vector<Mail>& messages) {
-  if (messages.size() > MailCall::kMaxMessages)
+// Whether peers write this rank's output.
+bool gathers(OpKind op) { return op == OpKind::kAllReduce || op == OpKind::kReduceUpdateGather; }
+
+// This rank's input for `rank`, at the address where that rank reads it.
+Buffer input_for(const Collective& call, const KernelCall& kernel_call, int rank) {
+  const bool is_one = gathers(call.op) || call.op == OpKind::kReduce;
+  if (call.op == OpKind::kReduce && rank != call.root) return {nullptr, 0};
+  const int idx = is_one ? 0 : rank;
+  return {kernel_call.inputs[idx], kernel_call.input_bytes[idx]};
+}
+
+// Whether this rank's kernel writes to a buffer that a peer reads. Its own share of a move may be
+// in place, because it is not copied.
+bool is_written(const Collective& call, const KernelCall& kernel_call, const Buffer& input) {
+  const int own = kernel_call.rank;
+  if (gathers(call.op)) return false;
+  if (is_reduction(call.op)) {
+    const bool has_output = call.op == OpKind::kReduceScatter;
+    return has_output && overlap(input, {kernel_call.outputs[0], kernel_call.input_bytes[own]});
+  }
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    const Buffer output{kernel_call.outputs[rank], kernel_call.output_bytes[rank]};
+    if (rank == own && output.data == kernel_call.inputs[own]) continue;
+    if (overlap(input, output)) return true;
+  }
+  return false;
+}
+
+// Whether no block has a second slice. For moves with different sizes a single rank cannot know
+// that.
+bool is_short(const Collective& call, const LaunchPlan& plan, const KernelCall& kernel_call) {
+  return !gathers(call.op) && kernel_call.num_slices > 0 &&
+         kernel_call.num_slices <= plan.num_blocks;
+}
+
+std::size_t output_bytes(const Collective& call) {
+  const DType dtype = call.update != nullptr ? call.update->spec.param_dtype : call.dtype;
+  return call.num_elems * element_bytes(dtype);
+}
+
+}  // namespace
+
+void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const PlaceOf& place_of,
+                       KernelCall& kernel_call) {
+  std::fill(std::begin(kernel_call.lent_inputs), std::end(kernel_call.lent_inputs), 0);
+  kernel_call.lent_output = 0;
+  kernel_call.lends = Lends::kNo;
+  if (is_short(call, plan, kernel_call)) return;
+  bool has_any = false;
+  Buffer last{nullptr, 0};
+  std::uint64_t place = 0;
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    const Buffer input = input_for(call, kernel_call, rank);
+    if (rank == kernel_call.rank || input.num_bytes == 0) continue;
+    // Mostly it has the same for all.
+    if (input.data != last.data || input.num_bytes != last.num_bytes) {
+      place = is_written(call, kernel_call, input) ? 0 : place_of(input.data, input.num_bytes);
+      last = input;
+    }
+    if (place == 0) return;
+    kernel_call.lent_inputs[rank] = place;
+    has_any = true;
+  }
+  if (has_any && gathers(call.op)) {
+    kernel_call.lent_output = place_of(kernel_call.outputs[0], output_bytes(call));
+    if (kernel_call.lent_output == 0) return;
+  }
+  kernel_call.lends = has_any ? Lends::kYes : Lends::kNothing;
+}
+
+// ---- messages
+
+namespace {
+
+// The lane of messages to one rank, or from one.
+int lane_of(const P2pMessage& message) { return 2 * message.peer + (message.is_send ? 1 : 0); }
+
+}  // namespace
+
+void check_batch(const std::vector<P2pMessage>& messages) {
+  if (messages.size() > P2pCall::kMaxMessages)
     throw std::invalid_argument("a batch of sends and receives on a GPU must have at most " +
-                                std::to_string(MailCall::kMaxMessages) + ", got " +
+                                std::to_string(P2pCall::kMaxMessages) + ", got " +
                                 std::to_string(messages.size()) + "; split it");
 }
 
-LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned blocks_per_lane, MailCall& call) {
-  std::stable_sort(messages.begin(), messages.end(),
-                   [](const Mail& a, const Mail& b) { return lane_of(a) < lane_of(b); });
+LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned blocks_per_lane,
+                         P2pCall& call) {
+  std::stable_sort(messages.begin(), messages.end(), [](const P2pMessage& a, const P2pMessage& b) {
+    return lane_of(a) < lane_of(b);
+  });
   const StagingLayout& layout = call.staging.layout;
   LaunchPlan plan;
   plan.kernel = "ringcomm_exchange";
@@ -332,7 +470,7 @@ LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned blocks_per_lane, M
     call.messages[i] = messages[i];
     if (i == 0 || lane_of(messages[i]) != lane_of(messages[i - 1]))
       call.first_of_lane[num_lanes++] = static_cast<std::uint8_t>(i);
-    num_channels = std::max(num_channels, MailSlices(layout, messages[i].num_bytes).num_channels);
+    num_channels = std::max(num_channels, P2pSlices(layout, messages[i].num_bytes).num_channels);
   }
   call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
   call.blocks_per_lane = std::min(blocks_per_lane, num_channels);

@@ -8,7 +8,6 @@
 
 #include "core/chunk_layout.h"
 #include "core/errors.h"
-#include "cuda/collectives/unavailable.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -41,11 +40,8 @@ void Loan::give_back(const std::vector<StreamHandle>& streams) const noexcept {
   }
 }
 
-LentMemory::LentMemory(RecordExchange& exchange, DeviceGroup& group, std::byte* words)
-    : exchange_(exchange),
-      group_(group),
-      rows_(reinterpret_cast<Row*>(words)),
-      returns_(std::make_shared<Loan::Returns>()) {}
+LentMemory::LentMemory(RecordExchange& exchange, DeviceGroup& group)
+    : exchange_(exchange), group_(group), returns_(std::make_shared<Loan::Returns>()) {}
 
 LentMemory::~LentMemory() {
   const std::lock_guard lock(returns_->mutex);
@@ -106,9 +102,7 @@ std::size_t LentMemory::make_room() {
 }
 
 // Whether no rank has dropped its part.
-bool LentMemory::has_all_parts(std::size_t idx) const {
-  return __atomic_load_n(&row(idx).num_gone, __ATOMIC_ACQUIRE) == 0;
-}
+bool LentMemory::has_all_parts(std::size_t idx) const { return row(idx).num_gone == 0; }
 
 // Among kept parts that fit and are less than twice as long, the one that was returned first. A
 // capture cannot wait for work outside it.
@@ -143,9 +137,9 @@ std::shared_ptr<const Loan> LentMemory::lend_in(std::size_t idx, std::size_t num
   Entry& entry = entries_[idx];
   auto segment = std::make_unique<Segment>(
       exchange_, group_.device(), group_.places(), group_.handle_kind(),
-      std::max<std::size_t>(num_bytes, 1), group_.leaving(), group_.word());
+      std::max<std::size_t>(num_bytes, 1), group_.exports(), group_.word());
   agree(exchange_, attempt([&] { tell_kernels(idx, *segment); }));
-  __atomic_fetch_add(&row(idx).num_users, 1u, __ATOMIC_ACQ_REL);
+  ++row(idx).num_users;
   exchange_.all_gather(0);  // no rank may treat the row as free before all have entered it
   entry.segment = std::move(segment);
   num_rows_ = std::max(num_rows_, idx + 1);
@@ -156,10 +150,8 @@ std::shared_ptr<const Loan> LentMemory::lend_in(std::size_t idx, std::size_t num
 // Rank 0 chooses the first row that no rank uses, or kMaxSegments.
 std::size_t LentMemory::choose_row() {
   std::size_t free = 0;
-  while (free < kMaxSegments && __atomic_load_n(&row(free).num_users, __ATOMIC_ACQUIRE) != 0)
-    ++free;
-  if (exchange_.rank() == 0 && free < kMaxSegments)
-    __atomic_store_n(&row(free).num_gone, 0u, __ATOMIC_RELEASE);
+  while (free < kMaxSegments && row(free).num_users != 0) ++free;
+  if (exchange_.rank() == 0 && free < kMaxSegments) row(free).num_gone = 0;
   return exchange_.all_gather(free)[0];
 }
 
@@ -173,12 +165,8 @@ void LentMemory::tell_kernels(std::size_t idx, const Segment& segment) {
     base_row_ = std::make_unique<MappedHostMemory>(group_.device(), row_bytes);
   for (std::size_t rank = 0; rank < world_size; ++rank)
     static_cast<std::byte**>(base_row_->host())[rank] = segment.of(static_cast<int>(rank));
-  const SideStream stream;
-  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(bases_->data() + idx * row_bytes),
-                              reinterpret_cast<DevicePtr>(base_row_->device()), row_bytes,
-                              stream.get()),
-        "tell kernels of shared memory");
-  stream.finish();
+  copy_and_wait(bases_->data() + idx * row_bytes, base_row_->device(), row_bytes,
+                "tell kernels of shared memory");
 }
 
 void LentMemory::collect() {
@@ -213,7 +201,7 @@ void LentMemory::take_returns() {
       if (!end->is_over()) return false;
     entry.is_gone = true;
     ++num_gone_;
-    __atomic_fetch_add(&row(returned.row).num_gone, 1u, __ATOMIC_ACQ_REL);
+    ++row(returned.row).num_gone;
     return true;
   });
 }
@@ -223,10 +211,10 @@ void LentMemory::close_unused() {
   for (std::size_t idx = 0; idx < kMaxSegments; ++idx) {
     Entry& entry = entries_[idx];
     if (!entry.is_gone || entry.has_closed) continue;
-    if (__atomic_load_n(&row(idx).num_gone, __ATOMIC_ACQUIRE) != world_size) continue;
+    if (row(idx).num_gone != world_size) continue;
     entry.segment->close_others();
     entry.has_closed = true;
-    __atomic_fetch_sub(&row(idx).num_users, 1u, __ATOMIC_ACQ_REL);
+    --row(idx).num_users;
   }
 }
 
@@ -236,8 +224,8 @@ void LentMemory::free_closed() {
   for (std::size_t idx = 0; idx < kMaxSegments; ++idx) {
     Entry& entry = entries_[idx];
     if (!entry.has_closed) continue;
-    if (!is_counted && __atomic_load_n(&row(idx).num_users, __ATOMIC_ACQUIRE) != 0) continue;
-    group_.leaving().drop(entry.segment->own());
+    if (!is_counted && row(idx).num_users != 0) continue;
+    group_.exports().drop(entry.segment->own());
     entry = {};
     --num_lent_;
     --num_gone_;

@@ -10,7 +10,7 @@
 #include "collectives/collective.h"
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
-#include "cuda/collectives/lent_buffers.h"
+#include "cuda/collectives/launch_plan.h"
 #include "cuda/collectives/record_exchange.h"
 #include "cuda/collectives/segment.h"
 #include "cuda/kernels/call.h"
@@ -65,14 +65,10 @@ class Loan {
 /// One thread at a time.
 class LentMemory {
  public:
-  static constexpr std::size_t kMaxSegments = 256;
-  static constexpr std::size_t num_bytes() { return kMaxSegments * sizeof(Row); }
+  static constexpr std::size_t kMaxSegments = GroupWords::kMaxSegments;
 
-  /// `words`: num_bytes() of host memory that all ranks have mapped, zeroed at first.
-  LentMemory(RecordExchange& exchange, DeviceGroup& group, std::byte* words);
+  LentMemory(RecordExchange& exchange, DeviceGroup& group);
   ~LentMemory();
-  LentMemory(const LentMemory&) = delete;
-  LentMemory& operator=(const LentMemory&) = delete;
 
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
@@ -91,11 +87,6 @@ class LentMemory {
   void collect();
 
  private:
-  /// In host memory.
-  struct Row {
-    std::uint32_t num_gone;   ///< ranks whose tensor is destroyed
-    std::uint32_t num_users;  ///< ranks that have the segment mapped; 0: the row is free
-  };
   struct Entry {
     std::unique_ptr<Segment> segment;
     bool is_captured = false;
@@ -107,7 +98,7 @@ class LentMemory {
     std::uint64_t freed_at = 0;  // how many had been returned before
   };
 
-  Row& row(std::size_t idx) const { return rows_[idx]; }
+  GroupWords::OfSegment& row(std::size_t idx) const { return group_.words().segments[idx]; }
   std::size_t make_room();
   std::size_t choose_row();
   bool has_all_parts(std::size_t idx) const;
@@ -123,7 +114,6 @@ class LentMemory {
 
   RecordExchange& exchange_;
   DeviceGroup& group_;
-  Row* rows_;
   std::array<Entry, kMaxSegments> entries_;
   std::size_t num_rows_ = 0;  // of the entries, those that were ever in use
   int num_lent_ = 0;

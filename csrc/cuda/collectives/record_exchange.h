@@ -1,16 +1,29 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "collectives/collective.h"
 #include "collectives/communicator.h"
+#include "core/arch.h"
+#include "cuda/driver/driver_api.h"
+#include "cuda/kernels/staging.h"
 
 namespace ringcomm::cuda {
+
+/// Why a group's ranks cannot reach each other's GPU memory: the same text on all of them, so that
+/// all take the same other way.
+class Unavailable : public std::runtime_error {
+ public:
+  explicit Unavailable(const std::string& reason) : std::runtime_error(reason) {}
+};
 
 /// Plain records of all ranks, by the group's own all_gather between hosts' memories.
 class RecordExchange {
@@ -67,5 +80,56 @@ RecordText<256> attempt(const Body& body) {
     return RecordText<256>(text.empty() ? "unknown error" : text);
   }
 }
+
+/// Throws Unavailable with the first `problem` of the ranks' records, if any has one.
+template <class Record>
+void check_problems(const std::vector<Record>& records) {
+  for (std::size_t rank = 0; rank < records.size(); ++rank)
+    if (const std::string problem = records[rank].problem.str(); !problem.empty())
+      throw Unavailable("rank " + std::to_string(rank) + ": " + problem);
+}
+
+/// Collective: tells all how attempts went.
+inline void agree(RecordExchange& exchange, const RecordText<256>& problem) {
+  struct Record {
+    RecordText<256> problem;
+  };
+  check_problems(exchange.all_gather(Record{problem}));
+}
+
+/// Words of the hosts of a group's ranks, in memory that all have mapped, zeroed at first.
+struct GroupWords {
+  static constexpr std::uint64_t kNumLaunches = 64;
+  static constexpr std::size_t kMaxSegments = 256;
+
+  struct Launch {                                 ///< of CallBoard
+    std::atomic<std::uint64_t> number_and_state;  ///< 2 * (number + 1), odd while it is written
+    std::atomic<std::uint32_t> header[kHeaderWords];
+  };
+  struct alignas(kLineBytes) OfRank {
+    std::atomic<std::uint32_t> has_closed;  ///< what it had opened of Exports
+    std::atomic<std::uint64_t> num_launches;
+    /// How often it has met the others (Engine), and a value that belongs to each of the last two.
+    alignas(kLineBytes) std::atomic<std::uint64_t> num_turns;
+    std::uint64_t turn_values[2];
+    alignas(kLineBytes) Launch launches[kNumLaunches];
+  };
+  struct OfSegment {                       ///< of LentMemory
+    std::atomic<std::uint32_t> num_gone;   ///< ranks whose tensor is destroyed
+    std::atomic<std::uint32_t> num_users;  ///< ranks that have it mapped; 0: the row is free
+  };
+
+  OfRank ranks[kMaxRanks];
+  std::atomic<std::uint32_t> pair_blocks[kMaxRanks][kMaxRanks];  ///< MessageBlocks
+  OfSegment segments[kMaxSegments];
+};
+
+/// Where a rank is, as far as others need it to map its memory and to reserve blocks for it.
+struct RankPlace {
+  DeviceUuid device = {};
+  std::string bootstrap_address;
+  std::int64_t pid = 0;
+  int max_waiting_blocks = 0;  ///< of its GPU, for all groups (BlockReservation)
+};
 
 }  // namespace ringcomm::cuda

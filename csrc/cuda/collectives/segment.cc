@@ -7,16 +7,18 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "core/errors.h"
 #include "cuda/collectives/events.h"
-#include "cuda/collectives/unavailable.h"
 #include "transport/shm/bootstrap.h"
 
 namespace ringcomm::cuda {
 namespace {
 
 constexpr std::chrono::milliseconds kFetchTimeout{10'000};
+// Ranks that end together close within milliseconds; one that lives on may never close.
+constexpr std::chrono::seconds kPatience{5};
 
 // The signature that every rank writes into its own part and checks in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
@@ -59,12 +61,13 @@ struct Segment::Part {
   RecordText<256> problem;
 };
 
-std::string new_offer_key() {
+Offer::Offer(shm::UniqueFd fd) {
   static std::atomic<int> num_offers = 0;
-  return shm::Bootstrap::instance().address() + "/cuda/" + std::to_string(num_offers++);
+  key_ = shm::Bootstrap::instance().address() + "/cuda/" + std::to_string(num_offers++);
+  shm::Bootstrap::instance().offer(key_, std::move(fd));
 }
 
-shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& key) {
+shm::UniqueFd Offer::fetch(const RankPlace& place, int rank, const std::string& key) {
   shm::UniqueFd fd = shm::Bootstrap::instance().fetch(place.bootstrap_address, key, kFetchTimeout);
   if (!fd)
     throw Error({.kind = ErrorKind::kSystem, .rank = rank},
@@ -72,25 +75,46 @@ shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& ke
   return fd;
 }
 
-void check_problems(const std::vector<RecordText<256>>& problems) {
-  for (std::size_t rank = 0; rank < problems.size(); ++rank)
-    if (const std::string problem = problems[rank].str(); !problem.empty())
-      throw Unavailable("rank " + std::to_string(rank) + ": " + problem);
+Exports::Exports(GroupWords& words, int rank, const std::vector<RankPlace>& places)
+    : words_(words), rank_(static_cast<std::size_t>(rank)) {
+  for (const RankPlace& place : places)
+    peers_.push_back(place.pid == ::getpid()
+                         ? nullptr
+                         : shm::Bootstrap::instance().watch(place.bootstrap_address, place.pid));
+}
+
+Exports::~Exports() {
+  words_.ranks[rank_].has_closed = 1;
+  if (exported_.empty()) return;
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (!all_have_closed()) {
+    if (std::chrono::steady_clock::now() >= deadline) {
+      new std::vector<std::shared_ptr<DeviceMemory>>(std::move(exported_));  // never freed
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+bool Exports::all_have_closed() const {
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
+    if (peers_[peer] == nullptr || peers_[peer]->is_dead) continue;
+    if (words_.ranks[peer].has_closed == 0) return false;
+  }
+  return true;
 }
 
 Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
                  const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes,
-                 Leaving& leaving, MappedHostMemory& word)
+                 Exports& exports, MappedHostMemory& word)
     : device_(device),
       num_bytes_(num_bytes),
       word_(word),
       theirs_(places.size()),
       parts_(places.size()) {
-  const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind, leaving));
+  const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind, exports));
   try {
-    std::vector<RecordText<256>> problems;
-    for (const Part& part : parts) problems.push_back(part.problem);
-    check_problems(problems);
+    check_problems(parts);
     agree(exchange, attempt([&] {
             for (int peer = 0; peer < exchange.world_size(); ++peer) {
               const auto idx = static_cast<std::size_t>(peer);
@@ -98,36 +122,34 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
             }
           }));
     // Zeroed, including the signatures, before any rank uses it.
-    agree(exchange, attempt([&] { clear_own(); }));
+    agree(exchange, attempt([&] {
+            clear_and_wait(own_->data(), own_->num_bytes(), "clear memory of the GPU");
+          }));
   } catch (const Unavailable&) {
-    if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
     close_others();
     exchange.all_gather(0);  // all ranks are here, and none has a part of another's open after this
-    leaving.drop(own_);
-    throw;
-  } catch (...) {
-    if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
+    exports.drop(own_);
     throw;
   }
-  if (!offer_key_.empty()) shm::Bootstrap::instance().withdraw(offer_key_);
+  offer_.reset();
 }
 
-Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind, Leaving& leaving) {
+Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind, Exports& exports) {
   Part part;
   part.problem = attempt([&] {
     own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, kind);
     part.number = OwnMemories::all().add(own_);
     part.num_bytes = own_->num_bytes();
     parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
-    sign_own(exchange.rank());
+    const std::uint64_t value = signature(exchange.rank());
+    std::memcpy(word_.host(), &value, sizeof value);
+    copy_and_wait(own_->data(), word_.device(), sizeof value, "write to memory of the GPU");
     if (kind == HandleKind::kIpc) {
-      leaving.keep(own_);
+      exports.keep(own_);
       part.handle = own_->ipc_handle();
       return;
     }
-    offer_key_ = new_offer_key();
-    shm::Bootstrap::instance().offer(offer_key_, own_->export_fd());
-    part.offer_key = RecordText<160>(offer_key_);
+    part.offer_key = RecordText<160>(offer_.emplace(own_->export_fd()).key());
   });
   return part;
 }
@@ -150,43 +172,15 @@ void Segment::map(int peer, const RankPlace& place, const Part& part) {
   }
   theirs_[idx] = key.empty() ? std::make_shared<DeviceMemory>(device_, part.num_bytes, part.handle)
                              : std::make_shared<DeviceMemory>(device_, part.num_bytes,
-                                                              fetch_from(place, peer, key));
+                                                              Offer::fetch(place, peer, key));
   parts_[idx] = theirs_[idx]->data();
-  probe(peer);
-}
-
-void Segment::sign_own(int rank) {
-  const SideStream stream;
-  const std::uint64_t value = signature(rank);
-  std::memcpy(word_.host(), &value, sizeof value);
-  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
-                              reinterpret_cast<DevicePtr>(word_.device()), sizeof value,
-                              stream.get()),
-        "write to memory of the GPU");
-  stream.finish();
-}
-
-void Segment::probe(int peer) {
-  const SideStream stream;
-  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word_.device()),
-                              reinterpret_cast<DevicePtr>(parts_[static_cast<std::size_t>(peer)]),
-                              sizeof(std::uint64_t), stream.get()),
-        "read another rank's memory");
-  stream.finish();
+  copy_and_wait(word_.device(), parts_[idx], sizeof(std::uint64_t), "read another rank's memory");
   std::uint64_t value = 0;
   std::memcpy(&value, word_.host(), sizeof value);
   if (value != signature(peer))
     throw Error({.kind = ErrorKind::kSystem, .rank = peer},
                 "ringcomm: the memory that rank " + std::to_string(peer) +
                     " handed over is not the memory that it has written to");
-}
-
-void Segment::clear_own() {
-  const SideStream stream;
-  check(driver().memset_d8_async(reinterpret_cast<DevicePtr>(own_->data()), 0, own_->num_bytes(),
-                                 stream.get()),
-        "clear memory of the GPU");
-  stream.finish();
 }
 
 }  // namespace ringcomm::cuda

@@ -24,79 +24,80 @@ constexpr std::size_t kMinRegionBytes = 16 << 10;
 constexpr std::size_t kTurnBytes = 32 << 10;
 constexpr std::size_t kMaxSlotBytes = 4 * kTurnBytes;
 constexpr std::size_t kMinPeerBytes =
-    4 * (StagingLayout::kMailSlots * 2 * kTurnBytes + sizeof(LinkCursors));
+    4 * (StagingLayout::kP2pSlots * 2 * kTurnBytes + sizeof(LinkCursors));
 constexpr std::size_t kMaxFundedPeers = 8;
-constexpr int kMaxMailChannels = 8;
+constexpr int kMaxP2pChannels = 8;
 // The first group leaves half of a device's blocks to others.
 constexpr int kShareOfFirst = 2;
-// A further group, or a pair of ranks for its messages, takes one part in this many of the
-// remaining seats.
+// A further group, or a pair of ranks for its messages, reserves one part in this many of the free
+// places.
 constexpr int kShareOfFurther = 3;
 constexpr int kShareOfMessages = 4;
 constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
 // Data in a block's packets: from all ranks together, and at most from one rank.
 constexpr std::size_t kPacketBytesOfAll = 8 << 10;
 constexpr std::size_t kMaxPacketBytes = 2 << 10;
-// The number of a device's ranks that take seats.
-int num_payers(const DeviceFacts& facts) {
+// The number of a device's ranks that reserve their blocks.
+int num_reserving(const DeviceFacts& facts) {
   return facts.max_ranks_per_device - (facts.is_on_one_device && facts.world_size > 1 ? 1 : 0);
 }
 
-int free_seats_of(const DeviceFacts& facts) {
-  return std::min(facts.free_seats, num_seats(facts.min_multiprocessors));
+int free_blocks_of(const DeviceFacts& facts) {
+  return std::min(facts.free_blocks, max_waiting_blocks(facts.min_multiprocessors));
 }
 
-int pair_blocks(int free_seats) {
-  return std::clamp(free_seats / kShareOfMessages / 2, 1, kMaxMailChannels);
+int pair_blocks(int free_blocks) {
+  return std::clamp(free_blocks / kShareOfMessages / 2, 1, kMaxP2pChannels);
 }
 
 // Slots for messages, up to whole pieces of memory: as many channels as the first pair of ranks
 // gets blocks, unless that makes slots shorter than a turn.
-void cut_mail(const DeviceFacts& facts, std::size_t wanted_bytes, StagingLayout& layout) {
+void cut_p2p(const DeviceFacts& facts, std::size_t wanted_bytes, StagingLayout& layout) {
   const std::size_t world = layout.world_size;
   const auto in_pieces = [](std::size_t num) { return num / kPieceBytes * kPieceBytes; };
-  const int left = free_seats_of(facts) - num_payers(facts) * static_cast<int>(layout.num_blocks);
-  layout.num_mail_channels = static_cast<std::uint32_t>(pair_blocks(left));
+  const int left =
+      free_blocks_of(facts) - num_reserving(facts) * static_cast<int>(layout.num_blocks);
+  layout.num_p2p_channels = static_cast<std::uint32_t>(pair_blocks(left));
   const std::size_t others = layout.num_bytes();
   const std::size_t least = others + std::min(world, kMaxFundedPeers) * kMinPeerBytes;
   const std::size_t rest =
       std::max(in_pieces(wanted_bytes), in_pieces(least + kPieceBytes - 1)) - others;
-  const std::size_t num_slots = StagingLayout::kMailSlots * world;
-  layout.num_mail_channels = static_cast<std::uint32_t>(
-      std::clamp<std::size_t>(rest / (num_slots * kTurnBytes), 1, layout.num_mail_channels));
-  layout.mail_slot_bytes = static_cast<std::uint32_t>(
-      std::min(rest / (num_slots * layout.num_mail_channels), kMaxSlotBytes) / kLineBytes *
+  const std::size_t num_slots = StagingLayout::kP2pSlots * world;
+  layout.num_p2p_channels = static_cast<std::uint32_t>(
+      std::clamp<std::size_t>(rest / (num_slots * kTurnBytes), 1, layout.num_p2p_channels));
+  layout.p2p_slot_bytes = static_cast<std::uint32_t>(
+      std::min(rest / (num_slots * layout.num_p2p_channels), kMaxSlotBytes) / kLineBytes *
       kLineBytes);
 }
 
 }  // namespace
 
-int num_seats(int num_multiprocessors) {
-  // Of a group on one device a rank has no seats, so blocks are up to twice as many as seats.
+int max_waiting_blocks(int num_multiprocessors) {
+  // Of a group on one device a rank reserves none, so blocks are up to twice as many as reserved.
   static_assert(kBlocksPerMultiprocessor >= 2);
   return num_multiprocessors * 7 / 8;
 }
 
-bool takes_seats(const DeviceFacts& facts, int rank) {
-  return num_payers(facts) == facts.max_ranks_per_device || rank != 0;
+bool reserves_blocks(const DeviceFacts& facts, int rank) {
+  return num_reserving(facts) == facts.max_ranks_per_device || rank != 0;
 }
 
 unsigned blocks_that_fit(const DeviceFacts& facts) {
-  const int seats = num_seats(facts.min_multiprocessors);
-  const int free = free_seats_of(facts);
-  const int payers = num_payers(facts);
-  int most = free / payers;
+  const int all = max_waiting_blocks(facts.min_multiprocessors);
+  const int free = free_blocks_of(facts);
+  const int reserving = num_reserving(facts);
+  int most = free / reserving;
   if (facts.max_ranks_per_device == 1) {
     most = std::min(most, kMaxBlocksAlone);
   } else {
     const int resident = facts.min_multiprocessors * kBlocksPerMultiprocessor;
     most = std::min(most, resident / kShareOfFirst / facts.max_ranks_per_device);
     // Some kernels of a late rank fill a multiprocessor, so three eighths are left to it.
-    most = std::min(most, facts.min_multiprocessors * 5 / 8 / payers);
+    most = std::min(most, facts.min_multiprocessors * 5 / 8 / reserving);
   }
-  if (free < seats) most = std::min(most, free / kShareOfFurther / payers);
-  // Where the shares are less than a block, one does as long as there are seats for it.
-  return static_cast<unsigned>(std::clamp(most, free >= payers ? 1 : 0, kMaxBlocks));
+  if (free < all) most = std::min(most, free / kShareOfFurther / reserving);
+  // Where the shares are less than a block, one does as long as there are places for it.
+  return static_cast<unsigned>(std::clamp(most, free >= reserving ? 1 : 0, kMaxBlocks));
 }
 
 StagingLayout make_staging_layout(const DeviceFacts& facts) {
@@ -127,13 +128,13 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
   const std::size_t left = each > layout.num_bytes() ? each - layout.num_bytes() : 0;
   layout.region_bytes =
       in_lines(std::clamp(left / (2 * layout.num_blocks), kMinRegionBytes, kRegionBytes));
-  cut_mail(facts, each, layout);
+  cut_p2p(facts, each, layout);
   return layout;
 }
 
-unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_seats) {
-  if (free_seats < 2) return 0;
-  return std::min(static_cast<unsigned>(pair_blocks(free_seats)), layout.num_mail_channels);
+unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_blocks) {
+  if (free_blocks < 2) return 0;
+  return std::min(static_cast<unsigned>(pair_blocks(free_blocks)), layout.num_p2p_channels);
 }
 
 }  // namespace ringcomm::cuda

@@ -12,22 +12,22 @@ struct DeviceFacts {
   int max_ranks_per_device = 1;  ///< of this group
   bool is_on_one_device = false;
   int min_multiprocessors = 1;  ///< of any of the devices
-  /// The seats for blocks that wait (DeviceRoom) that are free on every device.
-  int free_seats = std::numeric_limits<int>::max();
+  /// Places for blocks that wait (BlockReservation) that are free on every device.
+  int free_blocks = std::numeric_limits<int>::max();
   /// Ranks take turns on the device, and nothing waits in a kernel: larger pieces, as no cache
   /// keeps them from one turn to the next.
   bool takes_turns = false;
 };
 
-/// The number of seats of a device for waiting blocks of all groups. It leaves an eighth of the
-/// multiprocessors without seats, if each block has its own multiprocessor. All blocks of all ranks
-/// of all groups fit the device, if each group takes seats as takes_seats() says.
-int num_seats(int num_multiprocessors);
-/// Whether a rank takes seats. If all ranks of a group are on one device, rank 0 takes none: blocks
-/// wait only until the last rank's kernel runs, so at most the blocks of all ranks but one wait.
-bool takes_seats(const DeviceFacts& facts, int rank);
-/// The blocks of one rank's collectives; each rank that takes seats takes one for each. 0 if too
-/// few seats are free.
+/// The blocks of all groups that may wait on a device at a time. An eighth of the multiprocessors
+/// has none of them, if each block has its own multiprocessor. All blocks of all ranks of all
+/// groups fit the device, if each group reserves blocks as reserves_blocks() says.
+int max_waiting_blocks(int num_multiprocessors);
+/// Whether a rank reserves its blocks. If all ranks of a group are on one device, rank 0 does not:
+/// blocks wait only until the last rank's kernel runs, so at most the blocks of all ranks but one
+/// wait.
+bool reserves_blocks(const DeviceFacts& facts, int rank);
+/// The blocks of one rank's collectives. 0 if too few are free.
 unsigned blocks_that_fit(const DeviceFacts& facts);
 /// The layout of staging: with blocks_that_fit() or, if ranks take turns, with as many blocks as
 /// fit the device. Unless they take turns, all but the message slots is at most 24 MiB for all
@@ -35,8 +35,8 @@ unsigned blocks_that_fit(const DeviceFacts& facts);
 /// more.
 StagingLayout make_staging_layout(const DeviceFacts& facts);
 
-/// The blocks for messages to another rank, and as many for messages from it, out of `free_seats`;
+/// The blocks for messages to another rank, and as many for messages from it, out of `free_blocks`;
 /// 0 if there are too few.
-unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_seats);
+unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_blocks);
 
 }  // namespace ringcomm::cuda

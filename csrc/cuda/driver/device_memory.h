@@ -5,7 +5,7 @@
 
 #include "core/errors.h"
 #include "cuda/driver/driver.h"
-#include "transport/shm/unique_fd.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::cuda {
 

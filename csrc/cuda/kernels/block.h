@@ -6,10 +6,42 @@
 #include "core/annotations.h"
 #include "core/arch.h"
 #include "core/packet_protocol.h"
-#include "core/stop.h"
-#include "cuda/kernels/tables.h"
+#include "core/arch.h"
+#include "cuda/kernels/memory.h"
+#include "cuda/kernels/staging.h"
 
 namespace ringcomm::cuda {
+
+/// The copies, sources and outputs of one step. `Tables` has those of two: a step's tables are
+/// written while those of the previous step are read, with the barrier of a publication between
+/// writing and reading.
+struct StepTables {
+  Copy staged[kMaxRanks];
+  Copy taken[kMaxRanks];
+  const std::byte* sources[kMaxRanks];
+  std::byte* outputs[kMaxRanks];
+  int num_outputs;
+};
+/// Whether the ranks have lent their buffers to a call. All ranks see the same headers, so all
+/// make the same decision.
+enum class Lending : std::uint8_t {
+  kUnknown,  ///< the call's first phase, which has the headers, is not complete yet
+  kNone,
+  kSome,
+  kAll
+};
+
+/// The local addresses of the buffers that each rank has lent to this one; see PhaseHeader.
+struct LentTables {
+  Lending lending;
+  const std::byte* inputs[kMaxRanks];
+  std::byte* outputs[kMaxRanks];
+};
+struct Tables {
+  StepTables of_steps[2];
+  LentTables lent;
+  RINGCOMM_HD StepTables& of(std::uint32_t step) { return of_steps[step % 2]; }
+};
 
 /// The interface of a block of threads that runs collectives, in addition to the Arch of core.
 /// Kernels are written against it, and run on GPUs (gpu_block.cuh) and, in tests, on host threads.

@@ -5,9 +5,8 @@
 
 #include "core/annotations.h"
 #include "core/types.h"
-#include "cuda/kernels/control.h"
+#include "cuda/kernels/memory.h"
 #include "cuda/kernels/staging.h"
-#include "cuda/kernels/tables.h"
 #include "reduce/update_op.h"
 
 namespace ringcomm::cuda {
@@ -59,20 +58,15 @@ struct KernelCall : GroupFrame {
   Reduction reduction = Reduction::kSum;
   int divisor = 1;  ///< of an average
   std::uint64_t num_elems = 0;
-  /// Bytes of the longest share of any pair; kUnknown if ranks may know different sizes.
-  static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
-  std::uint64_t longest_bytes = 0;
   /// The chunks of a reduction; see Chunks. Computed by the host to save divisions in threads.
   std::uint64_t chunk_elems = 0;
-  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 if the host does not know all sizes
+  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 if ranks may know different sizes
   std::uint32_t slices_each = 0;  ///< of each block; the first `num_longer` have one more
   std::uint32_t num_longer = 0;
   std::uint32_t slice_elems = 0;
   std::uint32_t part_bytes = 0;
   Stride staged_stride;
   Stride taken_stride;
-  std::uint32_t ring_num_slots = 0;
-  std::uint32_t ring_slot_bytes = 0;
   /// The steps of its phases that a launch runs, if ranks take turns instead of waiting for each
   /// other in kernels; otherwise all.
   std::uint32_t first_step = 0;
@@ -95,7 +89,7 @@ struct KernelCall : GroupFrame {
 };
 
 /// A message to another rank, or from it.
-struct Mail {
+struct P2pMessage {
   std::byte* data;
   std::uint64_t num_bytes;
   std::int32_t tag;
@@ -105,16 +99,16 @@ struct Mail {
 
 /// Messages that wait only for messages of the same lane. A lane is the messages to one rank, or
 /// from one; they are contiguous and in order.
-struct MailCall : GroupFrame {
+struct P2pCall : GroupFrame {
   static constexpr int kMaxMessages = 128;
   static constexpr int kMaxLanes = 2 * kMaxRanks;
 
   unsigned blocks_per_lane = 1;
   std::uint8_t first_of_lane[kMaxLanes + 1] =
       {};  ///< of all messages; and where the last lane ends
-  Mail messages[kMaxMessages] = {};
+  P2pMessage messages[kMaxMessages] = {};
 };
 
-static_assert(sizeof(KernelCall) <= 4096 && sizeof(MailCall) <= 4096, "what a launch can carry");
+static_assert(sizeof(KernelCall) <= 4096 && sizeof(P2pCall) <= 4096, "what a launch can carry");
 
 }  // namespace ringcomm::cuda

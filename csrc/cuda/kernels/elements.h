@@ -5,13 +5,12 @@
 
 #include "core/annotations.h"
 #include "core/types.h"
-#include "reduce/softmax_merge.h"
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
 
-// How kernels accumulate elements: like the vectors of reduce/elements.h, one element at a
+// How kernels accumulate elements: like the vectors of reduce/reduce_kernels.h, one element at a
 // time, with bitwise equal results.
 
 namespace ringcomm::cuda {
@@ -80,112 +79,51 @@ RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
 #endif
 }
 
-// ---- the types' interface: Stored is the type in memory, Acc the type that is combined
+// ---- types that kernels know: Stored is the type in memory; all are accumulated in fp32
 
-template <class T>
-struct FloatElement {
-  using Stored = T;
-  using Acc = T;
-  RINGCOMM_HD static Acc load(Stored value) { return value; }
-  RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<T>(divisor); }
-  RINGCOMM_HD static Stored store(Acc acc) { return quiet(acc); }
-};
-
-/// Floats of 16 bits, accumulated in fp32.
-struct WideElement {
+struct Float16Element {
   using Stored = std::uint16_t;
-  using Acc = float;
-  RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<float>(divisor); }
+  RINGCOMM_HD static float load(Stored value) { return float16_to_fp32(value); }
+  RINGCOMM_HD static Stored store(float acc) { return fp32_to_float16(acc); }
+};
+struct BFloat16Element {
+  using Stored = std::uint16_t;
+  RINGCOMM_HD static float load(Stored value) { return bfloat16_to_fp32(value); }
+  RINGCOMM_HD static Stored store(float acc) { return fp32_to_bfloat16(acc); }
+};
+struct Float32Element {
+  using Stored = float;
+  RINGCOMM_HD static float load(Stored value) { return value; }
+  RINGCOMM_HD static Stored store(float acc) { return quiet(acc); }
 };
 
-struct Float16Element : WideElement {
-  RINGCOMM_HD static Acc load(Stored value) { return float16_to_fp32(value); }
-  RINGCOMM_HD static Stored store(Acc acc) { return fp32_to_float16(acc); }
-};
-
-struct BFloat16Element : WideElement {
-  RINGCOMM_HD static Acc load(Stored value) { return bfloat16_to_fp32(value); }
-  RINGCOMM_HD static Stored store(Acc acc) { return fp32_to_bfloat16(acc); }
-};
-
-struct SoftmaxElement {
-  using Stored = SoftmaxStats;
-  using Acc = SoftmaxStats;
-  RINGCOMM_HD static Acc load(const Stored& value) { return value; }
-  RINGCOMM_HD static Acc divide(const Acc& acc, int) { return acc; }
-  RINGCOMM_HD static Stored store(const Acc& acc) { return acc; }
-};
-
-// ---- how two become one
-
-struct Sum {
-  template <class T>
-  RINGCOMM_HD static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>)  // wraps, which signed types may not
-      return static_cast<T>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
-    else
-      return a + b;
-  }
-};
-struct Product {
-  template <class T>
-  RINGCOMM_HD static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>)
-      return static_cast<T>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
-    else
-      return a * b;
-  }
-};
-/// Both keep the first of equals, and propagate NaN.
-struct Min {
-  template <class T>
-  RINGCOMM_HD static T apply(T a, T b) {
-    return a <= b ? a : (a != a ? a : b);
-  }
-};
-struct Max {
-  template <class T>
-  RINGCOMM_HD static T apply(T a, T b) {
-    return a >= b ? a : (a != a ? a : b);
-  }
-};
-/// One of these four; other reductions are sums.
+/// Two elements as one. Minimum and maximum keep the first of equals, and propagate NaN; sums and
+/// products of integers wrap. Reductions that are not named are sums.
 template <class T>
 RINGCOMM_HD T combined(Reduction reduction, T a, T b) {
+  constexpr bool kIsInt = std::is_integral_v<T>;
+  using Wrapping = std::conditional_t<kIsInt, std::uint64_t, T>;
+  const auto x = static_cast<Wrapping>(a), y = static_cast<Wrapping>(b);
   switch (reduction) {
     case Reduction::kProduct:
-      return Product::apply(a, b);
+      return static_cast<T>(x * y);
     case Reduction::kMin:
-      return Min::apply(a, b);
+      return a <= b ? a : (a != a ? a : b);
     case Reduction::kMax:
-      return Max::apply(a, b);
+      return a >= b ? a : (a != a ? a : b);
+    case Reduction::kBitAnd:
+      if constexpr (kIsInt) return a & b;
+      break;
+    case Reduction::kBitOr:
+      if constexpr (kIsInt) return a | b;
+      break;
+    case Reduction::kBitXor:
+      if constexpr (kIsInt) return a ^ b;
+      break;
     default:
-      return Sum::apply(a, b);
+      break;
   }
+  return static_cast<T>(x + y);
 }
-struct BitAnd {
-  template <class T>
-  RINGCOMM_HD static T apply(T a, T b) {
-    return static_cast<T>(a & b);
-  }
-};
-struct BitOr {
-  template <class T>
-  RINGCOMM_HD static T apply(T a, T b) {
-    return static_cast<T>(a | b);
-  }
-};
-struct BitXor {
-  template <class T>
-  RINGCOMM_HD static T apply(T a, T b) {
-    return static_cast<T>(a ^ b);
-  }
-};
-/// Parts of rows of logits as one row.
-struct Merge {
-  RINGCOMM_HD static SoftmaxStats apply(const SoftmaxStats& a, const SoftmaxStats& b) {
-    return merge(a, b);
-  }
-};
 
 }  // namespace ringcomm::cuda

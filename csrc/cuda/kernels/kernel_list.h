@@ -1,12 +1,11 @@
 #pragma once
 
-#include "cuda/kernels/mail.h"
 #include "cuda/kernels/move.h"
 #include "cuda/kernels/one_shot.h"
 #include "cuda/kernels/reduce_gather.h"
 #include "cuda/kernels/ring.h"
+#include "cuda/kernels/send_recv.h"
 #include "cuda/kernels/update.h"
-#include "cuda/kernels/where.h"
 
 // The list of all kernels. The host looks up their names in an image (cuda/collectives/kernels.h),
 // and one file per kind of machine instantiates their bodies.
@@ -21,10 +20,10 @@
   X(ringcomm_ring_##suffix, KernelCall, (all_reduce_ring<Reducer>))
 
 /// float64, integers and booleans share one kernel of each: "any".
-#define RINGCOMM_REDUCTION_KERNELS(X)                                      \
-  RINGCOMM_REDUCING_KERNELS(X, float16, TypedReducer<Float16Element>)      \
-  RINGCOMM_REDUCING_KERNELS(X, bfloat16, TypedReducer<BFloat16Element>)    \
-  RINGCOMM_REDUCING_KERNELS(X, float32, TypedReducer<FloatElement<float>>) \
+#define RINGCOMM_REDUCTION_KERNELS(X)                                   \
+  RINGCOMM_REDUCING_KERNELS(X, float16, TypedReducer<Float16Element>)   \
+  RINGCOMM_REDUCING_KERNELS(X, bfloat16, TypedReducer<BFloat16Element>) \
+  RINGCOMM_REDUCING_KERNELS(X, float32, TypedReducer<Float32Element>)   \
   RINGCOMM_REDUCING_KERNELS(X, any, AnyReducer)
 
 /// For each optimizer's step: the gradients' type and the parameters' type.
@@ -34,22 +33,20 @@
 #define RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, grad, Grad)                    \
   RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, float16, Float16Element)   \
   RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, bfloat16, BFloat16Element) \
-  RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, float32, FloatElement<float>)
+  RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, float32, Float32Element)
 #define RINGCOMM_UPDATES(X, optimizer, Step)                              \
   RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, float16, Float16Element)   \
   RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, bfloat16, BFloat16Element) \
-  RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, float32, FloatElement<float>)
+  RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, float32, Float32Element)
 #define RINGCOMM_UPDATE_KERNELS(X)  \
   RINGCOMM_UPDATES(X, sgd, SgdStep) \
   RINGCOMM_UPDATES(X, adamw, AdamWStep) RINGCOMM_UPDATES(X, lomo, LomoStep)
 
-/// Records have no packet kernels, because a packet has eight bytes. "where" is for benchmarks.
-#define RINGCOMM_OTHER_KERNELS(X)                                           \
-  X(ringcomm_two_shot_softmax_stats, KernelCall,                            \
-    (reduce_gather<TypedReducer<SoftmaxElement>, ReduceShape::kAllReduce>)) \
-  X(ringcomm_move_same, KernelCall, (move<true>))                           \
-  X(ringcomm_move, KernelCall, (move<false>))                               \
-  X(ringcomm_exchange, MailCall, (exchange_mail))                           \
+/// "where" is for benchmarks.
+#define RINGCOMM_OTHER_KERNELS(X)                    \
+  X(ringcomm_move_same, KernelCall, (move<true>))    \
+  X(ringcomm_move, KernelCall, (move<false>))        \
+  X(ringcomm_exchange, P2pCall, (exchange_messages)) \
   X(ringcomm_where, KernelCall, (where))
 
 #define RINGCOMM_ALL_KERNELS(X) \

@@ -41,7 +41,7 @@ inline constexpr unsigned kVectorBytes = 16;
 /// Elements of a thread stay in registers: 64 of 16 bits.
 inline constexpr unsigned kVectorsPerThread = 8;
 /// In front of the slots in a block's shared memory: barriers and sums.
-inline constexpr unsigned kLossHeadingBytes = 1152;
+inline constexpr unsigned kLossSharedBytes = 1152;
 
 /// How a cluster of blocks divides a row.
 struct LossPlan {
@@ -49,7 +49,7 @@ struct LossPlan {
   std::uint32_t segment_vectors = 0;  ///< of 16 bytes, at most, for each block
 
   constexpr unsigned shared_bytes() const {
-    return kLossHeadingBytes + kNumRowSlots * segment_vectors * kVectorBytes;
+    return kLossSharedBytes + kNumRowSlots * segment_vectors * kVectorBytes;
   }
 };
 
@@ -72,7 +72,26 @@ constexpr std::optional<LossPlan> plan_loss(std::int64_t row_bytes, bool is_alig
 }
 
 // 227 KiB is what a block can have on sm_90 and sm_100.
-static_assert(kLossHeadingBytes + kNumRowSlots * kLossThreads * kVectorsPerThread * kVectorBytes <=
+static_assert(kLossSharedBytes + kNumRowSlots * kLossThreads * kVectorsPerThread * kVectorBytes <=
               227 << 10);
+
+/// The partial result of some logits of a row.
+struct LossPart {
+  float max;    ///< the lowest number without any above -infinity
+  float sum;    ///< of exp(logit_scale * (x - max))
+  float total;  ///< of x, for label smoothing
+  float unused = 0;
+};
+static_assert(sizeof(LossPart) == kVectorBytes);
+
+/// In front of the slots in shared memory.
+struct LossShared {
+  std::uint64_t loaded[kNumRowSlots];      ///< barriers of a GPU's block
+  std::uint64_t exchanged[kNumExchanges];  ///< the same
+  alignas(kVectorBytes) LossPart of_blocks[kNumExchanges][kMaxClusterBlocks];
+  LossPart of_warps[32];
+  double counts[32];
+};
+static_assert(sizeof(LossShared) <= kLossSharedBytes);
 
 }  // namespace ringcomm::cuda

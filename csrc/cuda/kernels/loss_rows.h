@@ -2,8 +2,6 @@
 
 #include "cuda/kernels/loss_call.h"
 #include "cuda/kernels/loss_math.h"
-#include "cuda/kernels/loss_sums.h"
-#include "cuda/kernels/row_block.h"
 
 // cross_entropy_and_grad_ with one read and one write of the logits. A cluster of blocks has a row
 // in its shared memory, and each thread has the exponentials of its logits in registers until the
@@ -35,6 +33,23 @@ struct LossFactors {
   float target;  ///< and less this of the target
 };
 
+/// The interface of a block of threads that runs loss_rows.h: a place in a cluster of blocks with
+/// access to each other's shared memory, and asynchronous copies between global and shared memory.
+/// gpu_row_block.cuh implements it on GPUs; tests implement it with host threads.
+///
+/// - kVectorsPerThread times num_threads vectors are no less than a call's segment_vectors.
+/// - sync is the barrier of the block's threads. start() is a barrier of all threads of the
+///   cluster. Writes before a barrier are visible after it.
+/// - warp_max and warp_sum are over kWarpThreads threads side by side, and all of them get it.
+/// - shared is the block's shared memory. send stores a part at the same place of a block of the
+///   cluster, of one of kNumExchanges; await_parts returns to all threads of a block when every
+///   block of the cluster has sent it a part; it is called for each exchange in turn, like
+///   await_load.
+/// - load and store start a copy, and are called by thread 0 only. A load is complete when
+///   await_load of its slot and turn returns, which all threads call for every load in turn (0, 1,
+///   0, 1 and so on, for each slot). seal goes between the threads' writes to shared memory and a
+///   store of them. await_stores returns when all but the newest num_left stores have read their
+///   source, and drain_stores when all are complete.
 template <class Logits, bool kSmooths, class B>
 class LossRows {
  public:
@@ -44,7 +59,7 @@ class LossRows {
     const std::int64_t first = block_.cluster_idx(), step = block_.num_clusters();
     // Blocks that the cluster does not have are parts of nothing.
     for (unsigned i = block_.thread_idx(); i < 2 * kMaxClusterBlocks; i += block_.num_threads())
-      heading().of_blocks[i / kMaxClusterBlocks][i % kMaxClusterBlocks] = no_part();
+      shared_words().of_blocks[i / kMaxClusterBlocks][i % kMaxClusterBlocks] = no_part();
     block_.start();
     int now = column_of(target(first)), next = column_of(target(first + step));
     std::int64_t after = target(first + 2 * step);
@@ -77,11 +92,11 @@ class LossRows {
   using Stored = typename Logits::Stored;
   using Elements = float[B::kVectorsPerThread][kPerVector];
 
-  RINGCOMM_HD LossHeading& heading() const {
-    return *reinterpret_cast<LossHeading*>(block_.shared());
+  RINGCOMM_HD LossShared& shared_words() const {
+    return *reinterpret_cast<LossShared*>(block_.shared());
   }
   RINGCOMM_HD Vector* slot_at(unsigned slot) const {
-    return reinterpret_cast<Vector*>(block_.shared() + kLossHeadingBytes) +
+    return reinterpret_cast<Vector*>(block_.shared() + kLossSharedBytes) +
            slot * call_.segment_vectors;
   }
   // An element of a slot, by its bytes: as the compiler sees it, vectors of another type are there.
@@ -115,8 +130,8 @@ class LossRows {
   /// their way.
   RINGCOMM_HD double find_denominator() {
     double result = call_.num_items != nullptr ? *call_.num_items
-                    : call_.counts_targets     ? weight_of_targets(block_, call_, heading().counts)
-                                               : call_.divisor;
+                    : call_.counts_targets ? weight_of_targets(block_, call_, shared_words().counts)
+                                           : call_.divisor;
     if (block_.cluster_idx() == 0 && block_.cluster_rank() == 0 && block_.thread_idx() == 0)
       *call_.denominator = result;
     return result;
@@ -289,7 +304,7 @@ class LossRows {
 
   /// The row's, from those of all warps of the cluster.
   RINGCOMM_HD LossPart whole_of(const LossPart& own) {
-    LossHeading& shared = heading();
+    LossShared& shared = shared_words();
     const unsigned exchange = num_exchanges_ % 2, turn = num_exchanges_ / 2 % 2;
     ++num_exchanges_;
     LossPart(&parts)[kMaxClusterBlocks] = shared.of_blocks[exchange];
@@ -360,8 +375,16 @@ class LossRows {
 /// The kernel of a type of logits. kSmooths: there is label smoothing.
 template <class Logits, bool kSmooths, class B>
 RINGCOMM_HD void loss_rows(B& block, const LossCall& call) {
-  static_assert(RowBlock<B>);
   LossRows<Logits, kSmooths, B>(block, call).run();
 }
 
 }  // namespace ringcomm::cuda
+
+/// X(name, body): every kernel of losses; `body` takes a RowBlock and a LossCall. Those of rows
+/// are launched in clusters, the sum as one block.
+#define RINGCOMM_LOSS_KERNELS(X)                                           \
+  X(ringcomm_loss_rows_bfloat16, (loss_rows<BFloat16Logits, false>))       \
+  X(ringcomm_loss_rows_float32, (loss_rows<FloatLogits, false>))           \
+  X(ringcomm_smooth_loss_rows_bfloat16, (loss_rows<BFloat16Logits, true>)) \
+  X(ringcomm_smooth_loss_rows_float32, (loss_rows<FloatLogits, true>))     \
+  X(ringcomm_sum_losses, (sum_losses))

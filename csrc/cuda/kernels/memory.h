@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "core/annotations.h"
-#include "cuda/kernels/tables.h"
 // On the host, where tests run kernels: a header by which their plain accesses go through a cache.
 #ifdef RINGCOMM_HOST_MEMORY
 #include RINGCOMM_HOST_MEMORY
@@ -31,20 +30,6 @@ struct alignas(16) Vector {
 /// read next, yes; of users' buffers, which a large call touches once, no. Only the order in which
 /// lines leave a full cache depends on it.
 enum class Cached : std::uint8_t { kNo, kYes };
-
-/// The same as an operand, of accesses of which only a run shows what they touch. Volatile, or
-/// kernels would keep it in registers from their begin on.
-RINGCOMM_HD inline std::uint64_t cache_policy(Cached cached) {
-#ifdef __CUDA_ARCH__
-  std::uint64_t first;
-  std::uint64_t normal;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return cached == Cached::kNo ? first : normal;
-#else
-  return static_cast<std::uint64_t>(cached);
-#endif
-}
 
 RINGCOMM_HD inline bool is_aligned(const void* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
@@ -92,6 +77,30 @@ RINGCOMM_HD inline std::uint32_t product_high(std::uint32_t a, std::uint32_t b) 
                "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]), "l"(to), \
                "r"(static_cast<int>(is_wanted))                            \
                : "memory")
+#define RINGCOMM_LOAD_TWO_WORDS(words, from, is_wanted)                      \
+  asm volatile(                                                              \
+      "{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; " \
+      "@p ld.global.v2.u32 {%0, %1}, [%2]; }"                                \
+      : "=&r"(words[0]), "=&r"(words[1])                                     \
+      : "l"(from), "r"(static_cast<int>(is_wanted))                          \
+      : "memory")
+#define RINGCOMM_STORE_TWO_WORDS(words, to, is_wanted)                                     \
+  asm volatile(                                                                            \
+      "{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.u32 [%2], {%0, %1}; }" ::"r"( \
+          words[0]),                                                                       \
+      "r"(words[1]), "l"(to), "r"(static_cast<int>(is_wanted))                             \
+      : "memory")
+#define RINGCOMM_LOAD_WORD(type, word, from, is_wanted)                                  \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global." type \
+               " %0, [%1]; }"                                                            \
+               : "=&r"(word)                                                             \
+               : "l"(from), "r"(static_cast<int>(is_wanted))                             \
+               : "memory")
+#define RINGCOMM_STORE_WORD(type, word, to, is_wanted)                    \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global." type \
+               " [%1], %0; }" ::"r"(word),                                \
+               "l"(to), "r"(static_cast<int>(is_wanted))                  \
+               : "memory")
 #endif
 
 /// The vector at `from` if it `is_wanted`, else zeros.
@@ -127,35 +136,18 @@ template <Cached kCached, class P>
 RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
   P pack;
 #ifdef __CUDA_ARCH__
-  std::uint32_t words[4] = {};
-  const auto wanted = static_cast<int>(is_wanted);
-  if constexpr (sizeof(P) == sizeof(Vector)) {
-    const Vector v = load_vector<kCached>(static_cast<const std::byte*>(from), is_wanted);
-    __builtin_memcpy(words, v.words, sizeof words);
-  } else if constexpr (sizeof(P) == 8) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
-        "@p ld.global.v2.u32 {%0, %1}, [%2]; }"
-        : "=&r"(words[0]), "=&r"(words[1])
-        : "l"(from), "r"(wanted)
-        : "memory");
-  } else if constexpr (sizeof(P) == 4) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u32 %0, [%1]; }"
-                 : "=&r"(words[0])
-                 : "l"(from), "r"(wanted)
-                 : "memory");
-  } else if constexpr (sizeof(P) == 2) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u16 %0, [%1]; }"
-                 : "=&r"(words[0])
-                 : "l"(from), "r"(wanted)
-                 : "memory");
-  } else {
-    static_assert(sizeof(P) == 1);
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u8 %0, [%1]; }"
-                 : "=&r"(words[0])
-                 : "l"(from), "r"(wanted)
-                 : "memory");
-  }
+  Vector v = {};
+  std::uint32_t (&words)[4] = v.words;
+  if constexpr (sizeof(P) == 16)
+    v = load_vector<kCached>(static_cast<const std::byte*>(from), is_wanted);
+  else if constexpr (sizeof(P) == 8)
+    RINGCOMM_LOAD_TWO_WORDS(words, from, is_wanted);
+  else if constexpr (sizeof(P) == 4)
+    RINGCOMM_LOAD_WORD("u32", words[0], from, is_wanted);
+  else if constexpr (sizeof(P) == 2)
+    RINGCOMM_LOAD_WORD("u16", words[0], from, is_wanted);
+  else
+    RINGCOMM_LOAD_WORD("u8", words[0], from, is_wanted);
   __builtin_memcpy(&pack, words, sizeof pack);
 #else
   __builtin_memset(&pack, 0, sizeof pack);
@@ -167,97 +159,38 @@ RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
 template <Cached kCached, class P>
 RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted = true) {
 #ifdef __CUDA_ARCH__
-  std::uint32_t words[4] = {};
+  Vector v = {};
+  std::uint32_t (&words)[4] = v.words;
   __builtin_memcpy(words, &pack, sizeof pack);
-  const auto wanted = static_cast<int>(is_wanted);
-  if constexpr (sizeof(P) == sizeof(Vector)) {
-    store_vector<kCached>(static_cast<std::byte*>(to),
-                          Vector{{words[0], words[1], words[2], words[3]}}, is_wanted);
-  } else if constexpr (sizeof(P) == 8) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.u32 [%2], {%0, %1}; }" ::"r"(
-            words[0]),
-        "r"(words[1]), "l"(to), "r"(wanted)
-        : "memory");
-  } else if constexpr (sizeof(P) == 4) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u32 [%1], %0; }" ::"r"(words[0]),
-        "l"(to), "r"(wanted)
-        : "memory");
-  } else if constexpr (sizeof(P) == 2) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u16 [%1], %0; }" ::"r"(words[0]),
-        "l"(to), "r"(wanted)
-        : "memory");
-  } else {
-    static_assert(sizeof(P) == 1);
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.u8 [%1], %0; }" ::"r"(words[0]),
-        "l"(to), "r"(wanted)
-        : "memory");
-  }
+  if constexpr (sizeof(P) == 16)
+    store_vector<kCached>(static_cast<std::byte*>(to), v, is_wanted);
+  else if constexpr (sizeof(P) == 8)
+    RINGCOMM_STORE_TWO_WORDS(words, to, is_wanted);
+  else if constexpr (sizeof(P) == 4)
+    RINGCOMM_STORE_WORD("u32", words[0], to, is_wanted);
+  else if constexpr (sizeof(P) == 2)
+    RINGCOMM_STORE_WORD("u16", words[0], to, is_wanted);
+  else
+    RINGCOMM_STORE_WORD("u8", words[0], to, is_wanted);
 #else
   if (is_wanted) RINGCOMM_HOST_STORE(P, to, pack);
 #endif
 }
 
-/// The same with a cache_policy(), which only accesses of 8 and 16 bytes have.
-template <class P>
-RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted,
-                               [[maybe_unused]] std::uint64_t policy) {
-#ifdef __CUDA_ARCH__
-  P pack;
-  if constexpr (sizeof(P) == sizeof(Vector)) {
-    Vector v;
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
-        "mov.b32 %2, 0; mov.b32 %3, 0; "
-        "@p ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6; }"
-        : "=&r"(v.words[0]), "=&r"(v.words[1]), "=&r"(v.words[2]), "=&r"(v.words[3])
-        : "l"(from), "r"(static_cast<int>(is_wanted)), "l"(policy)
-        : "memory");
-    __builtin_memcpy(&pack, v.words, sizeof pack);
-    return pack;
-  } else if constexpr (sizeof(P) == 8) {
-    std::uint32_t words[2];
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
-        "@p ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %4; }"
-        : "=&r"(words[0]), "=&r"(words[1])
-        : "l"(from), "r"(static_cast<int>(is_wanted)), "l"(policy)
-        : "memory");
-    __builtin_memcpy(&pack, words, sizeof pack);
-    return pack;
-  }
-#endif
-  return load_pack<Cached::kYes, P>(from, is_wanted);
-}
+/// One of the copies that a block makes together.
+struct Copy {
+  std::byte* to;
+  const std::byte* from;
+  std::uint32_t num_bytes;
+  std::uint32_t num_vectors;  ///< of 16 bytes, in front; 0 where an address is not aligned
+};
 
-template <class P>
-RINGCOMM_HD inline void store_pack(void* to, const P& pack, bool is_wanted,
-                                   [[maybe_unused]] std::uint64_t policy) {
-#ifdef __CUDA_ARCH__
-  std::uint32_t words[4] = {};
-  __builtin_memcpy(words, &pack, sizeof pack);
-  const auto wanted = static_cast<int>(is_wanted);
-  if constexpr (sizeof(P) == sizeof(Vector)) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %5, 0; "
-        "@p st.global.L2::cache_hint.v4.u32 [%4], {%0, %1, %2, %3}, %6; }" ::"r"(words[0]),
-        "r"(words[1]), "r"(words[2]), "r"(words[3]), "l"(to), "r"(wanted), "l"(policy)
-        : "memory");
-    return;
-  } else if constexpr (sizeof(P) == 8) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %3, 0; "
-        "@p st.global.L2::cache_hint.v2.u32 [%2], {%0, %1}, %4; }" ::"r"(words[0]),
-        "r"(words[1]), "l"(to), "r"(wanted), "l"(policy)
-        : "memory");
-    return;
-  }
-#endif
-  store_pack<Cached::kYes>(to, pack, is_wanted);
-}
+/// The distance between copies in a list of vectors, and the factor that replaces a division by it.
+/// Unused for a single copy.
+struct Stride {
+  std::uint32_t num_vectors = 0;
+  std::uint32_t inverse = 0;
+};
 
 RINGCOMM_HD inline Copy copy_of(void* to, const void* from, std::size_t num_bytes) {
   const bool is_whole = is_aligned(to, sizeof(Vector)) && is_aligned(from, sizeof(Vector));

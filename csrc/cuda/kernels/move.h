@@ -26,25 +26,19 @@ template <bool kIsShared, Block B>
 class Move {
  public:
   RINGCOMM_HD Move(B& block, const KernelCall& call)
-      : block_(block),
-        call_(call),
-        phases_(block, call),
-        part_bytes_(call.part_bytes),
-        is_known_(call.longest_bytes != KernelCall::kUnknown) {}
+      : block_(block), call_(call), phases_(block, call), part_bytes_(call.part_bytes) {}
 
   RINGCOMM_HD Stop run() {
     // If sizes may differ between ranks, the first piece of every block contains them.
-    num_steps_ = 2;
-    if (is_known_)
-      num_steps_ =
-          call_.num_slices > 0 ? steps_of_block() : steps_of(pieces_of(call_.longest_bytes));
+    num_steps_ = call_.num_slices > 0 ? steps_of_block() : 2;
     std::uint32_t step = call_.first_step;
     phases_.begin_lending();
     prepare(step, phases_.phase());
     block_.sync();
     RINGCOMM_ROLLED
     for (; step < num_steps_ && step <= call_.last_step; ++step) {
-      if (const Stop stop = begin_step(step); stop != Stop::kNone) return stop;
+      const Stop stop = begin_step(block_, call_, phases_, *this, step);
+      if (stop != Stop::kNone) return stop;
       if (phases_.lending() == Lending::kAll) return take_lent();
       if (step >= 1)
         copy_all<Cached::kYes, Cached::kNo>(block_,
@@ -54,19 +48,53 @@ class Move {
     return Stop::kNone;
   }
 
- private:
-  /// At least one, which has the headers. A division, for sizes that the host does not know.
-  RINGCOMM_HD std::uint64_t pieces_of(std::uint64_t num_bytes) const {
-    return num_bytes == 0 ? 1 : num_slices(num_bytes, part_bytes_);
+  // ---- for begin_step()
+
+  /// As ReduceGather's.
+  RINGCOMM_HD void prepare(std::uint32_t step, std::uint64_t phase) {
+    StepTables& tables = block_.tables().of(step);
+    deal(block_, call_.world_size, [&](int i) {
+      if (kIsShared ? i == receiver() : i != call_.rank) {
+        const ElemRange bytes = piece(call_.input_bytes[i], step);
+        const int k = kIsShared ? 0 : i < call_.rank ? i : i - 1;
+        tables.staged[k] = copy_of(phases_.region(call_.rank, phase) + part_offset(call_.rank, i),
+                                   call_.inputs[i] + bytes.begin_elems, bytes.num_elems);
+      }
+      if (step == 0) return;
+      const int from = (call_.rank + i) % call_.world_size;
+      const ElemRange bytes = piece(call_.output_bytes[from], step - 1);
+      prepare_taking(tables, i, bytes,
+                     from == call_.rank
+                         ? call_.inputs[from] + bytes.begin_elems
+                         : phases_.region(from, phase - 1) + part_offset(from, call_.rank));
+    });
   }
+  RINGCOMM_HD CopyList staged(std::uint32_t step, bool is_lent) const {
+    const int num = kIsShared && call_.world_size > 1 ? 1 : call_.world_size - 1;
+    return list(block_.tables().of(step).staged, is_lent ? 0 : num);
+  }
+
+  RINGCOMM_HD Stop compare() {
+    if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
+    if (call_.num_slices > 0) return Stop::kNone;
+    std::uint64_t longest_bytes = 0;
+    const Stop stop = compare_sizes(longest_bytes);
+    num_steps_ = steps_of(longest_bytes);
+    return stop;
+  }
+
+ private:
   /// One more than the block's share of the pieces; 0 where it has none.
   RINGCOMM_HD std::uint32_t steps_of_block() const {
     const std::uint32_t pieces =
         call_.slices_each + (block_.block_idx() < call_.num_longer ? 1 : 0);
     return pieces > 0 ? pieces + 1 : 0;
   }
-  RINGCOMM_HD std::uint32_t steps_of(std::uint64_t num_pieces) const {
-    const auto pieces = static_cast<std::uint32_t>(num_pieces);
+  /// The same by a division, for sizes that the host does not know. There is at least one piece,
+  /// which has the headers.
+  RINGCOMM_HD std::uint32_t steps_of(std::uint64_t num_bytes) const {
+    const auto pieces =
+        static_cast<std::uint32_t>(num_bytes == 0 ? 1 : num_slices(num_bytes, part_bytes_));
     const std::uint32_t block_idx = block_.block_idx();
     if (block_idx >= pieces) return 0;
     return (pieces - block_idx + block_.num_blocks() - 1) / block_.num_blocks() + 1;
@@ -82,63 +110,18 @@ class Move {
   RINGCOMM_HD CopyList list(const Copy* copies, int num) const {
     return {copies, num, call_.staged_stride};
   }
-  RINGCOMM_HD CopyList staged(std::uint32_t step, bool has_heading) const {
-    const bool is_lending = has_heading && call_.lends == Lends::kYes;
-    const int num = kIsShared && call_.world_size > 1 ? 1 : call_.world_size - 1;
-    return list(block_.tables().of(step).staged, is_lending ? 0 : num);
-  }
-
-  /// Stages the step's piece. A rank that lends its buffers stages nothing until it knows that not
-  /// all ranks lend theirs.
-  RINGCOMM_HD Stop begin_step(std::uint32_t& step) {
-    bool has_heading = step <= 1 && phases_.lending() == Lending::kUnknown;
-    HeldVectors<Cached::kNo, Cached::kYes> held;
-    held.load(block_, staged(step, has_heading), 0);
-    std::byte* region = nullptr;
-    const bool is_first = step == 0 && has_heading;
-    if (const Stop stop = phases_.open(region, is_first); stop != Stop::kNone) return stop;
-    if (step == 1 && has_heading) {
-      if (const Stop stop = compare_calls(); stop != Stop::kNone) return stop;
-      if (phases_.lending() == Lending::kAll) return Stop::kNone;
-      // As ReduceGather's.
-      if (phases_.lending() == Lending::kSome) {
-        has_heading = false;
-        step = 0;
-        prepare(step, phases_.phase());
-        block_.sync();
-        held.load(block_, staged(step, false), 0);
-      }
-    }
-    const CopyList list = staged(step, has_heading);
-    held.store(block_, list, 0);
-    copy_all<Cached::kNo, Cached::kYes>(block_, list, kHeldVectors * block_.num_threads());
-    prepare(step + 1, phases_.phase() + 1);
-    return Stop::kNone;
-  }
-  RINGCOMM_HD Stop compare_calls() {
-    if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
-    if (is_known_) return Stop::kNone;
-    std::uint64_t longest_bytes = 0;
-    if (const Stop stop = compare_sizes(longest_bytes); stop != Stop::kNone) return stop;
-    is_known_ = true;
-    num_steps_ = steps_of(pieces_of(longest_bytes));
-    return Stop::kNone;
-  }
-
   /// If all ranks lend their data: copies this rank's data directly from source to destination,
   /// without staging.
   RINGCOMM_HD Stop take_lent() {
     RINGCOMM_ROLLED
     for (std::uint32_t step = 1; step < num_steps_; ++step) {
-      RINGCOMM_ROLLED
-      for (auto i = static_cast<int>(block_.thread_idx()); i < call_.world_size;
-           i += static_cast<int>(block_.num_threads())) {
+      deal(block_, call_.world_size, [&](int i) {
         const int from = (call_.rank + i) % call_.world_size;
         const ElemRange bytes = piece(call_.output_bytes[from], step - 1);
         const std::byte* const input =
             from == call_.rank ? call_.inputs[from] : block_.tables().lent.inputs[from];
         prepare_taking(block_.tables().of(step), i, bytes, input + bytes.begin_elems);
-      }
+      });
       // These tables were read two steps ago.
       block_.sync();
       copy_all<Cached::kYes, Cached::kNo>(block_,
@@ -147,27 +130,6 @@ class Move {
     return phases_.rejoin();
   }
 
-  /// As ReduceGather's.
-  RINGCOMM_HD void prepare(std::uint32_t step, std::uint64_t phase) {
-    StepTables& tables = block_.tables().of(step);
-    RINGCOMM_ROLLED
-    for (auto i = static_cast<int>(block_.thread_idx()); i < call_.world_size;
-         i += static_cast<int>(block_.num_threads())) {
-      if (kIsShared ? i == receiver() : i != call_.rank) {
-        const ElemRange bytes = piece(call_.input_bytes[i], step);
-        const int k = kIsShared ? 0 : i < call_.rank ? i : i - 1;
-        tables.staged[k] = copy_of(phases_.region(call_.rank, phase) + part_offset(call_.rank, i),
-                                   call_.inputs[i] + bytes.begin_elems, bytes.num_elems);
-      }
-      if (step == 0) continue;
-      const int from = (call_.rank + i) % call_.world_size;
-      const ElemRange bytes = piece(call_.output_bytes[from], step - 1);
-      prepare_taking(tables, i, bytes,
-                     from == call_.rank
-                         ? call_.inputs[from] + bytes.begin_elems
-                         : phases_.region(from, phase - 1) + part_offset(from, call_.rank));
-    }
-  }
   /// Prepares copy i of a piece: the data of the i-th rank, counted from this one, for this rank.
   RINGCOMM_HD void prepare_taking(StepTables& tables, int i, const ElemRange& bytes,
                                   const std::byte* from) {
@@ -190,15 +152,12 @@ class Move {
     for (int from = 0; from < call_.world_size; ++from) {
       RINGCOMM_ROLLED
       for (int to = 0; to < call_.world_size; ++to) {
-        const std::uint64_t sent_bytes = phases_.heading(from).input_bytes[to];
-        const std::uint64_t wanted_bytes = phases_.heading(to).output_bytes[from];
+        const std::uint64_t sent_bytes = phases_.header(from).input_bytes[to];
+        const std::uint64_t wanted_bytes = phases_.header(to).output_bytes[from];
         if (sent_bytes != wanted_bytes) {
           tell(block_, call_, kSizesDiffer, from == call_.rank ? to : from,
-               FewWords{static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to),
-                        static_cast<std::uint32_t>(sent_bytes),
-                        static_cast<std::uint32_t>(sent_bytes >> 32),
-                        static_cast<std::uint32_t>(wanted_bytes),
-                        static_cast<std::uint32_t>(wanted_bytes >> 32)});
+               FewWords{static_cast<std::uint64_t>(to) << 32 | static_cast<std::uint32_t>(from),
+                        sent_bytes, wanted_bytes});
           return Stop::kAborted;
         }
         longest_bytes = sent_bytes > longest_bytes ? sent_bytes : longest_bytes;
@@ -212,12 +171,49 @@ class Move {
   Phases<B> phases_;
   std::size_t part_bytes_;
   std::uint32_t num_steps_ = 0;
-  bool is_known_;
 };
 
 template <bool kIsShared, Block B>
 RINGCOMM_HD void move(B& block, const KernelCall& call) {
   run_collective<Move<kIsShared, B>>(block, call);
+}
+
+/// The multiprocessor that runs this block; 0 on a host.
+RINGCOMM_HD inline std::uint32_t multiprocessor() {
+#ifdef __CUDA_ARCH__
+  std::uint32_t idx;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(idx));
+  return idx;
+#else
+  return 0;
+#endif
+}
+
+/// A barrier that shows where a GPU places blocks that wait for other ranks: block b writes its
+/// multiprocessor to word b of the output, and waits for block b of all ranks.
+template <Block B>
+class Where {
+ public:
+  RINGCOMM_HD Where(B& block, const KernelCall& call)
+      : block_(block), call_(call), phases_(block, call) {}
+
+  RINGCOMM_HD Stop run() {
+    if (block_.thread_idx() == 0)
+      reinterpret_cast<std::uint32_t*>(call_.outputs[0])[block_.block_idx()] = multiprocessor();
+    std::byte* region = nullptr;
+    const Stop stop = phases_.open(region, false);
+    return stop == Stop::kNone ? phases_.rejoin() : stop;
+  }
+
+ private:
+  B& block_;
+  const KernelCall& call_;
+  Phases<B> phases_;
+};
+
+template <Block B>
+RINGCOMM_HD void where(B& block, const KernelCall& call) {
+  run_collective<Where<B>>(block, call);
 }
 
 }  // namespace ringcomm::cuda

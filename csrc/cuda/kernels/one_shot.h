@@ -1,7 +1,7 @@
 #pragma once
 
-#include "cuda/kernels/combine.h"
 #include "cuda/kernels/phases.h"
+#include "cuda/kernels/reducers.h"
 
 // all_reduce of small buffers by packets: every rank puts its data, with the call's header in
 // front, straight into every peer's memory, and reduces what arrives.

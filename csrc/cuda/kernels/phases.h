@@ -10,6 +10,15 @@
 
 namespace ringcomm::cuda {
 
+/// Calls f(i) for i below `num`, each by one thread of the block.
+template <Block B, class F>
+RINGCOMM_HD void deal(const B& block, int num, const F& f) {
+  RINGCOMM_ROLLED
+  for (auto i = static_cast<int>(block.thread_idx()); i < num;
+       i += static_cast<int>(block.num_threads()))
+    f(i);
+}
+
 /// The part of tell() that one thread of a block runs; `word_of` returns the words of
 /// Control::theirs.
 template <Block B, class WordOf>
@@ -35,21 +44,12 @@ RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int 
   if (block.thread_idx() == 0) tell_alone(block, call, stop, peer, word_of);
 }
 
-/// For a reason without further words.
-struct NoWords {
-  RINGCOMM_HD std::uint32_t operator()(int) const { return 0; }
-};
-/// Up to six words, then zeros.
+/// Up to six words, two in a number, then zeros.
 struct FewWords {
-  std::uint32_t first, second, third, fourth = 0, fifth = 0, sixth = 0;
+  std::uint64_t first = 0, second = 0, third = 0;
   RINGCOMM_HD std::uint32_t operator()(int i) const {
-    return i == 0   ? first
-           : i == 1 ? second
-           : i == 2 ? third
-           : i == 3 ? fourth
-           : i == 4 ? fifth
-           : i == 5 ? sixth
-                    : 0;
+    const std::uint64_t two = i < 2 ? first : i < 4 ? second : i < 6 ? third : 0;
+    return static_cast<std::uint32_t>(two >> (i % 2 * 32));
   }
 };
 
@@ -63,7 +63,7 @@ class Claim {
   RINGCOMM_HD Claim(B& block, std::uint32_t& busy)
       : was_free_(block.thread_idx() != 0 || block.claim(busy)) {}
   RINGCOMM_HD bool check(B& block, const GroupFrame& call) const {
-    if (!was_free_) tell_alone(block, call, kOverlap, call.rank, NoWords());
+    if (!was_free_) tell_alone(block, call, kOverlap, call.rank, FewWords());
     return was_free_;
   }
   RINGCOMM_HD static void end(B& block, std::uint32_t& busy) {
@@ -75,7 +75,7 @@ class Claim {
   bool was_free_;
 };
 
-/// The phases of one call, as a block sees them: its board, and the headings of the first.
+/// The phases of one call, as a block sees them: its board, and the headers of the first.
 template <Block B>
 class Phases {
  public:
@@ -86,11 +86,11 @@ class Phases {
         board_(block, boards_, call.rank) {}
 
   /// Waits until this rank's region of the coming phase may be filled. The call's first phase has
-  /// its heading, too.
+  /// its header, too.
   RINGCOMM_HD Stop open(std::byte*& region, bool is_first) {
     const Stop stop = board_.open(region);
     if (stop == Stop::kNone && is_first)
-      write(call_.staging.heading(call_.rank, block_.block_idx(), board_.phase()));
+      write(call_.staging.phase_header(call_.rank, block_.block_idx(), board_.phase()));
     return stop;
   }
 
@@ -112,15 +112,14 @@ class Phases {
   RINGCOMM_HD Stop compare_headers() {
     Stop stop = Stop::kNone;
     const int num_words = call_.world_size * kHeaderWords;
-    RINGCOMM_ROLLED
-    for (auto i = static_cast<int>(block_.thread_idx()); i < num_words;
-         i += static_cast<int>(block_.num_threads()))
+    deal(block_, num_words, [&](int i) {
       if (!is_same(i / kHeaderWords, i % kHeaderWords)) stop = Stop::kAborted;
+    });
     if (block_.agree(stop) == Stop::kNone) return Stop::kNone;
     RINGCOMM_ROLLED
     for (int i = 0; i < num_words; ++i) {
       if (is_same(i / kHeaderWords, i % kHeaderWords)) continue;
-      const Heading& theirs = heading(i / kHeaderWords);
+      const PhaseHeader& theirs = header(i / kHeaderWords);
       tell(block_, call_, kMismatch, i / kHeaderWords,
            [&](int word) { return theirs.header[word]; });
       break;
@@ -139,26 +138,23 @@ class Phases {
   /// compare_headers(), and reads what is lent; see LentTables.
   RINGCOMM_HD Stop compare_lent() {
     LentTables& lent = block_.tables().lent;
-    RINGCOMM_ROLLED
-    for (auto rank = static_cast<int>(block_.thread_idx()); rank < call_.world_size;
-         rank += static_cast<int>(block_.num_threads())) {
-      const Heading& theirs = heading(rank);
-      lent.is_lent[rank] = theirs.lends == Lends::kYes;
-      lent.is_kept[rank] = theirs.lends == Lends::kNo;
+    deal(block_, call_.world_size, [&](int rank) {
+      const PhaseHeader& theirs = header(rank);
       lent.inputs[rank] = call_.lent.find(theirs.lent_inputs[call_.rank], rank, call_.world_size);
       lent.outputs[rank] = call_.lent.find(theirs.lent_output, rank, call_.world_size);
-    }
+    });
     if (const Stop stop = compare_headers(); stop != Stop::kNone) return stop;
-    if (block_.thread_idx() == 0) {
-      bool any_lent = false;
-      bool any_kept = false;
-      RINGCOMM_ROLLED
-      for (int rank = 0; rank < call_.world_size; ++rank) {
-        any_lent |= lent.is_lent[rank];
-        any_kept |= lent.is_kept[rank];
-      }
-      lent.lending = !any_lent ? Lending::kNone : any_kept ? Lending::kSome : Lending::kAll;
-    }
+    const auto is_any = [&](Lends what) {
+      Stop found = Stop::kNone;
+      deal(block_, call_.world_size, [&](int rank) {
+        if (header(rank).lends == what) found = Stop::kAborted;
+      });
+      return block_.agree(found) != Stop::kNone;
+    };
+    const bool is_any_lent = is_any(Lends::kYes);
+    const bool is_any_kept = is_any(Lends::kNo);
+    if (block_.thread_idx() == 0)
+      lent.lending = !is_any_lent ? Lending::kNone : is_any_kept ? Lending::kSome : Lending::kAll;
     block_.sync();
     return Stop::kNone;
   }
@@ -171,30 +167,25 @@ class Phases {
   RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
     return boards_.region(rank, phase);
   }
-  RINGCOMM_HD const Heading& heading(int peer) const {
-    return call_.staging.heading(peer, block_.block_idx(), board_.phase() - 1);
+  RINGCOMM_HD const PhaseHeader& header(int peer) const {
+    return call_.staging.phase_header(peer, block_.block_idx(), board_.phase() - 1);
   }
 
  private:
-  RINGCOMM_HD void write(Heading& heading) {
-    const auto thread_idx = static_cast<int>(block_.thread_idx());
-    const auto num_threads = static_cast<int>(block_.num_threads());
-    RINGCOMM_ROLLED
-    for (int i = thread_idx; i < kHeaderWords; i += num_threads)
-      heading.header[i] = call_.header[i];
-    RINGCOMM_ROLLED
-    for (int i = thread_idx; i < call_.world_size; i += num_threads) {
-      heading.input_bytes[i] = call_.input_bytes[i];
-      heading.output_bytes[i] = call_.output_bytes[i];
-      heading.lent_inputs[i] = call_.lent_inputs[i];
-    }
-    if (thread_idx != 0) return;
-    heading.lends = call_.lends;
-    heading.lent_output = call_.lent_output;
+  RINGCOMM_HD void write(PhaseHeader& header) {
+    deal(block_, kHeaderWords, [&](int i) { header.header[i] = call_.header[i]; });
+    deal(block_, call_.world_size, [&](int i) {
+      header.input_bytes[i] = call_.input_bytes[i];
+      header.output_bytes[i] = call_.output_bytes[i];
+      header.lent_inputs[i] = call_.lent_inputs[i];
+    });
+    if (block_.thread_idx() != 0) return;
+    header.lends = call_.lends;
+    header.lent_output = call_.lent_output;
   }
 
   RINGCOMM_HD bool is_same(int peer, int word) const {
-    return heading(peer).header[word] == call_.header[word];
+    return header(peer).header[word] == call_.header[word];
   }
   B& block_;
   const KernelCall& call_;
@@ -202,9 +193,41 @@ class Phases {
   Board<B, BlockBoards> board_;
 };
 
-/// Whether this launch does a step of its call; see KernelCall::first_step.
-RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
-  return call.first_step <= step && step <= call.last_step;
+/// Begins a step of a call that stages its data piece by piece: waits until all ranks have ended
+/// the step before, and stages this step's piece. In step 1 it compares the headers. If all ranks
+/// lend their buffers, nothing is staged from then on.
+///
+/// `Steps` has staged(step, is_lent), which are the copies of a step, and none `is_lent`;
+/// prepare(step, phase), which fills in a step's tables; and compare(), of headers.
+template <Block B, class Steps>
+RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases, Steps& steps,
+                            std::uint32_t& step) {
+  // A rank that lends its buffers stages nothing and does not read them until it knows whether all
+  // ranks lend theirs; if all do, peers write to them from step 1 on.
+  bool is_unknown = step <= 1 && phases.lending() == Lending::kUnknown;
+  const auto is_lent = [&] { return is_unknown && call.lends == Lends::kYes; };
+  HeldVectors<Cached::kNo, Cached::kYes> held;
+  held.load(block, steps.staged(step, is_lent()), 0);
+  std::byte* region = nullptr;
+  if (const Stop stop = phases.open(region, step == 0 && is_unknown); stop != Stop::kNone)
+    return stop;
+  if (step == 1 && is_unknown) {
+    if (const Stop stop = steps.compare(); stop != Stop::kNone) return stop;
+    if (phases.lending() == Lending::kAll) return Stop::kNone;
+    // Some ranks lend their buffers and others do not, so all ranks start again with staging.
+    if (phases.lending() == Lending::kSome) {
+      is_unknown = false;
+      step = 0;
+      steps.prepare(step, phases.phase());
+      block.sync();
+      held.load(block, steps.staged(step, false), 0);
+    }
+  }
+  const CopyList list = steps.staged(step, is_lent());
+  held.store(block, list, 0);
+  copy_all<Cached::kNo, Cached::kYes>(block, list, kHeldVectors * block.num_threads());
+  steps.prepare(step + 1, phases.phase() + 1);
+  return Stop::kNone;
 }
 
 /// Reports to the host why this kernel has failed, if it has.
@@ -213,7 +236,7 @@ RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop == Stop::kAborted && block.thread_idx() == 0)
     block.claim(call.staging.claim(call.rank));  // so that later kernels report no consequence
   if (stop != Stop::kNone && stop != Stop::kAborted)
-    tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), NoWords());
+    tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), FewWords());
 }
 
 /// A block's part of a collective, which `Run` is made for. After a failure, peers may arrive

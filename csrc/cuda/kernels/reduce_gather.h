@@ -1,14 +1,158 @@
 #pragma once
 
-#include "cuda/kernels/chunks.h"
-#include "cuda/kernels/combine.h"
+#include <cstddef>
+#include <cstdint>
+
+#include "core/chunk_layout.h"
+#include "core/types.h"
 #include "cuda/kernels/phases.h"
+#include "cuda/kernels/reducers.h"
 
 // Reductions on boards, slice by slice: every rank stages the chunks that others own, each owner
 // reduces its part of all staged data and, if all ranks get the result, stages it for the others.
 // all_reduce, reduce_scatter, reduce, and reduce_scatter_update_all_gather.
 
 namespace ringcomm::cuda {
+
+/// What happens to a reduction's chunks.
+enum class ReduceShape : std::uint8_t {
+  kAllReduce,      ///< every rank gets all
+  kUpdate,         ///< the same, with parameters that the chunk's owner has updated
+  kReduceScatter,  ///< every rank gets its own
+  kReduce          ///< one chunk, the root's
+};
+
+constexpr bool gathers(ReduceShape shape) {
+  return shape == ReduceShape::kAllReduce || shape == ReduceShape::kUpdate;
+}
+
+/// The chunks of a reduction: their owners, their addresses, and their slices, which fit a block's
+/// region.
+///
+/// Chunks of an all_reduce begin at multiples of 16 elements, so that they are as aligned as the
+/// buffer; those of the others are the caller's.
+template <ReduceShape kShape>
+class Chunks {
+ public:
+  /// For a call that has passed cut().
+  RINGCOMM_HD Chunks(const KernelCall& call, std::size_t input_elem_bytes,
+                     std::size_t output_elem_bytes)
+      : call_(call), input_elem_bytes_(input_elem_bytes), output_elem_bytes_(output_elem_bytes) {}
+
+  /// Sets the call's chunk_elems, slice_elems, num_slices, part_bytes and strides. Slices have the
+  /// same length, and the number of slices per block differs by at most one.
+  static void cut(KernelCall& call, std::size_t input_elem_bytes, std::size_t output_elem_bytes) {
+    const auto world_size = static_cast<std::size_t>(call.world_size);
+    call.chunk_elems =
+        kShape == ReduceShape::kUpdate
+            ? call.num_elems / world_size
+            : ringcomm::num_slices(ringcomm::num_slices(call.num_elems, kAlignElems), world_size) *
+                  kAlignElems;
+    const std::size_t widest =
+        input_elem_bytes > output_elem_bytes ? input_elem_bytes : output_elem_bytes;
+    const std::size_t num_staged = world_size > 1 ? world_size - 1 : 1;
+    const std::size_t num_parts =
+        kShape == ReduceShape::kReduce ? 1 : num_staged + (gathers(kShape) ? 1 : 0);
+    const StagingLayout& layout = call.staging.layout;
+    // In whole rounds of the threads, if there is room for one.
+    const std::size_t region_part_bytes = layout.region_bytes / num_parts;
+    const std::size_t most_bytes = region_part_bytes > kMinSliceBytes
+                                       ? region_part_bytes / kMinSliceBytes * kMinSliceBytes
+                                       : region_part_bytes;
+    const std::size_t most_elems = most_bytes / widest / kAlignElems * kAlignElems;
+    call.part_bytes = static_cast<std::uint32_t>(most_elems * widest);
+    const Chunks chunks(call, input_elem_bytes, output_elem_bytes);
+    std::size_t longest_elems = 0;
+    for (int rank = 0; rank < call.world_size; ++rank)
+      longest_elems = std::max(longest_elems, chunks.chunk(rank).num_elems);
+    // In a short call a slice is what a step copies in one turn of the threads: more steps, but
+    // each of them much shorter.
+    const std::size_t num_copied = kShape == ReduceShape::kReduce ? 1 : num_staged;
+    const std::size_t turn_elems =
+        std::max(kHeldVectors * kMinSliceBytes / num_copied / widest / kAlignElems,
+                 std::size_t{1}) *
+        kAlignElems;
+    const bool is_short = longest_elems <= layout.num_blocks * turn_elems * kMostShortTurns;
+    const std::size_t longest_slice = is_short ? std::min(turn_elems, most_elems) : most_elems;
+    const std::size_t num_turns = std::max<std::size_t>(
+        ringcomm::num_slices(longest_elems, layout.num_blocks * longest_slice), 1);
+    // Not so short that threads are idle.
+    const std::size_t fair_elems =
+        std::max(ringcomm::num_slices(longest_elems, layout.num_blocks * num_turns),
+                 std::min(kMinSliceBytes / widest, turn_elems));
+    const std::size_t slice_elems =
+        std::min(ringcomm::num_slices(fair_elems, kAlignElems) * kAlignElems, longest_slice);
+    call.slice_elems = static_cast<std::uint32_t>(slice_elems);
+    call.staged_stride = CopyList::stride_of(slice_elems * input_elem_bytes);
+    call.taken_stride = CopyList::stride_of(slice_elems * output_elem_bytes);
+    // At least one, for the headers.
+    call.num_slices = std::max<std::size_t>(ringcomm::num_slices(longest_elems, slice_elems), 1);
+  }
+
+  RINGCOMM_HD ElemRange chunk(int rank) const {
+    const auto idx = static_cast<std::size_t>(rank);
+    if constexpr (kShape == ReduceShape::kUpdate) {  // ChunkLayout's, without its divisions
+      const std::size_t num_longer =
+          call_.num_elems - call_.chunk_elems * static_cast<std::size_t>(call_.world_size);
+      return {idx * call_.chunk_elems + (idx < num_longer ? idx : num_longer),
+              call_.chunk_elems + (idx < num_longer ? 1 : 0)};
+    }
+    if constexpr (kShape == ReduceShape::kReduceScatter)
+      return {0, call_.input_bytes[rank] >> shift_of(input_elem_bytes_)};
+    if constexpr (kShape == ReduceShape::kReduce)
+      return {0, rank == call_.root ? call_.num_elems : 0};
+    return slice_of({0, call_.num_elems}, idx, call_.chunk_elems);
+  }
+  RINGCOMM_HD ElemRange slice(int rank, std::size_t slice_idx) const {
+    return slice_of(chunk(rank), slice_idx, call_.slice_elems);
+  }
+
+  RINGCOMM_HD const std::byte* input(int rank, const ElemRange& elems) const {
+    const std::byte* buffer =
+        kShape == ReduceShape::kReduceScatter ? call_.inputs[rank] : call_.inputs[0];
+    return buffer + input_offset(elems);
+  }
+  RINGCOMM_HD std::byte* output(const ElemRange& elems) const {
+    return call_.outputs[0] + output_offset(elems);
+  }
+  /// The offset from the start of a buffer, or of a share of a reduce_scatter.
+  RINGCOMM_HD std::size_t input_offset(const ElemRange& elems) const {
+    return elems.begin_elems * input_elem_bytes_;
+  }
+  RINGCOMM_HD std::size_t output_offset(const ElemRange& elems) const {
+    return elems.begin_elems * output_elem_bytes_;
+  }
+  RINGCOMM_HD std::size_t input_bytes(const ElemRange& elems) const {
+    return elems.num_elems * input_elem_bytes_;
+  }
+  RINGCOMM_HD std::size_t output_bytes(const ElemRange& elems) const {
+    return elems.num_elems * output_elem_bytes_;
+  }
+  /// The offset in `owner`'s region of its part of `rank`'s chunk; its own part is not staged.
+  /// kReduce has one part.
+  RINGCOMM_HD std::size_t part_offset(int owner, int rank) const {
+    if constexpr (kShape == ReduceShape::kReduce) return 0;
+    return static_cast<std::size_t>(rank < owner ? rank : rank - 1) * call_.part_bytes;
+  }
+  /// The offset in an owner's region of its result of the previous slice.
+  RINGCOMM_HD std::size_t result_offset() const {
+    return static_cast<std::size_t>(call_.world_size - 1) * call_.part_bytes;
+  }
+
+ private:
+  /// Of elements of 1, 2, 4 or 8 bytes, instead of a division.
+  RINGCOMM_HD static int shift_of(std::size_t elem_bytes) {
+    return (elem_bytes > 1 ? 1 : 0) + (elem_bytes > 2 ? 1 : 0) + (elem_bytes > 4 ? 1 : 0);
+  }
+
+  static constexpr std::size_t kAlignElems = 16;
+  static constexpr std::size_t kMinSliceBytes = 16 * kBlockThreads;  ///< a vector for each thread
+  static constexpr std::size_t kMostShortTurns = 4;  ///< tests/cpp/test_gpu_latency.cc
+
+  const KernelCall& call_;
+  std::size_t input_elem_bytes_;
+  std::size_t output_elem_bytes_;
+};
 
 /// The operation of the owner of elements: reduces them into the outputs.
 template <class Reducer>
@@ -54,7 +198,9 @@ class ReduceGather {
     RINGCOMM_ROLLED
     for (; step < num_steps() && step <= call_.last_step; ++step) {
       if (!is_lent()) {
-        if (const Stop stop = begin_step(step); stop != Stop::kNone) return stop;
+        const Stop stop = begin_step(block_, call_, phases_, *this, step);
+        if (stop != Stop::kNone) return stop;
+        if (is_lent()) begin_lent();
       }
       if (step >= 1 && step <= num_slices()) reduce(step);
       if (is_lent())
@@ -64,6 +210,26 @@ class ReduceGather {
     }
     return is_lent() ? phases_.rejoin() : Stop::kNone;
   }
+
+  // ---- for begin_step()
+
+  /// Prepares the copies and reductions of step `step`, in the phase with this number. The step's
+  /// tables are read after the block's next barrier.
+  RINGCOMM_HD void prepare(std::uint32_t step, std::uint64_t phase) {
+    StepTables& tables = block_.tables().of(step);
+    deal(block_, call_.world_size, [&](int i) {
+      if (i != call_.rank && step < num_slices()) prepare_staging(tables, i, step, phase);
+      if (step >= 1 && step <= num_slices()) prepare_reducing(tables, i, step - 1, phase);
+      if (kGathers && i != call_.rank && step >= 2) prepare_taking(tables, i, step - 2, phase);
+    });
+  }
+  RINGCOMM_HD CopyList staged(std::uint32_t step, bool is_lent) const {
+    const bool is_staging = step < num_slices() && !is_lent;
+    const int num =
+        kShape == ReduceShape::kReduce ? (call_.rank == call_.root ? 0 : 1) : call_.world_size - 1;
+    return {block_.tables().of(step).staged, is_staging ? num : 0, call_.staged_stride};
+  }
+  RINGCOMM_HD Stop compare() { return phases_.compare_lent(); }
 
  private:
   static constexpr bool kGathers = gathers(kShape);
@@ -79,18 +245,6 @@ class ReduceGather {
     return chunks_.slice(rank, block_.block_idx() + std::size_t{slice_idx} * block_.num_blocks());
   }
 
-  /// Prepares the copies and reductions of step `step`, in the phase with this number. The step's
-  /// tables are read after the block's next barrier.
-  RINGCOMM_HD void prepare(std::uint32_t step, std::uint64_t phase) {
-    StepTables& tables = block_.tables().of(step);
-    RINGCOMM_ROLLED
-    for (auto i = static_cast<int>(block_.thread_idx()); i < call_.world_size;
-         i += static_cast<int>(block_.num_threads())) {
-      if (i != call_.rank && step < num_slices()) prepare_staging(tables, i, step, phase);
-      if (step >= 1 && step <= num_slices()) prepare_reducing(tables, i, step - 1, phase);
-      if (kGathers && i != call_.rank && step >= 2) prepare_taking(tables, i, step - 2, phase);
-    }
-  }
   RINGCOMM_HD void prepare_staging(StepTables& tables, int owner, std::uint32_t slice_idx,
                                    std::uint64_t phase) {
     if (kShape == ReduceShape::kReduce && owner != call_.root) return;
@@ -106,12 +260,10 @@ class ReduceGather {
     tables.sources[rank] = rank == call_.rank ? chunks_.input(rank, elems)
                                               : phases_.region(rank, phase - 1) +
                                                     chunks_.part_offset(rank, call_.rank);
-    tables.source_policies[rank] = cache_policy(rank == call_.rank ? Cached::kNo : Cached::kYes);
     if (rank != 0) return;
     tables.outputs[0] = chunks_.output(elems);
     tables.outputs[1] = phases_.region(call_.rank, phase) + chunks_.result_offset();
     tables.num_outputs = kGathers ? 2 : 1;
-    tables.output_policy = cache_policy(Cached::kYes);
   }
   RINGCOMM_HD void prepare_taking(StepTables& tables, int owner, std::uint32_t slice_idx,
                                   std::uint64_t phase) {
@@ -122,44 +274,6 @@ class ReduceGather {
     tables.taken[k] =
         copy_of(chunks_.output(elems), phases_.region(owner, phase - 1) + chunks_.result_offset(),
                 chunks_.output_bytes(elems));
-  }
-
-  RINGCOMM_HD CopyList staged(std::uint32_t step, bool has_heading) const {
-    const bool is_staging = step < num_slices() && !(has_heading && call_.lends == Lends::kYes);
-    const int num =
-        kShape == ReduceShape::kReduce ? (call_.rank == call_.root ? 0 : 1) : call_.world_size - 1;
-    return {block_.tables().of(step).staged, is_staging ? num : 0, call_.staged_stride};
-  }
-
-  RINGCOMM_HD Stop begin_step(std::uint32_t& step) {
-    // A rank that lends its buffers stages nothing and does not read them until it knows whether
-    // all ranks lend theirs; if all do, peers write to them from step 1 on.
-    bool has_heading = step <= 1 && phases_.lending() == Lending::kUnknown;
-    HeldVectors<Cached::kNo, Cached::kYes> held;
-    held.load(block_, staged(step, has_heading), 0);
-    std::byte* region = nullptr;
-    const bool is_first = step == 0 && has_heading;
-    if (const Stop stop = phases_.open(region, is_first); stop != Stop::kNone) return stop;
-    if (step == 1 && has_heading) {
-      if (const Stop stop = phases_.compare_lent(); stop != Stop::kNone) return stop;
-      if (is_lent()) {
-        begin_lent();
-        return Stop::kNone;
-      }
-      // Some ranks lend their buffers and others do not, so all ranks start again with staging.
-      if (phases_.lending() == Lending::kSome) {
-        has_heading = false;
-        step = 0;
-        prepare(step, phases_.phase());
-        block_.sync();
-        held.load(block_, staged(step, false), 0);
-      }
-    }
-    const CopyList list = staged(step, has_heading);
-    held.store(block_, list, 0);
-    copy_all<Cached::kNo, Cached::kYes>(block_, list, kHeldVectors * block_.num_threads());
-    prepare(step + 1, phases_.phase() + 1);
-    return Stop::kNone;
   }
 
   RINGCOMM_HD void reduce(std::uint32_t step) {
@@ -185,9 +299,7 @@ class ReduceGather {
     StepTables& tables = block_.tables().of(1);
     const LentTables& lent = block_.tables().lent;
     const ElemRange elems = slice(call_.rank, 0);
-    RINGCOMM_ROLLED
-    for (auto rank = static_cast<int>(block_.thread_idx()); rank < call_.world_size;
-         rank += static_cast<int>(block_.num_threads())) {
+    deal(block_, call_.world_size, [&](int rank) {
       const bool is_own = rank == call_.rank;
       tables.sources[rank] =
           is_own ? chunks_.input(rank, elems) : lent.inputs[rank] + chunks_.input_offset(elems);
@@ -195,14 +307,10 @@ class ReduceGather {
       const int k = rank >= call_.rank ? rank - call_.rank : rank - call_.rank + call_.world_size;
       tables.outputs[k] =
           is_own ? chunks_.output(elems) : lent.outputs[rank] + chunks_.output_offset(elems);
-      for (std::uint32_t step = 0; step < 2; ++step) {
-        StepTables& each = block_.tables().of(step);
-        each.source_policies[rank] = cache_policy(Cached::kNo);
-        if (!is_own) continue;
-        each.output_policy = cache_policy(Cached::kNo);
-        each.num_outputs = kGathers ? call_.world_size : 1;
-      }
-    }
+      if (is_own)
+        for (StepTables& each : block_.tables().of_steps)
+          each.num_outputs = kGathers ? call_.world_size : 1;
+    });
     block_.sync();
   }
   /// The block's next slice: its tables were read a step ago.
@@ -210,12 +318,10 @@ class ReduceGather {
     const StepTables& tables = block_.tables().of(step);
     StepTables& next = block_.tables().of(step + 1);
     const ElemRange stride{std::size_t{block_.num_blocks()} * call_.slice_elems, 0};
-    RINGCOMM_ROLLED
-    for (auto rank = static_cast<int>(block_.thread_idx()); rank < call_.world_size;
-         rank += static_cast<int>(block_.num_threads())) {
+    deal(block_, call_.world_size, [&](int rank) {
       next.sources[rank] = tables.sources[rank] + chunks_.input_offset(stride);
       next.outputs[rank] = tables.outputs[rank] + chunks_.output_offset(stride);
-    }
+    });
     block_.sync();
   }
 

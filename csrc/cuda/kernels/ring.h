@@ -3,10 +3,10 @@
 #include <algorithm>
 
 #include "core/chunk_layout.h"
-#include "core/link_primitives.h"
-#include "core/ring_schedule.h"
-#include "cuda/kernels/combine.h"
+#include "core/link_protocol.h"
+#include "core/chunk_layout.h"
 #include "cuda/kernels/phases.h"
+#include "cuda/kernels/reducers.h"
 
 // all_reduce around a ring of links, several rings side by side: block b of every rank is channel
 // b, and has its own share of every chunk. What receives and sends in one step keeps a slice in the
@@ -19,8 +19,6 @@ struct PairSources {
   const std::byte* local;
   RINGCOMM_HD int num() const { return 2; }
   RINGCOMM_HD const std::byte* at(int source) const { return source == 0 ? received : local; }
-  // The same for both: the ring has no register for another.
-  RINGCOMM_HD std::uint64_t policy(int) const { return cache_policy(Cached::kYes); }
 };
 
 template <class Reducer, Block B>
@@ -34,7 +32,7 @@ class Ring {
         from_previous_(block, link(schedule_.previous(), call.rank), schedule_.previous()),
         layout_(call.num_elems, call.world_size),
         reducer_(call.dtype, call.reduction),
-        slice_elems_(call.ring_slot_bytes / reducer_.elem_bytes()) {}
+        slice_elems_(call.staging.layout.ring_slot_bytes() / reducer_.elem_bytes()) {}
 
   RINGCOMM_HD Stop run() {
     // Slots are in the regions of boards. Once all ranks have published a phase of this call, none
@@ -60,8 +58,7 @@ class Ring {
   }
 
   RINGCOMM_HD LinkGeometry link(int from, int to) const {
-    return call_.staging.ring_link(from, to, block_.block_idx(), call_.ring_num_slots,
-                                   call_.ring_slot_bytes);
+    return call_.staging.ring_link(from, to, block_.block_idx());
   }
 
   struct Span {

@@ -4,14 +4,63 @@
 #include <cstdint>
 
 #include "core/annotations.h"
+#include "core/arch.h"
 #include "core/chunk_layout.h"
-#include "core/cursor.h"
 #include "core/link_protocol.h"
 #include "core/packet_protocol.h"
-#include "cuda/kernels/control.h"
-#include "cuda/kernels/limits.h"
 
 namespace ringcomm::cuda {
+
+inline constexpr int kMaxRanks = 32;
+
+/// Threads of a block of any kernel.
+inline constexpr int kBlockThreads = 512;
+
+/// Blocks of any kernel of a group that share a multiprocessor: launch bounds leave a thread 64
+/// registers. What fits a GPU is counted with it, and it is checked where kernels are loaded.
+inline constexpr int kBlocksPerMultiprocessor = 2;
+
+/// Words of a call's header, as kernels compare them: collectives/collective.h's CallHeader with
+/// its number left out, filled up with zeros.
+inline constexpr int kHeaderWords = 32;
+
+/// The words by which a rank's kernels and its host communicate, in host memory that both map. One
+/// for each rank of a group.
+///
+/// The host writes `abort`; kernels that see it stop waiting. The first block that fails fills in
+/// the record, `stop` last; the host's watchdog reads it.
+struct Control {
+  std::uint32_t abort = 0;
+  std::uint32_t stop = 0;  ///< a core Stop, or kMismatch; 0: nothing has happened
+  std::int32_t peer = -1;  ///< the rank waited for, or that called something else
+  std::uint64_t launch = 0;
+  /// A wait that does not end immediately polls for `abort`, and stores here the rank that it waits
+  /// for and the time of the poll, from a clock of its own. So the watchdog sees which kernels
+  /// wait.
+  std::int32_t awaited_peer = -1;
+  std::uint32_t asked_at = 0;
+  std::uint32_t theirs[kHeaderWords] = {};  ///< with kMismatch: the peer's header
+
+  RINGCOMM_HD void note_wait(int peer_waited_for, std::uint32_t now) {
+#ifdef __CUDA_ARCH__
+    *static_cast<volatile std::int32_t*>(&awaited_peer) = peer_waited_for;
+    *static_cast<volatile std::uint32_t*>(&asked_at) = now;
+#else
+    __atomic_store_n(&awaited_peer, peer_waited_for, __ATOMIC_RELAXED);
+    __atomic_store_n(&asked_at, now, __ATOMIC_RELAXED);
+#endif
+  }
+};
+
+/// In Control::stop: a peer made another call.
+inline constexpr std::uint32_t kMismatch = 100;
+/// Two ranks, theirs[0] and theirs[1], disagree on how much the first has for the second: bytes as
+/// two words each, the sender's and the receiver's.
+inline constexpr std::uint32_t kSizesDiffer = 101;
+/// A receive got a different message: its bytes as two words, its tag.
+inline constexpr std::uint32_t kP2pDiffers = 102;
+/// Two kernels of this rank used the same part of its staging at a time.
+inline constexpr std::uint32_t kOverlap = 103;
 
 /// Whether peers can use the buffers of a rank's call where they are: read what it has for them,
 /// and, in calls whose results peers write, write those.
@@ -21,8 +70,8 @@ enum class Lends : std::uint64_t {
   kYes
 };
 
-/// The heading of the data of a call's first phase.
-struct alignas(kLineBytes) Heading {
+/// The header of the data of a call's first phase.
+struct alignas(kLineBytes) PhaseHeader {
   std::uint32_t header[kHeaderWords];  ///< compared with every peer's before its data is read
   /// Whether peers may access this rank's buffers, and their places; see Lent. There is an input
   /// for each rank.
@@ -34,7 +83,8 @@ struct alignas(kLineBytes) Heading {
   std::uint64_t output_bytes[kMaxRanks];
 };
 
-/// The layout of the staging memory of every rank of a group: cursors, packets, regions, mailboxes.
+/// The layout of the staging memory of every rank of a group: cursors, packets, regions, message
+/// slots.
 ///
 /// A block works in its own part of each, regardless of the call's number of blocks, so that its
 /// cursors protect everything that it accesses.
@@ -44,10 +94,15 @@ struct StagingLayout {
   std::uint32_t num_packet_blocks = 1;  ///< of a call by packets, at most
   std::uint32_t packets_per_block = 0;  ///< for each peer, in each of two places
   std::uint32_t region_bytes = 0;       ///< of a block, in each of two phases
-  std::uint32_t num_mail_channels = 1;  ///< of a send or receive, at most
-  std::uint32_t mail_slot_bytes = 0;
+  std::uint32_t num_p2p_channels = 1;   ///< of a send or receive, at most
+  std::uint32_t p2p_slot_bytes = 0;
 
-  static constexpr std::uint32_t kMailSlots = 2;
+  static constexpr std::uint32_t kP2pSlots = 2;
+  /// The slots of a ring's link share the two regions of a block.
+  static constexpr std::uint32_t kRingSlots = 2;
+  RINGCOMM_HD constexpr std::uint32_t ring_slot_bytes() const {
+    return 2 * region_bytes / kRingSlots / kLineBytes * kLineBytes;
+  }
 
   /// Precedes everything: the word for the first block that failed.
   RINGCOMM_HD constexpr std::size_t published_offset(std::uint32_t block,
@@ -66,34 +121,36 @@ struct StagingLayout {
   RINGCOMM_HD constexpr std::size_t busy_offset(std::uint32_t idx) const {
     return packet_calls_offset(num_packet_blocks) + std::size_t{idx} * sizeof(std::uint32_t);
   }
-  RINGCOMM_HD constexpr std::size_t busy_mail_offset(std::uint32_t peer, bool is_send,
-                                                     std::uint32_t channel) const {
-    return busy_offset(num_blocks + (2 * peer + (is_send ? 1u : 0u)) * num_mail_channels + channel);
+  RINGCOMM_HD constexpr std::size_t busy_p2p_offset(std::uint32_t peer, bool is_send,
+                                                    std::uint32_t channel) const {
+    return busy_offset(num_blocks + (2 * peer + (is_send ? 1u : 0u)) * num_p2p_channels + channel);
   }
   /// A link from `sender` to this rank: its tail, then slots. The head next to the tail belongs to
   /// the link to `sender`, because this rank waits for it.
-  RINGCOMM_HD constexpr std::size_t mail_offset(std::uint32_t sender, std::uint32_t channel) const {
-    return num_slices(busy_mail_offset(world_size, false, 0), kLineBytes) * kLineBytes +
-           std::size_t{sender * num_mail_channels + channel} *
-               (sizeof(LinkCursors) + kMailSlots * std::size_t{mail_slot_bytes});
+  RINGCOMM_HD constexpr std::size_t p2p_offset(std::uint32_t sender, std::uint32_t channel) const {
+    return num_slices(busy_p2p_offset(world_size, false, 0), kLineBytes) * kLineBytes +
+           std::size_t{sender * num_p2p_channels + channel} *
+               (sizeof(LinkCursors) + kP2pSlots * std::size_t{p2p_slot_bytes});
   }
   /// The packets from `sender` to this rank in calls with odd, or even, numbers.
   RINGCOMM_HD constexpr std::size_t packets_offset(std::uint32_t block, std::uint32_t turn,
                                                    std::uint32_t sender) const {
-    return mail_offset(world_size, 0) +
+    return p2p_offset(world_size, 0) +
            std::size_t{((block * 2 + turn) * world_size + sender) * packets_per_block} *
                sizeof(Packet);
   }
   /// In front of both regions of a block, which so are one piece of memory for a ring's slots.
-  RINGCOMM_HD constexpr std::size_t heading_offset(std::uint32_t block, std::uint64_t phase) const {
+  RINGCOMM_HD constexpr std::size_t phase_header_offset(std::uint32_t block,
+                                                        std::uint64_t phase) const {
     return packets_offset(num_packet_blocks, 0, 0) +
-           std::size_t{block} * (2 * (sizeof(Heading) + std::size_t{region_bytes})) +
-           (phase & 1) * sizeof(Heading);
+           std::size_t{block} * (2 * (sizeof(PhaseHeader) + std::size_t{region_bytes})) +
+           (phase & 1) * sizeof(PhaseHeader);
   }
   RINGCOMM_HD constexpr std::size_t region_offset(std::uint32_t block, std::uint64_t phase) const {
-    return heading_offset(block, 0) + 2 * sizeof(Heading) + (phase & 1) * std::size_t{region_bytes};
+    return phase_header_offset(block, 0) + 2 * sizeof(PhaseHeader) +
+           (phase & 1) * std::size_t{region_bytes};
   }
-  RINGCOMM_HD constexpr std::size_t num_bytes() const { return heading_offset(num_blocks, 0); }
+  RINGCOMM_HD constexpr std::size_t num_bytes() const { return phase_header_offset(num_blocks, 0); }
 };
 
 /// The addresses of the ranks' staging memories in one rank's mapping.
@@ -113,23 +170,23 @@ struct Staging {
     return *reinterpret_cast<Cursor*>(
         of[reader] + layout.published_offset(block, static_cast<std::uint32_t>(writer)));
   }
-  RINGCOMM_HD Heading& heading(int rank, unsigned block, std::uint64_t phase) const {
-    return *reinterpret_cast<Heading*>(of[rank] + layout.heading_offset(block, phase));
+  RINGCOMM_HD PhaseHeader& phase_header(int rank, unsigned block, std::uint64_t phase) const {
+    return *reinterpret_cast<PhaseHeader*>(of[rank] + layout.phase_header_offset(block, phase));
   }
   /// The link of a ring that ends at `to`. Its slots and its tail are in the memory of `to`, which
   /// waits for the tail; the head is in the sender's memory.
-  RINGCOMM_HD LinkGeometry ring_link(int from, int to, unsigned block, std::uint32_t num_slots,
-                                     std::size_t slot_bytes) const {
+  RINGCOMM_HD LinkGeometry ring_link(int from, int to, unsigned block) const {
     return {&reinterpret_cast<LinkCursors*>(of[to] + layout.ring_offset(block))->tail,
             &reinterpret_cast<LinkCursors*>(of[from] + layout.ring_offset(block))->head,
-            of[to] + layout.region_offset(block, 0), num_slots, slot_bytes};
+            of[to] + layout.region_offset(block, 0), StagingLayout::kRingSlots,
+            layout.ring_slot_bytes()};
   }
-  RINGCOMM_HD LinkGeometry mail_link(int from, int to, unsigned channel) const {
-    auto* there = of[to] + layout.mail_offset(static_cast<std::uint32_t>(from), channel);
-    auto* here = of[from] + layout.mail_offset(static_cast<std::uint32_t>(to), channel);
+  RINGCOMM_HD LinkGeometry p2p_link(int from, int to, unsigned channel) const {
+    auto* there = of[to] + layout.p2p_offset(static_cast<std::uint32_t>(from), channel);
+    auto* here = of[from] + layout.p2p_offset(static_cast<std::uint32_t>(to), channel);
     return {&reinterpret_cast<LinkCursors*>(there)->tail,
             &reinterpret_cast<LinkCursors*>(here)->head, there + sizeof(LinkCursors),
-            StagingLayout::kMailSlots, layout.mail_slot_bytes};
+            StagingLayout::kP2pSlots, layout.p2p_slot_bytes};
   }
 };
 

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "cuda/kernels/combine.h"
 #include "cuda/kernels/reduce_gather.h"
+#include "cuda/kernels/reducers.h"
 #include "reduce/update_op.h"
 
 // Optimizers' steps inside of a reduction: kernels/update_kernels.h, one element at a time,
@@ -78,9 +78,8 @@ struct UpdatingOwner {
  private:
   static constexpr int kElems = 4;  ///< of fp32 states 16 bytes
   /// The loads of gradients in flight, in addition to those of the states. More do not fit the
-  /// registers for fp32 gradients, or with fp32 parameters and two states.
-  static constexpr bool kIsWide = sizeof(typename Grad::Stored) == 4 ||
-                                  (sizeof(typename Param::Stored) == 4 && Step::kNumStates > 1);
+  /// registers for fp32 gradients, or with two states.
+  static constexpr bool kIsWide = sizeof(typename Grad::Stored) == 4 || Step::kNumStates > 1;
   static constexpr int kAtOnce = kIsWide ? 2 : 4;
 
   struct Arrays {
@@ -89,7 +88,7 @@ struct UpdatingOwner {
     float* second;
   };
   template <int kNum>
-  using Floats = Pack<FloatElement<float>, kNum>;
+  using Floats = Pack<Float32Element, kNum>;
 
   template <int kNum>
   RINGCOMM_HD static Floats<kNum> load_floats(const float* from, std::size_t idx, bool is_there) {
@@ -106,7 +105,7 @@ struct UpdatingOwner {
   template <int kNum, class Sources>
   RINGCOMM_HD static Pack<Grad, kNum> reduced(const Sources& sources, std::size_t idx, int divisor,
                                               bool is_there, Pack<Grad, kNum>* loaded) {
-    typename Grad::Acc acc[kNum] = {};
+    float acc[kNum] = {};
     const int num_sources = sources.num();
     RINGCOMM_ROLLED
     for (int first = 0; first < num_sources; first += kAtOnce) {
@@ -114,13 +113,13 @@ struct UpdatingOwner {
       RINGCOMM_UNROLL
       for (int s = 0; s < kAtOnce; ++s)
         for (int e = 0; e < kNum; ++e) {
-          const typename Grad::Acc next = Grad::load(loaded[s].of[e]);
-          if (first + s < num_sources) acc[e] = first + s == 0 ? next : Sum::apply(acc[e], next);
+          const float next = Grad::load(loaded[s].of[e]);
+          if (first + s < num_sources) acc[e] = first + s == 0 ? next : acc[e] + next;
         }
     }
     Pack<Grad, kNum> result;
     for (int e = 0; e < kNum; ++e)
-      result.of[e] = Grad::store(divisor > 1 ? Grad::divide(acc[e], divisor) : acc[e]);
+      result.of[e] = Grad::store(divisor > 1 ? acc[e] / static_cast<float>(divisor) : acc[e]);
     return result;
   }
   template <int kNum, class Sources>
@@ -130,8 +129,8 @@ struct UpdatingOwner {
     for (int s = 0; s < kAtOnce; ++s) {
       const bool is_source = first + s < sources.num();
       const int source = is_source ? first + s : 0;
-      loaded[s] = load_pack<Pack<Grad, kNum>>(sources.at(source) + idx * sizeof(Pack<Grad, kNum>),
-                                              is_source && is_there, sources.policy(source));
+      loaded[s] = load_pack<Cached::kYes, Pack<Grad, kNum>>(
+          sources.at(source) + idx * sizeof(Pack<Grad, kNum>), is_source && is_there);
     }
   }
 
@@ -160,10 +159,9 @@ struct UpdatingOwner {
       params.of[e] = Param::store(weights.of[e]);
     }
     store_pack<Cached::kNo>(outputs.at(0) + offset, params, is_there);
-    const std::uint64_t policy = outputs.policy_of_others();
     RINGCOMM_ROLLED
     for (int o = 1; o < outputs.num(); ++o)
-      store_pack(outputs.at(o) + offset, params, is_there, policy);
+      store_pack<Cached::kYes>(outputs.at(o) + offset, params, is_there);
     store_floats<kNum>(arrays.master, weights, idx, is_there);
     if constexpr (Step::kNumStates > 0) store_floats<kNum>(arrays.first, first, idx, is_there);
     if constexpr (Step::kNumStates > 1) store_floats<kNum>(arrays.second, second, idx, is_there);
@@ -175,7 +173,6 @@ struct OwnGradient {
   const std::byte* grad;
   RINGCOMM_HD int num() const { return 1; }
   RINGCOMM_HD const std::byte* at(int) const { return grad; }
-  RINGCOMM_HD std::uint64_t policy(int) const { return cache_policy(Cached::kNo); }
 };
 
 /// In a group of one, a step on this rank's arrays only: blocks share nothing and do not wait.

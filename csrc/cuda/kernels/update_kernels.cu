@@ -1,4 +1,4 @@
-#include "cuda/kernels/gpu_kernel.cuh"
+#include "cuda/kernels/gpu_block.cuh"
 #include "cuda/kernels/kernel_list.h"
 
 namespace ringcomm::cuda {

@@ -14,11 +14,11 @@
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
-#include "collectives/watch_thread.h"
-#include "core/stop.h"
+#include "core/arch.h"
 #include "cuda/messages/collectives.h"
 #include "cuda/messages/engine.h"
 #include "transport/wait_limits.h"
+#include "transport/watch_thread.h"
 
 namespace ringcomm {
 namespace {
@@ -61,10 +61,11 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
             .algorithm = header.algorithm};
   }
 
-  void exchange(const std::vector<cuda::Mail>& messages, const cuda::StreamPlace& place) override {
+  void exchange(const std::vector<cuda::P2pMessage>& messages,
+                const cuda::StreamPlace& place) override {
     watch(std::nullopt, place.capture != 0);
     in_order([&] {
-      for (const cuda::Mail& message : messages) {
+      for (const cuda::P2pMessage& message : messages) {
         if (message.is_send)
           engine_.send(message.data, message.num_bytes, message.peer, message.tag);
         else
@@ -183,7 +184,7 @@ LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c
                             .description = "connecting tensors on " + device.str(),
                             .timeout = options.timeout};
     for (int rank = 0; rank < communicator.world_size(); ++rank)
-      if (communicator.has_died(rank))
+      if (communicator.members()->has_died(rank))
         communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
     if (is_interrupted())
       communicator.failure().raise_stopped(Stop::kInterrupted, missing, activity);

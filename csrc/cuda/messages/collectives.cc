@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "collectives/messages/collectives.h"
-#include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 #include "cuda/messages/operators.h"
 
@@ -107,13 +106,10 @@ void gather_shares(DeviceEngine& engine, const Collective& call, Algorithm algor
 
 void all_reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
                 bool is_rank_ordered) {
-  MessageShares shares = MessageShares::of_buffer(call, engine.world_size());
-  if (algorithm == Algorithm::kOneShot) {
-    // Every rank gets the whole buffers of all.
-    for (MessageShares::Share& share : shares.shares)
-      share = {at(call.inputs[0], 0, 1), at(call.outputs[0], 0, 1), call.num_elems};
-    return exchange_and_reduce(engine, call, shares);
-  }
+  if (algorithm == Algorithm::kOneShot)  // every rank gets the whole buffers of all
+    return exchange_and_reduce(engine, call,
+                               MessageShares::of_whole(call, engine.rank(), engine.world_size()));
+  const MessageShares shares = MessageShares::of_buffer(call, engine.world_size());
   if (algorithm == Algorithm::kRing && !is_rank_ordered)
     return device_ring(engine, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
   exchange_and_reduce(engine, call, shares);

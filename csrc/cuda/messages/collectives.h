@@ -1,8 +1,8 @@
 #pragma once
 
 #include "collectives/collective.h"
-#include "collectives/communicator_options.h"
 #include "collectives/messages/shares.h"
+#include "collectives/ring.h"
 #include "cuda/messages/engine.h"
 
 namespace ringcomm {
@@ -19,12 +19,8 @@ void plan_device_collective(int world_size, const Collective& call,
 void run_device_collective(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
                            const CommunicatorOptions& options);
 
-/// Around the ring, in the turns of collectives/ring_turns.h.
-struct DeviceRingParts {
-  bool has_reduce_scatter;
-  bool has_all_gather;
-};
+/// Around the ring of collectives/ring.h.
 void device_ring(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
-                 DeviceRingParts parts);
+                 const RingHalves& halves);
 
 }  // namespace ringcomm

@@ -3,12 +3,14 @@
 #include <cstdint>
 #include <exception>
 #include <iterator>
+#include <optional>
 #include <ranges>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "cuda/collectives/header_words.h"
+#include "collectives/messages/shares.h"
+#include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/carrier.h"
 
 namespace ringcomm {
@@ -22,22 +24,6 @@ cuda::HeaderWords words_of(CallHeader header) {
   return cuda::to_words(header);
 }
 
-// Whether a share goes from a rank to another one, or to itself.
-bool is_transfer(const Collective& call, int from, int to) {
-  switch (call.op) {
-    case OpKind::kAllGather:
-    case OpKind::kReduceScatter:
-    case OpKind::kAllToAll:
-      return true;
-    case OpKind::kGather:
-      return to == call.root;
-    case OpKind::kScatter:
-      return from == call.root;
-    default:
-      return false;
-  }
-}
-
 // What a rank tells all others: the header of its call, then the elements that it has for each
 // rank, then those that it expects from each.
 using Record = std::vector<std::uint64_t>;
@@ -46,10 +32,11 @@ constexpr std::size_t kHeader = cuda::kHeaderWords;
 Record record_of(const Collective& call, const CallHeader& header, int rank, int world_size) {
   Record record;
   std::ranges::copy(words_of(header), std::back_inserter(record));
-  for (int to = 0; to < world_size; ++to)
-    record.push_back(is_transfer(call, rank, to) ? call.input_share(to) : 0);
-  for (int from = 0; from < world_size; ++from)
-    record.push_back(is_transfer(call, from, rank) ? call.output_share(from) : 0);
+  const auto add = [&](const std::optional<CallPart>& part) {
+    record.push_back(part ? part->num_elems : 0);
+  };
+  for (int to = 0; to < world_size; ++to) add(part_given(call, rank, to));
+  for (int from = 0; from < world_size; ++from) add(part_taken(call, rank, from));
   return record;
 }
 

@@ -13,7 +13,6 @@
 #include "cuda/bindings/driver_device.h"
 #include "cuda/collectives/kernels.h"
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/driver/per_device.h"
 #include "reduce/softmax_merge.h"
 #include "reduce/update_op.h"
 

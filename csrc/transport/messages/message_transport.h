@@ -60,8 +60,6 @@ class MessageTransport {
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  /// The rank of `peer` in the whole group, if this is a subset of one.
-  virtual int whole_rank(int peer) const { return peer; }
   /// "gloo": for logs.
   virtual const std::string& name() const = 0;
 

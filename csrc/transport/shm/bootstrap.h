@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
@@ -10,42 +9,17 @@
 #include <string>
 #include <vector>
 
-#include "transport/shm/unique_fd.h"
+#include "transport/membership.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::shm {
 
-/// Another process, watched until it ends.
-struct PeerProcess {
-  /// In this process's numbering, or its own where another PID namespace hides it.
-  pid_t pid = -1;
-  bool is_pid_hidden = false;
-  std::string bootstrap_address;  ///< of its Bootstrap; empty if it had ended before it was watched
-  std::atomic<bool> is_dead = false;  ///< ended, or runs another program
-  /// Ended by itself and not by a signal, or is about to. Known before is_dead is set; false if
-  /// neither the process nor the kernel tells.
-  std::atomic<bool> has_exited = false;
-
-  /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
-  bool is_stopped() const;
-
-  /// Its last report of why it ends, such as an uncaught exception, in printable ASCII. Empty if
-  /// there was none.
-  std::string last_words() const;
-  void keep_last_words(std::string words);
-
- private:
-  mutable std::mutex mutex_;
-  std::string last_words_;
-};
-
 /// The service of this process for its peer processes, shared by all groups: it hands out memory
 /// handles over a Unix socket and detects the death of peers. It has one thread, which sleeps in
-/// poll(). It is created with the first group and never destroyed, because a thread cannot be
-/// joined safely while the process exits.
+/// poll(). It is never destroyed, because a thread cannot be joined safely while the process exits.
 ///
-/// A peer's death is detected through a pidfd or the end of the socket, whichever comes first. The
-/// pidfd works if a forked child still holds the socket. The socket works after exec(), and if
-/// another pid namespace hides the pid.
+/// A peer's death is detected through a pidfd, also if a forked child still holds the socket, or
+/// through the end of the socket, also after exec() and if another pid namespace hides the pid.
 ///
 /// All functions may be called from any thread and throw Error.
 class Bootstrap {
@@ -53,8 +27,7 @@ class Bootstrap {
   /// The bootstrap of this process. A forked child creates its own and cannot use the parent's.
   static Bootstrap& instance();
 
-  /// The address that peers connect to: a name in Linux's abstract socket namespace, which leaves
-  /// no file behind.
+  /// The name in Linux's abstract socket namespace that peers connect to; it leaves no file behind.
   const std::string& address() const { return address_; }
 
   /// Lets processes of the same user fetch `fd` under `key` until it is withdrawn.
@@ -63,8 +36,8 @@ class Bootstrap {
   void withdraw(const std::string& key);
 
   /// Fetches what the bootstrap at `address` offers under `key`; an empty descriptor if it has no
-  /// such offer or its process has ended. `look` is called about every 50 ms until the bootstrap
-  /// answers; an exception from it ends the wait.
+  /// such offer or its process has ended. `look` is called about every 50 ms, and may end the wait
+  /// by an exception.
   UniqueFd fetch(const std::string& address, const std::string& key,
                  std::chrono::milliseconds timeout, const std::function<void()>& look = {});
 
@@ -72,16 +45,14 @@ class Bootstrap {
   /// numbering; one watch per process, shared by all groups. Null if the process has ended.
   std::shared_ptr<PeerProcess> watch(const std::string& address, pid_t pid);
 
-  /// Tells the processes that watch this one why it is about to end (at most 256 bytes). Does not
-  /// wait or throw, and does nothing in a process without a bootstrap.
+  /// Tells the processes that watch this one why it is about to end (at most 256 bytes), or that it
+  /// is about to exit. Does not wait or throw, and does nothing in a process without a bootstrap.
   static void say_last_words(const std::string& text) noexcept;
-  /// Tells them that this process is about to exit, in the same way.
   static void say_exit() noexcept;
 
   /// Returns the time after which it wants to be called again at the latest; negative: none.
   using Task = std::chrono::milliseconds (*)();
-  /// Calls `task` on the bootstrap's thread, now and whenever that is about to sleep. There is one
-  /// task.
+  /// Calls the one `task` on the bootstrap's thread, now and whenever that is about to sleep.
   void call_while_idle(Task task);
 
  private:
@@ -94,11 +65,8 @@ class Bootstrap {
   Bootstrap();
   void run();
   bool accept_connection();
-  void try_accept();
-  bool try_serve(int connection);
   bool serve(int connection);
-  static void listen_to(const Watch& watch);
-  void look_at_watches(const std::map<int, short>& events);
+  static bool look_at(const Watch& watch);
   void wake();
   void close_all_in_child();
 
@@ -112,8 +80,7 @@ class Bootstrap {
   std::mutex mutex_;
   std::map<std::string, UniqueFd> offers_;
   std::map<std::string, Watch> watches_;  // by address
-  std::vector<UniqueFd>
-      connections_;  // accepted; a watcher's stays open as long as this process lives
+  std::vector<UniqueFd> connections_;     // accepted; a watcher's stays as long as this process
 };
 
 }  // namespace ringcomm::shm

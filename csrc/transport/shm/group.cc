@@ -1,14 +1,9 @@
 #include "transport/shm/group.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
-#include <numeric>
-#include <utility>
 
-#include "core/test_steps.h"
-#include "transport/backoff.h"
+#include "core/annotations.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -21,120 +16,142 @@ constexpr std::chrono::milliseconds kLookInterval{50};
 // long as they may doubt that rank's record, and some more.
 constexpr std::chrono::milliseconds kFetchGrace{1500};
 
-// The rendezvous of a group whose ranks must be on one host, when they have found each other.
-class OneHost {
- public:
-  OneHost(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
-          std::chrono::milliseconds timeout)
-      : rendezvous_(store, identity,
-                    {.shared_bytes = SegmentLayout(identity.world_size, config).num_bytes()},
-                    timeout) {
-    rendezvous_.find_ranks();
-  }
-  Rendezvous& rendezvous() { return rendezvous_; }
-
- private:
-  Rendezvous rendezvous_;
-};
-
-void reserve_link(const LinkGeometry& link) {
-  auto* begin = reinterpret_cast<std::byte*>(link.tail);
-  reserve_pages(begin,
-                static_cast<std::size_t>(link.slots - begin) + link.num_slots * link.slot_bytes);
+template <class Word>
+Word load_acquire(const Word& word) {
+  return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
 }
 
-std::vector<int> all_ranks(int world_size) {
-  std::vector<int> ranks(static_cast<std::size_t>(world_size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
+std::size_t link_bytes(std::uint32_t num_slots, std::size_t slot_bytes) {
+  return whole_pages(sizeof(LinkCursors)) + whole_pages(num_slots * slot_bytes);
+}
+
+// The one with number `idx` of the links that begin at `begin`.
+LinkGeometry link_at(std::byte* begin, int idx, std::uint32_t num_slots, std::size_t slot_bytes) {
+  begin += static_cast<std::size_t>(idx) * link_bytes(num_slots, slot_bytes);
+  auto* cursors = reinterpret_cast<LinkCursors*>(begin);
+  return {.tail = &cursors->tail,
+          .head = &cursors->head,
+          .slots = begin + whole_pages(sizeof(LinkCursors)),
+          .num_slots = num_slots,
+          .slot_bytes = slot_bytes};
+}
+
+void reserve_link(const LinkGeometry& link) {
+  reserve_pages(reinterpret_cast<std::byte*>(link.tail),
+                link_bytes(link.num_slots, link.slot_bytes));
 }
 
 }  // namespace
 
-Group::Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
-             std::chrono::milliseconds timeout)
-    : Group(OneHost(store, identity, config, timeout).rendezvous(), identity, config,
-            all_ranks(identity.world_size)) {}
+SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
+    : world_size_(world_size), config_(config) {
+  const auto world = static_cast<std::size_t>(world_size);
+  control_offset_bytes_ = whole_pages(sizeof(AbortRecord) + world * sizeof(std::uint32_t));
+  boards_offset_bytes_ = control_offset_bytes_ + world * whole_pages(sizeof(RankControl));
+  rings_offset_bytes_ = boards_offset_bytes_ + world * 2 * whole_pages(config.board_bytes);
+  p2p_offset_bytes_ =
+      rings_offset_bytes_ + world * link_bytes(config.ring_num_slots, config.ring_slot_bytes);
+  num_bytes_ = p2p_offset_bytes_ +
+               world * (world - 1) * link_bytes(config.p2p_num_slots, config.p2p_slot_bytes);
+}
 
-Group::Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config,
-             const std::vector<int>& ranks)
-    : rank_(identity.rank),
-      world_size_(identity.world_size),
-      ranks_(ranks),
-      layout_(identity.world_size, config),
-      host_(host_name()) {
-  Rendezvous::Meeting meeting = rendezvous.share_memory(ranks, layout_.num_bytes());
-  memory_ = std::move(meeting.memory);
-  processes_ = std::move(meeting.processes);
-  __atomic_store_n(&layout_.control(memory_.data(), rank_).has_left, 0U, __ATOMIC_RELAXED);
-  reserve_own_memory();
-  RINGCOMM_STEP("before a rank has joined");
-  __atomic_store_n(&layout_.has_joined(memory_.data(), rank_), 1U, __ATOMIC_RELEASE);
-  RINGCOMM_STEP("after a rank has joined");
-  wait_until_joined(rendezvous);
+std::uint32_t& SegmentLayout::has_joined(std::byte* base, int rank) const {
+  return reinterpret_cast<std::uint32_t*>(base + sizeof(AbortRecord))[rank];
+}
+
+RankControl& SegmentLayout::control(std::byte* base, int rank) const {
+  base += control_offset_bytes_ + static_cast<std::size_t>(rank) * whole_pages(sizeof(RankControl));
+  return *reinterpret_cast<RankControl*>(base);
+}
+
+BoardGeometry SegmentLayout::board(std::byte* base) const {
+  return {.world_size = world_size_,
+          .published = &control(base, 0).published,
+          .published_stride_bytes = whole_pages(sizeof(RankControl)),
+          .regions = base + boards_offset_bytes_,
+          .region_bytes = whole_pages(config_.board_bytes)};
+}
+
+LinkGeometry SegmentLayout::ring_link(std::byte* base, int rank) const {
+  return link_at(base + rings_offset_bytes_, rank, config_.ring_num_slots, config_.ring_slot_bytes);
+}
+
+LinkGeometry SegmentLayout::p2p_link(std::byte* base, int from, int to) const {
+  const int pair_idx = from * (world_size_ - 1) + (to < from ? to : to - 1);
+  return link_at(base + p2p_offset_bytes_, pair_idx, config_.p2p_num_slots, config_.p2p_slot_bytes);
+}
+
+Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config)
+    : ranks_(ranks),
+      rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
+                             ranks.begin())),
+      layout_(world_size(), config),
+      host_(host_name()),
+      memory_(rendezvous.share_memory(ranks, layout_.num_bytes())) {
+  for (const int rank : ranks)
+    processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
+  try {
+    __atomic_store_n(&control(rank_).has_left, 0U, __ATOMIC_RELAXED);
+    reserve_own_memory();
+    RINGCOMM_STEP("before a rank has joined");
+    join();
+    RINGCOMM_STEP("after a rank has joined");
+    wait_until_joined(rendezvous);
+  } catch (const Error& error) {
+    rendezvous.tell(error);
+    tell_and_wait_for_the_living(error);
+    join();  // if it had no memory: its peers learn of it here, and do not wait for it
+    throw;
+  }
 }
 
 // The pages that this rank writes, but for those of messages (reserve_p2p()).
 void Group::reserve_own_memory() {
   const BoardGeometry geometry = board();
-  try {
-    reserve_pages(memory_.data(), static_cast<std::size_t>(geometry.regions - memory_.data()));
-    reserve_pages(geometry.region(rank_, 0), 2 * geometry.region_bytes);
-    reserve_link(ring_link(rank_));
-  } catch (const Error& error) {
-    // Its peers learn of it here or in their first call, and rank 0 does not wait for this rank.
-    tell_and_wait_for_the_living(error);
-    __atomic_store_n(&layout_.has_joined(memory_.data(), rank_), 1U, __ATOMIC_RELEASE);
-    throw;
-  }
+  reserve_pages(memory_.data(), static_cast<std::size_t>(geometry.regions - memory_.data()));
+  reserve_pages(geometry.region(rank_, 0), 2 * geometry.region_bytes);
+  reserve_link(ring_link(rank_));
 }
 
 void Group::reserve_p2p(int to) { reserve_link(p2p_link(rank_, to)); }
 
 bool Group::has_joined(int rank) const {
-  return __atomic_load_n(&layout_.has_joined(memory_.data(), rank), __ATOMIC_ACQUIRE) != 0;
+  return load_acquire(layout_.has_joined(memory_.data(), rank)) != 0;
 }
 
-// -1 when all are there.
-int Group::unjoined_rank() const {
-  for (int rank = 0; rank < world_size_; ++rank)
-    if (!has_joined(rank)) return rank;
-  return -1;
+void Group::join() {
+  __atomic_store_n(&layout_.has_joined(memory_.data(), rank_), 1U, __ATOMIC_RELEASE);
 }
 
 // A rank that has not joined needs the others: rank 0 offers the memory, and of all of them it may
 // still read the records and watch the processes. So no rank returns, and may end, before all have
 // joined. Afterwards they need the memory alone.
 void Group::wait_until_joined(Rendezvous& rendezvous) {
-  try {
-    for (Backoff backoff;; backoff.sleep()) {
-      const bool is_aborted = state_of(rank_) == Stop::kAborted;
-      const int peer = unjoined_rank();
-      if (peer < 0) return;
-      if (is_aborted) rendezvous.throw_told(abort_reason());
-      for (int rank = peer; rank < world_size_; ++rank)
-        if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(whole_rank(rank));
-      rendezvous.check_time(whole_rank(peer), "rank " + std::to_string(whole_rank(peer)) +
-                                                  " did not fetch the group's memory");
-    }
-  } catch (const Error& error) {
-    rendezvous.tell(error);
-    tell_and_wait_for_the_living(error);
-    throw;
+  for (Backoff backoff;; backoff.sleep()) {
+    const bool is_aborted = state_of(rank_) == Stop::kAborted;
+    int unjoined = 0;
+    while (unjoined < world_size() && has_joined(unjoined)) ++unjoined;
+    if (unjoined == world_size()) return;
+    if (is_aborted) rendezvous.throw_told(abort_reason());
+    for (int rank = unjoined; rank < world_size(); ++rank)
+      if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(whole_rank(rank));
+    const int peer = whole_rank(unjoined);
+    rendezvous.check_time(peer,
+                          "rank " + std::to_string(peer) + " did not fetch the group's memory");
   }
 }
 
 // The others wait in the memory, or are about to fetch it: they find the reason in it.
 void Group::tell_and_wait_for_the_living(const Error& error) {
-  abort({.kind = error.info().kind,
+  const ErrorKind kind = error.info().kind;
+  abort({.kind = kind,
          .origin = whole_rank(rank_),
          .culprit = error.info().rank,
          .text = error.what()});
-  const ErrorKind kind = error.info().kind;
   if (rank_ != 0 || (kind != ErrorKind::kPeerDied && kind != ErrorKind::kSystem)) return;
-  const auto deadline = std::chrono::steady_clock::now() + kFetchGrace;
+  const auto deadline = deadline_after(kFetchGrace);
   const auto is_to_come = [&] {
-    for (int rank = 1; rank < world_size_; ++rank)
+    for (int rank = 1; rank < world_size(); ++rank)
       if (!has_joined(rank) && !has_died(rank)) return true;
     return false;
   };
@@ -145,50 +162,41 @@ void Group::tell_and_wait_for_the_living(const Error& error) {
 Group::~Group() {
   if (is_inherited()) return;
   RINGCOMM_STEP("before a rank has left");
-  __atomic_store_n(&layout_.control(memory_.data(), rank_).has_left, 1U, __ATOMIC_RELEASE);
-}
-
-pid_t Group::pid_of(int rank) const {
-  const auto& process = processes_[static_cast<std::size_t>(rank)];
-  return process != nullptr ? process->pid : ::getpid();
+  __atomic_store_n(&control(rank_).has_left, 1U, __ATOMIC_RELEASE);
 }
 
 // Values read from the memory are checked, because a faulty peer may have written them.
 
 int Group::writer_of(std::uint32_t abort_state) const {
   const std::uint32_t writer = abort_state - AbortRecord::kFirstWriter;
-  const bool is_rank =
-      abort_state >= AbortRecord::kFirstWriter && writer < static_cast<std::uint32_t>(world_size_);
+  const bool is_rank = abort_state >= AbortRecord::kFirstWriter && writer < ranks_.size();
   return is_rank ? static_cast<int>(writer) : -1;
 }
 
 Stop Group::state_of(int peer) const {
-  const AbortRecord& record = layout_.header(memory_.data()).abort;
-  const std::uint32_t state = __atomic_load_n(&record.state, __ATOMIC_ACQUIRE);
+  const std::uint32_t state = load_acquire(abort_record().state);
   if (state == AbortRecord::kWritten) return Stop::kAborted;
   if (const int writer = writer_of(state); writer >= 0 && has_died(writer)) return Stop::kAborted;
   if (peer == rank_) return Stop::kNone;
-  if (__atomic_load_n(&layout_.control(memory_.data(), peer).has_left, __ATOMIC_ACQUIRE) != 0)
-    return Stop::kPeerLeft;
+  if (load_acquire(control(peer).has_left) != 0) return Stop::kPeerLeft;
   return has_died(peer) ? Stop::kPeerDied : Stop::kNone;
 }
 
 std::int64_t Group::num_calls_of(int rank) const {
-  return static_cast<std::int64_t>(
-      __atomic_load_n(&layout_.control(memory_.data(), rank).num_calls, __ATOMIC_RELAXED));
+  return static_cast<std::int64_t>(load_acquire(control(rank).num_calls));
 }
 
 void Group::note_call(std::uint64_t seq) {
-  __atomic_store_n(&layout_.control(memory_.data(), rank_).num_calls, seq + 1, __ATOMIC_RELAXED);
+  __atomic_store_n(&control(rank_).num_calls, seq + 1, __ATOMIC_RELAXED);
 }
 
 std::uint64_t Group::num_published(int rank) const {
-  return __atomic_load_n(&layout_.control(memory_.data(), rank).published.value, __ATOMIC_ACQUIRE);
+  return load_acquire(control(rank).published.value);
 }
 
 int Group::missing_rank() const {
   const std::uint64_t own = num_published(rank_);
-  for (int rank = 0; rank < world_size_; ++rank) {
+  for (int rank = 0; rank < world_size(); ++rank) {
     // The state first: it was there before the end what the rank published.
     if (rank != rank_ && state_of(rank) != Stop::kNone && num_published(rank) < own) return rank;
   }
@@ -197,18 +205,17 @@ int Group::missing_rank() const {
 
 int Group::late_rank(int peer) const {
   int late = peer;
-  for (int rank = 0; rank < world_size_; ++rank)
+  for (int rank = 0; rank < world_size(); ++rank)
     if (num_published(rank) < std::min(num_published(rank_), num_published(late))) late = rank;
   return late;
 }
 
 bool Group::is_given_up(bool) noexcept {
-  const std::uint32_t& state = layout_.header(memory_.data()).abort.state;
-  return __atomic_load_n(&state, __ATOMIC_ACQUIRE) != AbortRecord::kNone;
+  return load_acquire(abort_record().state) != AbortRecord::kNone;
 }
 
 void Group::abort(const AbortReason& reason) {
-  AbortRecord& record = layout_.header(memory_.data()).abort;
+  AbortRecord& record = abort_record();
   std::uint32_t expected = AbortRecord::kNone;
   const std::uint32_t writer = AbortRecord::kFirstWriter + static_cast<std::uint32_t>(rank_);
   if (!__atomic_compare_exchange_n(&record.state, &expected, writer, false, __ATOMIC_ACQ_REL,
@@ -225,8 +232,8 @@ void Group::abort(const AbortReason& reason) {
 }
 
 AbortReason Group::abort_reason() const {
-  const AbortRecord& record = layout_.header(memory_.data()).abort;
-  if (const int writer = writer_of(__atomic_load_n(&record.state, __ATOMIC_ACQUIRE)); writer >= 0)
+  const AbortRecord& record = abort_record();
+  if (const int writer = writer_of(load_acquire(record.state)); writer >= 0)
     return {.kind = ErrorKind::kPeerDied,
             .origin = whole_rank(writer),
             .culprit = whole_rank(writer),
@@ -244,13 +251,13 @@ Stop WaitScope::stopped(int peer) {
     awaited_peer_ = missing;
     return group_.state_of(missing);
   }
+  const Clock::time_point now = Clock::now();
   if (!has_waited_) {
     has_waited_ = true;
     deadline_ = deadline_after(limits_->timeout);
-    next_look_ = Clock::now() + kLookInterval;
+    next_look_ = now + kLookInterval;
     return Stop::kNone;
   }
-  const Clock::time_point now = Clock::now();
   if (now >= deadline_) {
     awaited_peer_ = group_.late_rank(peer);
     return Stop::kTimeout;

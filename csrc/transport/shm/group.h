@@ -1,45 +1,101 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "core/errors.h"
-#include "core/stop.h"
-#include "transport/key_value_store.h"
+#include "core/arch.h"
+#include "core/board_protocol.h"
+#include "core/link_protocol.h"
 #include "transport/membership.h"
-#include "transport/process_generation.h"
-#include "transport/shm/bootstrap.h"
+#include "transport/process.h"
+#include "transport/shm/fd.h"
 #include "transport/shm/host_arch.h"
 #include "transport/shm/rendezvous.h"
-#include "transport/shm/segment.h"
-#include "transport/shm/shared_memory.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm::shm {
 
-/// The memory that the ranks of one group share, and the state of their processes.
+/// The sizes of a group's links. All ranks agree on them when the group is made.
+struct SegmentConfig {
+  /// A region of a board: 1 MiB of data at least, and the header in front of it.
+  std::size_t board_bytes = (std::size_t{1} << 20) + 4096;
+  std::uint32_t ring_num_slots = 2;
+  std::size_t ring_slot_bytes = std::size_t{256} << 10;
+  std::uint32_t p2p_num_slots = 8;
+  std::size_t p2p_slot_bytes = std::size_t{64} << 10;
+};
+
+/// The reason of the first rank that fails, written once and read by all others.
+struct AbortRecord {
+  /// kFirstWriter + r: rank r is writing it.
+  static constexpr std::uint32_t kNone = 0, kWritten = 1, kFirstWriter = 2;
+  std::uint32_t state = kNone;
+  std::uint32_t kind = 0;     ///< an ErrorKind
+  std::int32_t origin = -1;   ///< the rank that failed
+  std::int32_t culprit = -1;  ///< the rank that it blames
+  char text[1024] = {};
+};
+
+/// Words that one rank writes and all others read. In pages of its own, which the rank touches
+/// first, so that they are on its NUMA node.
+struct RankControl {
+  Cursor published;  ///< of its board
+  Cursor doorbell;   ///< rung by peers: something on a point-to-point link changed
+  /// 1 from the destruction of its side of the group on.
+  alignas(kLineBytes) std::uint32_t has_left = 0;
+  std::uint64_t num_calls = 0;  ///< collectives that it has begun
+};
+
+/// The layout of the memory that a group shares. Every rank computes it from the group's size and
+/// configuration; no address is read from the memory itself.
 ///
-/// The group costs one mapping, of which only touched pages count. The memory is freed when the
-/// last rank unmaps it or dies.
+///   abort record, has_joined of each rank | control of each rank | boards | ring links r -> r + 1
+///   | point-to-point links of each ordered pair
+///
+/// A zeroed segment is valid and empty. So no rank initializes it, and unused pages are never
+/// touched.
+class SegmentLayout {
+ public:
+  SegmentLayout(int world_size, const SegmentConfig& config);
+
+  std::size_t num_bytes() const { return num_bytes_; }
+
+  AbortRecord& abort_record(std::byte* base) const { return *reinterpret_cast<AbortRecord*>(base); }
+  /// 1 once the rank has mapped the memory.
+  std::uint32_t& has_joined(std::byte* base, int rank) const;
+  RankControl& control(std::byte* base, int rank) const;
+  BoardGeometry board(std::byte* base) const;
+  /// The link from `rank` to the next one.
+  LinkGeometry ring_link(std::byte* base, int rank) const;
+  LinkGeometry p2p_link(std::byte* base, int from, int to) const;
+
+ private:
+  int world_size_;
+  SegmentConfig config_;
+  std::size_t control_offset_bytes_;
+  std::size_t boards_offset_bytes_;
+  std::size_t rings_offset_bytes_;
+  std::size_t p2p_offset_bytes_;
+  std::size_t num_bytes_;
+};
+
+/// The memory that the ranks of one group share, and the state of their processes. The memory is
+/// freed when the last rank unmaps it or dies.
 class Group final : public Membership {
  public:
-  /// Collective; throws what Rendezvous does.
-  Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
-        std::chrono::milliseconds timeout);
-  /// The same for the ranks of one host after find_ranks(). `ranks` are their numbers in the whole
-  /// group, which may span several hosts; errors and abort reasons use these numbers.
-  Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config,
-        const std::vector<int>& ranks);
+  /// Collective over `ranks`, those of one host, after find_ranks(); throws what Rendezvous does.
+  /// Errors and abort reasons use these numbers of the whole group, which may span several hosts.
+  Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config);
   /// Tells the peers that this rank has left. They keep the memory.
   ~Group() override;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
   int rank() const { return rank_; }
-  int world_size() const { return world_size_; }
+  int world_size() const { return static_cast<int>(ranks_.size()); }
   /// The rank's number in the whole group, which may span several hosts.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_.num_bytes(); }
@@ -51,30 +107,19 @@ class Group final : public Membership {
   }
   /// Before the first message to `to`. Throws Error if the system has no memory for messages.
   void reserve_p2p(int to);
-  Cursor& doorbell(int rank) const { return layout_.control(memory_.data(), rank).doorbell; }
+  Cursor& doorbell(int rank) const { return control(rank).doorbell; }
 
   /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.
   bool is_inherited() const { return generation_ != process_generation(); }
 
-  pid_t pid_of(int rank) const override;
-  bool is_pid_hidden(int rank) const override { return shm::is_pid_hidden(processes_, rank); }
-  const std::string& host_of(int) const override { return host_; }
-
-  /// Where the bootstrap of `peer`'s process listens.
-  const std::string& bootstrap_address_of(int peer) const {
-    return processes_[static_cast<std::size_t>(peer)]->bootstrap_address;
+  const PeerProcess& process_of(int rank) const override {
+    return *processes_[static_cast<std::size_t>(rank)];
   }
-
+  const std::string& host_of(int) const override { return host_; }
   Stop state_of(int peer) const override;
-  bool has_died(int rank) const override { return shm::has_died(processes_, rank); }
-  bool has_exited(int rank) const override { return shm::has_exited(processes_, rank); }
   std::int64_t num_calls_of(int rank) const override;
   /// This rank begins collective `seq`.
   void note_call(std::uint64_t seq);
-  bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
-  std::string last_words_of(int rank) const override {
-    return shm::last_words_of(processes_, rank);
-  }
   /// A rank that ended or left before it published as many phases as this rank, so that it cannot
   /// complete the current collective; -1 if there is none. For collectives on boards only, because
   /// all ranks publish the same phases.
@@ -88,22 +133,23 @@ class Group final : public Membership {
   AbortReason abort_reason() const override;
 
  private:
+  AbortRecord& abort_record() const { return layout_.abort_record(memory_.data()); }
+  RankControl& control(int rank) const { return layout_.control(memory_.data(), rank); }
   bool has_joined(int rank) const;
-  int unjoined_rank() const;
   std::uint64_t num_published(int rank) const;
   int writer_of(std::uint32_t abort_state) const;
   void reserve_own_memory();
+  void join();
   void wait_until_joined(Rendezvous& rendezvous);
   void tell_and_wait_for_the_living(const Error& error);
 
-  int rank_;
-  int world_size_;
   std::vector<int> ranks_;  // in the whole group
+  int rank_;
   SegmentLayout layout_;
   std::string host_;
   int generation_ = process_generation();
   SharedMemory memory_;
-  PeerProcesses processes_;  // by rank; null for this one
+  PeerProcesses processes_;
 };
 
 /// The limits of the current operation, for the waits of its protocols.

@@ -13,8 +13,7 @@
 #include <mutex>
 #include <set>
 
-#include "transport/cgroup_limits.h"
-#include "transport/per_process.h"
+#include "transport/process.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -35,30 +34,23 @@ std::uint32_t* low_half(std::uint64_t& word) {
   return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
 }
 
-// How many ranks the largest group of this process has now.
-class LargestGroup {
- public:
-  void enter(int num_ranks) {
-    const std::lock_guard lock(mutex_);
-    groups_.insert(num_ranks);
-    max_ranks_ = *groups_.rbegin();
-  }
-  void leave(int num_ranks) {
-    const std::lock_guard lock(mutex_);
-    if (const auto found = groups_.find(num_ranks); found != groups_.end()) groups_.erase(found);
-    max_ranks_ = groups_.empty() ? 0 : *groups_.rbegin();
-  }
-  int max_ranks() const { return max_ranks_; }
+// The numbers of ranks of this process's groups now, and the largest of them.
+struct GroupSizes {
+  std::mutex mutex;
+  std::multiset<int> all;
+  std::atomic<int> largest = 0;
 
- private:
-  std::mutex mutex_;
-  std::multiset<int> groups_;
-  std::atomic<int> max_ranks_ = 0;
+  template <class Change>
+  void change(const Change& change_all) {
+    const std::lock_guard lock(mutex);
+    change_all(all);
+    largest = all.empty() ? 0 : *all.rbegin();
+  }
 };
-constinit PerProcess<LargestGroup> largest_group;
+constinit PerProcess<GroupSizes> group_sizes;
 
 // Whether each rank of the largest group may have a core of its own.
-bool are_enough(int num_cores) { return num_cores >= largest_group.get().max_ranks(); }
+bool are_enough(int num_cores) { return num_cores >= group_sizes.get().largest; }
 
 // As many of `num_cores` as the cgroup gives time for.
 int within_quota(int num_cores) {
@@ -88,10 +80,14 @@ void unpin(const cpu_set_t& allowed) {
 
 HostArch::HostArch(StopSource& source, int rank, int num_ranks)
     : source_(&source), rank_(rank), num_ranks_(num_ranks), num_cores_(count_cores()) {
-  largest_group.get().enter(num_ranks);
+  group_sizes.get().change([&](auto& all) { all.insert(num_ranks); });
 }
 
-HostArch::~HostArch() { largest_group.get().leave(num_ranks_); }
+HostArch::~HostArch() {
+  group_sizes.get().change([&](auto& all) {
+    if (const auto found = all.find(num_ranks_); found != all.end()) all.erase(found);
+  });
+}
 
 // If ranks share cores, a yield that returns at once does not prove that the core is idle: the
 // scheduler may not have found another thread eligible.

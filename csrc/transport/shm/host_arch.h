@@ -4,9 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/annotations.h"
 #include "core/arch.h"
-#include "core/stop.h"
-#include "core/test_steps.h"
 #include "core/wait_policy.h"
 
 #if defined(__x86_64__)

@@ -3,78 +3,49 @@
 #include <chrono>
 #include <cstddef>
 #include <deque>
-#include <map>
-#include <memory>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/errors.h"
-#include "transport/key_value_store.h"
 #include "transport/membership.h"
 #include "transport/peer_table.h"
 #include "transport/shm/bootstrap.h"
-#include "transport/shm/rank_record.h"
-#include "transport/shm/shared_memory.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::shm {
 
-/// The process of each rank; null for this rank, and for ranks on other machines.
-using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
-
-/// Whether the process of `rank` is among them, and dead, stopped, has exited, or has a hidden pid.
-bool has_died(const PeerProcesses& processes, int rank);
-bool is_stopped(const PeerProcesses& processes, int rank);
-bool has_exited(const PeerProcesses& processes, int rank);
-bool is_pid_hidden(const PeerProcesses& processes, int rank);
-/// What the process of `rank` reported before it ended; empty if it is not among them or reported
-/// nothing.
-std::string last_words_of(const PeerProcesses& processes, int rank);
-
-/// The identity of this rank in a group.
-struct GroupIdentity {
+/// This rank of a group, and what it expects of the group.
+struct GroupTerms {
   int rank = 0;
   int world_size = 1;
   /// The options that must be equal on all ranks, in readable form ("algorithm=auto num_slots=2").
   std::string options;
   std::string host_id = {};  ///< the host's identity; empty for host_id()
   KnownProcesses known = {};
+  std::size_t shared_bytes = 0;  ///< of memory that all ranks share if one host has them; 0: none
+  bool is_one_host = true;       ///< whether another host is an error
 };
 
 /// How the ranks of a group find each other, and how the ranks of one host come to share memory.
 ///
 /// Every rank publishes a record in the store, reads the others', and starts watching the processes
-/// on its own machine. The first rank of each host makes the memory that its ranks share and offers
-/// it at its bootstrap; the others fetch it, and the first stays until all have it (Group). The
-/// store may hold records of an earlier group, because programs destroy and make groups over the
-/// same store. So a record that does not fit is read again for a second before it is accepted. A
-/// record of another host fits if several hosts are allowed, so ranks must not move between hosts
-/// over one store.
+/// on its own machine. The first rank of each host offers the memory that its ranks share at its
+/// bootstrap, and stays until all have fetched it (Group). The store may hold records of an earlier
+/// group, so a record that does not fit is read again for a second before it is accepted. A record
+/// of another host fits if several hosts are allowed, so ranks must not move between hosts over one
+/// store.
 ///
 /// Every wait checks at least every 50 ms the processes found so far, the deadline, and signals. A
-/// rank that dies is reported as soon as it is certain that it had not joined. No rank completes
-/// the group while a record is missing, before all ranks of its host have the memory, or, if
-/// messages are needed, before all ranks have created theirs. A rank on another machine is only
-/// seen as missing at the deadline.
-///
-/// A rank that fails adds the reason to its record, for the ranks that see its process end.
+/// rank that dies is reported as soon as it is certain that it had not joined; one on another
+/// machine is only seen as missing at the deadline. A rank that fails adds the reason to its
+/// record, for the ranks that see its process end.
 class Rendezvous {
  public:
-  /// The shared memory and processes of one host's ranks.
-  struct Meeting {
-    SharedMemory memory;
-    PeerProcesses processes;  ///< by their places among the ranks that share the memory
-  };
-
-  /// The group's requirements.
-  struct Terms {
-    std::size_t shared_bytes = 0;  ///< of memory that all ranks share if one host has them; 0: none
-    bool is_one_host = true;       ///< whether another host is an error
-  };
-
   /// `store` must outlive this object.
-  Rendezvous(KeyValueStore& store, const GroupIdentity& identity, const Terms& terms,
-             std::chrono::milliseconds timeout);
-  /// Withdraws the memory from the bootstrap if not every rank has fetched it.
+  Rendezvous(KeyValueStore& store, const GroupTerms& terms, std::chrono::milliseconds timeout);
+  /// Withdraws the memory from the bootstrap.
   ~Rendezvous();
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
@@ -84,9 +55,8 @@ class Rendezvous {
   /// another host where that is an error.
   PeerTable find_ranks();
   /// Collective over the ranks of a host (`ranks`, ascending), after find_ranks(): maps the memory
-  /// of the first of them. Throws Error: kTimeout, kPeerDied, kInterrupted, and kSystem if the
-  /// memory cannot be mapped. The offer ends with this object.
-  Meeting share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
+  /// of the first of them. Throws the same, and kSystem if the memory cannot be mapped.
+  SharedMemory share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
   /// Waits for the value that `peer` sets at `key`; every rank sets one when it joins. Throws like
   /// find_ranks().
   std::string wait_for(const std::string& key, int peer);
@@ -104,48 +74,53 @@ class Rendezvous {
   /// Adds the reason why this rank fails to its record.
   void tell(const Error& error);
 
-  int rank() const { return rank_; }
-  int world_size() const { return world_size_; }
+  int rank() const { return terms_.rank; }
+  int world_size() const { return terms_.world_size; }
   const RankRecord& mine() const { return mine_; }
-  /// By rank.
   const PeerProcesses& processes() const { return processes_; }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  PeerTable find_all();
-  void offer_memory(std::size_t num_bytes);
+  struct Peer {
+    std::string text = {};  // its record, once it is accepted
+    RankRecord record = {};
+    std::optional<Clock::time_point> doubted_since = {};  // when one was first seen that was not
+  };
+
+  template <class Action>
+  auto tell_if_it_fails(const Action& action);
+  void offer_memory(std::size_t num_ranks, std::size_t num_bytes);
   SharedMemory fetch_memory(const std::vector<int>& ranks, std::size_t num_bytes);
-  std::string memory_key_of(int leader, bool is_whole);
+
+  const Peer& peer_of(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
+  const PeerProcess& process_of(int rank) const {
+    return *processes_[static_cast<std::size_t>(rank)];
+  }
+  bool has_met(int peer) const { return !peer_of(peer).text.empty(); }
+  bool meet(int peer);
+  std::shared_ptr<PeerProcess> find_process(const RankRecord& theirs, int peer, bool is_believed);
+  void check_compatible(const RankRecord& theirs, int peer) const;
+  bool is_replaced();
+  bool has_died(int peer);
+  int dead_rank();
+  void look_while_missing(std::deque<int>& missing);
+
   ErrorInfo info_of(int peer, ErrorKind kind) const;
   std::string name_of(int peer) const;
-  bool has_met(int peer) const { return !texts_[static_cast<std::size_t>(peer)].empty(); }
   std::string prefix() const;
-  bool can_watch(const RankRecord& theirs) const;
-  int dead_rank();
-  bool meet(int peer);
-  bool is_elsewhere(int peer);
-  void check_not_cloned(const RankRecord& theirs, int peer) const;
-  bool has_died(int peer);
-  bool is_known_dead(int peer) const;
-  bool is_stopped(int peer) const;
-  void look_while_missing(std::deque<int>& missing);
-  void check_compatible(const RankRecord& theirs, int peer) const;
 
   KeyValueStore& store_;
-  int rank_;
-  int world_size_;
-  KnownProcesses known_;
-  Terms terms_;
+  GroupTerms terms_;
   std::chrono::milliseconds timeout_;
   Clock::time_point deadline_;
   Bootstrap& bootstrap_;
   RankRecord mine_;
-  std::vector<std::string> texts_;           // by rank: its record, once it is accepted
-  std::map<int, Clock::time_point> doubts_;  // by rank: when its unaccepted record was first seen
+  std::vector<Peer> peers_;  // by rank
   PeerProcesses processes_;
-  std::vector<int> sharing_;  // with several hosts: the ranks of this host, during share_memory()
-  SharedMemory memory_;
+  std::vector<int> sharing_;  // the ranks of this host, from share_memory() on
+  SharedMemory memory_;       // that this rank offers
+  std::string offer_key_;
 };
 
 }  // namespace ringcomm::shm

@@ -5,17 +5,42 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
+#include <span>
 #include <string>
-#include <unordered_set>
+#include <utility>
 
-#include "transport/per_process.h"
-#include "transport/shm/block_list.h"
-#include "transport/shm/shared_memory.h"
+#include "transport/process.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::shm {
+
+/// Which bytes of a range are in use: best fit, with adjacent free blocks merged. Works on offsets
+/// and accesses no memory. Not thread-safe.
+class BlockList {
+ public:
+  explicit BlockList(std::size_t num_bytes) : free_{{0, num_bytes}} {}
+
+  /// The offset of a free block, a multiple of `alignment_bytes` (a power of two); nothing when no
+  /// free range is long enough.
+  std::optional<std::size_t> allocate(std::size_t num_bytes, std::size_t alignment_bytes);
+  /// Frees the block at `offset`; returns its size. Does nothing, and returns 0, if it is retired.
+  std::size_t deallocate(std::size_t offset);
+  /// Never allocates the block around `offset` again.
+  void retire(std::size_t offset);
+
+  /// The free ranges: offset and size.
+  const std::map<std::size_t, std::size_t>& free_ranges() const { return free_; }
+  std::size_t num_blocks() const { return used_.size(); }
+
+ private:
+  std::map<std::size_t, std::size_t> free_;  // size by offset
+  std::map<std::size_t, std::size_t> used_;  // size by offset; 0 if retired
+};
 
 /// The location of a buffer in the shared memory of its process; valid in other processes.
 struct ArenaLocation {
@@ -29,8 +54,8 @@ struct ArenaLocation {
 /// it one by one, peers map it region by region (PeerMemory).
 ///
 /// A region is a memfd that the Bootstrap offers. Each is as large as all earlier ones together, so
-/// there are few, with one descriptor each; a peer that has mapped a region can access every later
-/// buffer in it. Regions exist until the process ends; only their pages are returned to the system.
+/// there are few; a peer that has mapped one can access every later buffer in it. Regions exist
+/// until the process ends; only their pages are returned to the system.
 ///
 /// All functions may be called from any thread. A forked child has an arena of its own; blocks that
 /// it inherited belong to the parent, and are shared with it.
@@ -77,8 +102,6 @@ class SharedArena {
   static std::string key_of(std::uint64_t region_id);
 
   SharedArena() = default;  // for PerProcess
-  SharedArena(const SharedArena&) = delete;
-  SharedArena& operator=(const SharedArena&) = delete;
 
  private:
   // Sizes double from kMinRegionBytes, so more regions would exceed the address space.
@@ -88,17 +111,13 @@ class SharedArena {
     explicit Region(SharedMemory mapping)
         : memory(std::move(mapping)), blocks(memory.num_bytes()) {}
 
-    std::byte* begin() const { return memory.data(); }
-    bool contains(const void* data) const {
-      return data >= memory.data() && data < memory.data() + memory.num_bytes();
-    }
-
     SharedMemory memory;
     BlockList blocks;
-    std::unordered_set<std::size_t> retired;  // offsets of blocks
   };
 
-  Region* region_of(const void* data) const;
+  std::span<const std::unique_ptr<Region>> regions() const {
+    return {regions_.data(), num_regions_.load(std::memory_order_acquire)};
+  }
   Region& add_region(std::size_t num_bytes);
   void begin_interval(Clock::time_point now);
   bool return_pages();
@@ -128,6 +147,28 @@ class OutOfMemory : public std::bad_alloc {
 
  private:
   std::string what_;
+};
+
+/// The mapped arena of a peer's process. Each region is mapped at the first access to a buffer in
+/// it, and unmapped when the last group with that process is destroyed. No descriptor is kept.
+/// Functions may be called from any thread.
+class PeerMemory {
+ public:
+  /// The one of the process whose bootstrap is at `bootstrap_address`, shared by all groups.
+  static std::shared_ptr<PeerMemory> of(const std::string& bootstrap_address);
+
+  explicit PeerMemory(std::string bootstrap_address)
+      : bootstrap_address_(std::move(bootstrap_address)) {}
+
+  /// The address here of `num_bytes` there; null when the process does not hand over the region in
+  /// `patience`. Throws Error.
+  std::byte* find(const ArenaLocation& location, std::size_t num_bytes,
+                  std::chrono::milliseconds patience);
+
+ private:
+  std::string bootstrap_address_;
+  std::mutex mutex_;
+  std::map<std::uint64_t, SharedMemory> regions_;
 };
 
 }  // namespace ringcomm::shm

@@ -1,6 +1,6 @@
 """Cross-entropy's operators on CUDA tensors, launched as the Triton kernels of ringcomm.kernels.
 
-They match csrc/ops/cross_entropy_ops.cc, which is for the CPU. They do not wait for the
+They match csrc/ops/cross_entropy.cc, which is for the CPU. They do not wait for the
 device, except with RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments,
 except the number of class weights.
 """

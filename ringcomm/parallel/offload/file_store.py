@@ -10,14 +10,16 @@ import dataclasses
 import errno
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringcomm.parallel.offload.file_engine import in_engine_thread, shared_engine
 from ringcomm.parallel.offload.store_index import (
     Entry,
     Index,
@@ -30,7 +32,6 @@ from ringcomm.parallel.offload.transfers import (
     Transfer,
     aligned_size,
     empty_aligned,
-    find_engine,
     is_aligned,
 )
 
@@ -54,14 +55,13 @@ class FileStore:
             earlier store in this folder can be read at once.
         keep: whether tensors outlive the store. Otherwise each tensor has one place, in an unnamed
             file that is deleted with the process, and commit() is not supported.
-        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring if the build and the
-            kernel support it.
+        engine: "auto" or "threads", which are the same: threads with preadv and pwritev.
         direct: bypass the page cache (O_DIRECT). None: if the file system supports it.
-        queue_depth: blocks in flight at once. "threads" uses at most 4 threads.
+        queue_depth: blocks in flight at once; at most 4, one for each thread.
         block_bytes: bytes of one read or write, a multiple of 4096.
 
     Attributes:
-        engine: "io_uring" or "threads".
+        engine: "threads".
         is_direct: whether reads and writes bypass the page cache.
         read_bytes, written_bytes: bytes transferred so far, in whole blocks.
 
@@ -69,7 +69,7 @@ class FileStore:
         ValueError: an option is out of range; the folder's files are damaged or truncated.
         OSError: the folder cannot be created; another store has it open, also after 5 seconds
             (EWOULDBLOCK); direct=True is not supported (EINVAL).
-        RuntimeError: engine="io_uring" is not supported.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FileStore:
         path: str | os.PathLike[str],
         *,
         keep: bool = True,
-        engine: Literal["auto", "io_uring", "threads"] = "auto",
+        engine: str = "auto",
         direct: bool | None = None,
         queue_depth: int = 16,
         block_bytes: int = 1 << 20,
@@ -87,8 +87,13 @@ class FileStore:
                 "queue_depth must be positive and block_bytes a positive multiple of 4096, got"
                 f" {queue_depth} and {block_bytes}"
             )
+        if engine not in ("auto", "threads"):
+            raise ValueError(
+                f'engine must be "auto" or "threads", got {engine!r}'
+                + ("; io_uring was removed, use either" if engine == "io_uring" else "")
+            )
         self.path = Path(path)
-        self.engine, self._engine = find_engine(engine, queue_depth, block_bytes)
+        self.engine, self._engine = "threads", shared_engine(queue_depth, block_bytes)
         make_folder(self.path)
         self._keeps = keep
         self._fd, self.is_direct = open_file(
@@ -209,7 +214,7 @@ class FileStore:
         self, key: str, is_write: bool, tensor: Tensor, memory: Tensor, offset: int
     ) -> Transfer:
         num_bytes = aligned_size(tensor.nbytes) if self.is_direct else tensor.nbytes
-        handle = self._engine.start(is_write, self._fd, memory.data_ptr(), num_bytes, offset)
+        handle = self._engine.start(is_write, self._fd, memory, num_bytes, offset)
         self.written_bytes += num_bytes * is_write
         self.read_bytes += num_bytes * (not is_write)
         what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
@@ -221,13 +226,14 @@ class FileStore:
 
     def _settle(self, key: str) -> None:
         """Waits for transfers of a name; the error of a failed read is raised to its caller."""
-        if (pending := self._pending.pop(key, None)) is None:
+        if (pending := self._pending.get(key)) is None:
             return
         try:
-            pending.wait()
+            pending.wait()  # Ctrl-C ends it early; then the transfer is still pending
         except OSError as error:
             if not pending.is_read:
                 self._failed[key] = error
+        del self._pending[key]
 
     def _settle_all(self) -> None:
         for key in list(self._pending):
@@ -327,6 +333,9 @@ class FileStore:
 
 def _finish(fd: int, pending: dict[str, Transfer]) -> None:
     """Closes a file after its last transfer: its descriptor may then be reused."""
+    if in_engine_thread():  # a garbage collection there; waiting would stop the transfers
+        threading.Thread(target=_finish, args=(fd, pending)).start()
+        return
     for transfer in pending.values():
         transfer.end()
     pending.clear()

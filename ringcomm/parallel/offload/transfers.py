@@ -1,22 +1,17 @@
-"""Asynchronous reads and writes of files, their engines, and memory for them."""
+"""Transfers of tensors to and from files, and memory for them."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
-import weakref
 from collections import deque
 from contextlib import suppress
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ringcomm import _C
-
-_log = logging.getLogger("ringcomm")
+from ringcomm.parallel.offload.file_engine import END_OF_FILE, FileTransfer
 
 # The alignment of sizes, offsets and addresses that O_DIRECT needs on common file systems.
 _ALIGNMENT = 4096
@@ -59,14 +54,14 @@ class Transfer:
     """A read or write that may still be in progress."""
 
     def __init__(
-        self, what: str, tensor: Tensor, memory: Tensor, handle: _C.FileTransfer, *, is_read: bool
+        self, what: str, tensor: Tensor, memory: Tensor, handle: FileTransfer, *, is_read: bool
     ) -> None:
         self._what, self._handle, self.is_read = what, handle, is_read
         self._tensor, self._memory = tensor, memory  # kept until it ends
         self._is_copied = not is_read or memory.data_ptr() == tensor.data_ptr()
 
     def end(self) -> int:
-        """Blocks until it ends; returns 0, or an errno, or -1 at the end of the file."""
+        """Blocks until it ends; returns 0, an errno, or END_OF_FILE."""
         return self._handle.wait()
 
     def is_done(self) -> bool:
@@ -79,7 +74,7 @@ class Transfer:
         Raises OSError with the errno of the file system; EIO if the file is too short.
         """
         code = self.end()
-        if code == -1:
+        if code == END_OF_FILE:
             raise OSError(errno.EIO, f"{self._what}: the file is too short; it was truncated")
         if code == errno.ENOSPC:
             raise OSError(code, f"{self._what}: the disk is full; free space or use another path")
@@ -90,37 +85,6 @@ class Transfer:
             self._tensor.copy_(as_bytes.view(self._tensor.shape))
             self._is_copied = True
         return self._tensor
-
-
-# Stores of a process share engines, to save threads. Weak references: the last store ends it.
-_engines: weakref.WeakValueDictionary[Any, _C.FileEngine] = weakref.WeakValueDictionary()
-
-
-def shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngine:
-    """The engine of this process with these options.
-
-    Raises RuntimeError if the build or the kernel does not support it.
-    """
-    key = os.getpid(), kind, queue_depth, block_bytes
-    if (found := _engines.get(key)) is None:
-        _engines[key] = found = _C.FileEngine(kind, queue_depth, block_bytes)
-    return found
-
-
-def find_engine(
-    name: str, queue_depth: int, block_bytes: int
-) -> tuple[Literal["io_uring", "threads"], _C.FileEngine]:
-    """The engine for FileStore's option `engine`; raises as FileStore."""
-    if name not in ("auto", "io_uring", "threads"):
-        raise ValueError(f'engine must be "auto", "io_uring" or "threads", got {name!r}')
-    if name != "threads":
-        try:
-            return "io_uring", shared_engine("io_uring", queue_depth, block_bytes)
-        except RuntimeError as error:
-            if name == "io_uring":
-                raise
-            _log.info("ringcomm: files are read and written by threads: %s", error)
-    return "threads", shared_engine("threads", queue_depth, block_bytes)
 
 
 class BufferPool:

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "core/arch.h"
-#include "core/cursor.h"
 #include "core/wait_policy.h"
 #include "machine.h"
 
@@ -57,7 +56,7 @@ class CheckerArch {
       write(static_cast<std::byte*>(to) + at, read(static_cast<const std::byte*>(from) + at));
     }
   }
-  /// The sum of 64-bit integers, as link_primitives.h calls its Combine.
+  /// The sum of 64-bit integers, as link_protocol.h calls its Combine.
   void combine(std::byte* to, std::byte* also_to, const std::byte* received, const std::byte* local,
                std::size_t num_bytes) {
     for (std::size_t at = 0; at < num_bytes; at += kBlockBytes) {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/stop.h"
+#include "core/arch.h"
 #include "fiber.h"
 #include "memory.h"
 

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/cursor.h"
+#include "core/arch.h"
 #include "violation.h"
 
 namespace ringcomm::checker {

@@ -85,14 +85,14 @@ MUTANTS = (
     ),
     Mutant(
         "early_release",
-        "link_primitives.h",
+        "link_protocol.h",
         RECEIVED + "  arch.copy(output, received, num_bytes);\n  from.release();\n",
         RECEIVED + "  from.release();\n  arch.copy(output, received, num_bytes);\n",
         (Run("link", "unowned"), Run("link", "race", (NO_OWNER,))),
     ),
     Mutant(
         "publish_before_fill",
-        "link_primitives.h",
+        "link_protocol.h",
         "  arch.copy(slot, local, num_bytes);\n  to.publish();\n",
         "  to.publish();\n  arch.copy(slot, local, num_bytes);\n",
         (Run("link", "unowned"), Run("link", "race", (NO_OWNER,))),

@@ -1,7 +1,6 @@
 #include <memory>
 
 #include "checker_arch.h"
-#include "core/link_primitives.h"
 #include "core/link_protocol.h"
 #include "scenarios.h"
 

@@ -2,9 +2,7 @@
 
 #include "checker_arch.h"
 #include "core/chunk_layout.h"
-#include "core/link_primitives.h"
 #include "core/link_protocol.h"
-#include "core/ring_schedule.h"
 #include "scenarios.h"
 
 namespace ringcomm::checker {

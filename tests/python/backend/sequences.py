@@ -7,7 +7,6 @@ sequence is run again.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -30,13 +29,13 @@ SUBSETS = [members for size in (4, 3, 2) for members in itertools.combinations(r
 # All groups of two ranks and more, and some with other options.
 FAMILY: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     *((members, {}) for members in SUBSETS),
-    ((0, 1, 2, 3), {"algorithm": "ring", "num_slots": 3, "slot_bytes": 4096}),
+    ((0, 1, 2, 3), {"algorithm": "ring"}),
     ((0, 1, 2, 3), {"algorithm": "two_shot", "deterministic": "rank_order"}),
     ((0, 1, 2, 3), {"algorithm": "ring", "deterministic": "rank_order"}),
     ((0, 2, 3), {"algorithm": "two_shot"}),
     ((1, 2, 3), {"algorithm": "ring"}),
     ((1, 3), {"algorithm": "one_shot"}),
-    ((0, 1), {"algorithm": "ring", "slot_bytes": 64}),
+    ((0, 1), {"algorithm": "ring"}),
 ]
 # The environment of each rank.
 POOLS: dict[str, list[dict[str, str]]] = {
@@ -81,10 +80,7 @@ def family() -> list[Any]:
     """The groups of this rank's pool; None where it is no member."""
     groups = []
     for members, options in FAMILY:
-        chosen = Options(**options)
-        if chosen.slot_bytes == 64 and "RINGCOMM_TRANSPORT" in os.environ:
-            chosen = replace(chosen, slot_bytes=4096)  # a slot is a message, of some 1,000 a second
-        group = new_group(members, chosen)
+        group = new_group(members, Options(**options))
         groups.append(group if dist.get_rank() in members else None)
     return groups
 

@@ -43,14 +43,14 @@ def test_names_and_memory(rank: int) -> None:
     assert 0 < _C.mapped_bytes(backend) <= pairs * (8 << 20)
 
 
-@in_ranks(2, env={"RINGCOMM_ALGORITHM": "ring", "RINGCOMM_NUM_SLOTS": "3"})
+@in_ranks(2, env={"RINGCOMM_ALGORITHM": "ring", "RINGCOMM_DETERMINISTIC": "rank_order"})
 def test_environment(rank: int) -> None:
     """It decides what options leave at their defaults, of groups too."""
     for options, algorithm in ((None, "ring"), (Options(algorithm="two_shot"), "two_shot")):
         group: Any = dist.new_group(backend="ringcomm", pg_options=options)
         dist.all_reduce(torch.ones(10), group=group)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
-        assert backend_of(group).options.num_slots == 3
+        assert backend_of(group).options.is_rank_ordered
 
 
 # ---- counters
@@ -100,14 +100,14 @@ def test_options(rank: int) -> None:
     """Those of a group may be copied, and make groups too."""
     group: Any = dist.new_group(
         backend="ringcomm",
-        pg_options=Options(algorithm="ring", num_slots=3, deterministic="rank_order"),
+        pg_options=Options(algorithm="ring", deterministic="rank_order"),
         timeout=datetime.timedelta(seconds=17),
     )
     options = backend_of(group).options
     copied = copy.deepcopy(options)
     assert copied is not options
     for each in (options, copied):
-        assert (each.algorithm, each.num_slots, each.is_rank_ordered) == ("ring", 3, True)
+        assert (each.algorithm, each.is_rank_ordered) == ("ring", True)
         assert each._timeout == datetime.timedelta(seconds=17)
         assert (each.global_ranks_in_group, each.backend) == ([0, 1, 2], "ringcomm")
     again: Any = dist.new_group(backend="ringcomm", pg_options=copied)

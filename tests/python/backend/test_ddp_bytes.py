@@ -28,7 +28,7 @@ def expected_elems(algorithm: str, num_elems: int, world_size: int, rank: int) -
         return algorithm, 2 * num_elems - own - chunk(num_elems, world_size, rank + 1)
     if 4 * num_elems <= ONE_SHOT_MAX_BYTES[world_size]:
         return "one_shot", (world_size - 1) * num_elems
-    # What the others own goes to them, the own result to all of them; of a piece of 1 MiB.
+    # What the others own goes to them, the own result to all of them.
     return "two_shot", num_elems + (world_size - 2) * own
 
 

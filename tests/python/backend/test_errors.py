@@ -58,9 +58,9 @@ def broadcast(num_elems: int, root: int = 0) -> Call:
     return lambda g: dist.broadcast(torch.zeros(num_elems), root, g)
 
 
-def ring(num_slots: int) -> Call:
+def ring(num_elems: int) -> Call:
     call = torch.ops.ringcomm.ring_all_reduce_
-    return lambda g: call(torch.ones(10), g.group_name, num_slots, 64)
+    return lambda g: call(torch.ones(num_elems), g.group_name)
 
 
 # What rank 0 calls, what all others call, and a word of each in the message.
@@ -70,7 +70,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "reduction": (all_reduce(4), all_reduce(4, op=dist.ReduceOp.MAX), "sum", "max"),
     "collective": (all_reduce(4), broadcast(4), "all_reduce", "broadcast"),
     "root": (broadcast(4, 0), broadcast(4, 1), "root 0", "root 1"),
-    "slots": (ring(2), ring(3), "2 slots of 64 bytes", "3 slots of 64 bytes"),
+    "algorithm": (ring(10), all_reduce(10), "40 bytes, ring", "40 bytes, one_shot"),
 }
 
 
@@ -128,15 +128,24 @@ def test_no_asynchronous_error_is_lost(rank: int) -> None:
 
 BAD: list[tuple[Any, dict[str, str], str, str]] = [
     (Options(algorithm="tree"), {}, "ValueError", "one_shot"),  # type: ignore[arg-type]
-    (Options(num_slots=65), {}, "ValueError", "2 to 64"),
-    (Options(num_slots=2.5), {}, "TypeError", "num_slots"),  # type: ignore[arg-type]
-    (Options(slot_bytes=0), {}, "ValueError", "multiple of 64"),
     (Options(transport="tcp"), {}, "ValueError", "shm or p2p"),  # type: ignore[arg-type]
     (Options(transport="p2p", p2p_backend="none"), {}, "ValueError", "p2p_backend"),
     ({"algorithm": "ring"}, {}, "TypeError", "ringcomm.Options"),
     (None, {"RINGCOMM_ALGORITHM": "tree"}, "ValueError", "one_shot"),
-    (None, {"RINGCOMM_NUM_SLOTS": "many"}, "ValueError", "RINGCOMM_NUM_SLOTS"),
+    (
+        None,
+        {"RINGCOMM_NUM_SLOTS": "4"},
+        "ValueError",
+        "unset the environment variable RINGCOMM_NUM_SLOTS",
+    ),
+    (None, {"RINGCOMM_SLOT_BYTES": "64"}, "ValueError", "chooses the number and size of its slots"),
 ]
+
+
+@pytest.mark.parametrize("name", ["num_slots", "slot_bytes"])
+def test_options_that_are_gone_are_refused_by_name(name: str) -> None:
+    with pytest.raises(TypeError, match=f"no {name} any more, leave it out: a ring now chooses"):
+        Options(**{name: 64})  # type: ignore[arg-type]
 
 
 @in_ranks(1, backend=None, fresh=True)

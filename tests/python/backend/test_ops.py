@@ -18,7 +18,6 @@ import ringcomm
 from ringcomm import Options, ops
 
 _ops = torch.ops.ringcomm
-MIB = 1 << 20
 
 
 def group_name() -> str:
@@ -36,11 +35,8 @@ def broadcast_(tensor: Tensor, src: int) -> None:
     _ops.broadcast_(tensor, src, group_name())
 
 
-def ring_all_reduce_(
-    tensor: Tensor, num_slots: int = 2, slot_bytes: int = 0, group: Any = None
-) -> None:
-    name = group.group_name if group else group_name()
-    _ops.ring_all_reduce_(tensor, name, num_slots, slot_bytes)
+def ring_all_reduce_(tensor: Tensor, group: Any = None) -> None:
+    _ops.ring_all_reduce_(tensor, group.group_name if group else group_name())
 
 
 # ---- opcheck
@@ -64,7 +60,7 @@ def test_opcheck(rank: int) -> None:
         (_ops.broadcast_, (rows.clone(), 0, name)),
         (_ops.broadcast, (grad(), 0, name)),
         (_ops.reduce, (grad(), 1, "sum", name)),
-        (_ops.ring_all_reduce_, (rows.clone(), name, 2, 0)),
+        (_ops.ring_all_reduce_, (rows.clone(), name)),
     ]
     for operator, args in calls:
         # What else it checks is in test_compile.
@@ -211,9 +207,7 @@ def test_refusals(rank: int) -> None:
         (lambda: ops.reduce_scatter(ones(3)), ValueError, "multiple of 2"),
         (lambda: ops.all_gather(torch.tensor(1.0)), ValueError, "scalar"),
         (lambda: ops.broadcast(ones(2), 5), ValueError, "5"),
-        (lambda: ring_all_reduce_(ones(2), num_slots=1), ValueError, "2 to 64"),
-        (lambda: ring_all_reduce_(ones(2), slot_bytes=100), ValueError, "multiple of 64"),
-        (lambda: ring_all_reduce_(ones(2), num_slots=64, slot_bytes=MIB), ValueError, "fit"),
+        (lambda: ring_all_reduce_(x), ValueError, "requires grad"),
     ]
     for call, kind, words in wrong:
         with pytest.raises(kind, match=words):

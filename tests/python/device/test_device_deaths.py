@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
 from gpu_ranks import meet
-from test_device_transports import transport
 from test_errors import caught
 
 import ringcomm
@@ -160,15 +159,14 @@ def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
 # ---- in a call
 
 
-def start(is_held: bool, in_turns: bool = False) -> tuple[Any, Any]:
+def start(is_held: bool) -> tuple[Any, Any]:
     """An all_reduce that all hosts have called; a rank that is held has not done its part of it."""
     tensor = torch.ones(1000, device=GPU)
     dist.all_reduce(tensor)
     emugpu.synchronize()
     held = emugpu.hold(emugpu.current_stream()) if is_held else None
     work = dist.all_reduce(tensor, async_op=True)
-    if not in_turns:  # there the hosts meet in the call: none gets past it before all are in it
-        dist.all_reduce(torch.ones(1))  # the hosts have compared the calls before
+    dist.all_reduce(torch.ones(1))  # the hosts have compared the calls before
     return work, held
 
 
@@ -180,9 +178,9 @@ def poll(work: Any) -> bool:
     return bool(work.is_success())
 
 
-def ask_after_a_death(rank: int, asks: str, in_turns: bool) -> None:
+def ask_after_a_death(rank: int, asks: str) -> None:
     """The group can be destroyed then."""
-    work, held = start(rank == DIES, in_turns)
+    work, held = start(rank == DIES)
     if held is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
@@ -197,12 +195,12 @@ def ask_after_a_death(rank: int, asks: str, in_turns: bool) -> None:
     assert time.monotonic() - begin < PATIENCE_S
 
 
+# In turns a call returns when it is done: a death in it is that at a step.
 @pytest.mark.parametrize(
-    ("how", "asks"),
-    [("messages", "wait"), ("messages", "poll"), ("two GPUs", "poll"), ("turns", "wait")],
+    ("how", "asks"), [("messages", "wait"), ("messages", "poll"), ("two GPUs", "poll")]
 )
 def test_a_call_in_which_a_rank_died(how: str, asks: str) -> None:
-    run(ask_after_a_death, asks, how == "turns", how=how)
+    run(ask_after_a_death, asks, how=how)
 
 
 def ask_a_batch(rank: int) -> None:
@@ -404,10 +402,3 @@ def check_kept_open(rank: int) -> None:
 @pytest.mark.slow
 def test_a_rank_that_does_not_leave_is_not_waited_for_for_ever() -> None:
     run(check_kept_open, how="ipc", world_size=2, may_die=())
-
-
-def test_events_are_closed_where_another_rank_has_none() -> None:
-    """Two ranks have each other's events open when the third says that it cannot hand out its."""
-    env = {**with_kernels(), **BOXES["turns"]}
-    own = [env, {**env, "RINGCOMM_EMULATOR_IPC": "0"}, env]
-    assert run_on_gpus(3, transport, env=own, fresh=True) == ["p2p over emup2p"] * 3

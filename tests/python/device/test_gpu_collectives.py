@@ -99,7 +99,7 @@ def barrier_and_operators(rank: int, num_elems: int) -> None:
     same(ops.all_reduce(on_gpu(inputs[rank])), expected)
     tensor = on_gpu(inputs[rank])
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    torch.ops.ringcomm.ring_all_reduce_(tensor, name, 2, 0)
+    torch.ops.ringcomm.ring_all_reduce_(tensor, name)
     dist.barrier()
     same(tensor, expected)
 

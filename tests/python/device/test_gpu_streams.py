@@ -104,7 +104,7 @@ def test_asynchronous_calls_have_their_own_stream(rank: int) -> None:
 # ---- memory
 
 
-@in_gpu_ranks(on_all_gpus)
+@in_gpu_ranks(on_all_gpus, no_turns="a call returns when it is done")
 def test_tensors_live_as_long_as_they_are_used(rank: int) -> None:
     """The input goes while the call is under way; what takes its memory is not sent."""
     world_size = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""FileStore: tensors in files, by every engine; commits, crashes, and disks that fail."""
+"""FileStore: tensors in files; commits, crashes, and disks that fail."""
 
 from __future__ import annotations
 
@@ -17,20 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringcomm import _C
-from ringcomm.parallel.offload import FileStore, store_index, transfers
+from ringcomm.parallel.offload import FileStore, store_index
 from ringcomm.parallel.offload.transfers import empty_aligned, empty_row, is_aligned
 
-
-def has_uring() -> bool:
-    try:
-        _C.FileEngine("io_uring", 1, 4096)
-    except RuntimeError:
-        return False
-    return True
-
-
-ENGINES = ["threads", *(["io_uring"] if has_uring() else [])]
 BLOCK = 8192
 SIZES = [0, 1, 511, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
 
@@ -50,11 +39,9 @@ def read(store: FileStore, key: str) -> Tensor:
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_was_put_is_got(engine: Any, direct: bool, keep: bool, tmp_path: Path) -> None:
-    options = {"engine": engine, "direct": direct, "block_bytes": BLOCK, "queue_depth": 3}
-    store = FileStore(tmp_path, keep=keep, **options)
-    assert (store.engine, store.is_direct) == (engine, direct)
+def test_what_was_put_is_got(direct: bool, keep: bool, tmp_path: Path) -> None:
+    store = FileStore(tmp_path, keep=keep, direct=direct, block_bytes=BLOCK, queue_depth=3)
+    assert (store.engine, store.is_direct) == ("threads", direct)
     for size in SIZES:
         for seed in range(3):  # written over
             store.put(f"size {size}", values(size, seed))
@@ -103,11 +90,10 @@ def test_transfers_of_one_name_come_in_order(tmp_path: Path) -> None:
     assert torch.equal(read(store, "x"), torch.full([3000], 99))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_store_that_is_dropped_ends_well(engine: Any, tmp_path: Path) -> None:
+def test_a_store_that_is_dropped_ends_well(tmp_path: Path) -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     for _ in range(3):
-        store = FileStore(tmp_path, engine=engine, block_bytes=4096)
+        store = FileStore(tmp_path, block_bytes=4096)
         for i in range(8):
             store.put(f"{i}", values(1 << 20, i))
         del store
@@ -329,8 +315,10 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     for options in ({"queue_depth": 0}, {"block_bytes": 0}, {"block_bytes": 5000}):
         with pytest.raises(ValueError, match="positive multiple of 4096"):
             FileStore(tmp_path, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='engine must be "auto"'):
-        FileStore(tmp_path, engine="aio")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"""engine must be "auto" or "threads", got 'aio'$"""):
+        FileStore(tmp_path, engine="aio")
+    with pytest.raises(ValueError, match="got 'io_uring'; io_uring was removed, use either"):
+        FileStore(tmp_path, engine="io_uring")
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         FileStore(tmp_path / "file")
@@ -350,21 +338,3 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     scratch = FileStore(tmp_path, keep=False)
     with pytest.raises(ValueError, match="not support commit"):
         scratch.commit()
-
-
-def test_without_io_uring_threads_do_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real = transfers.shared_engine
-
-    def without(kind: str, *sizes: int) -> Any:
-        if kind == "io_uring":
-            raise RuntimeError("io_uring is not available: Operation not permitted")
-        return real(kind, *sizes)
-
-    monkeypatch.setattr(transfers, "shared_engine", without)
-    with caplog.at_level("INFO", logger="ringcomm"):
-        assert FileStore(tmp_path).engine == "threads"
-    assert "by threads: io_uring is not available" in caplog.text
-    with pytest.raises(RuntimeError, match="not permitted"):
-        FileStore(tmp_path / "other", engine="io_uring")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.offload import file_store
 
 LAYERS, WIDTH, STEPS = 24, 640, 3
 STATE_BYTES = 16 * LAYERS * WIDTH * WIDTH  # weights, gradients, two moments
@@ -59,9 +58,6 @@ def limit_memory(num_bytes: int) -> None:
 def train(rank: int, folder: Path | None, is_limited: bool) -> list[float]:
     if is_limited:
         limit_memory(STATE_BYTES // 4)
-    # By threads, which every build has, and whose stacks count against the limit.
-    find = file_store.find_engine
-    file_store.find_engine = lambda _, *sizes: find("threads", *sizes)
     with torch.device("cpu" if folder is None else "meta"):
         model = Stack()
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)

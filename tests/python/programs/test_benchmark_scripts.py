@@ -30,7 +30,7 @@ from ringcomm import cli
 from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.parallel import pipeline
 
-ALGORITHMS = ["one_shot", "two_shot", "ring", "ring, rank_order"]
+ALGORITHMS = ["one_shot", "two_shot", "ring"]
 # A script with its options, the field that tells its records apart, and what is recorded of it.
 SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
     # What is too small to run where it lies is staged, and no record.

@@ -176,9 +176,9 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
 
 def test_doctor_says_why_a_group_cannot_be_made() -> None:
     """And tells the rest all the same."""
-    status, out, err = run("doctor", "--world-size", "2", RINGCOMM_NUM_SLOTS="1")
+    status, out, err = run("doctor", "--world-size", "2", RINGCOMM_TRANSPORT="tcp")
     assert (status, err) == (EXIT_FAILED, "")
-    cause = "rank 1: ValueError: ringcomm: num_slots must be 2 to 64"
+    cause = "rank 1: ValueError: ringcomm: transport must be shm or p2p, got 'tcp'"
     assert f"the group could not be created: {cause}" in out
     assert "cores" in out
     assert "all_reduce" not in out

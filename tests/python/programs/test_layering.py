@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
 
 # A file in csrc/X may include X and what stands left of it.
-LAYERS = ("core", "reduce", "transport", "storage", "collectives", "bindings")
+LAYERS = ("core", "reduce", "transport", "collectives", "bindings")
 LAYERS += ("kernels", "ops", "cuda")
 # A transport's folder in csrc/collectives, and whose it may include besides; of the files beside
-# the folders only the registry knows what transports there are.
+# the folders only the Communicator knows what transports there are.
 CARRIERS = {"shm": {"shm"}, "messages": {"messages"}, "hosts": {"hosts", "messages", "shm"}}
-REGISTRY = "carrier_registry.cc"
+REGISTRY = "communicator.cc"
 KNOW_TORCH = ("csrc/bindings", "csrc/ops", "csrc/cuda/bindings", "csrc/cuda/messages")
 TORCH_FOLDERS = {"torch", "ATen", "c10", "caffe2", "pybind11"}
 PYTHON_HEADERS = {"Python.h", "structmember.h"}

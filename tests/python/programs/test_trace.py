@@ -30,13 +30,12 @@ from ringcomm.trace import EVENT_BYTES, recordings
 from ringcomm.trace.merge import merge, steps
 
 Event = dict[str, Any]
-RING = Options(algorithm="ring", slot_bytes=64)
+RING = Options(algorithm="ring")
 ENVS: dict[str, list[dict[str, str]]] = {
     "shm": [{}] * 3,
     "p2p": [{"RINGCOMM_TRANSPORT": "p2p"}] * 3,
     "hosts": [{"RINGCOMM_HOST_ID": host} for host in "aab"],
 }
-# Of 16 elements a slot, chunks have slices of 16, 16 and 8 elements.
 PAGES = """
 #include <dlfcn.h>
 #include <errno.h>
@@ -68,7 +67,8 @@ if rank == 1:
     os._exit(0)
 assert os.wait()[1] == 0
 """
-CHUNK_ELEMS = 40
+# Chunks of two slices and a half.
+CHUNK_ELEMS = {"shm": 5 * (256 << 10) // 8, "p2p": 5 * (1 << 20) // 8}
 NUM_SLICES = 3
 
 
@@ -132,7 +132,7 @@ def reduce_around_a_ring(rank: int, num_elems: int) -> int:
     total = torch.full((num_elems,), float(rank + 1))
     dist.all_reduce(total)
     world_size = dist.get_world_size()
-    assert total.tolist() == [world_size * (world_size + 1) / 2] * num_elems
+    assert torch.equal(total, torch.full((num_elems,), world_size * (world_size + 1) / 2))
     return stats()["all_reduce", "ring"]["sent_bytes"]
 
 
@@ -142,7 +142,7 @@ def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path:
     """2(N-1) steps of each slice: each receives a chunk of the rank before, all but the last send
     it on. Which chunk, written down here once more."""
     args: dict[str, Any] = {"world_size": world_size, "env": ENVS[env], "pg_options": RING}
-    num_elems = world_size * CHUNK_ELEMS
+    num_elems = world_size * CHUNK_ELEMS[env]
     sent = record(tmp_path, reduce_around_a_ring, num_elems, **args)
     events, notes = merged(tmp_path)
     assert notes == []
@@ -171,13 +171,14 @@ def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path:
 
 
 def test_a_ring_in_rank_order_passes_on_only(tmp_path: Path) -> None:
-    options = Options(algorithm="ring", slot_bytes=64, deterministic="rank_order")
-    record(tmp_path, reduce_around_a_ring, 20, pg_options=options)
+    """Over messages. In shared memory two_shot runs, which has no steps."""
+    options = Options(algorithm="ring", deterministic="rank_order")
+    record(tmp_path, reduce_around_a_ring, 20, env=ENVS["p2p"], pg_options=options)
     for rank in range(3):
         found = of(merged(tmp_path)[0], "step", rank)
         names = [f"all_gather {what}" for what in ("first send", "step 0", "step 1")]
-        assert [e["name"] for e in found] == names * 2
-        assert [e["args"]["chunk"] for e in found] == [rank, (rank - 1) % 3, (rank - 2) % 3] * 2
+        assert [e["name"] for e in found] == names
+        assert [e["args"]["chunk"] for e in found] == [rank, (rank - 1) % 3, (rank - 2) % 3]
 
 
 def test_steps_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

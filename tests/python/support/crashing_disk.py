@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from ringcomm.parallel.offload import transfers
+from ringcomm.parallel.offload import file_store
 
 PAGE = 4096
 
@@ -103,8 +104,8 @@ class Disk:
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._wrap("sync", getattr(os, name)))
-        find = transfers.shared_engine
-        monkeypatch.setattr(transfers, "shared_engine", lambda *a: RecordingEngine(self, find(*a)))
+        find = file_store.shared_engine
+        monkeypatch.setattr(file_store, "shared_engine", lambda *a: RecordingEngine(self, find(*a)))
 
     def mark(self, mark: Any) -> None:
         self._log(Op("mark", mark=mark))
@@ -191,12 +192,12 @@ class RecordingEngine:
     def __init__(self, disk: Disk, real: Any) -> None:
         self._disk, self._real = disk, real
 
-    def start(self, is_write: bool, fd: int, address: int, num_bytes: int, offset: int) -> Any:
+    def start(self, is_write: bool, fd: int, memory: Tensor, num_bytes: int, offset: int) -> Any:
         if is_write and fd in self._disk._of_fd:
             if self._disk.fails_now():
                 return FailedTransfer(self._disk._code)
-            self._disk.wrote(fd, offset, ctypes.string_at(address, num_bytes))
-        return self._real.start(is_write, fd, address, num_bytes, offset)
+            self._disk.wrote(fd, offset, ctypes.string_at(memory.data_ptr(), num_bytes))
+        return self._real.start(is_write, fd, memory, num_bytes, offset)
 
 
 @dataclasses.dataclass

@@ -1,0 +1,438 @@
+// c10d's collectives: checks of what users pass, and the engine's calls.
+
+#include <ATen/MemoryOverlap.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include "bindings/process_group.h"
+#include "core/chunk_layout.h"
+#include "reduce/softmax_merge.h"
+
+namespace ringcomm {
+namespace {
+
+// ---- Checks
+
+void check_pair(const at::Tensor& output, const at::Tensor& input, const char* op) {
+  check_tensor(output, op);
+  check_tensor(input, op);
+  check_same_dtype(output, input, op);
+}
+
+// One tensor per rank, of any sizes.
+void check_shares(const Tensors& tensors, int world_size, const at::Tensor& reference,
+                  const char* op) {
+  TORCH_CHECK_VALUE(tensors.size() == static_cast<std::size_t>(world_size), "ringcomm: ", op,
+                    " needs one tensor for each of the ", world_size, " ranks, got ",
+                    tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, op);
+    check_same_dtype(tensor, reference, op);
+  }
+}
+
+// The one list of a list of lists; or null where the list belongs to the root and this rank is not.
+const Tensors* only_list(const TensorLists& lists, bool has_list, const char* op) {
+  TORCH_CHECK_VALUE(
+      lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " needs ",
+      has_list ? "one list of tensors, one for each rank" : "a list of tensors at its root only",
+      ", got ", lists.size(), " lists");
+  return has_list ? &lists[0] : nullptr;
+}
+
+void check_as_many(const Tensors& outputs, const Tensors& inputs, const char* op) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "ringcomm: ", op, " got ", inputs.size(),
+                    " inputs and ", outputs.size(), " outputs");
+}
+
+constexpr const char* kFusedUpdate = "reduce_scatter_update_all_gather_";
+
+void check_array(const at::Tensor& tensor, const char* name) {
+  check_tensor(tensor, kFusedUpdate);
+  TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg(), "ringcomm: ", kFusedUpdate,
+                    " needs ", name, " contiguous, got shape ", tensor.sizes(), " with strides ",
+                    tensor.strides());
+}
+
+// The data of this rank's shard of a state.
+float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& shard,
+                  TensorCall& item) {
+  check_array(tensor, name);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kFusedUpdate, " needs ", name,
+                   " in float32, got ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(num_elems_of(tensor) == shard.num_elems, "ringcomm: ", kFusedUpdate, " needs ",
+                    name, " to be this rank's shard, elements ", shard.begin_elems, " to ",
+                    shard.end_elems(), " (", shard.num_elems, "), got ", tensor.numel(),
+                    "; see ringcomm.ops.shard_range");
+  item.kept.push_back(tensor);
+  return tensor.data_ptr<float>();
+}
+
+// ---- Calls
+
+// Adds the pointers to `world_size` parts of `num_bytes` each.
+template <class Pointer>
+void add_equal_parts(void* data, std::size_t num_bytes, int world_size,
+                     std::vector<Pointer>& parts) {
+  for (int rank = 0; rank < world_size; ++rank)
+    parts.push_back(static_cast<std::byte*>(data) + static_cast<std::size_t>(rank) * num_bytes);
+}
+
+// Splits a contiguous tensor into parts of `splits` rows each, or into equal parts without splits,
+// and adds each part's pointer and size in bytes. `what` names the tensor.
+template <class Pointer>
+void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int world_size,
+              const char* what, std::vector<Pointer>& parts, std::vector<std::size_t>& num_bytes) {
+  TORCH_CHECK_VALUE(buffer.dim() > 0, "ringcomm: all_to_all_single splits its ", what,
+                    " along dimension 0, which a scalar does not have");
+  const int64_t num_rows = buffer.size(0);
+  std::vector<int64_t> rows = splits;
+  if (rows.empty()) {
+    TORCH_CHECK_VALUE(num_rows % world_size == 0, "ringcomm: all_to_all_single cannot split the ",
+                      num_rows, " rows of its ", what, " evenly for ", world_size,
+                      " ranks; pass split sizes");
+    rows.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
+  }
+  TORCH_CHECK_VALUE(rows.size() == static_cast<std::size_t>(world_size),
+                    "ringcomm: all_to_all_single needs one split size of its ", what,
+                    " for each of the ", world_size, " ranks, got ", rows.size());
+  auto* data = static_cast<std::byte*>(buffer.data_ptr());
+  const std::size_t row_bytes =
+      num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
+  int64_t rows_left = num_rows;
+  for (const int64_t share_rows : rows) {
+    TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= rows_left,
+                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ",
+                      at::IntArrayRef(rows), ", do not fit its ", num_rows, " rows");
+    parts.push_back(data);
+    num_bytes.push_back(static_cast<std::size_t>(share_rows) * row_bytes);
+    data += num_bytes.back();
+    rows_left -= share_rows;
+  }
+  TORCH_CHECK_VALUE(rows_left == 0, "ringcomm: all_to_all_single: the split sizes of its ", what,
+                    ", ", at::IntArrayRef(rows), ", add up to ", num_rows - rows_left,
+                    ", but there are ", num_rows, " rows");
+}
+
+// The input of a call that writes into `buffer`: `buffer` itself, or a copy times a factor.
+const void* input_of(const at::Tensor& buffer, const c10d::ReduceOp& op, TensorCall& item) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return buffer.data_ptr();
+  return readable(premultiplied(buffer, op), item);
+}
+
+TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
+                           const c10d::ReduceOp& op) {
+  TensorCall item;
+  const bool is_in_place = input.is_same(output);
+  const at::Tensor buffer = as_real(writable(output, item, is_in_place), op);
+  item.call = reducing(OpKind::kAllReduce, buffer, op, "all_reduce");
+  item.inputs = {is_in_place ? input_of(buffer, op, item)
+                             : readable(premultiplied(input, op), item)};
+  item.outputs = {buffer.data_ptr()};
+  return item;
+}
+
+TensorCall reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
+                               const c10d::ReduceOp& op, int world_size) {
+  check_pair(output, input, "reduce_scatter_tensor");
+  TORCH_CHECK_VALUE(input.numel() == output.numel() * world_size,
+                    "ringcomm: reduce_scatter_tensor into ", output.numel(), " elements over ",
+                    world_size, " ranks needs an input of ", output.numel() * world_size,
+                    " elements, got ", input.numel());
+  TensorCall item;
+  const at::Tensor buffer = as_real(writable(output, item), op);
+  item.call = reducing(OpKind::kReduceScatter, buffer, op, "reduce_scatter_tensor");
+  item.outputs = {buffer.data_ptr()};
+  add_equal_parts(readable(premultiplied(input, op), item), output.nbytes(), world_size,
+                  item.inputs);
+  return item;
+}
+
+TensorCall all_gather_call(const at::Tensor& output, const at::Tensor& input, int world_size) {
+  check_pair(output, input, "all_gather_into_tensor");
+  TORCH_CHECK_VALUE(output.numel() == input.numel() * world_size,
+                    "ringcomm: all_gather_into_tensor of ", input.numel(),
+                    " elements per rank over ", world_size, " ranks needs an output of ",
+                    input.numel() * world_size, " elements, got ", output.numel());
+  TensorCall item{.call = moving(OpKind::kAllGather, input)};
+  add_equal_parts(writable(output, item).data_ptr(), input.nbytes(), world_size, item.outputs);
+  item.inputs = {readable(input, item)};
+  return item;
+}
+
+TensorCall all_gather_list_call(const Tensors& outputs, const at::Tensor& input, int world_size) {
+  check_shares(outputs, world_size, input, "all_gather");
+  TensorCall item{.call = moving(OpKind::kAllGather, input)};
+  add_outputs(outputs, 1, item);
+  item.inputs = {readable(input, item)};
+  return item;
+}
+
+}  // namespace
+
+// ---- The elements of the ranks become one
+
+WorkPtr ProcessGroupRingcomm::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
+    return start({c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", opts},
+                 sparse_all_reduce_call(tensors[0], opts.reduceOp, getRank(), getSize()), tensors);
+  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
+  return start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", opts},
+               all_reduce_call(tensor, tensor, opts.reduceOp), tensors);
+}
+
+WorkPtr ProcessGroupRingcomm::allreduce_coalesced(Tensors& tensors,
+                                                  const c10d::AllreduceCoalescedOptions& opts) {
+  std::vector<TensorCall> calls;
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, "all_reduce_coalesced");
+    calls.push_back(all_reduce_call(tensor, tensor, opts.reduceOp));
+  }
+  return start({c10d::OpType::ALLREDUCE_COALESCED, "ringcomm:all_reduce", opts}, std::move(calls),
+               tensors);
+}
+
+void ProcessGroupRingcomm::all_reduce_into(const at::Tensor& input, const at::Tensor& output,
+                                           const c10d::ReduceOp& op) {
+  check_tensor(input, "all_reduce");
+  check_tensor(output, "all_reduce");
+  start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce"}, all_reduce_call(input, output, op),
+        {output});
+}
+
+void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor) {
+  check_tensor(tensor, "ring_all_reduce_");
+  TensorCall item = all_reduce_call(tensor, tensor, c10d::ReduceOp::SUM);
+  item.call.algorithm = Algorithm::kRing;
+  start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce"}, std::move(item), {tensor});
+}
+
+void ProcessGroupRingcomm::merge_softmax_stats(const at::Tensor& input, const at::Tensor& output) {
+  TensorCall item = all_reduce_call(input, output, c10d::ReduceOp::SUM);
+  item.call.dtype = DType::kSoftmaxStats;
+  item.call.reduction = Reduction::kMerge;
+  item.call.num_elems = num_elems_of(input) / kNumSoftmaxStats;
+  start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce"}, std::move(item), {output});
+}
+
+WorkPtr ProcessGroupRingcomm::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const at::Tensor& tensor = only_tensor(tensors, "reduce");
+  const int root = checked_rank(opts.rootRank, "the destination of reduce");
+  TensorCall item;
+  const at::Tensor buffer =
+      as_real(root == getRank() ? writable(tensor, item, true) : plain(tensor), opts.reduceOp);
+  item.call = reducing(OpKind::kReduce, buffer, opts.reduceOp, "reduce", root);
+  item.kept.push_back(buffer);
+  item.profiled = {tensor};
+  item.inputs = {input_of(buffer, opts.reduceOp, item)};
+  item.outputs = {buffer.data_ptr()};
+  return start({c10d::OpType::REDUCE, "ringcomm:reduce", opts}, std::move(item), tensors);
+}
+
+WorkPtr ProcessGroupRingcomm::_reduce_scatter_base(at::Tensor& outputBuffer,
+                                                   at::Tensor& inputBuffer,
+                                                   const c10d::ReduceScatterOptions& opts) {
+  return start({c10d::OpType::_REDUCE_SCATTER_BASE, "ringcomm:_reduce_scatter_base", opts},
+               reduce_scatter_call(outputBuffer, inputBuffer, opts.reduceOp, getSize()),
+               {outputBuffer});
+}
+
+WorkPtr ProcessGroupRingcomm::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  check_as_many(outputs, inputs, "reduce_scatter_tensor_coalesced");
+  std::vector<TensorCall> calls;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    calls.push_back(reduce_scatter_call(outputs[i], inputs[i], opts.reduceOp, getSize()));
+  return start({c10d::OpType::COALESCED, "ringcomm:reduce_scatter_tensor_coalesced", opts},
+               std::move(calls), outputs);
+}
+
+WorkPtr ProcessGroupRingcomm::reduce_scatter(Tensors& outputTensors, TensorLists& inputTensors,
+                                             const c10d::ReduceScatterOptions& opts) {
+  const at::Tensor& output = only_tensor(outputTensors, "reduce_scatter");
+  const Tensors& inputs = *only_list(inputTensors, true, "reduce_scatter");
+  check_shares(inputs, getSize(), output, "reduce_scatter");
+  TensorCall item;
+  const at::Tensor buffer = as_real(writable(output, item), opts.reduceOp);
+  item.call = reducing(OpKind::kReduceScatter, buffer, opts.reduceOp, "reduce_scatter");
+  item.outputs = {buffer.data_ptr()};
+  Tensors scaled;
+  for (const at::Tensor& input : inputs) scaled.push_back(premultiplied(input, opts.reduceOp));
+  add_inputs(scaled, buffer.element_size(), item);
+  return start({c10d::OpType::REDUCE_SCATTER, "ringcomm:reduce_scatter", opts}, std::move(item),
+               outputTensors);
+}
+
+// ---- Every rank gets the same
+
+WorkPtr ProcessGroupRingcomm::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const at::Tensor& tensor = only_tensor(tensors, "broadcast");
+  const int root = checked_rank(opts.rootRank, "the source of broadcast");
+  TensorCall item{.call = moving(OpKind::kBroadcast, tensor, root)};
+  void* data = root == getRank() ? readable(tensor, item) : writable(tensor, item).data_ptr();
+  item.profiled = {tensor};
+  item.inputs = {data};
+  item.outputs = {data};
+  return start({c10d::OpType::BROADCAST, "ringcomm:broadcast", opts}, std::move(item), tensors);
+}
+
+WorkPtr ProcessGroupRingcomm::_allgather_base(at::Tensor& outputBuffer, at::Tensor& inputBuffer,
+                                              const c10d::AllgatherOptions& opts) {
+  return start({c10d::OpType::_ALLGATHER_BASE, "ringcomm:_all_gather_base", opts},
+               all_gather_call(outputBuffer, inputBuffer, getSize()), {outputBuffer});
+}
+
+WorkPtr ProcessGroupRingcomm::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                              const c10d::AllgatherOptions& opts) {
+  check_as_many(outputs, inputs, "all_gather_into_tensor_coalesced");
+  std::vector<TensorCall> calls;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    calls.push_back(all_gather_call(outputs[i], inputs[i], getSize()));
+  return start({c10d::OpType::COALESCED, "ringcomm:all_gather_into_tensor_coalesced", opts},
+               std::move(calls), outputs);
+}
+
+WorkPtr ProcessGroupRingcomm::allgather(TensorLists& outputTensors, Tensors& inputTensors,
+                                        const c10d::AllgatherOptions& opts) {
+  const at::Tensor& input = only_tensor(inputTensors, "all_gather");
+  const Tensors& outputs = *only_list(outputTensors, true, "all_gather");
+  return start({c10d::OpType::ALLGATHER, "ringcomm:all_gather", opts},
+               all_gather_list_call(outputs, input, getSize()), outputs);
+}
+
+// outputTensorLists[rank][i] is what inputTensors[i] of that rank holds.
+WorkPtr ProcessGroupRingcomm::allgather_coalesced(TensorLists& outputTensorLists,
+                                                  Tensors& inputTensors,
+                                                  const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK_VALUE(outputTensorLists.size() == static_cast<std::size_t>(getSize()),
+                    "ringcomm: all_gather_coalesced needs one list of outputs for each of the ",
+                    getSize(), " ranks, got ", outputTensorLists.size());
+  for (const Tensors& outputs : outputTensorLists)
+    TORCH_CHECK_VALUE(outputs.size() == inputTensors.size(), "ringcomm: all_gather_coalesced got ",
+                      inputTensors.size(), " inputs, and a list of ", outputs.size(), " outputs");
+  std::vector<TensorCall> calls;
+  Tensors results;
+  for (std::size_t i = 0; i < inputTensors.size(); ++i) {
+    check_tensor(inputTensors[i], "all_gather_coalesced");
+    Tensors of_ranks;
+    for (const Tensors& outputs : outputTensorLists) of_ranks.push_back(outputs[i]);
+    calls.push_back(all_gather_list_call(of_ranks, inputTensors[i], getSize()));
+    results.insert(results.end(), of_ranks.begin(), of_ranks.end());
+  }
+  return start({c10d::OpType::ALLGATHER_COALESCED, "ringcomm:all_gather", opts}, std::move(calls),
+               std::move(results));
+}
+
+// ---- Each rank has something else for each other
+
+WorkPtr ProcessGroupRingcomm::gather(TensorLists& outputTensors, Tensors& inputTensors,
+                                     const c10d::GatherOptions& opts) {
+  const at::Tensor& input = only_tensor(inputTensors, "gather");
+  const int root = checked_rank(opts.rootRank, "the destination of gather");
+  const Tensors* outputs = only_list(outputTensors, root == getRank(), "gather");
+  TensorCall item{.call = moving(OpKind::kGather, input, root)};
+  if (outputs != nullptr) {
+    check_shares(*outputs, getSize(), input, "gather");
+    add_outputs(*outputs, 1, item);
+  }
+  item.inputs = {readable(input, item)};
+  return start({c10d::OpType::GATHER, "ringcomm:gather", opts}, std::move(item),
+               outputs != nullptr ? *outputs : Tensors{});
+}
+
+WorkPtr ProcessGroupRingcomm::scatter(Tensors& outputTensors, TensorLists& inputTensors,
+                                      const c10d::ScatterOptions& opts) {
+  const at::Tensor& output = only_tensor(outputTensors, "scatter");
+  const int root = checked_rank(opts.rootRank, "the source of scatter");
+  const Tensors* inputs = only_list(inputTensors, root == getRank(), "scatter");
+  TensorCall item{.call = moving(OpKind::kScatter, output, root)};
+  item.outputs = {writable(output, item).data_ptr()};
+  if (inputs != nullptr) {
+    check_shares(*inputs, getSize(), output, "scatter");
+    add_inputs(*inputs, 1, item);
+  }
+  return start({c10d::OpType::SCATTER, "ringcomm:scatter", opts}, std::move(item), outputTensors);
+}
+
+WorkPtr ProcessGroupRingcomm::alltoall(Tensors& outputTensors, Tensors& inputTensors,
+                                       const c10d::AllToAllOptions& opts) {
+  TORCH_CHECK_VALUE(!inputTensors.empty(), "ringcomm: all_to_all got no inputs");
+  check_shares(inputTensors, getSize(), inputTensors[0], "all_to_all");
+  check_shares(outputTensors, getSize(), inputTensors[0], "all_to_all");
+  TensorCall item{.call = moving(OpKind::kAllToAll, inputTensors[0])};
+  add_inputs(inputTensors, 1, item);
+  add_outputs(outputTensors, 1, item);
+  item.take_even_size();
+  return start({c10d::OpType::ALLTOALL, "ringcomm:all_to_all", opts}, std::move(item),
+               outputTensors);
+}
+
+WorkPtr ProcessGroupRingcomm::alltoall_base(at::Tensor& outputTensor, at::Tensor& inputTensor,
+                                            std::vector<int64_t>& outputSplitSizes,
+                                            std::vector<int64_t>& inputSplitSizes,
+                                            const c10d::AllToAllOptions& opts) {
+  check_pair(outputTensor, inputTensor, "all_to_all_single");
+  TensorCall item{.call = moving(OpKind::kAllToAll, inputTensor)};
+  readable(inputTensor, item);
+  add_rows(item.kept.back(), inputSplitSizes, getSize(), "input", item.inputs, item.input_elems);
+  add_rows(writable(outputTensor, item), outputSplitSizes, getSize(), "output", item.outputs,
+           item.output_elems);
+  item.take_even_size();
+  return start({c10d::OpType::ALLTOALL_BASE, "ringcomm:all_to_all", opts}, std::move(item),
+               {outputTensor});
+}
+
+WorkPtr ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
+  CallInfo info{c10d::OpType::BARRIER, "ringcomm:barrier", opts};
+  info.device = opts.device.value_or(c10::Device(c10::kCPU));
+  if (!info.device->is_cpu() && !info.device->has_index())
+    info.device = c10::impl::VirtualGuardImpl(info.device->type()).getDevice();
+  return start(info, TensorCall{}, {});
+}
+
+// ---- With an optimizer's step in between
+
+void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec,
+                                                bool is_average) {
+  const auto& [param, grad, master, states] = tensors;
+  for (const auto& [tensor, name] : {std::pair(param, "the parameters"), {grad, "the gradient"}}) {
+    check_array(tensor, name);
+    check_float_dtype(tensor, name, kFusedUpdate);
+  }
+  TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "ringcomm: ", kFusedUpdate,
+                    " needs a gradient of the parameters' shape, ", param.sizes(), ", got ",
+                    grad.sizes());
+  spec.param_dtype = reduced_dtype(param, kFusedUpdate);
+  spec.has_master = master.has_value();
+
+  TensorCall item;
+  item.kept = {param, grad};
+  const ElemRange shard = ChunkLayout(num_elems_of(param), getSize()).chunk(getRank());
+  auto update = std::make_shared<ShardUpdate>(ShardUpdate{.spec = spec});
+  if (spec.has_master) update->master = shard_data(*master, "master", shard, item);
+  for (std::size_t i = 0; i < states.size(); ++i) {
+    const auto& [name, state] = states[i];
+    const bool is_needed = i < static_cast<std::size_t>(num_states(spec));
+    TORCH_CHECK_VALUE(state.has_value() == is_needed, "ringcomm: ", kFusedUpdate,
+                      is_needed ? " needs " : " does not take ", name, " in ", describe(spec));
+    if (is_needed) update->states[i] = shard_data(*state, name, shard, item);
+  }
+  for (auto one = item.kept.begin(); one != item.kept.end(); ++one)
+    for (auto other = item.kept.begin(); other != one; ++other)
+      TORCH_CHECK_VALUE(at::get_overlap_status(*one, *other) == at::MemOverlapStatus::No,
+                        "ringcomm: ", kFusedUpdate,
+                        " got tensors that share memory; parameters, gradient and state must "
+                        "not overlap");
+
+  item.update = std::move(update);
+  item.call = {.op = OpKind::kReduceUpdateGather,
+               .dtype = reduced_dtype(grad, kFusedUpdate),
+               .reduction = is_average ? Reduction::kAvg : Reduction::kSum,
+               .num_elems = num_elems_of(param)};
+  item.inputs = {grad.data_ptr()};
+  item.outputs = {param.data_ptr()};
+  start({c10d::OpType::UNKNOWN, "ringcomm:reduce_scatter_update_all_gather"}, std::move(item),
+        {param});
+}
+
+}  // namespace ringcomm

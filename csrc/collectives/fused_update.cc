@@ -1,0 +1,98 @@
+#include "collectives/fused_update.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ringcomm {
+namespace {
+
+// The reduced gradient of one block; with the block's parameters and state it fits an L1 cache of
+// 32 KiB.
+constexpr std::size_t kBlockElems = 1024;
+
+}  // namespace
+
+OwnerUpdate::OwnerUpdate(const Collective& call, int rank, int world_size)
+    : call_(call),
+      reduce_op_(reduce_op_of(call)),
+      update_op_(make_update_op(call.update->spec, call.dtype)),
+      divisor_(divisor_of(call, world_size)),
+      own_(ChunkLayout(call.num_elems, world_size).chunk(rank)),
+      grad_bytes_(element_bytes(call.dtype)),
+      param_bytes_(element_bytes(call.update->spec.param_dtype)),
+      block_srcs_(static_cast<std::size_t>(world_size)) {}
+
+void OwnerUpdate::run(const void* const* srcs, int num_srcs, const ElemRange& elems,
+                      std::byte* also_to) {
+  alignas(64) std::byte reduced[kBlockElems * sizeof(float)];
+  for (std::size_t done_elems = 0; done_elems < elems.num_elems; done_elems += kBlockElems) {
+    const std::size_t num_elems = std::min(kBlockElems, elems.num_elems - done_elems);
+    for (std::size_t s = 0; s < static_cast<std::size_t>(num_srcs); ++s)
+      block_srcs_[s] = at(srcs[s], done_elems, grad_bytes_);
+    reduce_op_.combine(reduced, nullptr, block_srcs_.data(), num_srcs, num_elems, divisor_);
+    UpdateArrays arrays = arrays_at(elems.begin_elems + done_elems);
+    arrays.grad = reduced;
+    update_op_.apply(update_op_.scalars, arrays, num_elems);
+    if (also_to != nullptr)
+      std::memcpy(at(also_to, done_elems, param_bytes_), arrays.param, num_elems * param_bytes_);
+  }
+}
+
+UpdateArrays OwnerUpdate::arrays_at(std::size_t begin_elems) const {
+  const std::size_t in_shard = begin_elems - own_.begin_elems;
+  const ShardUpdate& shard = *call_.update;
+  const auto moved = [in_shard](float* array) {
+    return array != nullptr ? array + in_shard : array;
+  };
+  return {.param = at(call_.outputs[0], begin_elems, param_bytes_),
+          .master = moved(shard.master),
+          .states = {moved(shard.states[0]), moved(shard.states[1])}};
+}
+
+Traffic update_in_parts(const Collective& call, int rank, int world_size,
+                        const std::function<Traffic(const Collective&)>& run) {
+  Collective summed = call;  // the reduce_scatter averages, not the update
+  summed.reduction = Reduction::kSum;
+  OwnerUpdate update(summed, rank, world_size);
+  const ChunkLayout layout(call.num_elems, world_size);
+  const auto world = static_cast<std::size_t>(world_size);
+  std::vector<const void*> grads(world);
+  std::vector<void*> params(world);
+  std::vector<std::size_t> chunk_elems(world);
+  for (std::size_t peer = 0; peer < world; ++peer) {
+    const ElemRange chunk = layout.chunk(static_cast<int>(peer));
+    grads[peer] = at(call.inputs[0], chunk.begin_elems, update.grad_bytes());
+    params[peer] = at(call.outputs[0], chunk.begin_elems, update.param_bytes());
+    chunk_elems[peer] = chunk.num_elems;
+  }
+
+  std::vector<std::byte> reduced(update.own().num_elems * update.grad_bytes());
+  void* const output = reduced.data();
+  Collective scatter = call;
+  scatter.op = OpKind::kReduceScatter;
+  scatter.algorithm = Algorithm::kAuto;
+  scatter.num_elems = update.own().num_elems;
+  scatter.inputs = grads.data();
+  scatter.input_elems = chunk_elems.data();
+  scatter.outputs = &output;
+  Traffic traffic = run(scatter);
+
+  const void* const grad = reduced.data();
+  update.run(&grad, 1, update.own(), nullptr);
+
+  Collective gather = call;
+  gather.op = OpKind::kAllGather;
+  gather.algorithm = Algorithm::kAuto;
+  gather.dtype = call.update->spec.param_dtype;
+  gather.num_elems = update.own().num_elems;
+  const void* const own_params = params[static_cast<std::size_t>(rank)];
+  gather.inputs = &own_params;
+  gather.outputs = params.data();
+  gather.output_elems = chunk_elems.data();
+  const Traffic gathered = run(gather);
+  traffic.sent_bytes += gathered.sent_bytes;
+  traffic.copied_bytes += gathered.copied_bytes;
+  return traffic;
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <vector>
+
+#include "collectives/carrier.h"
+#include "core/chunk_layout.h"
+#include "reduce/update_op.h"
+
+namespace ringcomm {
+
+/// The update of a chunk by its owner in reduce_scatter_update_all_gather; all algorithms use it.
+/// It reduces gradients, and updates parameters and state while the result is in the innermost
+/// cache. The reduced gradient is never stored elsewhere.
+///
+/// The reduced gradient is rounded to its dtype in between, so that the result is that of a
+/// reduce_scatter followed by the update, to the last bit.
+class OwnerUpdate {
+ public:
+  /// `call` must live as long, and its state be that of `rank`'s chunk.
+  OwnerUpdate(const Collective& call, int rank, int world_size);
+
+  /// Reduces `num_srcs` arrays of gradients left to right, divides if the call averages, and
+  /// updates the elements `elems` of the call's buffer (this rank's own) that they belong to. The
+  /// new parameters go to the call's output, and to `also_to` unless that is null.
+  void run(const void* const* srcs, int num_srcs, const ElemRange& elems, std::byte* also_to);
+
+  std::size_t grad_bytes() const { return grad_bytes_; }    ///< of one element
+  std::size_t param_bytes() const { return param_bytes_; }  ///< of one element
+  const ElemRange& own() const { return own_; }
+
+ private:
+  UpdateArrays arrays_at(std::size_t begin_elems) const;
+
+  const Collective& call_;
+  const ReduceOp& reduce_op_;
+  UpdateOp update_op_;
+  int divisor_;
+  ElemRange own_;
+  std::size_t grad_bytes_;
+  std::size_t param_bytes_;
+  std::vector<const void*> block_srcs_;
+};
+
+/// reduce_scatter_update_all_gather as a reduce_scatter, the update, and an all_gather, for
+/// carriers that know no update: `run` carries out a collective of uneven shares. Equal to the
+/// fused form to the last bit where that reduces in the same order.
+Traffic update_in_parts(const Collective& call, int rank, int world_size,
+                        const std::function<Traffic(const Collective&)>& run);
+
+}  // namespace ringcomm

@@ -1,0 +1,251 @@
+#include "collectives/messages/members.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "core/errors.h"
+#include "transport/wait_limits.h"
+
+namespace ringcomm {
+namespace {
+
+// How late the watchdog may end a wait.
+constexpr std::chrono::milliseconds kLookInterval{20};
+// It reads the store at every fifth look: how long a rank may take to notice that another one has
+// failed.
+constexpr int kLooksPerQuestion = 5;
+// After this many looks with nothing to watch, it sleeps until the next operation wakes it, which
+// costs that operation some microseconds.
+constexpr int kIdleLooks = 50;
+// Messages that a process sent before its end arrive within so many looks on the same machine: half
+// a second, or more on a busy machine, where any time may pass without a thread's turn.
+constexpr int kLooksForLastWords = 25;
+// A store that is unreachable for this long is treated as lost.
+constexpr std::chrono::milliseconds kStoreGrace{1000};
+// How long a live rank that has closed its connection may take to report why, and the reason for an
+// abort to get here after the abort.
+constexpr std::chrono::milliseconds kReasonGrace{2000};
+
+}  // namespace
+
+MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
+    : rank_(ranks.rank()), store_(store.clone()), processes_(ranks.processes()) {
+  // How often this rank has made a group over this store: the same on all ranks, and what tells
+  // this group's keys from those of one that was destroyed before.
+  const std::int64_t generation =
+      store.add("ringcomm/messages/generation/" + std::to_string(rank_), 1);
+  prefix_ = "ringcomm/messages/" + std::to_string(generation) + "/";
+  const auto key_of = [this](int rank) { return prefix_ + "rank/" + std::to_string(rank); };
+  store.set(key_of(rank_), ranks.mine().to_text());
+  for (int peer = 0; peer < ranks.world_size(); ++peer) {
+    records_.push_back(RankRecord::from_text(ranks.wait_for(key_of(peer), peer)));
+    const RankRecord& theirs = records_.back();
+    if (theirs.options != ranks.mine().options)
+      throw Error({.kind = ErrorKind::kMismatch,
+                   .rank = peer,
+                   .pid = theirs.pid,
+                   .host = theirs.host,
+                   .op = "init"},
+                  "ringcomm: rank " + std::to_string(rank_) + " and rank " + std::to_string(peer) +
+                      " made the group with different options: {" + ranks.mine().options +
+                      "} and {" + theirs.options + "}");
+  }
+}
+
+void MessageMembers::leave() {
+  watch_.reset();
+  try {
+    store_->set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
+  } catch (const std::exception&) {
+    // The store is lost, and most likely the program with it.
+  }
+}
+
+// ---- What this rank knows of the others.
+
+Stop MessageMembers::state_of(int) const {
+  const std::lock_guard lock(mutex_);
+  return reason_.has_value() ? Stop::kAborted : Stop::kNone;
+}
+
+// Whether the process of `rank` is known to live.
+bool MessageMembers::is_alive(int rank) const {
+  // If a rank is a thread of this process, the process does not tell whether the rank lives.
+  const std::string& address = process_of(rank).bootstrap_address;
+  return !address.empty() && address != record_of(rank_).bootstrap_address && !has_died(rank);
+}
+
+// Whether `rank` has destroyed its side of the group.
+bool MessageMembers::has_left(int rank) {
+  std::string text;
+  if (!store_->try_get(prefix_ + "left/" + std::to_string(rank), text)) return false;
+  const std::lock_guard lock(mutex_);
+  num_calls_of_[rank] = std::strtoll(text.c_str(), nullptr, 10);
+  return true;
+}
+
+std::int64_t MessageMembers::num_calls_of(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = num_calls_of_.find(rank);
+  return found != num_calls_of_.end() ? found->second : -1;
+}
+
+// ---- The end of the group.
+
+void MessageMembers::tell(const std::exception& error) {
+  const auto* known = dynamic_cast<const Error*>(&error);
+  abort({.kind = known != nullptr ? known->info().kind : ErrorKind::kAborted,
+         .origin = rank_,
+         .culprit = known != nullptr ? known->info().rank : rank_,
+         .text = error.what()});
+}
+
+void MessageMembers::abort(const AbortReason& reason) {
+  if (state_of(rank_) == Stop::kAborted) return;
+  // This rank's waits end first, because the store may be slow or lost.
+  keep(reason);
+  try {
+    store_->set_first(prefix_ + "abort", reason.to_text());
+  } catch (const std::exception&) {
+    // The other ranks notice the failure themselves.
+  }
+}
+
+void MessageMembers::keep(const AbortReason& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (reason_) return;
+    reason_ = reason;
+  }
+  has_reason_.notify_all();
+  if (on_abort_) on_abort_();
+  if (transport_ != nullptr) transport_->abort();
+}
+
+AbortReason MessageMembers::abort_reason() const {
+  std::unique_lock lock(mutex_);
+  has_reason_.wait_for(lock, kReasonGrace, [this] { return reason_.has_value(); });
+  if (reason_) return *reason_;
+  return {.kind = ErrorKind::kAborted,
+          .origin = rank_,
+          .culprit = rank_,
+          .text = "its messages were aborted, and no rank has reported why"};
+}
+
+bool MessageMembers::is_given_up(bool asks) noexcept {
+  try {
+    if (asks) return look();
+  } catch (const std::exception&) {
+    // No store, no news.
+  }
+  return state_of(rank_) == Stop::kAborted;
+}
+
+// Looks in the store. Whether the group has ended; throws what the store does.
+bool MessageMembers::look() {
+  if (state_of(rank_) == Stop::kAborted) return true;
+  std::string text;
+  if (!store_->try_get(prefix_ + "abort", text)) return false;
+  keep(AbortReason::from_text(text));
+  return true;
+}
+
+// ---- The watchdog.
+
+MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point deadline)
+    : members_(members), deadline_(deadline) {
+  const std::lock_guard lock(members.mutex_);
+  if (!members.watch_)
+    members.watch_.emplace("ringcomm-watch",
+                           WatchThread::Pace{.interval = kLookInterval, .num_looks = kIdleLooks},
+                           [&members] {
+                             members.watch_operations();
+                             return true;
+                           });
+  place_ = members.operations_.insert(members.operations_.end(), this);
+  members.watch_->wake();
+}
+
+MessageMembers::Operation::~Operation() {
+  const std::lock_guard lock(members_.mutex_);
+  members_.operations_.erase(place_);
+}
+
+void MessageMembers::Operation::await(int peer) {
+  const std::lock_guard lock(members_.mutex_);
+  peer_ = peer;
+  num_looks_gone_ = 0;
+}
+
+void MessageMembers::Operation::no_source_is_left() {
+  const std::lock_guard lock(members_.mutex_);
+  is_orphan_ = true;
+}
+
+Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
+  if (end == MessageEnd::kAborted) {
+    const std::lock_guard lock(members_.mutex_);
+    if (stop_ != Stop::kPeerDied) return stop_ != Stop::kNone ? stop_ : Stop::kAborted;
+  }
+  // A rank that fails or leaves reports it before it closes its connections.
+  const auto deadline = Clock::now() + kReasonGrace;
+  try {
+    for (Backoff backoff;; backoff.sleep()) {
+      const bool may_say_why = peer >= 0 && members_.is_alive(peer) && Clock::now() < deadline;
+      if (members_.look()) return Stop::kAborted;
+      if (peer >= 0 && members_.has_left(peer)) return Stop::kPeerLeft;
+      if (!may_say_why) break;
+    }
+  } catch (const std::exception&) {
+    // No store: its host may be the peer that died.
+  }
+  return Stop::kPeerDied;
+}
+
+bool MessageMembers::is_gone(int peer) const {
+  if (peer != MessageTransport::kAnySource) return peer >= 0 && has_died(peer);
+  for (int rank = 0; rank < static_cast<int>(records_.size()); ++rank)
+    if (rank != rank_ && !has_died(rank)) return false;
+  return true;
+}
+
+// Whether it is over now, with the lock held.
+bool MessageMembers::must_end(Operation& operation) const {
+  if (operation.stop_ != Stop::kNone) return false;
+  if (Clock::now() >= operation.deadline_) operation.stop_ = Stop::kTimeout;
+  const bool is_orphan = operation.is_orphan_ && operation.peer_ == MessageTransport::kAnySource;
+  if ((is_orphan || is_gone(operation.peer_)) && ++operation.num_looks_gone_ > kLooksForLastWords)
+    operation.stop_ = Stop::kPeerDied;
+  return operation.stop_ != Stop::kNone;
+}
+
+void MessageMembers::watch_operations() {
+  bool must_abort = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (operations_.empty()) return;
+    watch_->wake();  // and looks again
+    for (Operation* operation : operations_) must_abort |= must_end(*operation);
+  }
+  if (must_abort) transport_->abort();
+  if (++num_looks_ % kLooksPerQuestion == 0) look_patiently();
+}
+
+void MessageMembers::look_patiently() {
+  if (is_store_gone_) return;
+  try {
+    look();
+    store_fails_since_ = Clock::time_point::max();
+  } catch (const std::exception& error) {
+    store_fails_since_ = std::min(store_fails_since_, Clock::now());
+    if (Clock::now() - store_fails_since_ < kStoreGrace) return;
+    is_store_gone_ = true;
+    keep({.kind = ErrorKind::kSystem,
+          .origin = rank_,
+          .culprit = -1,
+          .text = std::string("the group's store can no longer be reached (") + error.what() +
+                  "); the process that serves it, usually rank 0, has probably ended"});
+  }
+}
+
+}  // namespace ringcomm

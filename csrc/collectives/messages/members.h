@@ -1,0 +1,146 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/watch_thread.h"
+#include "core/arch.h"
+#include "transport/membership.h"
+#include "transport/messages/message_transport.h"
+#include "transport/peer_table.h"
+#include "transport/shm/rendezvous.h"
+
+namespace ringcomm {
+
+/// The membership of a group that exchanges messages, and the watchdog of their waits.
+///
+/// The abort state is in the group's store; the processes of ranks on this machine are watched. The
+/// watchdog ends the waits that nothing else would end: at an operation's deadline, when another
+/// rank aborts the group, and when the peer's process has ended without closing the connection
+/// (exec() may pass it on). Its thread starts with the first operation and sleeps while there is
+/// none.
+class MessageMembers final : public Membership {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// Collective, after `ranks` has found them: every rank publishes its record for this very group
+  /// and reads the others'. Throws what `ranks` does, and Error of kMismatch where options differ.
+  MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks);
+  ~MessageMembers() override = default;
+  MessageMembers(const MessageMembers&) = delete;
+  MessageMembers& operator=(const MessageMembers&) = delete;
+
+  /// The result of `make`, a part of making the group. Where that throws, the other ranks hear of
+  /// it: they may have made the group already, and wait for this rank.
+  template <class Make>
+  auto told_if_it_fails(const Make& make) -> decltype(make()) {
+    try {
+      return make();
+    } catch (const std::exception& error) {
+      tell(error);
+      throw;
+    }
+  }
+  /// Called with the reason when the group ends; set once, before anything may end it.
+  void on_abort(std::function<void()> callback) { on_abort_ = std::move(callback); }
+  /// The messages that end with the group; set once, before the first of them. `transport` must
+  /// live until leave().
+  void watch(MessageTransport& transport) { transport_ = &transport; }
+
+  /// This rank begins collective `seq`.
+  void note_call(std::uint64_t seq) {
+    num_calls_.store(static_cast<std::int64_t>(seq) + 1, std::memory_order_relaxed);
+  }
+  /// Tells the peers that this rank has left, and after how many calls, before its connections
+  /// close. After the last operation.
+  void leave();
+
+  const PeerProcess& process_of(int rank) const override {
+    return *processes_[static_cast<std::size_t>(rank)];
+  }
+  const std::string& host_of(int rank) const override { return record_of(rank).host; }
+  /// Others are in the store, which takes its time.
+  Stop state_of(int rank) const override;
+  /// Known once a wait for the rank has ended because it has left.
+  std::int64_t num_calls_of(int rank) const override;
+  bool is_given_up(bool asks) noexcept override;
+  void abort(const AbortReason& reason) override;
+  /// The first reason that this rank knows of; waits a moment for one that is on its way.
+  AbortReason abort_reason() const override;
+
+  /// An operation that waits for messages; the watchdog watches it while this object lives.
+  class Operation {
+   public:
+    /// Throws std::system_error where the watchdog's thread cannot start.
+    Operation(MessageMembers& members, Clock::time_point deadline);
+    ~Operation();
+    Operation(const Operation&) = delete;
+    Operation& operator=(const Operation&) = delete;
+
+    /// It begins to wait for a message from or to `peer`; kAnySource for one from any rank.
+    void await(int peer);
+    /// No rank is left that could send to its receive from any source.
+    void no_source_is_left();
+    /// Why its wait for a message of `peer` did not end with kDone.
+    Stop stop_of(MessageEnd end, int peer);
+
+   private:
+    friend class MessageMembers;
+    MessageMembers& members_;
+    Clock::time_point deadline_;
+    // Guarded by the members' mutex.
+    int peer_ = kNobody;
+    bool is_orphan_ = false;
+    int num_looks_gone_ = 0;   // of the watchdog, in which the peer was gone
+    Stop stop_ = Stop::kNone;  // why the watchdog ended it
+    std::list<Operation*>::iterator place_;
+  };
+
+ private:
+  static constexpr int kNobody = -2;
+
+  const RankRecord& record_of(int rank) const { return records_[static_cast<std::size_t>(rank)]; }
+  void tell(const std::exception& error);
+  void keep(const AbortReason& reason);
+  bool is_alive(int rank) const;
+  bool has_left(int rank);
+  bool look();
+  void look_patiently();
+  bool is_gone(int peer) const;
+  bool must_end(Operation& operation) const;
+  void watch_operations();
+
+  int rank_;
+  std::unique_ptr<KeyValueStore> store_;
+  std::vector<RankRecord> records_;
+  PeerProcesses processes_;
+  std::string prefix_;  // of this group's keys: the store may hold those of an earlier group
+  std::function<void()> on_abort_;
+  MessageTransport* transport_ = nullptr;
+  std::atomic<std::int64_t> num_calls_ = 0;
+
+  mutable std::mutex mutex_;  // guards the next ones
+  mutable std::condition_variable has_reason_;
+  std::optional<AbortReason> reason_;
+  std::map<int, std::int64_t> num_calls_of_;  // of the ranks known to have left
+  std::list<Operation*> operations_;
+
+  int num_looks_ = 0;  // the watchdog's, as the next ones
+  Clock::time_point store_fails_since_ = Clock::time_point::max();
+  bool is_store_gone_ = false;
+  std::optional<WatchThread> watch_;  // last: it uses all of the above
+};
+
+}  // namespace ringcomm

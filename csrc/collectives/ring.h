@@ -1,0 +1,177 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "collectives/trace.h"
+#include "core/chunk_layout.h"
+
+namespace ringcomm {
+
+/// The chunk of one rank in this rank's buffers.
+struct RingChunk {
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;  ///< null if this rank has no room for it
+  std::size_t num_elems = 0;
+};
+
+/// One slice of a chunk in one step: what a rank receives there, adds its own part to, or keeps.
+struct RingPart {
+  bool is_gather;  ///< a complete slice, which is copied and not reduced
+  bool is_last;    ///< of its half: a reduced slice is complete, a gathered one goes no further
+  bool is_sent;    ///< passed on to the next rank
+  int chunk_idx;
+  std::size_t slice_idx;
+  std::size_t num_elems;
+  const std::byte* input;
+  std::size_t input_bytes;
+  std::byte* output;
+  std::size_t output_bytes;
+};
+
+/// Which half of an all_reduce, or both.
+struct RingHalves {
+  bool has_reduce_scatter = true;
+  bool has_all_gather = true;
+};
+
+/// The ring: every rank receives from the previous rank and sends to the next one. Chunks go around
+/// slice by slice. In each of the N - 1 steps of the reduce-scatter a rank adds its own part of a
+/// slice to what it receives, and passes the sum on; rank r ends with chunk r. In each step of the
+/// all-gather it keeps a complete slice and passes it on.
+///
+/// Several slices are under way, so that one is reduced while others are transferred: `depth` of
+/// them take every step in turn. What a slice uses on a link, the slice `depth` later uses next.
+///
+/// The schedule is the same for every kind of `Links`, which moves the data:
+///
+/// - schedule(), chunk(rank), input_element_bytes(), output_element_bytes(), slice_elems()
+/// - whole_rank(rank), for a recording; may be missing
+/// - depth(): slices under way. Slots of memory hold one less than there are: each rank of the ring
+///   waits for a free one while it holds a full one.
+/// - sends_early(): whether the first send of a slice may overtake the all-gather of the slice
+///   `depth` before it.
+/// - expect(part): the part will be received, after all expected before; its place is free.
+/// - send(part): sends the rank's own input, or its own complete output in a lone all-gather.
+/// - reduce(part): receives a partial sum, adds the input, and sends or keeps the sum.
+/// - copy(part): receives a complete slice into the output, and sends it unless it is the last.
+/// - finish(): the end of the call. Nothing that was sent uses the call's buffers afterwards.
+template <class Links>
+class Ring {
+ public:
+  Ring(Links& links, RingHalves halves)
+      : links_(links),
+        schedule_(links.schedule()),
+        num_steps_(schedule_.num_steps()),
+        halves_(halves),
+        begin_(halves.has_reduce_scatter ? 0 : num_steps_),
+        end_(halves.has_all_gather ? 2 * num_steps_ : num_steps_) {
+    std::size_t max_elems = 0;
+    for (int rank = 0; rank <= num_steps_; ++rank)
+      max_elems = std::max(max_elems, links.chunk(rank).num_elems);
+    num_slices_ = num_slices(max_elems, links.slice_elems());
+  }
+
+  /// Returns the bytes that the next rank consumed.
+  std::uint64_t run() {
+    const std::size_t depth = links_.depth();
+    for (std::size_t slice = 0; slice < std::min(depth, num_slices_); ++slice) {
+      start(slice);
+      links_.expect(part(begin_, slice));
+    }
+    const int restart = links_.sends_early() ? begin_ + num_steps_ - 1 : end_ - 1;
+    for (std::size_t group = 0; group < num_slices_; group += depth)
+      for (int step = begin_; step < end_; ++step)
+        for (std::size_t slice = group; slice < std::min(group + depth, num_slices_); ++slice) {
+          turn(step, slice);
+          if (step == restart && slice + depth < num_slices_) start(slice + depth);
+          if (step + 1 < end_)
+            links_.expect(part(step + 1, slice));
+          else if (slice + depth < num_slices_)
+            links_.expect(part(begin_, slice + depth));
+        }
+    links_.finish();
+    return sent_bytes_;
+  }
+
+ private:
+  // What is received in a step, counted from the reduce-scatter's first. The all-gather continues
+  // its sequence of chunks.
+  RingPart part(int step, std::size_t slice_idx) const {
+    const bool is_gather = step >= num_steps_;
+    const bool is_last = step == num_steps_ - 1 || step == 2 * num_steps_ - 1;
+    return part_of(is_gather ? schedule_.all_gather_recv_chunk(step - num_steps_)
+                             : schedule_.reduce_scatter_recv_chunk(step),
+                   slice_idx, is_gather, is_last,
+                   !is_last || (!is_gather && halves_.has_all_gather));
+  }
+
+  RingPart part_of(int chunk_idx, std::size_t slice_idx, bool is_gather, bool is_last,
+                   bool is_sent) const {
+    const RingChunk chunk = links_.chunk(chunk_idx);
+    const ElemRange elems = slice_of({0, chunk.num_elems}, slice_idx, links_.slice_elems());
+    const std::size_t input_bytes = links_.input_element_bytes();
+    const std::size_t output_bytes = links_.output_element_bytes();
+    return {.is_gather = is_gather,
+            .is_last = is_last,
+            .is_sent = is_sent,
+            .chunk_idx = chunk_idx,
+            .slice_idx = slice_idx,
+            .num_elems = elems.num_elems,
+            .input = chunk.input + elems.begin_elems * input_bytes,
+            .input_bytes = elems.num_elems * input_bytes,
+            .output =
+                chunk.output == nullptr ? nullptr : chunk.output + elems.begin_elems * output_bytes,
+            .output_bytes = elems.num_elems * output_bytes};
+  }
+
+  // Sends what needs nothing received before.
+  void start(std::size_t slice_idx) {
+    const bool is_gather = !halves_.has_reduce_scatter;
+    const RingPart own = part_of(
+        is_gather ? schedule_.all_gather_send_chunk(0) : schedule_.reduce_scatter_send_chunk(0),
+        slice_idx, is_gather, false, true);
+    [[maybe_unused]] const auto recorded = record(own, -1);
+    links_.send(own);
+    sent_bytes_ += is_gather ? own.output_bytes : own.input_bytes;
+  }
+
+  void turn(int step, std::size_t slice_idx) {
+    const RingPart received = part(step, slice_idx);
+    [[maybe_unused]] const auto recorded = record(received, step % num_steps_);
+    if (received.is_gather)
+      links_.copy(received);
+    else
+      links_.reduce(received);
+    const bool is_complete = received.is_gather || received.is_last;
+    if (received.is_sent) sent_bytes_ += is_complete ? received.output_bytes : received.input_bytes;
+  }
+
+  // `step` is -1 where the rank sends its own part. Work that is only queued here is not recorded.
+  auto record(const RingPart& part, int step) const {
+    if constexpr (requires { links_.whole_rank(0); })
+      return trace::Span([&] {
+        return trace::event_of({.phase = part.is_gather ? "all_gather" : "reduce_scatter",
+                                .step = step,
+                                .chunk = part.chunk_idx,
+                                .slice = part.slice_idx,
+                                .num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
+                                .from = step < 0 ? -1 : links_.whole_rank(schedule_.previous()),
+                                .to = part.is_sent ? links_.whole_rank(schedule_.next()) : -1});
+      });
+    else
+      return 0;
+  }
+
+  Links& links_;
+  RingSchedule schedule_;
+  int num_steps_;  // of one half
+  RingHalves halves_;
+  int begin_;
+  int end_;
+  std::size_t num_slices_;
+  std::uint64_t sent_bytes_ = 0;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,14 @@
+// Softmax and updates in 32-byte vectors.
+
+#if defined(__x86_64__)
+
+#define RINGCOMM_VECTOR_BYTES 32
+#include "kernels/make_kernels.h"
+
+namespace ringcomm::host {
+
+constinit const Kernels kAvx2FloatKernels = make_kernels();
+
+}  // namespace ringcomm::host
+
+#endif  // __x86_64__

@@ -1,0 +1,10 @@
+// Softmax and updates for every processor.
+
+#define RINGCOMM_VECTOR_BYTES 16
+#include "kernels/make_kernels.h"
+
+namespace ringcomm::host {
+
+constinit const Kernels kBaselineFloatKernels = make_kernels();
+
+}  // namespace ringcomm::host
