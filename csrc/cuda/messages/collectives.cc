@@ -135,31 +135,21 @@ void reduce_own_chunk(DeviceEngine& engine, const Collective& call, Algorithm al
   reduce_shares(engine, call, algorithm, shares);
 }
 
-// Messages, as NCCL's own gather is: parts of no bytes in an all_to_all are messages, too.
-// `received(rank)` is where the root has room for the part of a rank.
-template <class Received>
-void gather_to_root(DeviceEngine& engine, int root, const Part& own, const Received& received) {
-  if (engine.rank() != root) engine.send(own.data, own.num_bytes, root);
-  for (int peer = 0; engine.rank() == root && peer < engine.world_size(); ++peer)
-    if (peer != root) engine.recv(received(peer).data, received(peer).num_bytes, peer);
+// Gather and scatter, by messages, as NCCL's own are: parts of no bytes in an all_to_all are
+// messages, too.
+void exchange_with_root(DeviceEngine& engine, const Collective& call) {
+  const int rank = engine.rank();
+  const std::size_t bytes = element_bytes(call.dtype);
+  for (int peer = 0; peer < engine.world_size(); ++peer) {
+    if (peer == rank) continue;
+    if (const auto given = part_given(call, rank, peer))
+      engine.send(given->data, given->num_elems * bytes, peer);
+    if (const auto taken = part_taken(call, rank, peer))
+      engine.recv(taken->data, taken->num_elems * bytes, peer);
+  }
   engine.wait(engine.post());
-  if (engine.rank() == root) engine.copy(received(root).data, own.data, own.num_bytes);
-}
-
-void gather(DeviceEngine& engine, const Collective& call) {
-  gather_to_root(engine, call.root, part(call.inputs[0], call.num_bytes()), [&](int peer) {
-    return part(call.outputs[peer], call.output_share(peer) * element_bytes(call.dtype));
-  });
-}
-
-void scatter(DeviceEngine& engine, const Collective& call) {
-  const bool is_root = engine.rank() == call.root;
-  if (!is_root) engine.recv(call.outputs[0], call.num_bytes(), call.root);
-  for (int peer = 0; is_root && peer < engine.world_size(); ++peer)
-    if (peer != call.root)
-      engine.send(call.inputs[peer], call.input_share(peer) * element_bytes(call.dtype), peer);
-  engine.wait(engine.post());
-  if (is_root) engine.copy(call.outputs[0], call.inputs[call.root], call.num_bytes());
+  if (const auto own = part_taken(call, rank, rank))
+    engine.copy(own->data, part_given(call, rank, rank)->data, own->num_elems * bytes);
 }
 
 // A reduce_scatter of chunks, and a gather.
@@ -170,10 +160,14 @@ void reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
     const ElemRange chunk = layout.chunk(rank);
     return part(at(call.outputs[0], chunk.begin_elems, bytes), chunk.num_elems * bytes);
   };
+  const bool is_root = engine.rank() == call.root;
   Part own = chunk_of(engine.rank());
-  if (engine.rank() != call.root) own.data = engine.stage(own.num_bytes);
+  if (!is_root) own.data = engine.stage(own.num_bytes);
   reduce_own_chunk(engine, call, algorithm, own.data);
-  gather_to_root(engine, call.root, own, chunk_of);
+  if (!is_root) engine.send(own.data, own.num_bytes, call.root);
+  for (int peer = 0; is_root && peer < engine.world_size(); ++peer)
+    if (peer != call.root) engine.recv(chunk_of(peer).data, chunk_of(peer).num_bytes, peer);
+  engine.wait(engine.post());
 }
 
 // The algorithm of a reduce_scatter or all_gather of chunks of `num_elems`.
@@ -286,9 +280,8 @@ void run_device_collective(DeviceEngine& engine, const Collective& call, Algorit
                            call.num_bytes(), call.root));
     }
     case OpKind::kGather:
-      return gather(engine, call);
     case OpKind::kScatter:
-      return scatter(engine, call);
+      return exchange_with_root(engine, call);
     case OpKind::kAllToAll:
       return all_to_all(engine, call);
     case OpKind::kReduceUpdateGather:
