@@ -1,53 +1,71 @@
-#include "cuda/bindings/device_carrier.h"
-
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "core/errors.h"
-#include "cuda/bindings/device_ipc_carrier.h"
-#include "cuda/messages/carrier.h"
+#include <algorithm>
+#include <string>
 
-namespace py = pybind11;
+#include "bindings/python_errors.h"
+#include "core/errors.h"
+#include "cuda/bindings/device_group.h"
+#include "cuda/bindings/driver_device.h"
+#include "cuda/collectives/engine.h"
+#include "cuda/messages/carrier.h"
 
 namespace ringcomm {
 namespace {
 
-void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::string& name) {
-  const py::gil_scoped_acquire acquired;
-  py::module_::import("logging")
-      .attr("getLogger")("ringcomm")
-      .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", group.options.group_name,
-                    group.rank, group.world_size, device.str(), name);
+using CarrierPtr = std::unique_ptr<cuda::DeviceCarrier>;
+
+// Null on all ranks, with the reason, if the ranks cannot map each other's memory.
+CarrierPtr make_engine(Communicator& communicator, const GroupOptions& options, c10::Device device,
+                       std::string& reason) {
+  if (communicator.world_size() == 1)
+    reason = "a group of one";
+  else if (!is_of_driver(device))
+    reason = "not a CUDA device";
+  else if (options.engine.transport == "p2p")
+    reason = "the transport is p2p";
+  if (!reason.empty()) return nullptr;
+  const std::string name = "ringcomm: group " + options.group_name;
+  try {
+    return cuda::Engine::make(
+        communicator, device.index(),
+        {.timeout = std::min(options.timeout, kLongestTimeout), .is_interrupted = is_interrupted},
+        [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; });
+  } catch (const cuda::Unavailable& unavailable) {
+    reason = unavailable.what();
+    return nullptr;
+  }
 }
 
 }  // namespace
 
-SharedDeviceMemory DeviceCarrier::lend(std::size_t) {
-  C10_THROW_ERROR(
-      NotImplementedError,
-      "ringcomm: ranks that reach each other by " + name() +
-          " share no memory; use torch.empty instead: calls on it are sent as messages");
-}
-
-std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,
-                                                   c10::Device device) {
+CarrierPtr DeviceGroup::make_carrier(Communicator& communicator, c10::Device device) const {
+  const c10::DeviceGuard guard(device);
   // The faster one first; the other takes every group.
   std::string reason;
-  std::unique_ptr<DeviceCarrier> carrier = make_ipc_device_carrier(group, device, reason);
-  if (carrier != nullptr) {
-    log_choice(group, device, carrier->name());
-    return carrier;
+  CarrierPtr carrier = make_engine(communicator, *options_, device, reason);
+  std::string not_by;
+  if (carrier == nullptr) {
+    not_by = "not by cuda_ipc: " + reason;
+    try {
+      carrier = make_message_device_carrier(store_, communicator, *options_, device);
+    } catch (c10::Error& error) {
+      error.add_context(not_by);
+      throw;
+    } catch (const Error& error) {
+      throw Error(error.info(), std::string(error.what()) + "; " + not_by);
+    }
+    not_by = "; " + not_by;
   }
-  const std::string not_by = "not by cuda_ipc: " + reason;
-  try {
-    carrier = make_message_device_carrier(group, device);
-  } catch (c10::Error& error) {
-    error.add_context(not_by);
-    throw;
-  } catch (const Error& error) {
-    throw Error(error.info(), std::string(error.what()) + "; " + not_by);
-  }
-  log_choice(group, device, carrier->name() + "; " + not_by);
+  const pybind11::gil_scoped_acquire acquired;
+  pybind11::module_::import("logging")
+      .attr("getLogger")("ringcomm")
+      .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", options_->group_name,
+                    communicator.rank(), communicator.world_size(), device.str(),
+                    carrier->description() + not_by);
   return carrier;
 }
 

@@ -5,11 +5,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <set>
 #include <thread>
 
 #include "bindings/python_errors.h"
-#include "cuda/bindings/header_check.h"
+#include "cuda/messages/carrier.h"
 
 namespace ringcomm {
 namespace {
@@ -19,28 +20,20 @@ constexpr std::chrono::seconds kAbortPatience{10};
 // How long the watchdogs of this rank and others may take to report why a call failed.
 constexpr std::chrono::seconds kFailurePatience{2};
 
-std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item) {
-  all.insert(all.end(), item.kept.begin(), item.kept.end());
-  return std::exchange(item.profiled, {});
+// Adds the tensors that a call uses to `kept`, and moves what its caller gave to `inputs`.
+void take_tensors(TensorCall& item, std::vector<at::Tensor>& kept,
+                  std::vector<at::Tensor>& inputs) {
+  kept.insert(kept.end(), item.kept.begin(), item.kept.end());
+  std::ranges::move(item.profiled, std::back_inserter(inputs));
+  item.profiled.clear();
 }
 
-// Posts the messages of `messages` with ranks for which there is room. Returns whether the last
-// enqueued operation is the carrier's.
-bool post_messages(DeviceCarrier& carrier, const DevicePlace& place,
-                   const std::vector<DeviceMessageCall>& calls,
-                   std::vector<DeviceMessage>& messages, std::set<int>& refused) {
-  const auto is_refused = [&](const auto& message) { return refused.count(message.peer) != 0; };
-  for (const DeviceMessage& message : messages)
-    if (!carrier.has_room_for_messages(message.peer)) refused.insert(message.peer);
-  std::erase_if(messages, is_refused);
-  if (!messages.empty()) carrier.exchange(messages, place);
-  bool is_last = !messages.empty();
-  for (const DeviceMessageCall& call : calls) {
-    if (!call.item.finish || is_refused(call.message)) continue;
-    call.item.finish();
-    is_last = false;
-  }
-  return is_last;
+SharedDeviceMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
+  return {loan->data(), [loan](const std::vector<c10::Stream>& streams) {
+            std::vector<cuda::StreamHandle> handles;
+            for (const c10::Stream& stream : streams) handles.push_back(handle_of(stream));
+            loan->give_back(handles);
+          }};
 }
 
 }  // namespace
@@ -55,19 +48,19 @@ DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store,
       world_size_(world_size) {}
 
 DeviceGroup::~DeviceGroup() {
-  for (const auto& use : uses_) use->disown();
+  for (const auto& use : uses_) use->give_up();
 }
 
-DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
+cuda::DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [known, carrier] : carriers_)
       if (known == device) return *carrier;
   }
   // Without the lock: it waits for other ranks.
-  std::unique_ptr<DeviceCarrier> made;
+  std::unique_ptr<cuda::DeviceCarrier> made;
   try {
-    made = make_device_carrier({store_, rank_, world_size_, *options_, communicator()}, device);
+    made = make_carrier(*communicator(), device);
   } catch (const std::exception&) {
     check();  // throws the reason if a watchdog ended the group
     throw;
@@ -80,7 +73,12 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
 SharedDeviceMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
   const std::lock_guard order(order_);
   check();
-  return carrier(device).lend(num_bytes);
+  cuda::DeviceCarrier& used = carrier(device);
+  if (auto loan = used.lend(num_bytes)) return to_memory(std::move(loan));
+  C10_THROW_ERROR(
+      NotImplementedError,
+      "ringcomm: ranks that reach each other by " + used.description() +
+          " share no memory; use torch.empty instead: calls on it are sent as messages");
 }
 
 Algorithm DeviceGroup::algorithm_of(const Collective& call, c10::Device device) {
@@ -100,13 +98,14 @@ SharedDeviceMemory DeviceGroup::borrow(const c10::Stream& stream, std::size_t nu
   const std::lock_guard order(order_);
   const DeviceContext context(stream.device());
   check();
-  return carrier(stream.device()).borrow(num_bytes, DevicePlace::of(stream));
+  auto loan = carrier(stream.device()).borrow(num_bytes, place_of(stream));
+  return loan != nullptr ? to_memory(std::move(loan)) : SharedDeviceMemory{};
 }
 
 std::map<std::string, std::string> DeviceGroup::transports() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, std::string> names;
-  for (const auto& [device, carrier] : carriers_) names[device.str()] = carrier->name();
+  for (const auto& [device, carrier] : carriers_) names[device.str()] = carrier->description();
   return names;
 }
 
@@ -197,17 +196,12 @@ void DeviceGroup::drain() {
 // Messages with one rank need not wait for those with another.
 c10::Stream DeviceGroup::own_stream(c10::Device device, int peer) {
   const std::pair key(device.index(), peer);
-  const auto found = streams_.find(key);
-  if (found != streams_.end()) return found->second;
-  const c10::Stream stream =
-      c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
-  streams_.emplace(key, stream);
-  return stream;
-}
-
-void DeviceGroup::lose(const std::vector<at::Tensor>& kept) {
-  const std::lock_guard lock(mutex_);
-  lost_.insert(lost_.end(), kept.begin(), kept.end());
+  auto found = streams_.find(key);
+  if (found == streams_.end()) {
+    const c10::impl::VirtualGuardImpl streams(device.type());
+    found = streams_.emplace(key, streams.getStreamFromGlobalPool(device, true)).first;
+  }
+  return found->second;
 }
 
 // Releases completed uses. The device is queried only for uses that still hold tensors. Among the
@@ -245,13 +239,14 @@ void DeviceGroup::ending_on_failure(const std::function<std::string()>& what,
   }
 }
 
-void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const DevicePlace& place) {
+void DeviceGroup::run(const TensorCall& item, cuda::DeviceCarrier& carrier,
+                      const cuda::StreamPlace& place) {
   const std::shared_ptr<Communicator> engine = communicator();
   carrier.check_collective(place);
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
   if (world_size_ > 1 && !carrier.finds_mismatches()) {
-    check_header(engine, item.call, header, options_->timeout,
+    check_header(*engine, item.call, header, options_->timeout,
                  [weak = weak_from_this()](bool has_failed) {
                    const auto group = weak.lock();
                    if (group == nullptr) return;
@@ -272,8 +267,8 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
                                                     std::vector<at::Tensor> kept,
                                                     const Body& body) {
   auto work = c10::make_intrusive<DeviceWork>(weak_from_this(), rank_, info.op_type, info.title,
-                                              inputs, info.results, communicator()->next_seq());
-  if (info.barrier_timeout) work->set_barrier(*info.barrier_timeout);
+                                              inputs, info.results, communicator()->next_seq(),
+                                              info.barrier_timeout);
   with_python_errors([&] {
     const std::lock_guard order(order_);
     check();
@@ -283,18 +278,22 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
     const DeviceContext context(device);
     if (stream != home) DeviceEvent::record(home).block(stream);
     kept.insert(kept.end(), info.results.begin(), info.results.end());
-    DeviceCarrier& used = carrier(device);
-    const DevicePlace place = DevicePlace::of(stream);
+    cuda::DeviceCarrier& used = carrier(device);
+    const cuda::StreamPlace place = place_of(stream);
     std::shared_ptr<const cuda::Event> end;
     try {
       if (body(used, place)) end = used.last_end();
     } catch (...) {
-      if (communicator()->failure().has_failed()) lose(kept);
+      if (communicator()->failure().has_failed()) {
+        const std::lock_guard lock(mutex_);
+        lost_.insert(lost_.end(), kept.begin(), kept.end());
+      }
       throw;
     }
-    const auto use = std::make_shared<DeviceUse>(
-        place, home, end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream),
-        std::move(kept), used, used.take_works());
+    const auto use =
+        std::make_shared<DeviceUse>(stream, home, place.capture != 0,
+                                    end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream),
+                                    std::move(kept), used, used.take_outcomes());
     keep(use);
     work->set_enqueued(use);
   });
@@ -307,10 +306,10 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vecto
   std::vector<at::Tensor> inputs, kept;
   for (TensorCall& item : calls) {
     item.link();
-    for (at::Tensor& input : take_kept(kept, item)) inputs.push_back(std::move(input));
+    take_tensors(item, kept, inputs);
   }
   return enqueue(device, std::move(info), inputs, std::move(kept),
-                 [&](DeviceCarrier& carrier, const DevicePlace& place) {
+                 [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
                    for (const TensorCall& item : calls) run(item, carrier, place);
                    return !calls.empty() && !calls.back().finish;
                  });
@@ -322,23 +321,39 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
                                                      std::vector<DeviceMessageCall> calls,
                                                      DeviceCallInfo info) {
   std::vector<at::Tensor> inputs, kept;
-  std::vector<DeviceMessage> messages;
+  std::vector<cuda::P2pMessage> messages;
   if (calls.size() == 1) info.peer = calls[0].message.peer;
-  for (DeviceMessageCall& call : calls) {
-    messages.push_back(call.message);
-    for (at::Tensor& input : take_kept(kept, call.item)) inputs.push_back(std::move(input));
+  for (auto& [_, message, item] : calls) {
+    messages.push_back({.data = static_cast<std::byte*>(message.data),
+                        .num_bytes = message.num_bytes,
+                        .tag = message.tag,
+                        .peer = static_cast<std::int16_t>(message.peer),
+                        .is_send = message.is_send});
+    take_tensors(item, kept, inputs);
   }
   std::set<int> refused;
-  auto work =
-      enqueue(device, std::move(info), inputs, std::move(kept),
-              [&](DeviceCarrier& carrier, const DevicePlace& place) {
-                carrier.check_messages(messages);
-                bool is_last = false;
-                ending_on_failure(
-                    [] { return "sends and receives"; },
-                    [&] { is_last = post_messages(carrier, place, calls, messages, refused); });
-                return is_last;
-              });
+  const auto is_refused = [&](const auto& message) { return refused.contains(message.peer); };
+  const auto post = [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
+    for (const cuda::P2pMessage& message : messages)
+      if (!carrier.has_room_for_messages(message.peer)) refused.insert(message.peer);
+    std::erase_if(messages, is_refused);
+    if (!messages.empty()) carrier.exchange(messages, place);
+    bool is_last = !messages.empty();
+    for (const DeviceMessageCall& call : calls) {
+      if (!call.item.finish || is_refused(call.message)) continue;
+      call.item.finish();
+      is_last = false;
+    }
+    return is_last;
+  };
+  auto work = enqueue(device, std::move(info), inputs, std::move(kept),
+                      [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
+                        carrier.check_messages(messages);
+                        bool is_last = false;
+                        ending_on_failure([] { return "sends and receives"; },
+                                          [&] { is_last = post(carrier, place); });
+                        return is_last;
+                      });
   if (refused.empty()) return work;
   work->wait();
   std::string names;

@@ -19,8 +19,8 @@
 
 #include "bindings/devices.h"
 #include "collectives/communicator.h"
-#include "cuda/bindings/device_carrier.h"
 #include "cuda/bindings/device_work.h"
+#include "cuda/collectives/device_carrier.h"
 
 namespace ringcomm {
 
@@ -58,18 +58,21 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
 
  private:
   /// The carrier of a device. The first call makes it and is collective over the group.
-  DeviceCarrier& carrier(c10::Device device);
+  cuda::DeviceCarrier& carrier(c10::Device device);
+  /// Kernels in memory that all ranks have mapped, or, where they cannot map it, messages. Takes
+  /// the GIL, and blocks. Throws Error, and ValueError if neither supports the device.
+  std::unique_ptr<cuda::DeviceCarrier> make_carrier(Communicator& communicator,
+                                                    c10::Device device) const;
   /// Whether the last that it has enqueued was the carrier's.
-  using Body = std::function<bool(DeviceCarrier&, const DevicePlace&)>;
+  using Body = std::function<bool(cuda::DeviceCarrier&, const cuda::StreamPlace&)>;
 
   c10::intrusive_ptr<c10d::Work> enqueue(c10::Device device, DeviceCallInfo info,
                                          const std::vector<at::Tensor>& inputs,
                                          std::vector<at::Tensor> kept, const Body& body);
-  void run(const TensorCall& item, DeviceCarrier& carrier, const DevicePlace& place);
+  void run(const TensorCall& item, cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place);
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device, int peer);
   void keep(const std::shared_ptr<DeviceUse>& use);
-  void lose(const std::vector<at::Tensor>& kept);
   /// Throws the reason for which the group ends, if a watchdog of this or another rank reports one
   /// in time, while `may_come()`.
   template <class MayCome>
@@ -90,7 +93,8 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   std::mutex mutex_;                             // held for moments; guards what follows
   std::deque<std::shared_ptr<DeviceUse>> uses_;  // perhaps not waited for yet
   std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use
-  std::vector<std::pair<c10::Device, std::unique_ptr<DeviceCarrier>>> carriers_;  // never shrinks
+  // Never shrinks.
+  std::vector<std::pair<c10::Device, std::unique_ptr<cuda::DeviceCarrier>>> carriers_;
   bool is_aborted_ = false;
 };
 

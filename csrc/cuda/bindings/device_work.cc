@@ -10,7 +10,6 @@
 
 #include "bindings/python_errors.h"
 #include "bindings/work.h"
-#include "cuda/bindings/device_carrier.h"
 #include "cuda/bindings/device_group.h"
 
 namespace ringcomm {
@@ -26,52 +25,49 @@ constexpr std::chrono::microseconds kLongestNap{2000};
 
 // ---- DeviceUse
 
-DeviceUse::DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEvent end,
-                     std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts)
-    : stream_(place.stream),
+DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured,
+                     DeviceEvent end, std::vector<at::Tensor> tensors,
+                     const cuda::DeviceCarrier& carrier, Outcomes outcomes)
+    : stream_(stream),
       home_(home),
-      carrier_(&carrier),
-      parts_(std::move(parts)),
+      is_captured_(is_captured),
       end_(std::move(end)),
-      is_captured_(place.is_captured()),
+      carrier_(&carrier),
+      outcomes_(std::move(outcomes)),
+      is_over_(is_captured),
       tensors_(std::move(tensors)) {
   // On the caller's own stream, later users of the memory are ordered after this work.
   if (stream_ == home_) tensors_.clear();
-  if (is_captured_) parts_.clear();
+  if (is_captured_) outcomes_.clear();
 }
 
 bool DeviceUse::is_over() {
-  if (is_captured_) return true;
   std::vector<at::Tensor> freed;  // without the lock
-  Parts ended;
+  Outcomes ended;
   const std::lock_guard lock(mutex_);
-  if (!is_over_) {
-    const QueriesInCaptures allowed(stream_.device());
-    is_over_ = end_.is_over();
-    if (is_over_) {
-      // Checked after the event has passed, because a failing carrier sets this first.
-      is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
-      ended.swap(parts_);
-      for (const auto& part : ended) note_failure(part->exception());
-    }
+  if (!is_over_ && end_.is_over()) {
+    is_over_ = true;
+    // Checked after the event has passed, because a failing carrier sets this first.
+    is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
+    ended.swap(outcomes_);
+    for (const auto& outcome : ended) note_failure(outcome());
   }
-  if (is_over_) freed.swap(tensors_);
+  if (is_over_ && !is_captured_) freed.swap(tensors_);
   return is_over_;
 }
 
 void DeviceUse::look_for_failure() {
   {
     const std::lock_guard lock(mutex_);
-    // One that is over may outlive the carrier, and is known to be broken or not.
-    if (is_over_ || is_captured_) return;
-    if (parts_.empty() && (carrier_ == nullptr || !carrier_->may_have_given_up())) return;
+    if (is_over_) return;
+    if (outcomes_.empty() && (carrier_ == nullptr || !carrier_->may_have_given_up())) return;
   }
   is_over();
 }
 
 bool DeviceUse::is_known_to_be_over() {
   const std::lock_guard lock(mutex_);
-  return is_over_ || is_captured_;
+  return is_over_;
 }
 
 bool DeviceUse::has_tensors() {
@@ -82,13 +78,14 @@ bool DeviceUse::has_tensors() {
 void DeviceUse::block_current_stream() {
   const c10::Stream current =
       c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
-  std::vector<at::Tensor> freed;  // without the lock
-  const std::lock_guard lock(mutex_);
   if (current != stream_) {
     const DeviceContext context(current.device());
     end_.block(current);
   }
-  if (current == home_) freed.swap(tensors_);
+  if (current != home_) return;
+  std::vector<at::Tensor> freed;  // without the lock
+  const std::lock_guard lock(mutex_);
+  freed.swap(tensors_);
 }
 
 // With the lock held.
@@ -106,7 +103,8 @@ void DeviceUse::note_failure(const std::exception_ptr& error) {
 
 void DeviceUse::give_up() {
   const std::lock_guard lock(mutex_);
-  is_broken_ = is_broken_ || (!is_over_ && !is_captured_);
+  is_broken_ = is_broken_ || !is_over_;
+  carrier_ = nullptr;
 }
 
 void DeviceUse::doubt() {
@@ -114,32 +112,23 @@ void DeviceUse::doubt() {
   is_broken_ = !is_captured_;
 }
 
-void DeviceUse::disown() {
-  give_up();
+std::optional<std::string> DeviceUse::failure() {
   const std::lock_guard lock(mutex_);
-  carrier_ = nullptr;
-}
-
-std::string DeviceUse::failure() {
-  const std::lock_guard lock(mutex_);
-  return failure_;
-}
-
-bool DeviceUse::is_broken() {
-  const std::lock_guard lock(mutex_);
-  return is_broken_;
+  return is_broken_ ? std::optional(failure_) : std::nullopt;
 }
 
 // ---- DeviceWork
 
 DeviceWork::DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type,
                        const char* title, const std::vector<at::Tensor>& inputs,
-                       std::vector<at::Tensor> results, std::uint64_t seq)
+                       std::vector<at::Tensor> results, std::uint64_t seq,
+                       std::optional<std::chrono::milliseconds> barrier_timeout)
     : Work(rank, op_type, title, inputs),
       group_(std::move(group)),
       title_(title),
       results_(std::move(results)),
-      seq_(seq) {}
+      seq_(seq),
+      barrier_timeout_(barrier_timeout) {}
 
 void DeviceWork::set_enqueued(std::shared_ptr<DeviceUse> use) {
   use_ = std::move(use);
@@ -152,7 +141,7 @@ bool DeviceWork::isCompleted() { return use_->is_over() || !isSuccess(); }
 bool DeviceWork::isSuccess() const {
   use_->look_for_failure();
   if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
-  return !use_->is_broken();
+  return !use_->failure().has_value();
 }
 
 std::exception_ptr DeviceWork::exception() const {
@@ -166,7 +155,6 @@ std::exception_ptr DeviceWork::exception() const {
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   with_python_errors([&] {
-    if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
     check_whole();
     use_->block_current_stream();
     if (timeout != kNoTimeout)
@@ -180,7 +168,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
 void DeviceWork::check_whole() const {
   if (isSuccess()) return;
   if (const auto group = group_.lock(); group != nullptr)
-    group->throw_given_up(title_, use_->failure());
+    group->throw_given_up(title_, use_->failure().value_or(""));
   throw Error({.kind = ErrorKind::kAborted, .op = title_},
               std::string("ringcomm: ") + title_ + " was not complete when its group ended");
 }
@@ -194,7 +182,6 @@ void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group
       if (is_late && ends_group)
         group->end(std::string(title_) + " waited for all ranks for " +
                    std::to_string(timeout.count()) + " ms");
-      group->abort_if_failed();
     }
     check_whole();
     if (is_late) throw_wait_timeout(title_, timeout);

@@ -13,12 +13,11 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "cuda/bindings/device_event.h"
 #include "cuda/bindings/driver_device.h"
+#include "cuda/collectives/device_carrier.h"
 
 namespace ringcomm {
 
-class DeviceCarrier;
 class DeviceGroup;
 
 /// The tensors that a call on a device uses, and the event of its end. The event of an aborted call
@@ -26,14 +25,14 @@ class DeviceGroup;
 /// Thread-safe.
 class DeviceUse {
  public:
-  using Parts = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  using Outcomes = std::vector<cuda::DeviceCarrier::Outcome>;
 
-  /// `end` is after the work enqueued at `place`. Allocators reuse freed memory for later work on
+  /// `end` is after the work enqueued on `stream`. Allocators reuse freed memory for later work on
   /// `home`, the current stream at the call. Captured work ends when its graph runs and cannot be
-  /// queried, so it counts as complete at once. `carrier` must live until disown(); `parts` is the
-  /// result of its take_works().
-  DeviceUse(const DevicePlace& place, const c10::Stream& home, DeviceEvent end,
-            std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts);
+  /// queried, so it counts as complete at once. `carrier` must live until give_up(); `outcomes` are
+  /// those that it has given.
+  DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured, DeviceEvent end,
+            std::vector<at::Tensor> tensors, const cuda::DeviceCarrier& carrier, Outcomes outcomes);
 
   const c10::Stream& stream() const { return stream_; }
   /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
@@ -50,24 +49,21 @@ class DeviceUse {
   void give_up();
   /// Another rank had failed by the time this ended.
   void doubt();
-  /// Like give_up(), before the carrier is destroyed.
-  void disown();
-  /// Whether the device is through without having done all of it, as far as is_over() has seen.
-  bool is_broken();
-  /// The error message of a part; empty if there is none.
-  std::string failure();
+  /// Whether the device is through without having done all of it, as far as is_over() has seen, and
+  /// the error that its outcome was, which may be empty.
+  std::optional<std::string> failure();
 
  private:
   void note_failure(const std::exception_ptr& error);
 
-  c10::Stream stream_;
-  c10::Stream home_;
-  std::mutex mutex_;  // guards the rest
-  const DeviceCarrier* carrier_;
-  Parts parts_;
-  DeviceEvent end_;
-  bool is_captured_;
-  bool is_over_ = false;
+  const c10::Stream stream_;
+  const c10::Stream home_;
+  const bool is_captured_;
+  const DeviceEvent end_;
+  std::mutex mutex_;                    // guards the rest
+  const cuda::DeviceCarrier* carrier_;  // null from give_up() on
+  Outcomes outcomes_;                   // until it is over
+  bool is_over_;
   bool is_broken_ = false;
   std::string failure_;
   std::vector<at::Tensor> tensors_;
@@ -79,12 +75,10 @@ class DeviceWork final : public c10d::Work {
  public:
   DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type, const char* title,
              const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
-             std::uint64_t seq);
+             std::uint64_t seq, std::optional<std::chrono::milliseconds> barrier_timeout);
 
   /// Called once, after everything was enqueued and before the work is shared.
   void set_enqueued(std::shared_ptr<DeviceUse> use);
-  /// The host waits for this one, so long; after that the group ends.
-  void set_barrier(std::chrono::milliseconds timeout) { barrier_timeout_ = timeout; }
 
   bool isCompleted() override;
   /// Whether it has not failed yet.
@@ -107,8 +101,9 @@ class DeviceWork final : public c10d::Work {
   const char* title_;
   std::vector<at::Tensor> results_;
   std::uint64_t seq_;
-  std::shared_ptr<DeviceUse> use_;
+  /// The host waits for a barrier, so long; after that the group ends.
   std::optional<std::chrono::milliseconds> barrier_timeout_;
+  std::shared_ptr<DeviceUse> use_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

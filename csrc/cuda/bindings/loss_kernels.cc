@@ -1,16 +1,17 @@
-#include "cuda/bindings/loss_kernels.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cfloat>
 #include <memory>
+#include <optional>
 #include <string>
-#include <utility>
+#include <tuple>
 
 #include "bindings/op_support.h"
 #include "cuda/bindings/driver_device.h"
@@ -56,12 +57,11 @@ class LossKernels {
   int num_clusters(const LossPlan& plan) const {
     return num_clusters_[static_cast<std::size_t>(std::countr_zero(plan.cluster_blocks))];
   }
-  cuda::Function rows(bool is_float, bool smooths) const { return rows_[is_float][smooths]; }
-  cuda::Function sum() const { return sum_; }
+  /// Both kernels of a call: that of the rows, and the sum.
+  void launch(const LossPlan& plan, LossCall& call, bool is_float, const c10::Stream& stream) const;
 
  private:
   explicit LossKernels(cuda::DeviceOrdinal device) {
-    if (!cuda::has_driver()) return;
     const cuda::ContextGuard guard(device);
     // Loading may wait for the device; nothing of it is for a capture.
     const cuda::RelaxedCapture relaxed;
@@ -98,22 +98,37 @@ class LossKernels {
   std::array<int, 4> num_clusters_ = {};  // of 1, 2, 4 and 8 blocks
 };
 
-bool has_kernels_for(const at::Tensor& logits, const std::optional<at::Tensor>& weight,
-                     const LossKernelOptions& options) {
+void LossKernels::launch(const LossPlan& plan, LossCall& call, bool is_float,
+                         const c10::Stream& stream) const {
+  const cuda::ContextGuard guard(stream.device_index());
+  const auto most = static_cast<std::int64_t>(num_clusters(plan));
+  const auto num_used = static_cast<unsigned>(std::min(call.num_tokens, most));
+  LaunchAttribute cluster = cluster_of(plan.cluster_blocks);
+  const LaunchConfig config =
+      config_of(num_used * plan.cluster_blocks, plan.shared_bytes(), cluster, handle_of(stream));
+  void* parameters[] = {&call};
+  const cuda::Function rows = rows_[is_float][call.label_smoothing != 0];
+  cuda::check(cuda::driver().launch_kernel_ex(&config, rows, parameters, nullptr),
+              "launch a kernel of losses");
+  cuda::check(
+      cuda::driver().launch_kernel(sum_, 1, 1, 1, cuda::kLossThreads, 1, 1, cuda::kLossSharedBytes,
+                                   config.stream, parameters, nullptr),
+      "launch a kernel of losses");
+}
+
+bool is_supported(const at::Tensor& logits) {
   const bool is_type = logits.scalar_type() == at::kBFloat16 || logits.scalar_type() == at::kFloat;
-  const bool is_smooth_weighted = weight.has_value() && options.label_smoothing != 0;
-  return is_of_driver(logits.device()) && is_type && logits.dim() == 2 && logits.size(0) > 0 &&
-         logits.stride(1) == 1 && options.softcap == 0 && options.logit_scale >= FLT_MIN &&
-         !is_smooth_weighted && !options.wants_more && options.reduction != "none";
+  return has_driver_for(logits.device()) && is_type && logits.dim() == 2 && logits.size(0) > 0 &&
+         logits.stride(1) == 1;
 }
 
 bool is_aligned(const at::Tensor& logits) {
-  const auto is_multiple = [](std::int64_t bytes) { return bytes % cuda::kVectorBytes == 0; };
-  const std::int64_t element_bytes = logits.element_size();
-  return is_multiple(static_cast<std::int64_t>(
-             reinterpret_cast<std::uintptr_t>(logits.const_data_ptr()) % cuda::kVectorBytes)) &&
-         is_multiple(logits.stride(0) * element_bytes) &&
-         is_multiple(logits.size(1) * element_bytes);
+  const auto element_bytes = static_cast<std::uintptr_t>(logits.element_size());
+  const auto stride = static_cast<std::uintptr_t>(logits.stride(0));
+  const auto width = static_cast<std::uintptr_t>(logits.size(1));
+  return reinterpret_cast<std::uintptr_t>(logits.const_data_ptr()) % cuda::kVectorBytes == 0 &&
+         stride * element_bytes % cuda::kVectorBytes == 0 &&
+         width * element_bytes % cuda::kVectorBytes == 0;
 }
 
 /// Sets the divisor of the losses. Returns a tensor that the kernels read; keep it until then.
@@ -132,33 +147,24 @@ at::Tensor set_divisor(LossCall& call, const std::optional<at::Tensor>& num_item
   return on_device;
 }
 
-/// Both kernels of a call: that of the rows, and the sum.
-void launch(const LossKernels& kernels, const LossPlan& plan, LossCall& call, bool is_float,
-            const c10::Stream& stream) {
-  const cuda::ContextGuard guard(stream.device_index());
-  const auto most = static_cast<std::int64_t>(kernels.num_clusters(plan));
-  const auto num_clusters = static_cast<unsigned>(std::min(call.num_tokens, most));
-  LaunchAttribute cluster = cluster_of(plan.cluster_blocks);
-  const LaunchConfig config = config_of(num_clusters * plan.cluster_blocks, plan.shared_bytes(),
-                                        cluster, handle_of(stream));
-  void* parameters[] = {&call};
-  const cuda::Function rows = kernels.rows(is_float, call.label_smoothing != 0);
-  cuda::check(cuda::driver().launch_kernel_ex(&config, rows, parameters, nullptr),
-              "launch a kernel of losses");
-  cuda::check(
-      cuda::driver().launch_kernel(kernels.sum(), 1, 1, 1, cuda::kLossThreads, 1, 1,
-                                   cuda::kLossSharedBytes, config.stream, parameters, nullptr),
-      "launch a kernel of losses");
-}
-
-}  // namespace
-
-std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
-                                                     const at::Tensor& target,
-                                                     const std::optional<at::Tensor>& weight,
-                                                     const std::optional<at::Tensor>& num_items,
-                                                     const LossKernelOptions& options) {
-  if (!has_kernels_for(logits, weight, options)) return std::nullopt;
+/// cross_entropy_and_grad_ by the kernels of cuda/kernels/loss_rows.h, on the current stream: one
+/// read and one write of the logits, two launches. Returns nothing, and changes nothing, if they do
+/// not support the call: the GPU has no clusters (before sm_90), ringcomm was built without
+/// kernels, rows are too short or too long (plan_loss), logits are float16, or the call has a
+/// softcap, label smoothing with class weights, a scale that is not positive, or outputs entropy or
+/// accuracy.
+///
+/// `target` (int64) and `weight` are contiguous. weight has num_classes elements; the logits have
+/// at least as many columns. The options are those of the operator's schema.
+std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> cross_entropy_by_clusters(
+    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& num_items, std::int64_t num_classes, std::int64_t ignore_index,
+    double logit_scale, double softcap, double label_smoothing, double z_loss,
+    const std::string& reduction, bool wants_more) {
+  const bool is_smooth_weighted = weight.has_value() && label_smoothing != 0;
+  if (!is_supported(logits) || softcap != 0 || !(logit_scale >= FLT_MIN) || is_smooth_weighted ||
+      wants_more || reduction == "none")
+    return std::nullopt;
   const auto plan = cuda::plan_loss(logits.size(1) * logits.element_size(), is_aligned(logits));
   if (!plan.has_value()) return std::nullopt;
   const c10::DeviceGuard device_guard(logits.device());
@@ -177,19 +183,26 @@ std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
                 .loss = loss.mutable_data_ptr<float>(),
                 .num_tokens = logits.size(0),
                 .row_stride_bytes = logits.stride(0) * logits.element_size(),
-                .ignore_index = options.ignore_index,
+                .ignore_index = ignore_index,
                 .width = static_cast<std::int32_t>(logits.size(1)),
-                .num_classes = static_cast<std::int32_t>(options.num_classes),
+                .num_classes = static_cast<std::int32_t>(num_classes),
                 .segment_vectors = plan->segment_vectors,
-                .logit_scale = static_cast<float>(options.logit_scale),
-                .label_smoothing = static_cast<float>(options.label_smoothing),
-                .z_loss = static_cast<float>(options.z_loss)};
-  const at::Tensor kept = set_divisor(call, num_items, options.reduction, logits.device());
+                .logit_scale = static_cast<float>(logit_scale),
+                .label_smoothing = static_cast<float>(label_smoothing),
+                .z_loss = static_cast<float>(z_loss)};
+  const at::Tensor kept = set_divisor(call, num_items, reduction, logits.device());
   const c10::impl::VirtualGuardImpl streams(logits.device().type());
-  launch(kernels, *plan, call, logits.scalar_type() == at::kFloat,
-         streams.getStream(logits.device()));
+  kernels.launch(*plan, call, logits.scalar_type() == at::kFloat,
+                 streams.getStream(logits.device()));
   mark_written(logits);
-  return LossResults{loss, by_token, denominator};
+  return std::tuple(loss, by_token, denominator);
+}
+
+}  // namespace
+
+void bind_loss_kernels(pybind11::module_& m) {
+  m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
 }
 
 }  // namespace ringcomm

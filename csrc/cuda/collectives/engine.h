@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "collectives/communicator.h"
+#include "cuda/collectives/device_carrier.h"
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/device_watch.h"
 #include "cuda/collectives/events.h"
@@ -33,7 +34,7 @@ struct PlannedCall {
 ///
 /// Calls of a group run in the order in which they are made, also on different streams. A watchdog
 /// thread (DeviceWatch) detects failures on the device and ends the group.
-class Engine {
+class Engine final : public DeviceCarrier {
  public:
   /// Collective over the group. Throws Unavailable, Error. `limits` apply to each wait of this host
   /// for another. `report` is called from another thread with the error that ended the group.
@@ -41,38 +42,31 @@ class Engine {
                                       const WaitLimits& limits,
                                       std::function<void(const std::string&)> report);
   /// Waits for what was launched.
-  ~Engine();
+  ~Engine() override;
 
-  const std::string& description() const { return group_->description(); }
+  const std::string& description() const override { return group_->description(); }
   /// Bytes of this rank's staging on the device.
   std::size_t staging_bytes() const { return group_->staging().layout.num_bytes(); }
 
-  void plan(const Collective& call, CallHeader& header) const;
-  /// Throw std::invalid_argument where what follows cannot be.
-  void check_collective(const StreamPlace& place) const;
-  void check_messages(const std::vector<P2pMessage>& messages) const;
-  /// Whether the GPU has room for kernels that wait for messages of `peer`, decided by both ranks
-  /// together. Throws Error if that rank ends during the decision.
-  bool has_room_for_messages(int peer);
-  /// One thread at a time, with the device's context current. Throws Error.
-  Traffic enqueue(const Collective& call, const CallHeader& header, const StreamPlace& place);
-  /// Messages of which none waits for another, and which check_messages() takes, with ranks that
-  /// there is room for. By one thread at a time, with the device's context current.
-  void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place);
-  /// The event after the last of these two calls, on its stream; not null after the first call.
-  const std::shared_ptr<const Event>& last_end() const { return last_end_; }
-  /// Memory on this rank's device in which peers read and write buffers of collectives where they
-  /// are. Collective. Throws Unavailable, Error, std::invalid_argument.
-  std::shared_ptr<const Loan> lend(std::size_t num_bytes);
-  bool can_lend() const { return !group_->takes_turns(); }
-  /// The same, in memory that is used again and waits for its last use; see LentMemory. Null where
-  /// the group has no more. Collective; only where can_lend(). With the device's context current.
-  std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place);
+  void plan(const Collective& call, CallHeader& header) const override;
+  void check_collective(const StreamPlace& place) const override;
+  void check_messages(const std::vector<P2pMessage>& messages) const override;
+  /// Decided by both ranks together. Throws Error if the peer ends during the decision.
+  bool has_room_for_messages(int peer) override;
+  Traffic enqueue(const Collective& call, const CallHeader& header,
+                  const StreamPlace& place) override;
+  /// Messages that check_messages() takes, with ranks that there is room for. With the device's
+  /// context current.
+  void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
+  std::shared_ptr<const Event> last_end() const override { return last_end_; }
+  bool finds_mismatches() const override { return true; }
+  /// Throws Unavailable, Error, std::invalid_argument.
+  std::shared_ptr<const Loan> lend(std::size_t num_bytes) override;
+  bool can_lend() const override { return !group_->takes_turns(); }
+  std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place) override;
 
-  /// Permanently ends the waits of all kernels. From any thread.
-  void abort() noexcept { watch_.end_waits(); }
-  /// Whether they do, or one has by itself, or one of another rank. From any thread.
-  bool may_have_given_up() const noexcept {
+  void abort() noexcept override { watch_.end_waits(); }
+  bool may_have_given_up() const noexcept override {
     return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
            communicator_.members()->is_given_up(/*asks=*/false);
   }

@@ -1,249 +1,226 @@
 #include "cuda/messages/carrier.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <stdexcept>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 
-#include "collectives/collective.h"
-#include "collectives/messages/collectives.h"
-#include "core/chunk_layout.h"
+#include "bindings/c10d_messages.h"
+#include "bindings/python_errors.h"
+#include "core/arch.h"
+#include "cuda/messages/collectives.h"
+#include "cuda/messages/engine.h"
+#include "transport/wait_limits.h"
+#include "transport/watch_thread.h"
 
 namespace ringcomm {
 namespace {
 
-// This rank's share is at the place from which all_gather sends it.
-MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
-  MessageShares result{.shares = {}, .element_bytes = element_bytes(call.dtype)};
-  for (int peer = 0; peer < engine.world_size(); ++peer) {
-    auto* output = static_cast<std::byte*>(call.outputs[peer]);
-    result.shares.push_back({output, output, call.output_share(peer)});
+constexpr std::chrono::milliseconds kLookInterval{50};
+// Reports of ranks on other hosts are in the store, which all ranks poll.
+constexpr int kLooksPerQuestion = 4;
+
+class MessageDeviceCarrier final : public cuda::DeviceCarrier {
+ public:
+  // `backend` as for DeviceEngine. Collective over the group.
+  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, Communicator& communicator,
+                       const GroupOptions& options, c10::Device device)
+      : communicator_(communicator),
+        options_(options.engine),
+        timeout_(std::min(options.timeout, kLongestTimeout)),
+        description_(backend != nullptr ? "p2p over " + backend->getBackendName()
+                                        : "none: a group of one"),
+        engine_(std::move(backend), communicator.rank(), communicator.world_size(), device) {
+    if (communicator.world_size() == 1) return;
+    watch_.emplace(
+        "ringcomm-p2p",
+        WatchThread::Pace{.interval = kLookInterval, .num_looks = timeout_ / kLookInterval + 1},
+        [this] { return look_at_peers(); });
+    watch_->wake();  // what follows waits for all
+    connect();
   }
-  engine.copy(call.outputs[engine.rank()], call.inputs[0], result.num_bytes(engine.rank()));
-  return result;
+
+  const std::string& description() const override { return description_; }
+
+  void plan(const Collective& call, CallHeader& header) const override {
+    plan_device_collective(engine_.world_size(), call, options_, header);
+  }
+
+  Traffic enqueue(const Collective& call, const CallHeader& header,
+                  const cuda::StreamPlace& place) override {
+    watch(header, place.capture != 0);
+    return {.sent_bytes =
+                in_order([&] { run_device_collective(engine_, call, header.algorithm, options_); }),
+            .algorithm = header.algorithm};
+  }
+
+  void exchange(const std::vector<cuda::P2pMessage>& messages,
+                const cuda::StreamPlace& place) override {
+    watch(std::nullopt, place.capture != 0);
+    in_order([&] {
+      for (const cuda::P2pMessage& message : messages) {
+        if (message.is_send)
+          engine_.send(message.data, message.num_bytes, message.peer, message.tag);
+        else
+          engine_.recv(message.data, message.num_bytes, message.peer, message.tag);
+      }
+      engine_.wait(engine_.post());
+    });
+  }
+
+  std::vector<Outcome> take_outcomes() override { return engine_.take_outcomes(); }
+
+  // A rank that fails reports it before it aborts its messages, because its streams may still send
+  // incomplete data that completes this rank's receives.
+  bool may_have_given_up() const noexcept override {
+    Membership* const members = communicator_.members();
+    return engine_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
+  }
+
+  void abort() noexcept override { engine_.abort(); }
+
+ private:
+  // NCCL connects ranks at the first message of a pair and at the first collective of a kind, and
+  // blocks the host until they have arrived. So this happens here, where all ranks arrive.
+  void connect() {
+    try {
+      in_order([&] {
+        const auto num_ranks = static_cast<std::size_t>(engine_.world_size());
+        std::byte* const bytes = engine_.stage(2 * num_ranks);
+        DeviceEngine::Parts sent, received;
+        for (std::size_t peer = 0; peer < num_ranks; ++peer) {
+          sent.push_back({bytes + peer, 1});
+          received.push_back({bytes + num_ranks + peer, 1});
+        }
+        engine_.wait(engine_.all_to_all(sent, received));
+        engine_.wait(engine_.broadcast(bytes, 1, 0));
+      });
+    } catch (...) {
+      engine_.abort();
+      throw;
+    }
+  }
+
+  // Returns the bytes that were sent. An exception in a collective leaves messages incomplete and
+  // the ranks out of step, so the group ends: the failure is reported to the other ranks first,
+  // then the messages are aborted.
+  template <class Body>
+  std::uint64_t in_order(const Body& body) {
+    const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
+    try {
+      body();
+    } catch (...) {
+      engine_.abandon();
+      throw;
+    }
+    return engine_.finish();
+  }
+
+  // Call it when messages start, of a collective or, without `header`, of a user; if they are
+  // captured, they may start at any time from now on.
+  void watch(const std::optional<CallHeader>& header, bool is_captured) {
+    if (!watch_) return;
+    {
+      const std::lock_guard lock(mutex_);
+      last_ = header;
+    }
+    if (is_captured) watch_->stay_awake();
+    watch_->wake();
+  }
+
+  // The watchdog: ends the group when a rank dies or fails while messages are in flight, because
+  // the backend may wait for that rank without end. A rank that has left has ended its calls
+  // before; whether it made this one the hosts compare.
+  bool look_at_peers() {
+    Membership& members = *communicator_.members();
+    std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
+    for (int peer = 0; peer < engine_.world_size(); ++peer) {
+      if (peer == engine_.rank()) continue;
+      const Stop state = members.state_of(peer);
+      if (state != Stop::kPeerDied && state != Stop::kAborted) continue;
+      try {
+        communicator_.failure().raise_stopped(state, peer, activity());
+      } catch (const std::exception&) {
+        // The error is kept for the next call or wait.
+      }
+      engine_.abort();
+      return false;
+    }
+    return true;
+  }
+
+  Activity activity() {
+    const std::lock_guard lock(mutex_);
+    if (!last_) return {.op = "send", .description = "sends and receives", .timeout = timeout_};
+    return {.op = name_of(last_->op),
+            .seq = static_cast<std::int64_t>(last_->seq),
+            .description = describe(*last_),
+            .timeout = timeout_};
+  }
+
+  Communicator& communicator_;
+  CommunicatorOptions options_;
+  std::chrono::milliseconds timeout_;
+  std::string description_;
+  DeviceEngine engine_;
+  int num_looks_ = 0;  // the watchdog's
+  std::mutex mutex_;
+  std::optional<CallHeader> last_;    // guarded by mutex_
+  std::optional<WatchThread> watch_;  // not of a group of one; last: it uses all of the above
+};
+
+// Ends the group on all ranks if a rank cannot arrive.
+LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c10::Device device) {
+  const auto deadline = deadline_after(std::min(options.timeout, kLongestTimeout));
+  return [&communicator, &options, device, deadline](int missing) {
+    const Activity activity{.op = "init",
+                            .description = "connecting tensors on " + device.str(),
+                            .timeout = options.timeout};
+    for (int rank = 0; rank < communicator.world_size(); ++rank)
+      if (communicator.members()->has_died(rank))
+        communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
+    if (is_interrupted())
+      communicator.failure().raise_stopped(Stop::kInterrupted, missing, activity);
+    if (std::chrono::steady_clock::now() >= deadline)
+      communicator.failure().raise_stopped(Stop::kTimeout, missing, activity);
+  };
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               Communicator& communicator,
+                                               const GroupOptions& options, c10::Device device) {
+  namespace py = pybind11;
+  const py::gil_scoped_acquire acquired;
+  std::string name;
+  try {
+    name = py::module_::import("ringcomm.message_backend")
+               .attr("for_device")(options.engine.p2p_backend,
+                                   c10::DeviceTypeName(device.type(), /*lower_case=*/true))
+               .cast<std::string>();
+  } catch (const py::error_already_set& error) {
+    TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
+    throw;
+  }
+  return make_message_backend(name, store, communicator.rank(), communicator.world_size(), options,
+                              look_for(communicator, options, device),
+                              "tensors on " + device.str());
 }
 
 }  // namespace
 
-MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend,
-                                           const DeviceCarrierGroup& group, c10::Device device)
-    : communicator_(*group.communicator),
-      options_(group.options.engine),
-      name_(backend != nullptr ? "p2p over " + backend->getBackendName() : "none: a group of one"),
-      engine_(std::move(backend), group.rank, group.world_size, device),
-      update_(device) {
-  const int world_size = group.world_size;
-  if (world_size > 1) {
-    watch_.emplace(communicator_, std::min(group.options.timeout, kLongestTimeout),
-                   [this] { engine_.abort(); });
-    watch_->note_call(nullptr, false);  // what follows waits for all
-  }
-  if (world_size == 1) return;
-  // NCCL connects ranks at the first message of a pair and at the first collective of a kind, and
-  // blocks the host until they have arrived. So this happens here, where all ranks arrive.
-  const at::AutoDispatchBelowADInplaceOrView unseen;
-  try {
-    in_order([&] {
-      const auto num_ranks = static_cast<std::size_t>(world_size);
-      std::byte* bytes = engine_.stage(2 * num_ranks);
-      DeviceEngine::Parts sent, received;
-      for (std::size_t peer = 0; peer < num_ranks; ++peer) {
-        sent.push_back({bytes + peer, 1});
-        received.push_back({bytes + num_ranks + peer, 1});
-      }
-      engine_.wait(engine_.all_to_all(sent, received));
-      engine_.wait(engine_.all_gather(bytes, 1, bytes + num_ranks));
-      engine_.wait(engine_.broadcast(bytes, 1, 0));
-    });
-  } catch (...) {
-    engine_.abort();
-    throw;
-  }
-}
-
-// An exception in a collective leaves messages incomplete and the ranks out of step, so the group
-// ends: the failure is reported to the other ranks first, then the messages are aborted.
-template <class Body>
-std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
-  const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
-  try {
-    body();
-  } catch (...) {
-    engine_.abandon();
-    throw;
-  }
-  const std::uint64_t sent_bytes = engine_.sent_bytes();
-  engine_.finish();
-  return sent_bytes;
-}
-
-// A rank that fails reports it before it aborts its messages, because its streams may still send
-// incomplete data that completes this rank's receives.
-bool MessageDeviceCarrier::may_have_given_up() const noexcept {
-  Membership* const members = communicator_.members();
-  return engine_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
-}
-
-void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) const {
-  header.algorithm = Algorithm::kDirect;
-  if (engine_.world_size() > 1 && call.op != OpKind::kBroadcast)
-    plan_message_collective(engine_.world_size(), call, options_, header);
-}
-
-Traffic MessageDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
-                                      const DevicePlace& place) {
-  if (watch_) watch_->note_call(&header, place.is_captured());
-  const std::uint64_t sent_bytes = in_order([&] { run(call, header); });
-  return {.sent_bytes = sent_bytes, .algorithm = header.algorithm};
-}
-
-void MessageDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
-                                    const DevicePlace& place) {
-  if (watch_) watch_->note_call(nullptr, place.is_captured());
-  in_order([&] {
-    for (const DeviceMessage& message : messages) {
-      if (message.is_send)
-        engine_.send(message.data, message.num_bytes, message.peer, message.tag);
-      else
-        engine_.recv(message.data, message.num_bytes, message.peer, message.tag);
-    }
-    engine_.post_and_wait();
-  });
-}
-
-void MessageDeviceCarrier::run(const Collective& call, const CallHeader& header) {
-  if (engine_.world_size() == 1) return run_alone(call);
-  switch (call.op) {
-    case OpKind::kBarrier:
-      return device_barrier(engine_);
-    case OpKind::kAllReduce:
-      return all_reduce(call, header);
-    case OpKind::kReduce:
-      return reduce(call);
-    case OpKind::kReduceScatter:
-      return reduce_scatter(call, header);
-    case OpKind::kAllGather:
-      return all_gather(call, header);
-    case OpKind::kBroadcast:
-      return device_broadcast(engine_, call);
-    case OpKind::kGather:
-      return device_gather(engine_, call);
-    case OpKind::kScatter:
-      return device_scatter(engine_, call);
-    case OpKind::kAllToAll:
-      return device_all_to_all(engine_, call);
-    case OpKind::kReduceUpdateGather:
-      return reduce_update_gather(call);
-    default:
-      throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
-  }
-}
-
-void MessageDeviceCarrier::run_planned(Collective call) {
-  call.algorithm = Algorithm::kAuto;
-  CallHeader header{.op = call.op};
-  plan(call, header);
-  run(call, header);
-}
-
-void MessageDeviceCarrier::all_reduce(const Collective& call, const CallHeader& header) {
-  if (header.algorithm == Algorithm::kOneShot) return device_one_shot_all_reduce(engine_, call);
-  const MessageShares shares = MessageShares::of_buffer(call, engine_.world_size());
-  const bool is_ring = header.algorithm == Algorithm::kRing;
-  if (is_ring && !options_.is_rank_ordered)
-    return device_ring(engine_, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
-  device_reduce_scatter(engine_, call, shares);
-  if (is_ring)
-    device_ring(engine_, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
-  else
-    device_all_gather(engine_, shares);
-}
-
-void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHeader& header) {
-  const MessageShares shares =
-      MessageShares::of_reduce_scatter(call, engine_.rank(), engine_.world_size());
-  if (header.algorithm == Algorithm::kRing)
-    device_ring(engine_, call, shares, {.has_reduce_scatter = true, .has_all_gather = false});
-  else
-    device_reduce_scatter(engine_, call, shares);
-}
-
-void MessageDeviceCarrier::all_gather(const Collective& call, const CallHeader& header) {
-  const MessageShares shares = gathered_shares(engine_, call);
-  if (header.algorithm == Algorithm::kRing)
-    device_ring(engine_, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
-  else
-    device_all_gather(engine_, shares);
-}
-
-// This rank's chunk of the buffers of all ranks.
-void MessageDeviceCarrier::reduce_own_chunk(const Collective& call, void* reduced) {
-  const ChunkLayout layout(call.num_elems, engine_.world_size());
-  std::vector<const void*> inputs;
-  std::vector<std::size_t> num_elems;
-  for (int peer = 0; peer < engine_.world_size(); ++peer) {
-    const ElemRange chunk = layout.chunk(peer);
-    inputs.push_back(at(call.inputs[0], chunk.begin_elems, element_bytes(call.dtype)));
-    num_elems.push_back(chunk.num_elems);
-  }
-  run_planned({.op = OpKind::kReduceScatter,
-               .dtype = call.dtype,
-               .reduction = call.reduction,
-               .num_elems = layout.chunk(engine_.rank()).num_elems,
-               .inputs = inputs.data(),
-               .outputs = &reduced,
-               .input_elems = num_elems.data()});
-}
-
-// Fills a buffer with the chunks of all ranks: on every rank, or on the root of a gather.
-void MessageDeviceCarrier::collect_chunks(Collective call, const void* own, void* buffer) {
-  const ChunkLayout layout(call.num_elems, engine_.world_size());
-  std::vector<void*> outputs;
-  std::vector<std::size_t> num_elems;
-  for (int peer = 0; peer < engine_.world_size(); ++peer) {
-    const ElemRange chunk = layout.chunk(peer);
-    outputs.push_back(at(buffer, chunk.begin_elems, element_bytes(call.dtype)));
-    num_elems.push_back(chunk.num_elems);
-  }
-  call.num_elems = layout.chunk(engine_.rank()).num_elems;
-  call.inputs = &own;
-  call.outputs = outputs.data();
-  call.output_elems = num_elems.data();
-  run_planned(call);
-}
-
-// A reduce_scatter, and a gather of the chunks.
-void MessageDeviceCarrier::reduce(const Collective& call) {
-  const ElemRange own = ChunkLayout(call.num_elems, engine_.world_size()).chunk(engine_.rank());
-  const std::size_t bytes = element_bytes(call.dtype);
-  const bool is_root = engine_.rank() == call.root;
-  void* const reduced =
-      is_root ? at(call.outputs[0], own.begin_elems, bytes) : engine_.stage(own.num_elems * bytes);
-  reduce_own_chunk(call, reduced);
-  collect_chunks(
-      {.op = OpKind::kGather, .dtype = call.dtype, .root = call.root, .num_elems = call.num_elems},
-      reduced, call.outputs[0]);
-}
-
-// A reduce_scatter, the update, and an all_gather.
-void MessageDeviceCarrier::reduce_update_gather(const Collective& call) {
-  const ElemRange own = ChunkLayout(call.num_elems, engine_.world_size()).chunk(engine_.rank());
-  const DType param_dtype = call.update->spec.param_dtype;
-  void* const reduced = engine_.stage(own.num_elems * element_bytes(call.dtype));
-  reduce_own_chunk(call, reduced);
-  void* const params = at(call.outputs[0], own.begin_elems, element_bytes(param_dtype));
-  update_.run(call, reduced, params, own.num_elems);
-  collect_chunks({.op = OpKind::kAllGather, .dtype = param_dtype, .num_elems = call.num_elems},
-                 params, call.outputs[0]);
-}
-
-// In a group of one every output is its input, or that updated.
-void MessageDeviceCarrier::run_alone(const Collective& call) {
-  if (call.op == OpKind::kBarrier) return;
-  if (call.op == OpKind::kReduceUpdateGather)
-    return update_.run(call, call.inputs[0], call.outputs[0], call.num_elems);
-  engine_.copy(call.outputs[0], call.inputs[0], call.input_share(0) * element_bytes(call.dtype));
+std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
+    const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
+    const GroupOptions& options, c10::Device device) {
+  return std::make_unique<MessageDeviceCarrier>(
+      communicator.world_size() > 1 ? make_backend(store, communicator, options, device) : nullptr,
+      communicator, options, device);
 }
 
 }  // namespace ringcomm

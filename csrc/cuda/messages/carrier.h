@@ -1,60 +1,31 @@
 #pragma once
 
-#include <memory>
-#include <optional>
-#include <string>
+#include <c10/core/Device.h>
 
-#include "collectives/collective.h"
-#include "cuda/bindings/device_carrier.h"
-#include "cuda/messages/algorithms.h"
-#include "cuda/messages/engine.h"
-#include "cuda/messages/peer_watch.h"
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bindings/devices.h"
+#include "collectives/communicator.h"
+#include "cuda/collectives/device_carrier.h"
 
 namespace ringcomm {
 
-/// Collectives of device tensors over another backend, for ranks that cannot map each other's
-/// memory: the ring over its sends and receives, all else over its collectives. The messages have
-/// no headers; the hosts compare headers separately (header_check.h).
-class MessageDeviceCarrier final : public DeviceCarrier {
- public:
-  /// `backend` as for DeviceEngine. Collective over the group.
-  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, const DeviceCarrierGroup& group,
-                       c10::Device device);
+/// Collectives of device tensors over another backend, which ringcomm.message_backend chooses, for
+/// ranks that cannot map each other's memory. Takes every group. Collective over it; takes the GIL,
+/// and blocks. The messages have no headers, so the hosts compare these separately. Throws Error,
+/// and ValueError if no backend supports the device.
+std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
+    const c10::intrusive_ptr<c10d::Store>& store, Communicator& communicator,
+    const GroupOptions& options, c10::Device device);
 
-  const std::string& name() const override { return name_; }
-  Traffic enqueue(const Collective& call, const CallHeader& header,
-                  const DevicePlace& place) override;
-  void exchange(const std::vector<DeviceMessage>& messages, const DevicePlace& place) override;
-  void plan(const Collective& call, CallHeader& header) const override;
-  std::vector<c10::intrusive_ptr<c10d::Work>> take_works() override { return engine_.take_works(); }
-  bool may_have_given_up() const noexcept override;
-  void abort() noexcept override { engine_.abort(); }
-
- private:
-  void run(const Collective& call, const CallHeader& header);
-  void run_planned(Collective call);
-  void all_reduce(const Collective& call, const CallHeader& header);
-  void reduce_scatter(const Collective& call, const CallHeader& header);
-  void all_gather(const Collective& call, const CallHeader& header);
-  void reduce(const Collective& call);
-  void reduce_update_gather(const Collective& call);
-  void reduce_own_chunk(const Collective& call, void* reduced);
-  void collect_chunks(Collective call, const void* own, void* buffer);
-  void run_alone(const Collective& call);
-  template <class Body>
-  std::uint64_t in_order(const Body& body);
-
-  Communicator& communicator_;
-  CommunicatorOptions options_;
-  std::string name_;
-  DeviceEngine engine_;
-  DeviceUpdate update_;
-  std::optional<PeerWatch> watch_;  // not of a group of one; last: it uses the engine
-};
-
-/// The same over a new backend, which ringcomm.message_backend chooses and makes. Takes every
-/// group; throws as make_device_carrier() does.
-std::unique_ptr<DeviceCarrier> make_message_device_carrier(const DeviceCarrierGroup& group,
-                                                           c10::Device device);
+/// Starts to compare a call's header with those of all ranks, and the sizes of the shares of each
+/// pair of ranks, on the hosts and concurrently with the enqueued work. A difference, or a rank
+/// that does not make the call in time, ends the group. `done` is called from another thread, with
+/// whether that has happened.
+void check_header(Communicator& communicator, const Collective& call, const CallHeader& header,
+                  std::chrono::milliseconds timeout, std::function<void(bool)> done);
 
 }  // namespace ringcomm

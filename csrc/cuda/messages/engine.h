@@ -2,16 +2,15 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <list>
-#include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
+
+#include "cuda/collectives/device_carrier.h"
 
 namespace ringcomm {
 
@@ -21,8 +20,8 @@ namespace ringcomm {
 /// Requirements for the backend: operations start after the work of the current stream at the call,
 /// in the order of the calls. Work::wait() makes the current stream wait, not the host. Sends and
 /// receives between startCoalescing() and endCoalescing() progress together in any order; without
-/// coalescing none of them may wait for another. It has alltoall, _allgather_base and broadcast of
-/// bytes; parts of alltoall may differ in size and have no bytes.
+/// coalescing none of them may wait for another. It has alltoall and broadcast of bytes; parts of
+/// alltoall may differ in size and have no bytes. Its abort() ends all of them.
 ///
 /// Why this cannot deadlock: all ranks post the batches of a collective in the same order, and the
 /// batches of a message's two ends depend on earlier batches only.
@@ -31,15 +30,10 @@ class DeviceEngine {
   /// The slices of data that is sent in pieces. Each costs several launches of kernels.
   static constexpr std::size_t kNumSlots = 2;
   static constexpr std::size_t kSlotBytes = std::size_t{4} << 20;
-  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
   /// A batch that has been posted. wait() leaves it empty; so is one of no messages.
-  class Batch {
-   private:
-    friend class DeviceEngine;
-    std::list<Works>::iterator place;
-    bool is_posted = false;
-  };
+  using Batch = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  using Outcomes = std::vector<cuda::DeviceCarrier::Outcome>;
 
   /// What one rank sends or receives in a collective; of no bytes where it has no part.
   struct Part {
@@ -50,7 +44,8 @@ class DeviceEngine {
 
   /// `backend` is for these messages alone; null in a group of one.
   DeviceEngine(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
-               c10::Device device);
+               c10::Device device)
+      : backend_(std::move(backend)), rank_(rank), world_size_(world_size), device_(device) {}
   ~DeviceEngine();
   DeviceEngine(const DeviceEngine&) = delete;
   DeviceEngine& operator=(const DeviceEngine&) = delete;
@@ -68,32 +63,26 @@ class DeviceEngine {
 
   /// A collective of the backend, which all ranks of the group call; a batch of its own.
   Batch all_to_all(const Parts& sent, const Parts& received);
-  /// `output` has room for the inputs of all ranks; this rank's may be in its place there.
-  Batch all_gather(const void* input, std::size_t num_bytes, void* output);
   /// From the root's `data` to that of the other ranks.
   Batch broadcast(void* data, std::size_t num_bytes, int root);
 
   /// Afterwards the current stream has the data, and the buffers of sends may be reused.
   void wait(Batch& batch);
   void wait(Batch&& batch) { wait(batch); }
-  void post_and_wait();
 
   /// Memory of the current stream until finish(). The device's allocator reuses it for later work
   /// of that stream, which has then waited for all batches.
   std::byte* stage(std::size_t num_bytes);
   /// In the order of the current stream.
   void copy(void* to, const void* from, std::size_t num_bytes) const;
-  /// Ends a collective whose batches have all been waited for.
-  void finish();
+  /// Ends a collective whose batches have all been waited for. Returns the bytes that were sent.
+  std::uint64_t finish();
   /// Ends a collective that failed in the middle: its messages may still use its memory, which is
   /// kept.
   void abandon();
 
-  /// Bytes that were sent since the last finish(): in a collective, those that other ranks get.
-  std::uint64_t sent_bytes() const { return sent_bytes_; }
-
-  /// The works of the messages since the last call.
-  Works take_works() { return std::exchange(waited_for_, {}); }
+  /// Of the batches that were waited for since the last call.
+  Outcomes take_outcomes() { return std::exchange(outcomes_, {}); }
 
   /// For ever, from any thread.
   void abort() noexcept;
@@ -108,10 +97,8 @@ class DeviceEngine {
     int tag;
   };
 
-  template <class Start>
-  Batch begin(const Start& start);
-  Works start(const std::vector<Message>& messages);
-  at::Tensor bytes(void* data, std::size_t num_bytes) const;
+  void check() const;
+  at::Tensor bytes(const void* data, std::size_t num_bytes) const;
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   int rank_;
@@ -120,12 +107,9 @@ class DeviceEngine {
   std::vector<Message> next_;  // of the next batch
   std::vector<at::Tensor> staging_;
   std::vector<at::Tensor> abandoned_;
-  Works waited_for_;
-  std::uint64_t sent_bytes_ = 0;
-
-  std::atomic<bool> is_aborted_ = false;  // set with the mutex held
-  std::mutex mutex_;                      // guards the rest
-  std::list<Works> posted_;               // and not waited for
+  Outcomes outcomes_;
+  std::uint64_t sent_bytes_ = 0;  // since the last finish()
+  std::atomic<bool> is_aborted_ = false;
 };
 
 }  // namespace ringcomm

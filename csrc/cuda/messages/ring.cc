@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "collectives/collective.h"
-#include "cuda/messages/algorithms.h"
-#include "cuda/messages/reduce.h"
+#include "cuda/messages/collectives.h"
+#include "cuda/messages/operators.h"
 
 namespace ringcomm {
 namespace {

@@ -229,14 +229,6 @@ class EmulatedP2p final : public c10d::Backend {
       add(false, outputs[place], peer, batch);
     });
   }
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions&) override {
-    TORCH_CHECK_VALUE(output.numel() == size_ * input.numel(), "emup2p: room for each rank");
-    return collect(output.device(), c10d::OpType::_ALLGATHER_BASE, [&](int peer, Batch& batch) {
-      add(true, input, peer, batch);
-      add(false, output.narrow(0, peer * input.numel(), input.numel()), peer, batch);
-    });
-  }
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override {
     const at::Tensor& tensor = tensors.front();

@@ -6,20 +6,19 @@
 #include <cstddef>
 #include <vector>
 
-#include "core/types.h"
+#include "collectives/collective.h"
+
+// Reductions and optimizers' steps by torch's operators, on any device and in the order of its
+// current stream.
 
 namespace ringcomm {
 
-/// The type in which torch computes with elements of ours: unsigned integers of 16 bits and more
-/// have the operators of the signed ones.
-at::ScalarType scalar_type_of(DType dtype);
 /// Elements in device memory that something else owns.
 at::Tensor device_array(const void* data, std::size_t num_elems, at::ScalarType type,
                         c10::Device device);
 
-/// Reductions by torch's operators, on any device and in the order of its current stream; the
-/// results are those of ReduceOp in reduce/reduce_op.h, except the bits of NaN, which depend on the
-/// device.
+/// The results are those of ReduceOp in reduce/reduce_op.h, except the bits of NaN, which depend on
+/// the device.
 class DeviceReduceOp {
  public:
   /// As a call that has been checked has them.
@@ -32,14 +31,11 @@ class DeviceReduceOp {
                int divisor) const;
 
  private:
-  using Arrays = std::vector<at::Tensor>;
-
-  void combine_truths(const at::Tensor& to, const Arrays& srcs) const;
-  void combine_numbers(const at::Tensor& to, const Arrays& srcs, int divisor) const;
-  bool is_short_float() const { return dtype_ == DType::kFloat16 || dtype_ == DType::kBFloat16; }
   /// Whether comparisons of the signed type are not those of ours.
   bool needs_flip() const;
   at::Tensor flipped(const at::Tensor& array) const;
+  /// In a type in which torch computes as we do.
+  at::Tensor readable(const at::Tensor& array) const;
   void apply(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) const;
   at::Tensor divided(const at::Tensor& sum, int divisor) const;
 
@@ -48,8 +44,11 @@ class DeviceReduceOp {
   c10::Device device_;
 };
 
-/// Merges SoftmaxStats, as rows of floats; reduce/softmax_merge.h has the rules. Either may be
-/// `to`.
-void merge_stats_arrays(const at::Tensor& to, const at::Tensor& a, const at::Tensor& b);
+/// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: by ringcomm's
+/// kernel where it has one for the device, and by torch's operators where not. `grad` is reduced,
+/// and `param` where the call has the chunk. Formulas and order are those of reduce/update_op.h;
+/// only the kernel has their bits.
+void update_chunk(const Collective& call, const void* grad, void* param, std::size_t num_elems,
+                  c10::Device device);
 
 }  // namespace ringcomm

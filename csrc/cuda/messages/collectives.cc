@@ -1,0 +1,294 @@
+#include "cuda/messages/collectives.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/messages/collectives.h"
+#include "core/chunk_layout.h"
+#include "cuda/messages/operators.h"
+
+namespace ringcomm {
+namespace {
+
+using Batch = DeviceEngine::Batch;
+using Part = DeviceEngine::Part;
+using Parts = DeviceEngine::Parts;
+
+// The most that a call stages for its pieces.
+constexpr std::size_t kMaxStagingBytes = std::size_t{64} << 20;
+// Pieces begin at multiples of this, so that an aligned buffer is copied 16 bytes at a time.
+constexpr std::size_t kElemsAlignment = 16;
+
+Part part(const void* data, std::size_t num_bytes) { return {const_cast<void*>(data), num_bytes}; }
+
+// An all_to_all between different ranks.
+template <class SentTo, class ReceivedFrom>
+Batch post_exchange(DeviceEngine& engine, const SentTo& sent_to,
+                    const ReceivedFrom& received_from) {
+  const auto world_size = static_cast<std::size_t>(engine.world_size());
+  Parts sent(world_size), received(world_size);
+  for (int peer = 0; peer < engine.world_size(); ++peer) {
+    if (peer == engine.rank()) continue;
+    sent[static_cast<std::size_t>(peer)] = sent_to(peer);
+    received[static_cast<std::size_t>(peer)] = received_from(peer);
+  }
+  return engine.all_to_all(sent, received);
+}
+
+// Every rank gets the inputs of its share, in pieces, and reduces them: one piece is received while
+// another is reduced.
+void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
+                         const MessageShares& shares) {
+  const std::size_t most_elems = shares.max_elems();
+  if (most_elems == 0) return;
+  const int rank = engine.rank();
+  const auto num_ranks = static_cast<std::size_t>(engine.world_size());
+  const std::size_t bytes = shares.element_bytes;
+  const std::size_t piece_bytes = std::min(DeviceEngine::kNumSlots * DeviceEngine::kSlotBytes,
+                                           kMaxStagingBytes / (2 * num_ranks));
+  const std::size_t piece_elems =
+      num_slices(std::min(most_elems, piece_bytes / bytes), kElemsAlignment) * kElemsAlignment;
+  const std::size_t num_pieces = num_slices(most_elems, piece_elems);
+  std::byte* const staging = engine.stage(2 * num_ranks * piece_elems * bytes);
+  const auto received = [&](int peer, std::size_t piece) {
+    return staging + (piece % 2 * num_ranks + static_cast<std::size_t>(peer)) * piece_elems * bytes;
+  };
+  const auto slice = [&](int of, std::size_t piece) {
+    return shares.slice(of, piece, piece_elems);
+  };
+  const auto post = [&](std::size_t piece) {
+    const std::size_t own_bytes = slice(rank, piece).num_elems * bytes;
+    return post_exchange(
+        engine,
+        [&](int peer) {
+          const ElemRange theirs = slice(peer, piece);
+          return part(shares.input(peer, theirs), theirs.num_elems * bytes);
+        },
+        [&](int peer) { return part(received(peer, piece), own_bytes); });
+  };
+
+  const DeviceReduceOp op(call.reduction, call.dtype, engine.device());
+  Batch current = post(0);
+  for (std::size_t piece = 0; piece < num_pieces; ++piece) {
+    Batch next = piece + 1 < num_pieces ? post(piece + 1) : Batch{};
+    engine.wait(current);
+    const ElemRange own = slice(rank, piece);
+    std::vector<const void*> sources;
+    for (int peer = 0; peer < engine.world_size(); ++peer)
+      sources.push_back(peer == rank ? shares.input(rank, own) : received(peer, piece));
+    op.combine(shares.output(rank, own), sources, own.num_elems, shares.divisor);
+    current = std::move(next);
+  }
+}
+
+void reduce_shares(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+                   const MessageShares& shares) {
+  if (algorithm == Algorithm::kRing)
+    device_ring(engine, call, shares, {.has_reduce_scatter = true, .has_all_gather = false});
+  else
+    exchange_and_reduce(engine, call, shares);
+}
+
+// This rank's own share is already in its output. The backend's own all_gather needs one buffer for
+// all outputs, which some ranks may not have.
+void gather_shares(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+                   const MessageShares& shares) {
+  if (algorithm == Algorithm::kRing)
+    return device_ring(engine, call, shares, {.has_reduce_scatter = false, .has_all_gather = true});
+  const auto of = [&](int rank) { return part(shares.of(rank).output, shares.num_bytes(rank)); };
+  engine.wait(post_exchange(engine, [&](int) { return of(engine.rank()); }, of));
+}
+
+void all_reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+                bool is_rank_ordered) {
+  if (algorithm == Algorithm::kOneShot)  // every rank gets the whole buffers of all
+    return exchange_and_reduce(engine, call,
+                               MessageShares::of_whole(call, engine.rank(), engine.world_size()));
+  const MessageShares shares = MessageShares::of_buffer(call, engine.world_size());
+  if (algorithm == Algorithm::kRing && !is_rank_ordered)
+    return device_ring(engine, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
+  exchange_and_reduce(engine, call, shares);
+  gather_shares(engine, call, algorithm, shares);
+}
+
+void all_gather(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
+  MessageShares shares{.shares = {}, .element_bytes = element_bytes(call.dtype)};
+  for (int peer = 0; peer < engine.world_size(); ++peer) {
+    std::byte* const output = at(call.outputs[peer], 0, 1);
+    shares.shares.push_back({output, output, call.output_share(peer)});
+  }
+  engine.copy(call.outputs[engine.rank()], call.inputs[0], shares.num_bytes(engine.rank()));
+  gather_shares(engine, call, algorithm, shares);
+}
+
+// This rank's chunk of the buffers of all ranks.
+void reduce_own_chunk(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+                      void* reduced) {
+  MessageShares shares = MessageShares::of_buffer(call, engine.world_size());
+  for (MessageShares::Share& share : shares.shares) share.output = nullptr;
+  shares.shares[static_cast<std::size_t>(engine.rank())].output = at(reduced, 0, 1);
+  reduce_shares(engine, call, algorithm, shares);
+}
+
+// Gather and scatter, by messages, as NCCL's own are: parts of no bytes in an all_to_all are
+// messages, too.
+void exchange_with_root(DeviceEngine& engine, const Collective& call) {
+  const int rank = engine.rank();
+  const std::size_t bytes = element_bytes(call.dtype);
+  for (int peer = 0; peer < engine.world_size(); ++peer) {
+    if (peer == rank) continue;
+    if (const auto given = part_given(call, rank, peer))
+      engine.send(given->data, given->num_elems * bytes, peer);
+    if (const auto taken = part_taken(call, rank, peer))
+      engine.recv(taken->data, taken->num_elems * bytes, peer);
+  }
+  engine.wait(engine.post());
+  if (const auto own = part_taken(call, rank, rank))
+    engine.copy(own->data, part_given(call, rank, rank)->data, own->num_elems * bytes);
+}
+
+// A reduce_scatter of chunks, and a gather.
+void reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
+  const ChunkLayout layout(call.num_elems, engine.world_size());
+  const std::size_t bytes = element_bytes(call.dtype);
+  const auto chunk_of = [&](int rank) {
+    const ElemRange chunk = layout.chunk(rank);
+    return part(at(call.outputs[0], chunk.begin_elems, bytes), chunk.num_elems * bytes);
+  };
+  const bool is_root = engine.rank() == call.root;
+  Part own = chunk_of(engine.rank());
+  if (!is_root) own.data = engine.stage(own.num_bytes);
+  reduce_own_chunk(engine, call, algorithm, own.data);
+  if (!is_root) engine.send(own.data, own.num_bytes, call.root);
+  for (int peer = 0; is_root && peer < engine.world_size(); ++peer)
+    if (peer != call.root) engine.recv(chunk_of(peer).data, chunk_of(peer).num_bytes, peer);
+  engine.wait(engine.post());
+}
+
+// The algorithm of a reduce_scatter or all_gather of chunks of `num_elems`.
+Algorithm algorithm_of_chunks(OpKind op, DType dtype, std::size_t num_elems, int world_size,
+                              const CommunicatorOptions& options) {
+  std::vector<std::size_t> sizes;
+  for (int rank = 0; rank < world_size; ++rank)
+    sizes.push_back(ChunkLayout(num_elems, world_size).chunk(rank).num_elems);
+  CallHeader header;
+  plan_message_collective(
+      world_size,
+      {.op = op, .dtype = dtype, .input_elems = sizes.data(), .output_elems = sizes.data()},
+      options, header);
+  return header.algorithm;
+}
+
+// A reduce_scatter, the update, and an all_gather.
+void reduce_update_gather(DeviceEngine& engine, const Collective& call,
+                          const CommunicatorOptions& options) {
+  const int world_size = engine.world_size();
+  const DType param_dtype = call.update->spec.param_dtype;
+  const ChunkLayout layout(call.num_elems, world_size);
+  const std::size_t own_elems = layout.chunk(engine.rank()).num_elems;
+  const auto plan = [&](OpKind op, DType dtype) {
+    return algorithm_of_chunks(op, dtype, call.num_elems, world_size, options);
+  };
+  MessageShares params{.shares = {}, .element_bytes = element_bytes(param_dtype)};
+  for (int rank = 0; rank < world_size; ++rank) {
+    const ElemRange chunk = layout.chunk(rank);
+    std::byte* const data = at(call.outputs[0], chunk.begin_elems, params.element_bytes);
+    params.shares.push_back({data, data, chunk.num_elems});
+  }
+  std::byte* const grad = engine.stage(own_elems * element_bytes(call.dtype));
+  reduce_own_chunk(engine, call, plan(OpKind::kReduceScatter, call.dtype), grad);
+  update_chunk(call, grad, params.of(engine.rank()).output, own_elems, engine.device());
+  gather_shares(engine, call, plan(OpKind::kAllGather, param_dtype), params);
+}
+
+bool overlap(const Part& a, const Part& b) {
+  const auto begin_a = reinterpret_cast<std::uintptr_t>(a.data);
+  const auto begin_b = reinterpret_cast<std::uintptr_t>(b.data);
+  return begin_a < begin_b + b.num_bytes && begin_b < begin_a + a.num_bytes;
+}
+
+// May be in place.
+void all_to_all(DeviceEngine& engine, const Collective& call) {
+  const std::size_t bytes = element_bytes(call.dtype);
+  Parts inputs, outputs;
+  for (int peer = 0; peer < engine.world_size(); ++peer) {
+    inputs.push_back(part(call.inputs[peer], call.input_share(peer) * bytes));
+    outputs.push_back(part(call.outputs[peer], call.output_share(peer) * bytes));
+  }
+  const bool is_in_place = std::ranges::any_of(inputs, [&](const Part& input) {
+    return std::ranges::any_of(outputs, [&](const Part& output) { return overlap(input, output); });
+  });
+  if (is_in_place) {
+    for (Part& input : inputs) {
+      std::byte* copy = engine.stage(input.num_bytes);
+      engine.copy(copy, input.data, input.num_bytes);
+      input.data = copy;
+    }
+  }
+  const auto own = static_cast<std::size_t>(engine.rank());
+  engine.copy(outputs[own].data, inputs[own].data, inputs[own].num_bytes);
+  inputs[own] = outputs[own] = {};
+  engine.wait(engine.all_to_all(inputs, outputs));
+}
+
+// In a group of one every output is its input, or that updated.
+void run_alone(DeviceEngine& engine, const Collective& call) {
+  if (call.op == OpKind::kReduceUpdateGather)
+    update_chunk(call, call.inputs[0], call.outputs[0], call.num_elems, engine.device());
+  else if (call.op != OpKind::kBarrier)
+    engine.copy(call.outputs[0], call.inputs[0], call.input_share(0) * element_bytes(call.dtype));
+}
+
+}  // namespace
+
+void plan_device_collective(int world_size, const Collective& call,
+                            const CommunicatorOptions& options, CallHeader& header) {
+  header.algorithm = Algorithm::kDirect;
+  if (world_size > 1 && call.op != OpKind::kBroadcast)
+    plan_message_collective(world_size, call, options, header);
+}
+
+void run_device_collective(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
+                           const CommunicatorOptions& options) {
+  if (engine.world_size() == 1) return run_alone(engine, call);
+  switch (call.op) {
+    case OpKind::kBarrier: {
+      std::byte* const bytes = engine.stage(2 * static_cast<std::size_t>(engine.world_size()));
+      return engine.wait(post_exchange(
+          engine, [&](int peer) { return part(bytes + peer, 1); },
+          [&](int peer) { return part(bytes + engine.world_size() + peer, 1); }));
+    }
+    case OpKind::kAllReduce:
+      return all_reduce(engine, call, algorithm, options.is_rank_ordered);
+    case OpKind::kReduce:
+      return reduce(engine, call, algorithm);
+    case OpKind::kReduceScatter:
+      return reduce_shares(
+          engine, call, algorithm,
+          MessageShares::of_reduce_scatter(call, engine.rank(), engine.world_size()));
+    case OpKind::kAllGather:
+      return all_gather(engine, call, algorithm);
+    case OpKind::kBroadcast: {
+      const bool is_root = engine.rank() == call.root;
+      return engine.wait(
+          engine.broadcast(is_root ? const_cast<void*>(call.inputs[0]) : call.outputs[0],
+                           call.num_bytes(), call.root));
+    }
+    case OpKind::kGather:
+    case OpKind::kScatter:
+      return exchange_with_root(engine, call);
+    case OpKind::kAllToAll:
+      return all_to_all(engine, call);
+    case OpKind::kReduceUpdateGather:
+      return reduce_update_gather(engine, call, options);
+    default:
+      throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+  }
+}
+
+}  // namespace ringcomm
