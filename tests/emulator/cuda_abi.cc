@@ -73,6 +73,7 @@ struct AllFunctions : DriverApi {
 
 constexpr int kNumCompared = 0
 #define RINGCOMM_COMPARE(member, symbol) +1
+#include "abi_names.inc"
     ;
 static_assert(sizeof(AllFunctions) == kNumCompared * sizeof(void (*)()));
 
