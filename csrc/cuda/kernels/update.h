@@ -78,8 +78,10 @@ struct UpdatingOwner {
  private:
   static constexpr int kElems = 4;  ///< of fp32 states 16 bytes
   /// The loads of gradients in flight, in addition to those of the states. More do not fit the
-  /// registers for fp32 gradients, or with two states.
-  static constexpr bool kIsWide = sizeof(typename Grad::Stored) == 4 || Step::kNumStates > 1;
+  /// registers for fp32 gradients, with two states, or with fp32 parameters and one.
+  static constexpr int kWideParam = sizeof(typename Param::Stored) == 4 ? 1 : 0;
+  static constexpr bool kIsWide =
+      sizeof(typename Grad::Stored) == 4 || Step::kNumStates + kWideParam > 1;
   static constexpr int kAtOnce = kIsWide ? 2 : 4;
 
   struct Arrays {

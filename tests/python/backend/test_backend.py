@@ -43,10 +43,10 @@ def test_names_and_memory(rank: int) -> None:
     assert 0 < _C.mapped_bytes(backend) <= pairs * (8 << 20)
 
 
-@in_ranks(2, env={"RINGCOMM_ALGORITHM": "ring", "RINGCOMM_DETERMINISTIC": "rank_order"})
+@in_ranks(2, env={"RINGCOMM_ALGORITHM": "two_shot", "RINGCOMM_DETERMINISTIC": "rank_order"})
 def test_environment(rank: int) -> None:
     """It decides what options leave at their defaults, of groups too."""
-    for options, algorithm in ((None, "ring"), (Options(algorithm="two_shot"), "two_shot")):
+    for options, algorithm in ((None, "two_shot"), (Options(algorithm="one_shot"), "one_shot")):
         group: Any = dist.new_group(backend="ringcomm", pg_options=options)
         dist.all_reduce(torch.ones(10), group=group)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
