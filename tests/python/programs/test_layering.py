@@ -123,3 +123,23 @@ def test_benchmarks_import_in_no_circle() -> None:
             graph[path.stem].add(module)
     assert any(graph.values())
     TopologicalSorter(graph).prepare()
+
+
+# The parts of the engine: their folders, and at most how many lines and files they have. These
+# numbers only go down: whoever makes a part smaller lowers them.
+PARTS = {
+    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 15_050, 101),
+    "other operators": (("kernels", "ops"), 2_800, 22),
+    "GPUs": (("cuda",), 10_050, 67),
+}
+
+
+def test_the_engine_does_not_grow() -> None:
+    counted = set()
+    for part, (folders, max_lines, max_files) in PARTS.items():
+        paths = [path for path in CPP_FILES if path.relative_to(CSRC).parts[0] in folders]
+        num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        assert num_lines <= max_lines, f"{part}: {num_lines} lines"
+        assert len(paths) <= max_files, f"{part}: {len(paths)} files"
+        counted.update(paths)
+    assert counted == set(CPP_FILES)
