@@ -46,9 +46,17 @@ EXTENSIONS = (
 
 CXX_STANDARD = "-std=c++20"
 # Contraction is off so that a sum rounds the same way on every machine and SIMD level.
-CXX_FLAGS = (CXX_STANDARD, "-O3", "-g0", "-ffp-contract=off", "-Wall")
-# Extensions use each other's functions, so these are visible, which pybind11's templates are not.
-CXX_FLAGS += ("-fno-semantic-interposition", "-fvisibility-inlines-hidden", "-Wno-attributes")
+CXX_FLAGS = (
+    CXX_STANDARD,
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-Wall",
+    # Extensions use each other's functions: these are visible, pybind11's templates are not.
+    "-fno-semantic-interposition",
+    "-fvisibility-inlines-hidden",
+    "-Wno-attributes",
+)
 LINK_FLAGS = ("-pthread", "-Wl,-Bsymbolic-functions", "-Wl,-rpath,$ORIGIN")
 
 # A translation unit with torch headers takes about this much memory to compile.

@@ -13,8 +13,16 @@ ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
 
 # A file in csrc/X may include X and what stands left of it.
-LAYERS = ("core", "reduce", "transport", "collectives", "bindings")
-LAYERS += ("kernels", "ops", "cuda")
+LAYERS = (
+    "core",
+    "reduce",
+    "transport",
+    "collectives",
+    "bindings",
+    "kernels",
+    "ops",
+    "cuda",
+)
 # A transport's folder in csrc/collectives, and whose it may include besides; of the files beside
 # the folders only the Communicator knows what transports there are.
 CARRIERS = {"shm": {"shm"}, "messages": {"messages"}, "hosts": {"hosts", "messages", "shm"}}
