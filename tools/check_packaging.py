@@ -7,6 +7,7 @@ running Python, but neither the checkout nor its editable install.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import subprocess
@@ -93,8 +94,10 @@ def check_wheel(folder: Path) -> Path:
     paths = [str(path.relative_to(ROOT)) for path in ours if path.suffix in (".py", ".pyi")]
     wanted = {f"ringcomm/{name}" if name.startswith("kernels/") else name for name in paths}
     wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed"}
-    extension = {name for name in names if name.startswith("ringcomm/_C.") and name.endswith(".so")}
-    demand_same(wheel.name, names, wanted | (extension or {"ringcomm/_C.*.so"}))
+    for one in ("_C", "_kernels"):
+        found = fnmatch.filter(names, f"ringcomm/{one}.*.so")
+        wanted.update(found or [f"ringcomm/{one}.*.so"])
+    demand_same(wheel.name, names, wanted)
     return wheel
 
 
@@ -119,6 +122,7 @@ def check_install(wheel: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.pop("PYTHONPATH", None)
+    os.environ["RINGCOMM_CUDA"] = "0"  # what users without a GPU get
     with tempfile.TemporaryDirectory(prefix="ringcomm-packaging-") as name:
         check_sdist(Path(name))
         check_install(check_wheel(Path(name)), Path(name))
