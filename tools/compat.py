@@ -119,11 +119,10 @@ def find_version(prefix: str) -> str:
     """A version that has an environment now: the newest of pip for an empty prefix."""
     try:
         if not prefix:
-            output = pip(sys.executable, "index", "versions", "torch")
-            match = re.match(r"torch \(([0-9.]+)", output)
-            if match is None:
-                raise Offline(f"pip index printed no version: {output[:80]!r}")
-            prefix = match.group(1)
+            # What pip would install, which its configuration may limit.
+            options = ("--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
+            report = json.loads(pip(sys.executable, "install", *options, "torch"))
+            prefix = report["install"][0]["metadata"]["version"].split("+")[0]
         # A downloaded release represents its minor version.
         return cached(prefix) or make_environment(
             prefix if prefix.count(".") == 2 else f"{prefix}.*"
