@@ -110,6 +110,12 @@ def make_build_ext() -> type:
             super().finalize_options()
             self.build_temp = os.path.join("build", f"ext-{tag}")
 
+        def run(self) -> None:
+            super().run()
+            if self.inplace and not wants_cuda():
+                for stale in ROOT.glob("ringcomm/_cuda.*.so"):  # would not fit the others
+                    stale.unlink()
+
         def build_extension(self, ext: setuptools.Extension) -> None:
             # The others find the first beside them, under its file's name.
             first = self.get_ext_fullpath("ringcomm._C")

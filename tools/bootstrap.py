@@ -198,9 +198,10 @@ def build_extension(python: str, for_tests: bool) -> None:
     # What a build has for GPUs, and what compiles it.
     kernels = [os.environ.get(name, "") for name in ("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS")]
     build = digest(inputs, install, str(buildconfig.find_nvcc()), *kernels)
-    extension = ROOT / "ringcomm" / f"_C{suffix}"
+    names = ["_C", "_kernels"] + (["_cuda"] if buildconfig.is_set("RINGCOMM_CUDA") else [])
+    is_there = all((ROOT / "ringcomm" / f"{name}{suffix}").exists() for name in names)
     is_linked = url == ROOT.as_uri() and state.get("install") == install
-    if is_linked and state.get("build") == build and extension.exists():
+    if is_linked and state.get("build") == build and is_there:
         return
     buildconfig.check_all()
     num_files = sum(path.suffix in (".cc", ".cu") for path in inputs)

@@ -45,8 +45,6 @@ class Engine final : public DeviceCarrier {
   ~Engine() override;
 
   const std::string& description() const override { return group_->description(); }
-  /// Bytes of this rank's staging on the device.
-  std::size_t staging_bytes() const { return group_->staging().layout.num_bytes(); }
 
   void plan(const Collective& call, CallHeader& header) const override;
   void check_collective(const StreamPlace& place) const override;
