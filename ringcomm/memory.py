@@ -28,10 +28,10 @@ def empty_shared(
     On a GPU it is collective: all ranks of the group call it, each for its own device. Collectives
     of that group run directly on such tensors: all_reduce and fused updates if inputs and outputs
     are shared (from about ten KiB), the others if the inputs are (from a few MiB). A rank's memory
-    is freed in one of the group's calls after the tensors of all ranks have been deleted; with IPC
-    handles, when the group allocates again. Only two streams may use it at that time: the one on
-    which the tensor was made, and the one that is current when it is deleted. `record_stream` has
-    no effect on it. Memory captured by a CUDA graph is freed with the group.
+    is freed in one of the group's calls after the tensors of all ranks have been deleted. Only two
+    streams may use it at that time: the one on which the tensor was made, and the one that is
+    current when it is deleted. `record_stream` has no effect on it. Memory captured by a CUDA
+    graph is freed with the group.
 
     Unlike ordinary tensors, such a tensor stays shared with a forked child: each process sees the
     other's writes.

@@ -43,7 +43,7 @@ class C10dMessages::Pending final : public Message {
   }
 
   MessageEnd wait() override {
-    if (owner_.is_aborted()) return MessageEnd::kAborted;
+    if (owner_.is_aborted_) return MessageEnd::kAborted;
     if (work_ == nullptr) return MessageEnd::kFailed;
     try {
       // The group's watchdog has the real timeouts.
@@ -55,7 +55,7 @@ class C10dMessages::Pending final : public Message {
     } catch (const std::exception& error) {
       failure_ = first_line(error.what());
     }
-    return owner_.is_aborted() ? MessageEnd::kAborted : MessageEnd::kFailed;
+    return owner_.is_aborted_ ? MessageEnd::kAborted : MessageEnd::kFailed;
   }
 
   int source() const override { return peer_; }
@@ -82,11 +82,6 @@ C10dMessages::~C10dMessages() {
   without_gil([&] { backend_.reset(); });
 }
 
-bool C10dMessages::is_aborted() {
-  const std::lock_guard lock(mutex_);
-  return is_aborted_;
-}
-
 template <class Start>
 MessageTransport::MessagePtr C10dMessages::start(int peer, const std::byte* data,
                                                  std::size_t num_bytes, const Start& start) {
@@ -95,7 +90,7 @@ MessageTransport::MessagePtr C10dMessages::start(int peer, const std::byte* data
   try {
     std::vector<at::Tensor> tensors{at::from_blob(
         const_cast<std::byte*>(data), {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
-    if (!is_aborted()) work = start(tensors);
+    if (!is_aborted_) work = start(tensors);
   } catch (const std::exception& error) {
     failure = first_line(error.what());
     if (peer == kAnySource && failure.find("does not support") != std::string::npos)
@@ -121,10 +116,10 @@ MessageTransport::MessagePtr C10dMessages::irecv(int peer, int tag, std::byte* d
 // Work::abort() ends a wait and no more: the works, and in them Gloo's buffers, live until their
 // last references go. Those of `works` go before this returns.
 void C10dMessages::end_messages() noexcept {
+  is_aborted_ = true;
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   {
     const std::lock_guard lock(mutex_);
-    is_aborted_ = true;
     for (const Pending* pending : pending_)
       if (pending->work() != nullptr) works.push_back(pending->work());
   }

@@ -1,25 +1,22 @@
 #pragma once
 
-#include <memory>
+#include <atomic>
 #include <mutex>
 #include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "transport/messages/message_transport.h"
-#include "transport/wait_limits.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 
 struct GroupOptions;
 
 /// Messages by the send and recv of any backend of torch.distributed that moves CPU tensors: Gloo,
-/// MPI, another package's.
-///
-/// Requirements for the backend: sends and receives with the same tag match in the order of their
-/// calls; recvAnysource is needed only if users receive from any source. Its timeouts are not used,
-/// because Gloo's, for example, end all messages of a group. To end waits it must implement
-/// Work::abort() (as Gloo does) or Backend::abort() (as most others do).
+/// MPI, another package's. Messages with one tag must match in the order of their calls, and
+/// Work::abort() (as Gloo's) or Backend::abort() (as most others') must end waits: time-outs are
+/// not used, because Gloo's end all messages of a group.
 class C10dMessages final : public MessageTransport {
  public:
   /// The backend is for these messages alone.
@@ -39,13 +36,12 @@ class C10dMessages final : public MessageTransport {
   template <class Start>
   MessagePtr start(int peer, const std::byte* data, std::size_t num_bytes, const Start& start);
   void end_messages() noexcept override;
-  bool is_aborted();
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::string name_;
-  std::mutex mutex_;  // guards the rest
-  bool is_aborted_ = false;
-  std::set<const Pending*> pending_;  // all messages that live
+  std::atomic<bool> is_aborted_ = false;
+  std::mutex mutex_;
+  std::set<const Pending*> pending_;  // all messages that live; with the mutex
 };
 
 /// A new backend of torch.distributed for the messages of one group, created by

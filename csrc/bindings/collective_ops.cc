@@ -1,55 +1,59 @@
+#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "bindings/op_support.h"
+#include <algorithm>
+
+#include "bindings/process_group.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
 // autograd and wrappers are in ringcomm/ops, in the same order. They run over any backend of
-// torch.distributed; the explicit ring needs ringcomm.
+// torch.distributed; the explicit ring needs ringcomm. The wrappers call the same functions without
+// torch's dispatcher where nothing but the CPU's kernel would run.
 
 // _allgather_base and _reduce_scatter_base have new names since torch 2.13, which 2.11 does not
 // know.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
+namespace py = pybind11;
+
 namespace ringcomm {
 namespace {
 
-c10d::ReduceOp reduce_op_from(const std::string& name) {
-  using Op = c10d::ReduceOp;
-  static constexpr std::pair<std::string_view, Op::RedOpType> kReductions[] = {
-      {"sum", Op::SUM}, {"avg", Op::AVG},   {"product", Op::PRODUCT}, {"min", Op::MIN},
-      {"max", Op::MAX}, {"band", Op::BAND}, {"bor", Op::BOR},         {"bxor", Op::BXOR}};
-  for (const auto& [known, op] : kReductions)
-    if (name == known) return op;
-  TORCH_CHECK_VALUE(false, "ringcomm: unknown reduction '", name,
-                    "'; known are sum, avg, product, min, max, band, bor and bxor");
-}
-
-template <class Options>
-Options synchronous() {
-  Options options;
-  options.asyncOp = false;
-  return options;
-}
-
-void wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
-  if (work != nullptr) work->wait();
+// A group's backend for the tensor's device; null where it has none.
+c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+  const auto type = tensor.device().type();
+  const auto is_same = [&](const c10::Device& device) { return device.type() == type; };
+  if (std::ranges::none_of(group.getDeviceTypes(), is_same)) return {};
+  return group.getBackend(type);
 }
 
 at::Tensor contiguous_copy(const at::Tensor& input) {
-  return input.clone(at::MemoryFormat::Contiguous);
+  return input.detach().clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor empty_with_rows(int64_t num_rows, const at::Tensor& input) {
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes[0] = num_rows;
+  return at::empty(sizes, input.options());
 }
 
 void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
                  const std::string& group_name) {
   check_no_grad(input, "all_reduce_", "all_reduce");
-  auto options = synchronous<c10d::AllreduceOptions>();
-  options.reduceOp = reduce_op_from(reduce_op);
-  std::vector<at::Tensor> tensors = {input};
-  wait_for(group_of(group_name)->allreduce(tensors, options));
+  Tensors tensors = {input};
+  const auto group = c10d::resolve_process_group(group_name);
+  wait_for(group->allreduce(
+      tensors, {.reduceOp = reduce_op_from(reduce_op), .asyncOp = needs_work(*group)}));
   mark_written(input);
 }
 
@@ -66,16 +70,16 @@ void all_reduce_into(const at::Tensor& input, const at::Tensor& out, const std::
   TORCH_CHECK_TYPE(input.scalar_type() == out.scalar_type(), "ringcomm: all_reduce of ",
                    input.scalar_type(), " into ", out.scalar_type());
   at::assert_no_partial_overlap(input, out);
-  if (input.is_alias_of(out) && input.data_ptr() == out.data_ptr() &&
-      input.strides() == out.strides()) {
-    all_reduce_(out, reduce_op, group_name);
-  } else if (const auto ringcomm = find_ringcomm(*group_of(group_name), out)) {
+  const bool is_same = input.is_alias_of(out) && input.data_ptr() == out.data_ptr() &&
+                       input.strides() == out.strides();
+  if (const auto ringcomm =
+          is_same ? nullptr : find_ringcomm(*c10d::resolve_process_group(group_name), out)) {
     ringcomm->all_reduce_into(input, out, reduce_op_from(reduce_op));
     mark_written(out);
-  } else {
-    out.copy_(input);
-    all_reduce_(out, reduce_op, group_name);
+    return;
   }
+  if (!is_same) out.copy_(input);
+  all_reduce_(out, reduce_op, group_name);
 }
 
 at::Tensor all_reduce(const at::Tensor& input, const std::string& reduce_op,
@@ -88,64 +92,59 @@ at::Tensor all_reduce(const at::Tensor& input, const std::string& reduce_op,
 
 at::Tensor reduce_scatter(const at::Tensor& input, const std::string& reduce_op,
                           const std::string& group_name) {
-  const auto group = group_of(group_name);
+  const auto group = c10d::resolve_process_group(group_name);
   const int64_t world_size = group->getSize();
   TORCH_CHECK_VALUE(input.dim() > 0 && input.size(0) % world_size == 0,
                     "ringcomm: reduce_scatter needs an input whose dimension 0 is a multiple of ",
                     world_size, ", got shape ", input.sizes());
-  auto options = synchronous<c10d::ReduceScatterOptions>();
-  options.reduceOp = reduce_op_from(reduce_op);
-  std::vector<int64_t> sizes = input.sizes().vec();
-  sizes[0] /= world_size;
-  at::Tensor output = at::empty(sizes, input.options());
+  at::Tensor output = empty_with_rows(input.size(0) / world_size, input);
   at::Tensor contiguous = input.detach().contiguous();
-  wait_for(group->_reduce_scatter_base(output, contiguous, options));
+  wait_for(group->_reduce_scatter_base(
+      output, contiguous, {.reduceOp = reduce_op_from(reduce_op), .asyncOp = needs_work(*group)}));
   return output;
 }
 
 at::Tensor all_gather(const at::Tensor& input, const std::string& group_name) {
-  const auto group = group_of(group_name);
+  const auto group = c10d::resolve_process_group(group_name);
   TORCH_CHECK_VALUE(
       input.dim() > 0,
       "ringcomm: all_gather concatenates along dimension 0, which a scalar does not have");
-  std::vector<int64_t> sizes = input.sizes().vec();
-  sizes[0] *= group->getSize();
-  at::Tensor output = at::empty(sizes, input.options());
+  at::Tensor output = empty_with_rows(input.size(0) * group->getSize(), input);
   at::Tensor contiguous = input.detach().contiguous();
-  wait_for(group->_allgather_base(output, contiguous, synchronous<c10d::AllgatherOptions>()));
+  wait_for(group->_allgather_base(output, contiguous, {.asyncOp = needs_work(*group)}));
   return output;
 }
 
 void broadcast_(const at::Tensor& input, int64_t src, const std::string& group_name) {
   check_no_grad(input, "broadcast_", "broadcast");
-  auto options = synchronous<c10d::BroadcastOptions>();
-  options.rootRank = src;
-  std::vector<at::Tensor> tensors = {input};
-  wait_for(group_of(group_name)->broadcast(tensors, options));
+  Tensors tensors = {input};
+  const auto group = c10d::resolve_process_group(group_name);
+  wait_for(group->broadcast(tensors, {.rootRank = src, .asyncOp = needs_work(*group)}));
   mark_written(input);
 }
 
 at::Tensor broadcast(const at::Tensor& input, int64_t src, const std::string& group_name) {
-  const at::Tensor output = contiguous_copy(input.detach());
+  const at::Tensor output = contiguous_copy(input);
   broadcast_(output, src, group_name);
   return output;
 }
 
 at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduce_op,
                   const std::string& group_name) {
-  const auto group = group_of(group_name);
-  auto options = synchronous<c10d::ReduceOptions>();
-  options.reduceOp = reduce_op_from(reduce_op);
-  options.rootRank = dst;
-  const at::Tensor output = contiguous_copy(input.detach());
-  std::vector<at::Tensor> tensors = {output};
-  wait_for(group->reduce(tensors, options));
-  return group->getRank() == dst ? output : at::zeros_like(output);
+  const auto group = c10d::resolve_process_group(group_name);
+  Tensors tensors = {contiguous_copy(input)};
+  wait_for(group->reduce(
+      tensors,
+      {.reduceOp = reduce_op_from(reduce_op), .rootRank = dst, .asyncOp = needs_work(*group)}));
+  return group->getRank() == dst ? tensors[0] : at::zeros_like(tensors[0]);
 }
 
 void ring_all_reduce_(const at::Tensor& input, const std::string& group_name) {
   check_no_grad(input, "ring_all_reduce_", "all_reduce");
-  ringcomm_group_of(group_name, input, "ring_all_reduce_")->ring_all_reduce(input);
+  check_tensor(input, "ring_all_reduce_");
+  ringcomm_group_of(group_name, input, "ring_all_reduce_")
+      ->all_reduce_into(input, input, c10d::ReduceOp::SUM,
+                        [](Collective& call) { call.algorithm = Algorithm::kRing; });
   mark_written(input);
 }
 
@@ -159,7 +158,83 @@ void define(torch::Library& m, const std::string& schema, Function* function) {
     m.impl(name.c_str(), key, function);
 }
 
+// ---- without the dispatcher
+
+// The tensor, if a call on it would run the kernel for CPUs and nothing else: no autograd, tracing,
+// transform, mode, subclass or profiler. Null otherwise.
+const at::Tensor* find_eager(py::handle object) {
+  if (!THPVariable_CheckTypeExact(Py_TYPE(object.ptr()))) return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  if (tensor.requires_grad() && at::GradMode::is_enabled()) return nullptr;
+  if (at::hasCallbacks() || at::impl::torch_function_mode_enabled()) return nullptr;
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  // Keys of which our operators have no kernel are in every call's set.
+  const c10::DispatchKeySet keys = ((tensor.key_set() | local.included_) - local.excluded_) -
+                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+                                   c10::autocast_dispatch_keyset -
+                                   c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
+  return keys.highestPriorityTypeId() == c10::DispatchKey::CPU ? &tensor : nullptr;
+}
+
+// Null if the call must go through the dispatcher, which also words the errors.
+py::object eager_all_reduce(py::handle input, const std::string& reduce_op, py::handle group,
+                            py::handle out) {
+  const at::Tensor* const from = find_eager(input);
+  const at::Tensor* const given = from == nullptr || out.is_none() ? from : find_eager(out);
+  if (given == nullptr || !py::isinstance<c10d::ProcessGroup>(group)) return py::none();
+  if (given != from && (given->sizes() != from->sizes() || given->dtype() != from->dtype() ||
+                        given->storage().is_alias_of(from->storage())))
+    return py::none();
+  auto& all_backends = *py::cast<c10d::ProcessGroup*>(group);
+  const auto ringcomm = find_ringcomm(all_backends, *from);
+  if (ringcomm == nullptr) return py::none();
+  at::Tensor result;
+  {
+    const py::gil_scoped_release no_gil;
+    result = out.is_none() ? at::Tensor(at::detail::empty_cpu(from->sizes(), from->scalar_type()))
+                           : *given;
+    if (!ringcomm->all_reduce_at_once(*from, result, reduce_op_from(reduce_op))) return py::none();
+    if (!out.is_none()) mark_written(result);
+  }
+  return out.is_none() ? py::cast(std::move(result)) : py::reinterpret_borrow<py::object>(out);
+}
+
+template <class... Options>
+auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
+  return [function](py::handle input, std::decay_t<Options>... options) -> py::object {
+    const at::Tensor* const tensor = find_eager(input);
+    if (tensor == nullptr) return py::none();
+    at::Tensor result;
+    {
+      const py::gil_scoped_release no_gil;
+      result = function(*tensor, options...);
+    }
+    return py::cast(std::move(result));
+  };
+}
+
 }  // namespace
+
+c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
+                                                       const at::Tensor& tensor) {
+  if (needs_work(group)) return {};
+  // Not torch's dynamic_intrusive_pointer_cast, which leaks objects of another class.
+  auto* const ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor).get());
+  if (ringcomm == nullptr) return {};
+  return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
+}
+
+c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
+                                                           const at::Tensor& tensor,
+                                                           const char* op) {
+  const auto group = c10d::resolve_process_group(group_name);
+  const auto ringcomm = find_ringcomm(*group, tensor);
+  if (ringcomm != nullptr) return ringcomm;
+  const auto other = backend_for(*group, tensor);
+  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
+                    tensor.device(), ", got one with ",
+                    other != nullptr ? other->getBackendName() : "none");
+}
 
 TORCH_LIBRARY(ringcomm, m) {
   define(m, "all_reduce_(Tensor(a!) input, str reduce_op, str group_name) -> ()", all_reduce_);
@@ -173,6 +248,18 @@ TORCH_LIBRARY(ringcomm, m) {
   define(m, "broadcast(Tensor input, int src, str group_name) -> Tensor", broadcast);
   define(m, "reduce(Tensor input, int dst, str reduce_op, str group_name) -> Tensor", reduce);
   define(m, "ring_all_reduce_(Tensor(a!) input, str group_name) -> ()", ring_all_reduce_);
+}
+
+// Each returns None where torch.ops.ringcomm must be called.
+void define_eager_ops(py::module_& m) {
+  m.def("all_reduce", &eager_all_reduce);
+  m.def("reduce_scatter", eager(&reduce_scatter));
+  m.def("all_gather", eager(&all_gather));
+  m.def("broadcast", eager(&broadcast));
+  m.def("reduce", eager(&reduce));
+  // Arguments of other types: the dispatcher's errors are torch's.
+  for (const char* name : {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"})
+    m.def(name, [](const py::args&) { return py::none(); });
 }
 
 }  // namespace ringcomm

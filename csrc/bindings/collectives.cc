@@ -1,4 +1,4 @@
-// c10d's collectives: checks of what users pass, and the engine's calls.
+// c10d's collectives but all_reduce: checks of what users pass, and the engine's calls.
 
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -6,7 +6,6 @@
 
 #include "bindings/process_group.h"
 #include "core/chunk_layout.h"
-#include "reduce/softmax_merge.h"
 
 namespace ringcomm {
 namespace {
@@ -31,7 +30,7 @@ void check_shares(const Tensors& tensors, int world_size, const at::Tensor& refe
   }
 }
 
-// The one list of a list of lists; or null where the list belongs to the root and this rank is not.
+// The one list of a list of lists; or null where it belongs to the root and this rank is not.
 const Tensors* only_list(const TensorLists& lists, bool has_list, const char* op) {
   TORCH_CHECK_VALUE(
       lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " needs ",
@@ -81,55 +80,36 @@ void add_equal_parts(void* data, std::size_t num_bytes, int world_size,
 // Splits a contiguous tensor into parts of `splits` rows each, or into equal parts without splits,
 // and adds each part's pointer and size in bytes. `what` names the tensor.
 template <class Pointer>
-void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int world_size,
+void add_rows(const at::Tensor& buffer, std::vector<int64_t> splits, int world_size,
               const char* what, std::vector<Pointer>& parts, std::vector<std::size_t>& num_bytes) {
-  TORCH_CHECK_VALUE(buffer.dim() > 0, "ringcomm: all_to_all_single splits its ", what,
+  const auto* const op = "ringcomm: all_to_all_single";
+  TORCH_CHECK_VALUE(buffer.dim() > 0, op, " splits its ", what,
                     " along dimension 0, which a scalar does not have");
   const int64_t num_rows = buffer.size(0);
-  std::vector<int64_t> rows = splits;
-  if (rows.empty()) {
-    TORCH_CHECK_VALUE(num_rows % world_size == 0, "ringcomm: all_to_all_single cannot split the ",
-                      num_rows, " rows of its ", what, " evenly for ", world_size,
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(num_rows % world_size == 0, op, " cannot split the ", num_rows,
+                      " rows of its ", what, " evenly for ", world_size,
                       " ranks; pass split sizes");
-    rows.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
+    splits.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
   }
-  TORCH_CHECK_VALUE(rows.size() == static_cast<std::size_t>(world_size),
-                    "ringcomm: all_to_all_single needs one split size of its ", what,
-                    " for each of the ", world_size, " ranks, got ", rows.size());
-  auto* data = static_cast<std::byte*>(buffer.data_ptr());
+  TORCH_CHECK_VALUE(splits.size() == static_cast<std::size_t>(world_size), op,
+                    " needs one split size of its ", what, " for each of the ", world_size,
+                    " ranks, got ", splits.size());
   const std::size_t row_bytes =
       num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
+  auto* data = static_cast<std::byte*>(buffer.data_ptr());
   int64_t rows_left = num_rows;
-  for (const int64_t share_rows : rows) {
-    TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= rows_left,
-                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ",
-                      at::IntArrayRef(rows), ", do not fit its ", num_rows, " rows");
+  for (const int64_t share_rows : splits) {
+    TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= rows_left, op, ": the split sizes of its ",
+                      what, ", ", at::IntArrayRef(splits), ", do not fit its ", num_rows, " rows");
     parts.push_back(data);
     num_bytes.push_back(static_cast<std::size_t>(share_rows) * row_bytes);
     data += num_bytes.back();
     rows_left -= share_rows;
   }
-  TORCH_CHECK_VALUE(rows_left == 0, "ringcomm: all_to_all_single: the split sizes of its ", what,
-                    ", ", at::IntArrayRef(rows), ", add up to ", num_rows - rows_left,
+  TORCH_CHECK_VALUE(rows_left == 0, op, ": the split sizes of its ", what, ", ",
+                    at::IntArrayRef(splits), ", add up to ", num_rows - rows_left,
                     ", but there are ", num_rows, " rows");
-}
-
-// The input of a call that writes into `buffer`: `buffer` itself, or a copy times a factor.
-const void* input_of(const at::Tensor& buffer, const c10d::ReduceOp& op, TensorCall& item) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return buffer.data_ptr();
-  return readable(premultiplied(buffer, op), item);
-}
-
-TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
-                           const c10d::ReduceOp& op) {
-  TensorCall item;
-  const bool is_in_place = input.is_same(output);
-  const at::Tensor buffer = as_real(writable(output, item, is_in_place), op);
-  item.call = reducing(OpKind::kAllReduce, buffer, op, "all_reduce");
-  item.inputs = {is_in_place ? input_of(buffer, op, item)
-                             : readable(premultiplied(input, op), item)};
-  item.outputs = {buffer.data_ptr()};
-  return item;
 }
 
 TensorCall reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
@@ -160,10 +140,14 @@ TensorCall all_gather_call(const at::Tensor& output, const at::Tensor& input, in
   return item;
 }
 
-TensorCall all_gather_list_call(const Tensors& outputs, const at::Tensor& input, int world_size) {
-  check_shares(outputs, world_size, input, "all_gather");
-  TensorCall item{.call = moving(OpKind::kAllGather, input)};
-  add_outputs(outputs, 1, item);
+// A gather to the root, or an all_gather; `outputs` is null on ranks that get nothing.
+TensorCall gather_call(OpKind op, const Tensors* outputs, const at::Tensor& input, int world_size,
+                       int root = -1) {
+  TensorCall item{.call = moving(op, input, root)};
+  if (outputs != nullptr) {
+    check_shares(*outputs, world_size, input, name_of(op));
+    add_outputs(*outputs, item);
+  }
   item.inputs = {readable(input, item)};
   return item;
 }
@@ -171,49 +155,6 @@ TensorCall all_gather_list_call(const Tensors& outputs, const at::Tensor& input,
 }  // namespace
 
 // ---- The elements of the ranks become one
-
-WorkPtr ProcessGroupRingcomm::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
-    return start({c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", opts},
-                 sparse_all_reduce_call(tensors[0], opts.reduceOp, getRank(), getSize()), tensors);
-  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
-  return start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", opts},
-               all_reduce_call(tensor, tensor, opts.reduceOp), tensors);
-}
-
-WorkPtr ProcessGroupRingcomm::allreduce_coalesced(Tensors& tensors,
-                                                  const c10d::AllreduceCoalescedOptions& opts) {
-  std::vector<TensorCall> calls;
-  for (const at::Tensor& tensor : tensors) {
-    check_tensor(tensor, "all_reduce_coalesced");
-    calls.push_back(all_reduce_call(tensor, tensor, opts.reduceOp));
-  }
-  return start({c10d::OpType::ALLREDUCE_COALESCED, "ringcomm:all_reduce", opts}, std::move(calls),
-               tensors);
-}
-
-void ProcessGroupRingcomm::all_reduce_into(const at::Tensor& input, const at::Tensor& output,
-                                           const c10d::ReduceOp& op) {
-  check_tensor(input, "all_reduce");
-  check_tensor(output, "all_reduce");
-  start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce"}, all_reduce_call(input, output, op),
-        {output});
-}
-
-void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor) {
-  check_tensor(tensor, "ring_all_reduce_");
-  TensorCall item = all_reduce_call(tensor, tensor, c10d::ReduceOp::SUM);
-  item.call.algorithm = Algorithm::kRing;
-  start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce"}, std::move(item), {tensor});
-}
-
-void ProcessGroupRingcomm::merge_softmax_stats(const at::Tensor& input, const at::Tensor& output) {
-  TensorCall item = all_reduce_call(input, output, c10d::ReduceOp::SUM);
-  item.call.dtype = DType::kSoftmaxStats;
-  item.call.reduction = Reduction::kMerge;
-  item.call.num_elems = num_elems_of(input) / kNumSoftmaxStats;
-  start({c10d::OpType::ALLREDUCE, "ringcomm:all_reduce"}, std::move(item), {output});
-}
 
 WorkPtr ProcessGroupRingcomm::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = only_tensor(tensors, "reduce");
@@ -258,7 +199,7 @@ WorkPtr ProcessGroupRingcomm::reduce_scatter(Tensors& outputTensors, TensorLists
   item.outputs = {buffer.data_ptr()};
   Tensors scaled;
   for (const at::Tensor& input : inputs) scaled.push_back(premultiplied(input, opts.reduceOp));
-  add_inputs(scaled, buffer.element_size(), item);
+  add_inputs(scaled, item);
   return start({c10d::OpType::REDUCE_SCATTER, "ringcomm:reduce_scatter", opts}, std::move(item),
                outputTensors);
 }
@@ -295,9 +236,9 @@ WorkPtr ProcessGroupRingcomm::allgather_into_tensor_coalesced(Tensors& outputs, 
 WorkPtr ProcessGroupRingcomm::allgather(TensorLists& outputTensors, Tensors& inputTensors,
                                         const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = only_tensor(inputTensors, "all_gather");
-  const Tensors& outputs = *only_list(outputTensors, true, "all_gather");
+  const Tensors* outputs = only_list(outputTensors, true, "all_gather");
   return start({c10d::OpType::ALLGATHER, "ringcomm:all_gather", opts},
-               all_gather_list_call(outputs, input, getSize()), outputs);
+               gather_call(OpKind::kAllGather, outputs, input, getSize()), *outputs);
 }
 
 // outputTensorLists[rank][i] is what inputTensors[i] of that rank holds.
@@ -316,7 +257,7 @@ WorkPtr ProcessGroupRingcomm::allgather_coalesced(TensorLists& outputTensorLists
     check_tensor(inputTensors[i], "all_gather_coalesced");
     Tensors of_ranks;
     for (const Tensors& outputs : outputTensorLists) of_ranks.push_back(outputs[i]);
-    calls.push_back(all_gather_list_call(of_ranks, inputTensors[i], getSize()));
+    calls.push_back(gather_call(OpKind::kAllGather, &of_ranks, inputTensors[i], getSize()));
     results.insert(results.end(), of_ranks.begin(), of_ranks.end());
   }
   return start({c10d::OpType::ALLGATHER_COALESCED, "ringcomm:all_gather", opts}, std::move(calls),
@@ -330,13 +271,8 @@ WorkPtr ProcessGroupRingcomm::gather(TensorLists& outputTensors, Tensors& inputT
   const at::Tensor& input = only_tensor(inputTensors, "gather");
   const int root = checked_rank(opts.rootRank, "the destination of gather");
   const Tensors* outputs = only_list(outputTensors, root == getRank(), "gather");
-  TensorCall item{.call = moving(OpKind::kGather, input, root)};
-  if (outputs != nullptr) {
-    check_shares(*outputs, getSize(), input, "gather");
-    add_outputs(*outputs, 1, item);
-  }
-  item.inputs = {readable(input, item)};
-  return start({c10d::OpType::GATHER, "ringcomm:gather", opts}, std::move(item),
+  return start({c10d::OpType::GATHER, "ringcomm:gather", opts},
+               gather_call(OpKind::kGather, outputs, input, getSize(), root),
                outputs != nullptr ? *outputs : Tensors{});
 }
 
@@ -349,7 +285,7 @@ WorkPtr ProcessGroupRingcomm::scatter(Tensors& outputTensors, TensorLists& input
   item.outputs = {writable(output, item).data_ptr()};
   if (inputs != nullptr) {
     check_shares(*inputs, getSize(), output, "scatter");
-    add_inputs(*inputs, 1, item);
+    add_inputs(*inputs, item);
   }
   return start({c10d::OpType::SCATTER, "ringcomm:scatter", opts}, std::move(item), outputTensors);
 }
@@ -360,8 +296,8 @@ WorkPtr ProcessGroupRingcomm::alltoall(Tensors& outputTensors, Tensors& inputTen
   check_shares(inputTensors, getSize(), inputTensors[0], "all_to_all");
   check_shares(outputTensors, getSize(), inputTensors[0], "all_to_all");
   TensorCall item{.call = moving(OpKind::kAllToAll, inputTensors[0])};
-  add_inputs(inputTensors, 1, item);
-  add_outputs(outputTensors, 1, item);
+  add_inputs(inputTensors, item);
+  add_outputs(outputTensors, item);
   item.take_even_size();
   return start({c10d::OpType::ALLTOALL, "ringcomm:all_to_all", opts}, std::move(item),
                outputTensors);
@@ -407,6 +343,7 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
 
   TensorCall item;
   item.kept = {param, grad};
+  item.profiled = {grad};
   const ElemRange shard = ChunkLayout(num_elems_of(param), getSize()).chunk(getRank());
   auto update = std::make_shared<ShardUpdate>(ShardUpdate{.spec = spec});
   if (spec.has_master) update->master = shard_data(*master, "master", shard, item);

@@ -24,29 +24,29 @@ struct GroupOptions final : c10d::Backend::Options {
       : Options("ringcomm", timeout), engine(engine_options) {}
 };
 
-/// The metadata of a call.
-struct DeviceCallInfo {
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// What a call of c10d is to its work, to profilers and to recordings.
+struct CallInfo {
   c10d::OpType op_type;
-  const char* title;
-  std::vector<at::Tensor> results;
-  bool is_async = true;
-  std::optional<std::chrono::milliseconds> barrier_timeout = {};  ///< of what the host waits for
-  int peer = -1;                                                  ///< of a message alone
+  const char* title;  ///< "ringcomm:all_reduce"
+  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+  bool is_async = false;
+  std::optional<c10::Device> device = {};  ///< of a call without tensors
+  int peer = -1;                           ///< of a message
+  int tag = 0;                             ///< of a message
+
+  CallInfo(c10d::OpType type, const char* name) : op_type(type), title(name) {}
+  /// `options` are c10d's of a collective.
+  template <class Options>
+  CallInfo(c10d::OpType type, const char* name, const Options& options)
+      : op_type(type), title(name), timeout(options.timeout), is_async(options.asyncOp) {}
 };
 
-/// A user's send or receive.
+/// A send or receive of a tensor of `info.device`; `item` has one buffer of bytes, and its `finish`
+/// is for afterwards.
 struct DeviceMessage {
-  bool is_send;
-  void* data;
-  std::size_t num_bytes;
-  int peer;
-  int tag;
-};
-
-/// The same, and what it needs: `finish` of `item` is for afterwards.
-struct DeviceMessageCall {
-  c10::Device device;
-  DeviceMessage message;
+  CallInfo info;
   TensorCall item;
 };
 
@@ -65,13 +65,12 @@ class Devices {
   virtual ~Devices() = default;
 
   /// Enqueues collectives. Synchronous ones run on the caller's current stream; asynchronous ones
-  /// on the group's own stream, after the work of the current one.
-  virtual c10::intrusive_ptr<c10d::Work> start(c10::Device device, std::vector<TensorCall> calls,
-                                               DeviceCallInfo info) = 0;
-  /// Enqueues messages of which none waits for another.
-  virtual c10::intrusive_ptr<c10d::Work> exchange(c10::Device device,
-                                                  std::vector<DeviceMessageCall> calls,
-                                                  DeviceCallInfo info) = 0;
+  /// on the group's own stream, after the work of the current one. The host waits for a barrier,
+  /// for `info.timeout` at most.
+  virtual WorkPtr start(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
+                        Tensors results) = 0;
+  /// Enqueues messages of one device of which none waits for another.
+  virtual WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) = 0;
   /// Makes what carries the tensors of a device. The first call is collective over the group.
   virtual void connect(c10::Device device) = 0;
   /// The algorithm that a call gets there.

@@ -1,5 +1,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "bindings/process_group.h"
@@ -26,16 +27,15 @@ BackendPtr create_process_group(const c10::intrusive_ptr<c10d::Store>& store, in
                                 const std::vector<uint64_t>& global_ranks) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
                     size, " ranks; ranks are 0 to ", size - 1);
-  CommunicatorOptions options;
-  options.algorithm = algorithm_from_name(algorithm);
-  options.is_rank_ordered = is_rank_ordered;
-  options.one_shot_max_bytes = one_shot_max_bytes;
-  options.transport = transport;
-  options.p2p_backend = p2p_backend;
-  auto group_options = c10::make_intrusive<GroupOptions>(options, timeout);
-  group_options->group_name = group_name;
-  group_options->global_ranks_in_group = global_ranks;
-  return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(group_options));
+  const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
+                                   .is_rank_ordered = is_rank_ordered,
+                                   .one_shot_max_bytes = one_shot_max_bytes,
+                                   .transport = transport,
+                                   .p2p_backend = p2p_backend};
+  auto options = c10::make_intrusive<GroupOptions>(engine, timeout);
+  options->group_name = group_name;
+  options->global_ranks_in_group = global_ranks;
+  return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(options));
 }
 
 ProcessGroupRingcomm& process_group_of(const BackendPtr& backend) {
@@ -45,13 +45,15 @@ ProcessGroupRingcomm& process_group_of(const BackendPtr& backend) {
   return *group;
 }
 
+std::shared_ptr<Communicator> engine_of(const BackendPtr& backend) {
+  return process_group_of(backend).communicator();
+}
+
 // The usage of memory that peers can map.
 py::dict shared_memory_usage() {
   const shm::SharedArena* arena = shm::SharedArena::find();
   const auto usage = arena != nullptr ? arena->usage() : shm::SharedArena::Usage{};
-  return py::dict("num_blocks"_a = usage.num_blocks, "allocated_bytes"_a = usage.allocated_bytes,
-                  "kept_bytes"_a = usage.kept_bytes, "num_regions"_a = usage.num_regions,
-                  "mapped_bytes"_a = usage.mapped_bytes);
+  return py::dict("num_blocks"_a = usage.num_blocks, "num_regions"_a = usage.num_regions);
 }
 
 // {"cpu_cores": (2.0, "/sys/fs/cgroup/cpu.max"), "memory_bytes": None}
@@ -69,16 +71,14 @@ py::dict cgroup_limits_of(const std::string& proc, const std::string& cgroups) {
 // is not there.
 py::dict counts_of(const Stats& stats) {
   py::dict result;
-  for (int op = 0; op < kNumOpKinds; ++op) {
-    for (int algorithm = 0; algorithm < kNumAlgorithms; ++algorithm) {
-      const auto op_kind = static_cast<OpKind>(op);
-      const auto algorithm_kind = static_cast<Algorithm>(algorithm);
-      const Stats::Counts counts = stats.counts(op_kind, algorithm_kind);
-      if (counts.num_calls == 0) continue;
-      result[py::make_tuple(name_of(op_kind), name_of(algorithm_kind))] =
-          py::dict("num_calls"_a = counts.num_calls, "sent_bytes"_a = counts.sent_bytes,
-                   "copied_bytes"_a = counts.copied_bytes);
-    }
+  for (int i = 0; i < kNumOpKinds * kNumAlgorithms; ++i) {
+    const auto op = static_cast<OpKind>(i / kNumAlgorithms);
+    const auto algorithm = static_cast<Algorithm>(i % kNumAlgorithms);
+    const Stats::Counts counts = stats.counts(op, algorithm);
+    if (counts.num_calls == 0) continue;
+    result[py::make_tuple(name_of(op), name_of(algorithm))] =
+        py::dict("num_calls"_a = counts.num_calls, "sent_bytes"_a = counts.sent_bytes,
+                 "copied_bytes"_a = counts.copied_bytes);
   }
   return result;
 }
@@ -114,35 +114,39 @@ void bind_classes(py::module_& m) {
 }  // namespace
 }  // namespace ringcomm
 
+namespace ringcomm {
+void define_eager_ops(py::module_& m);  // collective_ops.cc
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
   // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
   m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
   bind_classes(m);
+  auto eager = m.def_submodule("eager");
+  define_eager_ops(eager);
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "timeout"_a,
         "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a, "p2p_backend"_a,
         "group_name"_a, "global_ranks"_a, py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
-  const auto ask = [&](const char* name, auto question) {
-    m.def(name, [question](const BackendPtr& backend) {
-      return question(*process_group_of(backend).communicator());
-    });
-  };
-  ask("group_stats", [](const Communicator& group) { return counts_of(group.stats()); });
-  ask("transport_of", [](const Communicator& group) { return group.transport(); });
-  ask("mapped_bytes", [](const Communicator& group) { return group.mapped_bytes(); });
+  m.def("group_stats",
+        [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
+  m.def("transport_of", [](const BackendPtr& backend) { return engine_of(backend)->transport(); });
+  m.def("mapped_bytes",
+        [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });
+  const py::call_guard<py::gil_scoped_release> without_gil;
   m.def(
       "device_transports",
       [](const BackendPtr& backend) { return process_group_of(backend).device_transports(); },
-      py::call_guard<py::gil_scoped_release>());
+      without_gil);
   m.def(
       "empty_shared_on",
       [](const BackendPtr& backend, const at::Device& device, const std::vector<int64_t>& sizes,
          at::ScalarType dtype) {
         return process_group_of(backend).empty_shared_on(device, sizes, dtype);
       },
-      py::call_guard<py::gil_scoped_release>());
+      without_gil);
   m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
   m.def("end_trace", &trace::end);
   m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);

@@ -68,23 +68,19 @@ const c10d::Store* base_of(const c10::intrusive_ptr<c10d::Store>& store) {
   return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore().get() : store.get();
 }
 
-KnownProcesses ask_world(const c10::intrusive_ptr<c10d::Store>& store,
-                         const std::vector<uint64_t>& global_ranks) {
+// What the group of all ranks knows, by rank of the group that has these global ranks.
+PeerProcesses ask_world(const c10::intrusive_ptr<c10d::Store>& store,
+                        const std::vector<uint64_t>& global_ranks) {
   Worlds& all = worlds.get();
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_store.find(base_of(store));
-  if (found == all.by_store.end()) return {};
-  const auto asking = [&](bool (Membership::*question)(int) const) {
-    return [question, world = found->second, global_ranks](int rank) {
-      const std::shared_ptr<Communicator> known = world.lock();
-      Membership* const members = known != nullptr ? known->members() : nullptr;
-      if (members == nullptr || static_cast<std::size_t>(rank) >= global_ranks.size()) return false;
-      const std::uint64_t global_rank = global_ranks[static_cast<std::size_t>(rank)];
-      return global_rank < static_cast<std::uint64_t>(known->world_size()) &&
-             (members->*question)(static_cast<int>(global_rank));
-    };
-  };
-  return {.has_died = asking(&Membership::has_died), .is_stopped = asking(&Membership::is_stopped)};
+  const auto world = found != all.by_store.end() ? found->second.lock() : nullptr;
+  if (world == nullptr || world->members() == nullptr) return {};
+  const PeerProcesses& processes = world->members()->processes();
+  PeerProcesses known;
+  for (const uint64_t global_rank : global_ranks)
+    known.push_back(global_rank < processes.size() ? processes[global_rank] : nullptr);
+  return known;
 }
 
 void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
@@ -205,18 +201,15 @@ std::chrono::milliseconds ProcessGroupRingcomm::effective(std::chrono::milliseco
 
 c10d::ErrorType ProcessGroupRingcomm::getError() {
   const std::shared_ptr<Communicator> engine = communicator();
-  const std::exception_ptr cause = engine->failure().first_cause();
-  if (cause == nullptr) return c10d::ErrorType::SUCCESS;
   try {
-    std::rethrow_exception(cause);
+    if (const auto cause = engine->failure().first_cause()) std::rethrow_exception(cause);
+    return c10d::ErrorType::SUCCESS;
   } catch (const Error& error) {
-    const ErrorKind kind = error.info().kind;
-    return kind == ErrorKind::kTimeout    ? c10d::ErrorType::TIMEOUT
-           : kind == ErrorKind::kPeerDied ? c10d::ErrorType::REMOTE_ERROR
-                                          : c10d::ErrorType::COMM_ERROR;
+    if (error.info().kind == ErrorKind::kTimeout) return c10d::ErrorType::TIMEOUT;
+    if (error.info().kind == ErrorKind::kPeerDied) return c10d::ErrorType::REMOTE_ERROR;
   } catch (...) {
-    return c10d::ErrorType::COMM_ERROR;
   }
+  return c10d::ErrorType::COMM_ERROR;
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
@@ -226,8 +219,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
   if (own == ranks.end()) return nullptr;
   {
     const std::lock_guard lock(mutex_);
-    if (last_split_name_ == opts->group_name)
-      if (const auto last = last_split_.lock(); last != nullptr) return last;
+    const auto last = last_split_.lock();
+    if (last != nullptr && last->getBackendOptions()->group_name == opts->group_name) return last;
   }
   // A copy: c10d hands the same options to every split.
   const auto* given = dynamic_cast<const GroupOptions*>(opts.get());
@@ -242,7 +235,6 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
   auto group = c10::make_intrusive<ProcessGroupRingcomm>(
       store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), options);
   const std::lock_guard lock(mutex_);
-  last_split_name_ = opts->group_name;
   last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(group);
   return group;
 }

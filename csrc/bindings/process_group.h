@@ -5,6 +5,9 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <typeinfo>
 #include <utility>
 
 #include "bindings/devices.h"
@@ -12,27 +15,16 @@
 
 namespace ringcomm {
 
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-/// What a call of c10d is to its work, to profilers and to recordings.
-struct CallInfo {
-  c10d::OpType op_type;
-  const char* title;  ///< "ringcomm:all_reduce"
-  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
-  bool is_async = false;
-  std::optional<c10::Device> device = {};  ///< of a call without tensors
-  int peer = -1;                           ///< of a message
-  int tag = 0;                             ///< of a message
-
-  CallInfo(c10d::OpType type, const char* name) : op_type(type), title(name) {}
-  /// `options` are c10d's of a collective.
-  template <class Options>
-  CallInfo(c10d::OpType type, const char* name, const Options& options)
-      : op_type(type), title(name), timeout(options.timeout), is_async(options.asyncOp) {}
-};
+/// Starts a call in the engine. Collectives that are not asynchronous run to their end, in this
+/// thread if nothing is before them; they throw their error and return null.
+WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const CallInfo& info,
+                        std::chrono::milliseconds timeout, std::vector<TensorCall> calls,
+                        Tensors results);
+/// All works that were started in a coalesced block, as one.
+WorkPtr coalesced_work(int rank, std::vector<WorkPtr> works);
 
 /// The tensors of a reduce_scatter_update_all_gather: whole parameters and gradient, and this
-/// rank's shard of the state, which is in fp32.
+/// rank's shard of the state.
 struct UpdateTensors {
   const at::Tensor& param;
   const at::Tensor& grad;
@@ -42,16 +34,14 @@ struct UpdateTensors {
 };
 
 /// A CPU tensor like torch.empty's, in memory that other processes of this host can map
-/// (shm::SharedArena); it is freed with the last tensor on its storage. Throws torch's
-/// OutOfMemoryError.
+/// (shm::SharedArena). Throws torch's OutOfMemoryError.
 at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
 /// Whether all elements of the tensor are in such memory of this process.
 bool is_shared(const at::Tensor& tensor);
 
-/// ringcomm as a backend of torch.distributed: c10d's calls in terms of the engine's. Names and
-/// signatures are c10d's.
-///
-/// Synchronous calls (asyncOp false) run in the caller's thread and return a finished Work.
+/// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
+/// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and
+/// return no work, as torch allows.
 class ProcessGroupRingcomm final : public c10d::Backend {
  public:
   /// Collective over the group.
@@ -109,16 +99,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int srcRank, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  /// A barrier that names missing ranks: rank 0 waits for a message from each rank and then answers
-  /// all.
-  ///
-  /// It uses messages with tags of its own, so it changes neither the order of collectives nor, if
-  /// it fails, the group. A receive without a message stays posted; it takes the message of a late
-  /// rank, which also gets its answer. Only the death of a rank ends the group.
-  ///
   /// Throws Error on rank 0, naming the first rank that did not arrive in time (all of them with
-  /// `waitAllRanks`), and on each other rank when it arrives. These wait longer for rank 0's answer
-  /// than rank 0 for them, so that rank 0 reports the failure first.
+  /// `waitAllRanks`), and on each other rank when it arrives. Changes neither the order of
+  /// collectives nor, if it fails, the group: only the death of a rank ends that.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
 
   bool supportsTensorAlloc(c10::DeviceIndex deviceIdx) override;
@@ -126,8 +109,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   /// Calls in between start as usual, and are also part of the work that endCoalescing() returns.
   /// Sends and receives of device tensors return no work and start together there. Those of CPU
-  /// tensors need no coalescing, because none waits for another. So supportsCoalescing() is false
-  /// without other devices, and each call has its own work.
+  /// tensors never wait for another: without other devices supportsCoalescing() is false.
   bool supportsCoalescing() const override;
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -138,34 +120,33 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  /// Creates the carrier of the device's tensors now, if there is one. torch calls it on all ranks
-  /// of a group that is bound to devices.
+  /// Makes the carrier of the device's tensors. torch calls it on all ranks of a group that is
+  /// bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
-  /// A device tensor in memory that the other ranks map. Collective; throws like
-  /// Devices::lend().
+  /// A device tensor in memory that the other ranks map. Collective; throws like Devices::lend().
   at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
   /// A readable description of the transport of each device.
   std::map<std::string, std::string> device_transports();
 
-  /// all_reduce whose input stays as it is; blocks.
-  void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
-  /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
-  /// group's.
-  void ring_all_reduce(const at::Tensor& tensor);
-  /// all_reduce of SoftmaxStats, as rows of floats, by their merging; blocks.
-  void merge_softmax_stats(const at::Tensor& input, const at::Tensor& output);
+  /// An all_reduce of one dense tensor of the CPU, into another of its shape and dtype or the same;
+  /// blocks. False, and nothing is done, if the call must take the way of all others.
+  bool all_reduce_at_once(const at::Tensor& input, const at::Tensor& output,
+                          const c10d::ReduceOp& op,
+                          std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
+  /// all_reduce into another tensor or the same; blocks. `adjust` may change the engine's call.
+  void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op,
+                       void (*adjust)(Collective& call) = nullptr);
   /// Blocks. `spec` lacks what follows from the tensors.
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
+  /// Every call's way: recorded, profiled, coalesced, to the engine or to a device.
   WorkPtr start(const CallInfo& info, std::vector<TensorCall> calls, Tensors results);
   WorkPtr start(const CallInfo& info, TensorCall item, Tensors results);
-  WorkPtr start_on(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
-                   Tensors results);
+  WorkPtr start_on_device(c10::Device device, CallInfo info, std::vector<TensorCall> calls,
+                          Tensors results);
   WorkPtr start_message(c10d::OpType op_type, const char* title, const at::Tensor& tensor, int peer,
                         int tag);
-  WorkPtr start_message_on(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
-                           Tensors results);
   trace::Event trace_event_of(const CallInfo& info, const std::vector<TensorCall>& calls) const;
   WorkPtr profiled(c10::Device device, const CallInfo& info, const std::vector<TensorCall>& calls,
                    const Tensors& results, c10::function_ref<WorkPtr()> body) const;
@@ -184,9 +165,27 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda
   bool is_coalescing_ = false;
   std::vector<WorkPtr> coalesced_works_;
-  std::vector<DeviceMessageCall> coalesced_messages_;  // all on one device
-  std::string last_split_name_;
+  std::vector<DeviceMessage> coalesced_messages_;  // all on one device
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
 };
+
+// ---- for the operators of torch.ops.ringcomm
+
+/// Whether to ask the group for a work. Usually none is needed, since the operators wait; but a
+/// subclass in Python cannot return none to C++: torch wraps it as a work that crashes.
+inline bool needs_work(const c10d::ProcessGroup& group) {
+  return typeid(group) != typeid(c10d::ProcessGroup);
+}
+inline void wait_for(const WorkPtr& work) {
+  if (work != nullptr) work->wait();
+}
+/// A group's backend for the tensor's device if it is ringcomm's. Null if it is another one, or if
+/// the group is a subclass, whose calls may do more than forward to the backend.
+c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
+                                                       const at::Tensor& tensor);
+/// The same for operators that c10d has no name for; throws ValueError in place of null.
+c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
+                                                           const at::Tensor& tensor,
+                                                           const char* op);
 
 }  // namespace ringcomm

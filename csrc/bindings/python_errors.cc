@@ -1,5 +1,6 @@
 #include "bindings/python_errors.h"
 
+#include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <unistd.h>
@@ -64,6 +65,12 @@ void rethrow_interruption() {
   python_error error = std::move(*raised);
   raised.reset();
   throw error;
+}
+
+void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
+  throw Error({.kind = ErrorKind::kTimeout, .op = what},
+              c10::str("ringcomm: ", what, " did not complete within wait(", timeout.count(),
+                       " ms); it continues, so you can wait for it again"));
 }
 
 void without_gil(const std::function<void()>& body) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <exception>
 #include <functional>
 
@@ -14,6 +15,9 @@ bool is_interrupted();
 /// children of ringcomm.RingcommError, std::invalid_argument to ValueError; others as they are.
 /// Takes the GIL.
 std::exception_ptr to_python(const std::exception_ptr& error);
+
+/// Throws the error of a wait with a timeout; `what` continues.
+[[noreturn]] void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout);
 
 /// Throws what a signal handler raised during is_interrupted() in this thread, and forgets it.
 /// Returns if there is nothing.

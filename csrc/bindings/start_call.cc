@@ -1,16 +1,18 @@
-// How a call starts: recorded, profiled, coalesced, on the CPU or another device; and messages,
-// which need no more than that.
+// How a call starts: recorded, profiled, coalesced, on the CPU or another device; and what needs no
+// more than that, messages.
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <tuple>
 
 #include "bindings/process_group.h"
-#include "bindings/work.h"
+#include "bindings/python_errors.h"
 
 // Since about torch 2.12 the event also has a field for asynchronous calls.
 #ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
@@ -47,34 +49,40 @@ WorkPtr ProcessGroupRingcomm::start(const CallInfo& info, std::vector<TensorCall
                                     Tensors results) {
   const trace::Span traced([&] { return trace_event_of(info, calls); });
   const c10::Device device = info.device ? *info.device : device_of(calls, results, info.title);
-  const auto run = [&] {
-    const auto begin = c10d::isP2POp(info.op_type) ? &ProcessGroupRingcomm::start_message_on
-                                                   : &ProcessGroupRingcomm::start_on;
-    return coalesced((this->*begin)(device, info, std::move(calls), std::move(results)));
+  const auto begin = [&] {
+    if (!device.is_cpu())
+      return coalesced(start_on_device(device, info, std::move(calls), std::move(results)));
+    return coalesced(start_in_engine(communicator(), info, effective(info.timeout),
+                                     std::move(calls), std::move(results)));
   };
   // An event costs as much as a small collective.
-  return at::hasCallbacks() ? profiled(device, info, calls, results, run) : run();
+  return at::hasCallbacks() ? profiled(device, info, calls, results, begin) : begin();
 }
 
-WorkPtr ProcessGroupRingcomm::start_on(c10::Device device, const CallInfo& info,
-                                       std::vector<TensorCall> calls, Tensors results) {
-  const std::chrono::milliseconds timeout = effective(info.timeout);
-  if (!device.is_cpu()) {
-    DeviceCallInfo device_info{.op_type = info.op_type,
-                               .title = info.title,
-                               .results = std::move(results),
-                               .is_async = info.is_async};
-    if (info.op_type == c10d::OpType::BARRIER) device_info.barrier_timeout = timeout;
-    return devices()->start(device, std::move(calls), std::move(device_info));
+WorkPtr ProcessGroupRingcomm::start_on_device(c10::Device device, CallInfo info,
+                                              std::vector<TensorCall> calls, Tensors results) {
+  info.timeout = effective(info.timeout);
+  if (!c10d::isP2POp(info.op_type))
+    return devices()->start(device, info, std::move(calls), std::move(results));
+  TORCH_CHECK_NOT_IMPLEMENTED(info.peer >= 0, "ringcomm: a tensor on ", device,
+                              " cannot be received from any source; name the rank");
+  info.device = device;
+  std::vector<DeviceMessage> messages;
+  messages.push_back({.info = info, .item = std::move(calls.front())});
+  {
+    const std::lock_guard lock(mutex_);
+    // A message in a coalesced block starts with the others.
+    if (is_coalescing_) {
+      TORCH_CHECK_VALUE(coalesced_messages_.empty() || coalesced_messages_[0].info.device == device,
+                        "ringcomm: a batch of sends and receives got tensors on ", device,
+                        " and on ", *coalesced_messages_[0].info.device,
+                        "; all tensors of a batch must be on one device");
+      coalesced_messages_.push_back(std::move(messages[0]));
+      return nullptr;
+    }
   }
-  const std::shared_ptr<Communicator> engine = communicator();
-  auto work = c10::make_intrusive<EngineWork>(engine, info.op_type, info.title, std::move(calls),
-                                              std::move(results));
-  if (info.is_async)
-    work->submit(*engine, timeout);
-  else
-    work->run(*engine, timeout);
-  return work;
+  // A single one is ordered with the group's calls on the device.
+  return devices()->exchange(info, std::move(messages), std::move(results));
 }
 
 trace::Event ProcessGroupRingcomm::trace_event_of(const CallInfo& info,
@@ -107,23 +115,20 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
   const at::ScalarType dtype = !outputs.empty()  ? outputs.front().scalar_type()
                                : !inputs.empty() ? inputs.front().scalar_type()
                                                  : at::kByte;
-  // Elements of `dtype` in the shares that the calls read or write, and in each share of the last
-  // call if they differ.
-  std::int64_t num_read = 0, num_written = 0;
-  std::vector<std::int64_t> read_splits, written_splits;
-  const auto add = [&](const Collective& call, std::size_t num_shares,
-                       const std::vector<std::size_t>& shares, std::int64_t& sum, auto& splits) {
-    const auto in_dtype = [&](std::size_t elems) {
-      return static_cast<std::int64_t>(elems * element_bytes(call.dtype) / c10::elementSize(dtype));
-    };
-    splits.clear();
-    if (shares.empty()) sum += in_dtype(num_shares * call.num_elems);
-    for (const std::size_t share : shares) sum += splits.emplace_back(in_dtype(share));
+  const auto num_elems = [](const Tensors& tensors) {
+    std::int64_t sum = 0;
+    for (const at::Tensor& tensor : tensors) sum += tensor.numel();
+    return sum;
   };
-  for (const TensorCall& item : calls) {
-    add(item.call, item.inputs.size(), item.input_elems, num_read, read_splits);
-    add(item.call, item.outputs.size(), item.output_elems, num_written, written_splits);
-  }
+  // The elements of each share of the last call, if they differ.
+  const auto splits = [&](std::vector<std::size_t> TensorCall::* uneven) {
+    std::vector<std::int64_t> result;
+    if (calls.empty()) return result;
+    const std::size_t element = element_bytes(calls.back().call.dtype);
+    for (const std::size_t elems : calls.back().*uneven)
+      result.push_back(static_cast<std::int64_t>(elems * element / c10::elementSize(dtype)));
+    return result;
+  };
   std::string name = std::strchr(info.title, ':') + 1;
   if (!calls.empty() && calls.front().call.op == OpKind::kAllReduce) {
     const Collective& call = calls.front().call;
@@ -134,7 +139,8 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
   const auto [start_rank, stride] = start_and_stride(options_->global_ranks_in_group);
   RINGCOMM_RECORD_COMMS(info.is_async, std::make_tuple(seq, c10d::isP2POp(info.op_type)),
                         std::make_tuple(getGroupUid(), getGroupDesc()), inputs, outputs, getRank(),
-                        name.c_str(), num_read, num_written, dtype, read_splits, written_splits,
+                        name.c_str(), num_elems(inputs), num_elems(outputs), dtype,
+                        splits(&TensorCall::input_elems), splits(&TensorCall::output_elems),
                         start_rank, stride, getSize());
   return body();
 }
@@ -152,7 +158,7 @@ void ProcessGroupRingcomm::startCoalescing() {
 
 WorkPtr ProcessGroupRingcomm::endCoalescing() {
   std::vector<WorkPtr> works;
-  std::vector<DeviceMessageCall> messages;
+  std::vector<DeviceMessage> messages;
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK_VALUE(is_coalescing_, "ringcomm: endCoalescing() without startCoalescing()");
@@ -161,12 +167,11 @@ WorkPtr ProcessGroupRingcomm::endCoalescing() {
     messages.swap(coalesced_messages_);
   }
   if (!messages.empty()) {
-    const c10::Device device = messages.front().device;
-    works.push_back(devices()->exchange(
-        device, std::move(messages),
-        {.op_type = c10d::OpType::COALESCED, .title = "ringcomm:coalesced", .results = {}}));
+    CallInfo info(c10d::OpType::COALESCED, "ringcomm:coalesced");
+    info.is_async = true;
+    works.push_back(devices()->exchange(info, std::move(messages), {}));
   }
-  return c10::make_intrusive<CoalescedWork>(getRank(), std::move(works));
+  return coalesced_work(getRank(), std::move(works));
 }
 
 WorkPtr ProcessGroupRingcomm::coalesced(WorkPtr work) {
@@ -217,50 +222,114 @@ WorkPtr ProcessGroupRingcomm::start_message(c10d::OpType op_type, const char* ti
   return start(info, std::move(item), {tensor});
 }
 
-WorkPtr ProcessGroupRingcomm::start_message_on(c10::Device device, const CallInfo& info,
-                                               std::vector<TensorCall> calls, Tensors results) {
-  TensorCall& item = calls.front();
-  const bool is_send = item.call.op == OpKind::kSend;
-  void* data = is_send ? const_cast<void*>(item.inputs[0]) : item.outputs[0];
-  const std::size_t num_bytes = item.call.num_elems;
-  if (device.is_cpu()) {
-    const std::shared_ptr<Communicator> engine = communicator();
-    auto work = c10::make_intrusive<EngineWork>(engine, info.op_type, info.title, std::move(calls),
-                                                std::move(results));
-    work->post(*engine, {.kind = is_send ? P2pOp::Kind::kSend : P2pOp::Kind::kRecv,
-                         .peer = info.peer,
-                         .tag = static_cast<std::uint32_t>(info.tag),
-                         .data = static_cast<std::byte*>(data),
-                         .num_bytes = num_bytes,
-                         .timeout = effective(info.timeout)});
-    return work;
+// ---- The monitored barrier, which is made of messages
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// The tag of the first monitored barrier; users' have 32 bits.
+constexpr std::uint64_t kBarrierTag = std::uint64_t{1} << 32;
+
+// What rank 0 of a monitored barrier answers to the others: the missing rank, or none. The last
+// place of the text stays a zero.
+struct Answer {
+  std::int64_t missing_rank = -1;
+  std::array<char, 504> text = {};
+};
+
+// A message with its memory, which so lives as long as the engine needs it.
+struct Note : P2pOp {
+  Answer answer;
+};
+
+std::shared_ptr<Note> post_note(Communicator& group, P2pOp::Kind kind, int peer, std::uint64_t tag,
+                                milliseconds timeout, const Answer& answer = {}) {
+  const auto note = std::make_shared<Note>();
+  note->answer = answer;
+  note->kind = kind;
+  note->peer = peer;
+  note->tag = tag;
+  note->data = reinterpret_cast<std::byte*>(&note->answer);
+  note->num_bytes = sizeof(note->answer);
+  note->timeout = timeout;
+  group.p2p()->post(note);
+  return note;
+}
+
+bool has_come(Communicator& group, const std::shared_ptr<Note>& note,
+              PointToPoint::Clock::time_point deadline) {
+  if (!group.p2p()->wait(note, deadline, is_interrupted)) return false;
+  if (note->error != nullptr) std::rethrow_exception(note->error);
+  return true;
+}
+
+// Rank 0 waits for a note from each rank and then answers all. A receive without a note stays
+// posted; it takes the note of a late rank, which also gets its answer. Returns that answer.
+Answer lead(Communicator& group, std::uint64_t tag, milliseconds timeout, milliseconds patience,
+            bool waits_for_all) {
+  const auto deadline = PointToPoint::Clock::now() + timeout;
+  std::vector<std::shared_ptr<Note>> arrivals;
+  for (int peer = 1; peer < group.world_size(); ++peer)
+    arrivals.push_back(post_note(group, P2pOp::Kind::kRecv, peer, tag, kLongestTimeout));
+  Answer answer;
+  std::string missing;
+  for (const auto& arrival : arrivals) {
+    if (has_come(group, arrival, deadline)) continue;
+    if (missing.empty()) answer.missing_rank = arrival->peer;
+    missing += (missing.empty() ? "" : ", ") + std::to_string(arrival->peer);
+    if (!waits_for_all) break;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(info.peer >= 0, "ringcomm: a tensor on ", device,
-                              " cannot be received from any source; name the rank");
-  std::vector<DeviceMessageCall> messages;
-  messages.push_back({.device = device,
-                      .message = {.is_send = is_send,
-                                  .data = data,
-                                  .num_bytes = num_bytes,
-                                  .peer = info.peer,
-                                  .tag = info.tag},
-                      .item = std::move(item)});
-  {
-    const std::lock_guard lock(mutex_);
-    // A call in a coalesced block starts with the others.
-    if (is_coalescing_) {
-      TORCH_CHECK_VALUE(coalesced_messages_.empty() || coalesced_messages_[0].device == device,
-                        "ringcomm: a batch of sends and receives got tensors on ", device,
-                        " and on ", coalesced_messages_[0].device,
-                        "; all tensors of a batch must be on one device");
-      coalesced_messages_.push_back(std::move(messages[0]));
-      return nullptr;
+  const std::string text = c10::str(waits_for_all ? "Ranks " : "Rank ", missing,
+                                    " failed to pass monitoredBarrier in ", timeout.count(), " ms");
+  text.copy(answer.text.data(), answer.text.size() - 1);
+  for (int peer = 1; peer < group.world_size(); ++peer)
+    post_note(group, P2pOp::Kind::kSend, peer, tag, patience, answer);
+  return answer;
+}
+
+}  // namespace
+
+void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
+  const trace::Span traced(
+      [&] { return trace_event_of({c10d::OpType::BARRIER, "ringcomm:monitored_barrier"}, {}); });
+  const std::shared_ptr<Communicator> group = communicator();
+  // The others wait longer for rank 0's answer than rank 0 for them: it reports a failure first.
+  milliseconds timeout = effective(c10d::kUnsetTimeout), patience = timeout;
+  if (opts.timeout != c10d::kUnsetTimeout) {
+    timeout = std::min(opts.timeout, kLongestTimeout);
+    patience = std::max(patience, std::min(2 * opts.timeout, kLongestTimeout));
+  }
+  const auto raise = [&](std::int64_t missing_rank, const std::string& text) {
+    throw Error({.kind = ErrorKind::kTimeout,
+                 .rank = static_cast<int>(missing_rank),
+                 .op = "monitored_barrier"},
+                "ringcomm" + text);
+  };
+  const std::string who = c10::str(" rank ", getRank(), "/", getSize(), ": ");
+  const std::string reached =
+      c10::str(who, "Rank ", getRank(),
+               " successfully reached monitoredBarrier, but received errors while "
+               "waiting for send/recv from rank 0: ");
+  with_python_errors([&] {
+    group->failure().rethrow_if_any();
+    if (timeout <= milliseconds(0))
+      raise(getRank(), c10::str(": Rank ", getRank(), " timed out in monitoredBarrier after 0 ms"));
+    if (group->p2p() == nullptr) return;
+    const std::uint64_t tag = kBarrierTag + num_monitored_barriers_.fetch_add(1);
+    if (getRank() == 0) {
+      const Answer answer = lead(*group, tag, timeout, patience, waitAllRanks);
+      if (answer.missing_rank >= 0) raise(answer.missing_rank, who + answer.text.data());
+      return;
     }
-  }
-  // A single call is ordered with the group's calls on the device.
-  return devices()->exchange(
-      device, std::move(messages),
-      {.op_type = info.op_type, .title = info.title, .results = std::move(results)});
+    const auto deadline = PointToPoint::Clock::now() + patience;
+    post_note(*group, P2pOp::Kind::kSend, 0, tag, patience);
+    const auto note = post_note(*group, P2pOp::Kind::kRecv, 0, tag, kLongestTimeout);
+    if (!has_come(*group, note, deadline))
+      raise(0, c10::str(reached, "it did not answer in ", patience.count(), " ms"));
+    if (note->answer.missing_rank >= 0)
+      raise(note->answer.missing_rank, reached + note->answer.text.data());
+  });
 }
 
 }  // namespace ringcomm

@@ -3,6 +3,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/item.h>
 #include <ATen/ops/mul.h>
@@ -12,8 +13,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -36,15 +35,15 @@ void check_outputs_disjoint(const Tensors& tensors) {
                       "ringcomm: two outputs share memory, so it cannot hold both results");
 }
 
+// PREMUL_SUM is of what premultiplied() gives.
+constexpr std::pair<c10d::ReduceOp::RedOpType, Reduction> kReductions[] = {
+    {c10d::ReduceOp::SUM, Reduction::kSum},         {c10d::ReduceOp::AVG, Reduction::kAvg},
+    {c10d::ReduceOp::PRODUCT, Reduction::kProduct}, {c10d::ReduceOp::MIN, Reduction::kMin},
+    {c10d::ReduceOp::MAX, Reduction::kMax},         {c10d::ReduceOp::BAND, Reduction::kBitAnd},
+    {c10d::ReduceOp::BOR, Reduction::kBitOr},       {c10d::ReduceOp::BXOR, Reduction::kBitXor},
+    {c10d::ReduceOp::PREMUL_SUM, Reduction::kSum}};
+
 Reduction reduction_of(const c10d::ReduceOp& op, const char* name) {
-  using Op = c10d::ReduceOp;
-  // PREMUL_SUM is of what premultiplied() gives.
-  static constexpr std::pair<Op::RedOpType, Reduction> kReductions[] = {
-      {Op::SUM, Reduction::kSum},         {Op::AVG, Reduction::kAvg},
-      {Op::PRODUCT, Reduction::kProduct}, {Op::MIN, Reduction::kMin},
-      {Op::MAX, Reduction::kMax},         {Op::BAND, Reduction::kBitAnd},
-      {Op::BOR, Reduction::kBitOr},       {Op::BXOR, Reduction::kBitXor},
-      {Op::PREMUL_SUM, Reduction::kSum}};
   for (const auto& [theirs, ours] : kReductions)
     if (op.op_ == theirs) return ours;
   TORCH_CHECK_VALUE(false, "ringcomm: ", name, " got an unknown reduction, number ",
@@ -59,14 +58,7 @@ at::Scalar factor_of(const c10d::ReduceOp& op) {
   return supplement->double_factor;
 }
 
-// The signed type of the same width: the products of wrapping integers have the same bits, and
-// torch multiplies no others of 16 bits and more.
-at::ScalarType signed_type(at::ScalarType type) {
-  static constexpr std::array kByLog2OfBytes = {at::kChar, at::kShort, at::kInt, at::kLong};
-  return kByLog2OfBytes[static_cast<std::size_t>(std::countr_zero(c10::elementSize(type)))];
-}
-
-// The factor as a 64-bit number, which torch truncates to the type's width like its products.
+// The factor as a 64-bit number.
 int64_t whole_factor(const at::Scalar& factor, at::ScalarType type) {
   if (!factor.isFloatingPoint()) return factor.to<int64_t>();
   const double value = factor.toDouble();
@@ -105,14 +97,13 @@ void check_float_dtype(const at::Tensor& tensor, const char* name, const char* o
 }
 
 DType reduced_dtype(const at::Tensor& tensor, const char* op) {
+  using enum DType;
   static constexpr std::pair<at::ScalarType, DType> kTypes[] = {
-      {at::kFloat, DType::kFloat32}, {at::kBFloat16, DType::kBFloat16},
-      {at::kHalf, DType::kFloat16},  {at::kDouble, DType::kFloat64},
-      {at::kLong, DType::kInt64},    {at::kInt, DType::kInt32},
-      {at::kShort, DType::kInt16},   {at::kChar, DType::kInt8},
-      {at::kByte, DType::kUint8},    {at::kBool, DType::kBool},
-      {at::kUInt16, DType::kUint16}, {at::kUInt32, DType::kUint32},
-      {at::kUInt64, DType::kUint64}};
+      {at::kFloat, kFloat32},  {at::kBFloat16, kBFloat16}, {at::kHalf, kFloat16},
+      {at::kDouble, kFloat64}, {at::kLong, kInt64},        {at::kInt, kInt32},
+      {at::kShort, kInt16},    {at::kChar, kInt8},         {at::kByte, kUint8},
+      {at::kBool, kBool},      {at::kUInt16, kUint16},     {at::kUInt32, kUint32},
+      {at::kUInt64, kUint64}};
   for (const auto& [theirs, ours] : kTypes)
     if (tensor.scalar_type() == theirs) return ours;
   TORCH_CHECK_TYPE(
@@ -128,7 +119,20 @@ const at::Tensor& only_tensor(const Tensors& tensors, const char* op) {
   return tensors[0];
 }
 
-// ---- TensorCall
+void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead) {
+  TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", op,
+                    " writes into its input, which requires grad; use ", instead,
+                    *instead != '\0' ? ", or " : "", "torch.no_grad()");
+}
+
+c10d::ReduceOp reduce_op_from(const std::string& name) {
+  for (const auto& [theirs, ours] : kReductions)
+    if (name == name_of(ours) && theirs != c10d::ReduceOp::PREMUL_SUM) return theirs;
+  TORCH_CHECK_VALUE(false, "ringcomm: unknown reduction '", name,
+                    "'; known are sum, avg, product, min, max, band, bor and bxor");
+}
+
+// ---- Calls
 
 void TensorCall::link() {
   call.inputs = inputs.data();
@@ -140,11 +144,11 @@ void TensorCall::link() {
 
 void TensorCall::take_even_size() {
   const std::size_t size = input_elems.front();
-  const auto is_alike = [&](std::size_t elems) { return elems == size; };
-  const bool is_even =
-      std::ranges::all_of(input_elems, is_alike) && std::ranges::all_of(output_elems, is_alike);
-  call.num_elems = is_even ? size : 0;
-  if (!is_even) return;
+  const auto differs = [&](std::size_t elems) { return elems != size; };
+  call.num_elems = 0;
+  if (std::ranges::any_of(input_elems, differs) || std::ranges::any_of(output_elems, differs))
+    return;
+  call.num_elems = size;
   input_elems.clear();
   output_elems.clear();
 }
@@ -200,18 +204,18 @@ void* readable(const at::Tensor& tensor, TensorCall& item) {
   return item.kept.back().data_ptr();
 }
 
-void add_inputs(const Tensors& tensors, std::size_t element_bytes, TensorCall& item) {
+void add_inputs(const Tensors& tensors, TensorCall& item) {
   for (const at::Tensor& tensor : tensors) {
     item.inputs.push_back(readable(tensor, item));
-    item.input_elems.push_back(tensor.nbytes() / element_bytes);
+    item.input_elems.push_back(tensor.nbytes() / element_bytes(item.call.dtype));
   }
 }
 
-void add_outputs(const Tensors& tensors, std::size_t element_bytes, TensorCall& item) {
+void add_outputs(const Tensors& tensors, TensorCall& item) {
   check_outputs_disjoint(tensors);
   for (const at::Tensor& tensor : tensors) {
     item.outputs.push_back(writable(tensor, item).data_ptr());
-    item.output_elems.push_back(tensor.nbytes() / element_bytes);
+    item.output_elems.push_back(tensor.nbytes() / element_bytes(item.call.dtype));
   }
 }
 
@@ -231,8 +235,14 @@ at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   TORCH_CHECK_TYPE(type != at::kBool, "ringcomm: ReduceOp.PREMUL_SUM is not defined for Bool");
   const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
   if (!c10::isIntegralType(type, false)) return at::mul(tensor, factor);
-  const at::ScalarType as_signed = signed_type(type);
-  return at::mul(tensor.view(as_signed), whole_factor(factor, as_signed)).view(type);
+  // In 64 bits, because torch multiplies no unsigned ones of 16 bits and more. The conversion back
+  // wraps like a product in the type itself.
+  return at::mul(tensor.to(at::kLong), whole_factor(factor, type)).to(type);
+}
+
+const void* input_of(const at::Tensor& buffer, const c10d::ReduceOp& op, TensorCall& item) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return buffer.data_ptr();
+  return readable(premultiplied(buffer, op), item);
 }
 
 c10::Device device_of(const std::vector<TensorCall>& calls, const Tensors& results,
@@ -257,6 +267,10 @@ ElementName element_name(std::string_view text) {
   ElementName name = {};
   text.copy(name.data(), name.size() - 1);  // the last place stays a zero
   return name;
+}
+
+void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 }  // namespace ringcomm

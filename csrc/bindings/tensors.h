@@ -16,8 +16,8 @@ namespace ringcomm {
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
-/// Checks of the tensors that users pass. `op` is what they called. Wrong tensors throw torch's
-/// ValueError or TypeError.
+// ---- checks of the tensors that users pass: torch's ValueError or TypeError; `op` is what they
+// ---- called
 
 /// Dense, defined, and on a CPU or an accelerator.
 void check_tensor(const at::Tensor& tensor, const char* op);
@@ -26,18 +26,24 @@ void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op);
 /// The engine's element type for a reduction.
 DType reduced_dtype(const at::Tensor& tensor, const char* op);
-/// The one tensor of a list; c10d's signatures carry lists from the time of several GPUs per
-/// process.
+/// The one tensor of a list.
 const at::Tensor& only_tensor(const Tensors& tensors, const char* op);
+/// In-place forms have no gradient, because another operator's backward may need the overwritten
+/// values. `instead` is the form that has one, or "".
+void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead);
+/// The reduction that our operators call by this name.
+c10d::ReduceOp reduce_op_from(const std::string& name);
 
-/// A collective on tensors: the engine's call, the tensors it points to, and the function that runs
-/// after it.
+// ---- calls
+
+/// A collective on tensors, or a message: the engine's call, the tensors it points to, and the
+/// function that runs after it.
 struct TensorCall {
   Collective call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
   std::vector<std::size_t> input_elems;            ///< empty, or of each share
-  std::vector<std::size_t> output_elems;           ///< empty, or of each share
+  std::vector<std::size_t> output_elems;           ///< the same
   std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
   Tensors kept;      ///< everything `inputs`, `outputs` and `update` point into
   Tensors profiled;  ///< what the caller gave as input; profilers show its shapes
@@ -49,6 +55,10 @@ struct TensorCall {
   void link();
   /// Gives up the sizes of an all_to_all's shares for call.num_elems if all are equal.
   void take_even_size();
+  /// What a message reads or writes.
+  void* message_data() const {
+    return call.op == OpKind::kSend ? const_cast<void*>(inputs[0]) : outputs[0];
+  }
 };
 
 /// The engine's call that moves `share` of each rank, as bytes with the name of their type.
@@ -60,34 +70,27 @@ Collective reducing(OpKind op, const at::Tensor& buffer, const c10d::ReduceOp& r
 /// An output that the engine can write: the tensor itself, or a contiguous buffer that the call's
 /// finish() copies back. Throws ValueError if elements of the tensor share a location.
 at::Tensor writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too = false);
-/// Copies a result to a tensor that the call could not write directly. Like the engine's own
-/// writes, it is not recorded by autograd, so the tensor may be a parameter or an inference tensor.
-/// From any thread.
+/// Copies a result to a tensor that the call could not write directly, unseen by autograd like the
+/// engine's own writes: the tensor may be a parameter or an inference tensor. From any thread.
 void copy_back(const at::Tensor& to, const at::Tensor& from);
-/// A contiguous tensor with the same numbers in memory: also where a conjugate or negative view
-/// stores others than it shows.
+/// A contiguous tensor with the same numbers in memory, also of a conjugate or negative view.
 at::Tensor plain(const at::Tensor& tensor);
 /// A contiguous tensor to read from, kept alive by the call.
 void* readable(const at::Tensor& tensor, TensorCall& item);
 
-/// Tensors to read from and to write to, one for each rank; sizes in units of `element_bytes`.
-/// Throws ValueError where outputs overlap each other.
-void add_inputs(const Tensors& tensors, std::size_t element_bytes, TensorCall& item);
-void add_outputs(const Tensors& tensors, std::size_t element_bytes, TensorCall& item);
+/// Tensors to read from and to write to, one for each rank. Throws ValueError where outputs overlap
+/// each other.
+void add_inputs(const Tensors& tensors, TensorCall& item);
+void add_outputs(const Tensors& tensors, TensorCall& item);
 
 /// The same bits for c10d's complex tensors, which sum like pairs of reals. Throws ValueError for
 /// other reductions.
 at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op);
 /// A rank's operand of a reduction: the tensor itself or, for ReduceOp.PREMUL_SUM, a copy times the
-/// factor, multiplied and rounded in the tensor's own type. The sum is then rounded like any other.
-/// Throws TypeError if the type has no such products.
+/// factor, rounded in the tensor's own type. Throws TypeError if the type has no such products.
 at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op);
-
-/// The sum of sparse (COO) tensors, in place: DDP calls it for sparse gradients of an embedding.
-/// The ranks exchange their entries, whose number may differ, and add them in rank order, so that
-/// all ranks have the same bits. Throws ValueError, NotImplementedError.
-TensorCall sparse_all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op, int rank,
-                                  int world_size);
+/// The input of a call that writes into `buffer`: `buffer` itself, or a copy times a factor.
+const void* input_of(const at::Tensor& buffer, const c10d::ReduceOp& op, TensorCall& item);
 
 /// The device of the calls' tensors and results; the CPU if there are none. Throws ValueError if
 /// they are on several devices.
@@ -99,5 +102,7 @@ inline std::size_t num_elems_of(const at::Tensor& tensor) {
 }
 /// The text as the engine's name of an element type, truncated to the size of one.
 ElementName element_name(std::string_view text);
+/// Makes a backward pass fail that saved what the tensor was before.
+void mark_written(const at::Tensor& tensor);
 
 }  // namespace ringcomm

@@ -11,11 +11,14 @@
 #include "collectives/p2p.h"
 #include "core/arch.h"
 #include "transport/membership.h"
-#include "transport/wait_limits.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 
 class MessageTransport;
+namespace shm {
+class Rendezvous;
+}
 
 /// Creates the message transport of a group. Collective: it returns on no rank before all ranks
 /// have created theirs. Called at most once, and only if ranks share no memory or messages are
@@ -73,5 +76,14 @@ class Carrier {
   /// Bytes of shared memory mapped for the group, touched or not.
   virtual std::size_t mapped_bytes() const = 0;
 };
+
+/// A carrier for ranks that do not all share memory: messages, and shared memory inside the hosts
+/// that have several ranks. Users' sends all go over messages, so that a receive from any source
+/// sees every rank. With `is_flat` everything does. Collective over the group, whose ranks have
+/// been found. Throws Error.
+std::unique_ptr<Carrier> make_message_carrier(KeyValueStore& store, shm::Rendezvous& ranks,
+                                              const PeerTable& peer_table,
+                                              const CommunicatorOptions& options,
+                                              const MakeMessages& make_messages, bool is_flat);
 
 }  // namespace ringcomm

@@ -76,6 +76,20 @@ bool Collective::is_uneven(int world_size) const {
   return false;
 }
 
+CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size) {
+  return {.seq = seq,
+          .num_elems = call.num_elems,
+          .root = call.root,
+          .op = call.op,
+          .dtype = call.dtype,
+          .reduction = call.reduction,
+          .algorithm = Algorithm::kDirect,
+          .is_uneven = call.is_uneven(world_size),
+          .has_update = call.update != nullptr,
+          .element_name = call.element_name,
+          .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
+}
+
 bool is_same_call(CallHeader a, CallHeader b) {
   a.num_elems = b.num_elems = 0;
   a.is_uneven = b.is_uneven = false;

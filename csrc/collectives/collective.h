@@ -10,7 +10,7 @@
 #include "core/types.h"
 #include "reduce/reduce_op.h"
 #include "reduce/update_op.h"
-#include "transport/peer_table.h"
+#include "transport/membership.h"
 
 namespace ringcomm {
 
@@ -172,6 +172,9 @@ struct CallHeader {
 };
 static_assert(sizeof(CallHeader) == kCallHeaderBytes);
 static_assert(offsetof(CallHeader, update) <= 64 - 8, "leaves room for a cursor in its cache line");
+
+/// The header of a rank's call number `seq`, of `world_size` ranks. A plan sets the algorithm.
+CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size);
 
 /// Whether ranks with these headers made the same call, whatever the sizes.
 bool is_same_call(CallHeader a, CallHeader b);

@@ -6,10 +6,9 @@
 #include <utility>
 
 #include "collectives/fused_update.h"
-#include "collectives/hosts/carrier.h"
 #include "collectives/shm/carrier.h"
+#include "transport/membership.h"
 #include "transport/messages/message_transport.h"
-#include "transport/peer_table.h"
 #include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
@@ -21,7 +20,7 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& sto
                                                               int world_size,
                                                               const CommunicatorOptions& options,
                                                               const MakeMessages& make_messages,
-                                                              const KnownProcesses& known,
+                                                              const PeerProcesses& known,
                                                               std::chrono::milliseconds timeout) {
   const bool is_p2p = options.transport == "p2p";
   shm::Rendezvous rendezvous(store,
@@ -30,7 +29,7 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& sto
                               .options = options.to_text(),
                               .host_id = options.host_id,
                               .known = known,
-                              .shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size),
+                              .shares_memory = !is_p2p,
                               .is_one_host = options.transport == "shm"},
                              timeout);
   const PeerTable peer_table = rendezvous.find_ranks();
@@ -48,7 +47,7 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& sto
     return messages;
   };
   const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
-  auto carrier = make_hosts_carrier(store, rendezvous, peer_table, options, make, is_flat);
+  auto carrier = make_message_carrier(store, rendezvous, peer_table, options, make, is_flat);
   std::string reason =
       !is_flat ? "shm inside a host, p2p over " + name + " between them; "
                : "p2p over " + name +
@@ -97,7 +96,7 @@ trace::Event event_of(const Collective& call, const CallHeader& header, std::uin
 
 Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, std::chrono::milliseconds timeout,
-                           const MakeMessages& make_messages, const KnownProcesses& known)
+                           const MakeMessages& make_messages, const PeerProcesses& known)
     : rank_(rank), world_size_(world_size), options_(options) {
   options.validate();
   if (world_size > 1) {
@@ -115,7 +114,7 @@ Communicator::~Communicator() { trace::leave_group(trace_group_); }
 
 void Communicator::trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
   trace_group_ = trace::add_group(name, rank_, ranks, transport_);
-  if (p2p_ != nullptr) p2p_ = traced(std::move(p2p_), trace_group_);
+  if (p2p_ != nullptr) p2p_->trace_as(trace_group_);
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
@@ -205,28 +204,14 @@ Algorithm Communicator::algorithm_of(const Collective& call) const {
   return header.algorithm;
 }
 
-CallHeader Communicator::header_of(const Collective& call, std::uint64_t seq) const {
-  return {.seq = seq,
-          .num_elems = call.num_elems,
-          .root = call.root,
-          .op = call.op,
-          .dtype = call.dtype,
-          .reduction = call.reduction,
-          .algorithm = Algorithm::kDirect,
-          .is_uneven = call.is_uneven(world_size_),
-          .has_update = call.update != nullptr,
-          .element_name = call.element_name,
-          .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
-}
-
 CallHeader Communicator::issue(const Collective& call) {
   validate(call);
   failure_->rethrow_if_any();
-  return header_of(call, num_issued_.fetch_add(1, std::memory_order_relaxed));
+  return header_of(call, num_issued_.fetch_add(1, std::memory_order_relaxed), world_size_);
 }
 
 CallHeader Communicator::planned(const Collective& call) {
-  CallHeader header = header_of(call, num_run_++);
+  CallHeader header = header_of(call, num_run_++, world_size_);
   if (carrier_ != nullptr) carrier_->plan(call, header);
   return header;
 }

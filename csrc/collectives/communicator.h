@@ -16,7 +16,7 @@
 #include "collectives/p2p.h"
 #include "collectives/trace.h"
 #include "transport/membership.h"
-#include "transport/wait_limits.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 
@@ -52,10 +52,10 @@ class Communicator {
   /// the group's order. What a sequence throws ends the group.
   using Sequence = std::function<void(Steps&)>;
 
-  /// Collective over the group; `known` numbers its ranks. Throws Error.
+  /// Collective over the group; `known` is as in GroupTerms. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
                std::chrono::milliseconds timeout, const MakeMessages& make_messages = {},
-               const KnownProcesses& known = {});
+               const PeerProcesses& known = {});
   /// Calls close() without a way to interrupt it, then leaves the group.
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -119,7 +119,6 @@ class Communicator {
   OrderedQueue::Ticket submit_in_order(Body body, Done done);
   void execute(const Collective& call, const WaitLimits& limits);
   void execute(const Sequence& sequence, const WaitLimits& limits);
-  CallHeader header_of(const Collective& call, std::uint64_t seq) const;
   CallHeader planned(const Collective& call);
 
   int rank_;

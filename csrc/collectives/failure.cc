@@ -90,7 +90,7 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
   ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
   if (culprit >= 0) {
     info.pid = members_->process_of(culprit).pid;
-    info.host = members_->host_of(culprit);
+    info.host = members_->process_of(culprit).host;
   }
   const auto error = std::make_exception_ptr(Error(info, prefix() + told));
   keep(error);
@@ -127,7 +127,7 @@ std::string Failure::prefix() const {
 
 std::string Failure::name_of_peer(int peer) const {
   if (peer < 0) return "any rank";
-  return name_of_process(peer, members_->process_of(peer), members_->host_of(peer));
+  return name_of_process(peer, members_->process_of(peer));
 }
 
 }  // namespace ringcomm

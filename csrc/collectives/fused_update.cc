@@ -54,37 +54,46 @@ Traffic update_in_parts(const Collective& call, int rank, int world_size,
   Collective summed = call;  // the reduce_scatter averages, not the update
   summed.reduction = Reduction::kSum;
   OwnerUpdate update(summed, rank, world_size);
+  std::vector<std::byte> reduced(update.own().num_elems * update.grad_bytes());
+  const void* const grad = reduced.data();
+  return update_in_parts(
+      call, rank, world_size, reduced.data(), [&] { update.run(&grad, 1, update.own(), nullptr); },
+      run);
+}
+
+Traffic update_in_parts(const Collective& call, int rank, int world_size, void* reduced,
+                        const std::function<void()>& update,
+                        const std::function<Traffic(const Collective&)>& run) {
+  const DType param_dtype = call.update->spec.param_dtype;
   const ChunkLayout layout(call.num_elems, world_size);
+  const std::size_t own_elems = layout.chunk(rank).num_elems;
   const auto world = static_cast<std::size_t>(world_size);
   std::vector<const void*> grads(world);
   std::vector<void*> params(world);
   std::vector<std::size_t> chunk_elems(world);
   for (std::size_t peer = 0; peer < world; ++peer) {
     const ElemRange chunk = layout.chunk(static_cast<int>(peer));
-    grads[peer] = at(call.inputs[0], chunk.begin_elems, update.grad_bytes());
-    params[peer] = at(call.outputs[0], chunk.begin_elems, update.param_bytes());
+    grads[peer] = at(call.inputs[0], chunk.begin_elems, element_bytes(call.dtype));
+    params[peer] = at(call.outputs[0], chunk.begin_elems, element_bytes(param_dtype));
     chunk_elems[peer] = chunk.num_elems;
   }
 
-  std::vector<std::byte> reduced(update.own().num_elems * update.grad_bytes());
-  void* const output = reduced.data();
   Collective scatter = call;
   scatter.op = OpKind::kReduceScatter;
   scatter.algorithm = Algorithm::kAuto;
-  scatter.num_elems = update.own().num_elems;
+  scatter.num_elems = own_elems;
   scatter.inputs = grads.data();
   scatter.input_elems = chunk_elems.data();
-  scatter.outputs = &output;
+  scatter.outputs = &reduced;
   Traffic traffic = run(scatter);
 
-  const void* const grad = reduced.data();
-  update.run(&grad, 1, update.own(), nullptr);
+  update();
 
   Collective gather = call;
   gather.op = OpKind::kAllGather;
   gather.algorithm = Algorithm::kAuto;
-  gather.dtype = call.update->spec.param_dtype;
-  gather.num_elems = update.own().num_elems;
+  gather.dtype = param_dtype;
+  gather.num_elems = own_elems;
   const void* const own_params = params[static_cast<std::size_t>(rank)];
   gather.inputs = &own_params;
   gather.outputs = params.data();

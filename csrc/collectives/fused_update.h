@@ -48,5 +48,10 @@ class OwnerUpdate {
 /// fused form to the last bit where that reduces in the same order.
 Traffic update_in_parts(const Collective& call, int rank, int world_size,
                         const std::function<Traffic(const Collective&)>& run);
+/// The same on any device: `reduced` has room for this rank's chunk of gradients, which `update`
+/// uses.
+Traffic update_in_parts(const Collective& call, int rank, int world_size, void* reduced,
+                        const std::function<void()>& update,
+                        const std::function<Traffic(const Collective&)>& run);
 
 }  // namespace ringcomm

@@ -33,53 +33,75 @@ template <class IsOver>
 void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over,
                                 const Poll& poll, Clock::time_point deadline, bool may_run) {
   std::optional<trace::Span> traced;
+  ++num_waiting_;
+  state_.fetch_or(kShared);
   while (!is_over() && Clock::now() < deadline) {
-    if (may_run && !is_left_to_thread_ && !is_running_ && !entries_.empty()) {
+    if (may_run && !is_left_to_thread_ && !is_running() && !entries_.empty()) {
       traced.reset();
       run_front(lock);
       continue;
     }
     if (!traced) traced.emplace(wait_for_queue);
-    ++num_waiting_;
     const auto until = std::min(deadline, Clock::now() + kPollInterval);
-    const bool is_timeout = has_news_.wait_until(lock, until) == std::cv_status::timeout;
-    --num_waiting_;
-    if (is_timeout && poll) {
+    if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
       lock.unlock();
       poll();
       lock.lock();
     }
   }
+  --num_waiting_;
+  end_sharing();
 }
 
 void OrderedQueue::check_not_in_task() const {
-  if (is_running_ && running_thread_ == std::this_thread::get_id())
+  if (is_running() && running_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id())
     throw Error({.kind = ErrorKind::kSystem},
                 "ringcomm: a collective was called inside another one of its group, perhaps from "
                 "a signal handler; this would deadlock");
 }
 
-// Called and left with the lock held; the task runs without it. Wakes other threads only if there
-// is work for them, because a wake-up costs more than a small collective.
-void OrderedQueue::run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task) {
-  is_running_ = true;
-  running_thread_ = std::this_thread::get_id();
-  lock.unlock();
-  task();
-  lock.lock();
-  is_running_ = false;
+// With the mutex.
+void OrderedQueue::end_sharing() {
+  if (entries_.empty() && num_waiting_ == 0) state_.fetch_and(~kShared);
+}
+
+// With the mutex. Wakes other threads only if there is work for them, because a wake-up costs more
+// than a small collective.
+void OrderedQueue::end_task() {
+  state_.fetch_and(~kRunning);
   if (num_waiting_ > 0) has_news_.notify_all();
   if (!entries_.empty()) has_work_.notify_one();
 }
 
+// Runs the task if no other thread uses the queue.
+bool OrderedQueue::run_alone(const Task& task) {
+  std::uint32_t state = 0;
+  if (!state_.compare_exchange_strong(state, kRunning, std::memory_order_acquire)) return false;
+  running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  task();
+  running_thread_.store({}, std::memory_order_relaxed);
+  state = kRunning;
+  if (!state_.compare_exchange_strong(state, 0, std::memory_order_release)) {
+    const std::lock_guard lock(mutex_);
+    end_task();
+  }
+  return true;
+}
+
+// Called and left with the lock held; the task runs without it.
 void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
   const Ticket entry = std::move(entries_.front());
   entries_.pop_front();
-  run_unlocked(lock, [&] {
-    entry->task();
-    entry->task = nullptr;  // frees what it holds (tensors)
-  });
+  state_.fetch_or(kRunning);  // kShared is set: there was an entry
+  running_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  lock.unlock();
+  entry->task();
+  entry->task = nullptr;  // frees what it holds (tensors)
+  running_thread_.store({}, std::memory_order_relaxed);
+  lock.lock();
   entry->is_done = true;
+  end_task();
+  end_sharing();
 }
 
 void OrderedQueue::run(const Task& task, const Poll& poll) {
@@ -87,16 +109,14 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
     wait(submit(task), poll);
     return;
   }
+  if (run_alone(task)) return;
   Ticket ticket;
   {
-    std::unique_lock lock(mutex_);
-    if (!is_running_ && entries_.empty()) {
-      run_unlocked(lock, task);
-      return;
-    }
+    const std::lock_guard lock(mutex_);
     check_not_in_task();
     ticket = std::make_shared<Entry>(Entry{.task = task});
     entries_.push_back(ticket);
+    state_.fetch_or(kShared);
   }
   wait(ticket, poll);
 }
@@ -108,6 +128,7 @@ OrderedQueue::Ticket OrderedQueue::submit(Task task) {
     if (!progress_thread_.joinable())
       progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
     entries_.push_back(ticket);
+    state_.fetch_or(kShared);
   }
   has_work_.notify_one();
   return ticket;
@@ -127,13 +148,13 @@ bool OrderedQueue::wait_until(const Ticket& ticket, Clock::time_point deadline, 
 
 void OrderedQueue::drain(const Poll& poll) {
   std::unique_lock lock(mutex_);
-  run_or_sleep(lock, [this] { return !is_running_ && entries_.empty(); }, poll);
+  run_or_sleep(lock, [this] { return !is_running() && entries_.empty(); }, poll);
 }
 
 void OrderedQueue::progress() {
   std::unique_lock lock(mutex_);
   while (!is_stopping_) {
-    if (!is_running_ && !entries_.empty()) {
+    if (!is_running() && !entries_.empty()) {
       run_front(lock);
     } else {
       has_work_.wait(lock);

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -54,9 +56,17 @@ class OrderedQueue {
   void drain(const Poll& poll);
 
  private:
+  // The bits of state_. A thread that finds it 0 may begin a task without the mutex, and end it
+  // without unless kShared has been set meanwhile. kShared is set and cleared with the mutex held.
+  static constexpr std::uint32_t kRunning = 1;  // a task, on some thread
+  static constexpr std::uint32_t kShared = 2;   // there are entries, or threads in run_or_sleep()
+
+  bool is_running() const { return (state_.load(std::memory_order_acquire) & kRunning) != 0; }
   void check_not_in_task() const;
+  bool run_alone(const Task& task);
   void run_front(std::unique_lock<std::mutex>& lock);
-  void run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task);
+  void end_task();
+  void end_sharing();
   template <class IsOver>
   void run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over, const Poll& poll,
                     Clock::time_point deadline = Clock::time_point::max(), bool may_run = true);
@@ -66,9 +76,9 @@ class OrderedQueue {
   std::condition_variable has_work_;  // the progress thread sleeps here
   std::condition_variable has_news_;  // all other threads wait on it
   std::deque<Ticket> entries_;
-  int num_waiting_ = 0;  // threads at has_news_
-  std::thread::id running_thread_;
-  bool is_running_ = false;  // a task, on some thread
+  int num_waiting_ = 0;  // threads in run_or_sleep()
+  std::atomic<std::uint32_t> state_ = 0;
+  std::atomic<std::thread::id> running_thread_;  // none before and after a task
   bool is_stopping_ = false;
   bool is_left_to_thread_ = false;
   BackgroundThread progress_thread_;

@@ -1,15 +1,26 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <span>
 
+#include "collectives/collective.h"
 #include "collectives/failure.h"
+#include "collectives/trace.h"
 
 namespace ringcomm {
+
+class MessageMembers;
+class MessageTransport;
+namespace shm {
+class Group;
+}
 
 /// A message on its way, as its sender or its receiver sees it.
 struct P2pOp {
@@ -29,6 +40,8 @@ struct P2pOp {
   std::size_t moved_bytes = 0;
   bool is_done = false;
   std::exception_ptr error = {};
+
+  bool is_send() const { return kind == Kind::kSend; }
 };
 using P2pOpPtr = std::shared_ptr<P2pOp>;
 
@@ -40,34 +53,65 @@ class PointToPoint {
   using Interrupted = std::function<bool()>;
 
   virtual ~PointToPoint() = default;
+  PointToPoint(const PointToPoint&) = delete;
+  PointToPoint& operator=(const PointToPoint&) = delete;
 
   /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
   /// std::invalid_argument where `peer` is no other rank.
-  virtual void post(const P2pOpPtr& op) = 0;
+  void post(const P2pOpPtr& op);
   /// Returns true when the operation has ended (with or without an error), false if `deadline`
   /// passes before. `is_interrupted` is called about every 50 ms, true ends the group; may be
   /// empty.
-  virtual bool wait(const P2pOpPtr& op, Clock::time_point deadline,
-                    const Interrupted& is_interrupted) = 0;
+  bool wait(const P2pOpPtr& op, Clock::time_point deadline, const Interrupted& is_interrupted);
   /// Call it before the destructor, after the last post. Returns when every send is received, its
   /// receiver has left, or its timeout has passed; ends the receives with an error.
   /// `is_interrupted` as in wait(). A second call does nothing.
   virtual void close(const Interrupted& is_interrupted) = 0;
+
+  /// Records the messages from now on; `group` is the recording's number of the group.
+  void trace_as(std::uint32_t group) { trace_group_ = group; }
+
+ protected:
+  using Lock = std::unique_lock<std::mutex>;
+
+  PointToPoint(Failure& failure, Stats& stats, int rank, int world_size)
+      : failure_(failure), stats_(stats), rank_(rank), world_size_(world_size) {}
+
+  /// post() and wait() of an operation with a valid peer, in the process that made the group.
+  virtual void start(const P2pOpPtr& op) = 0;
+  virtual bool await(const P2pOpPtr& op, Clock::time_point deadline,
+                     const Interrupted& is_interrupted) = 0;
+
+  /// Throws what ended the group, or that it is being destroyed. With the lock.
+  void check_open(const P2pOp& op) const;
+  /// Ends the group if `is_interrupted`, which is called without the lock.
+  void abort_if(Lock& lock, const Interrupted& is_interrupted);
+  /// Counts operations that have ended, wakes who waits, and calls each `done` without the lock.
+  void conclude(Lock& lock, std::span<const P2pOpPtr> ops);
+  /// A message of `sent_bytes` matched a receive of another size: ends the group.
+  [[noreturn]] void raise_misfit(const P2pOp& receive, std::uint64_t sent_bytes);
+  /// The error of an operation whose group is destroyed.
+  std::exception_ptr orphaned(const P2pOp& op) const;
+
+  Failure& failure_;
+  Stats& stats_;
+  int rank_;
+  int world_size_;
+  std::mutex mutex_;                  // guards the rest, and what the carriers add
+  std::condition_variable has_news_;  // an operation has ended
+  bool is_stopping_ = false;
+
+ private:
+  std::uint32_t trace_group_ = trace::kNoGroup;
 };
-
-/// The same messages, recorded; `group` is the recording's number of the group.
-std::unique_ptr<PointToPoint> traced(std::unique_ptr<PointToPoint> messages, std::uint32_t group);
-
-// ---- errors of all carriers
 
 /// "recv from rank 2 (tag 6, 44 bytes)"
 Activity activity_of(const P2pOp& op);
-/// Throws std::invalid_argument unless the operation's peer is another rank of the group, or any.
-void check_peer(const P2pOp& op, int rank, int world_size);
-/// A message of `sent_bytes` matched a receive of another size on `rank`: ends the group.
-[[noreturn]] void raise_misfit(Failure& failure, const P2pOp& receive, std::uint64_t sent_bytes,
-                               int rank);
-/// The error of an operation whose group is destroyed.
-std::exception_ptr orphaned(const P2pOp& op, int rank);
+
+/// Over links in shared memory. All arguments must live as long, also of the next one.
+std::unique_ptr<PointToPoint> make_shm_p2p(shm::Group& group, Failure& failure, Stats& stats);
+/// Over messages. A send is complete when its receiver has taken it, so its process may end then.
+std::unique_ptr<PointToPoint> make_message_p2p(MessageTransport& transport, MessageMembers& members,
+                                               Failure& failure, Stats& stats);
 
 }  // namespace ringcomm

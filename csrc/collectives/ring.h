@@ -56,7 +56,9 @@ struct RingHalves {
 /// - send(part): sends the rank's own input, or its own complete output in a lone all-gather.
 /// - reduce(part): receives a partial sum, adds the input, and sends or keeps the sum.
 /// - copy(part): receives a complete slice into the output, and sends it unless it is the last.
-/// - finish(): the end of the call. Nothing that was sent uses the call's buffers afterwards.
+/// - finish(): the end of the call. Nothing that was sent uses the call's buffers after it, or
+/// after
+///   the end of the engine's call, which waits for sends.
 template <class Links>
 class Ring {
  public:

@@ -1,25 +1,19 @@
 #pragma once
 
-/// For functions of core and device that GPU kernels call too.
+/// RINGCOMM_HD: for functions that GPU kernels call too. Loops in kernels are unrolled fully, which
+/// keeps arrays in registers, or not at all, where speed is not worth the registers.
 #ifdef __CUDACC__
 #define RINGCOMM_HD __host__ __device__
-#else
-#define RINGCOMM_HD
-#endif
-
-/// Loop unrolling in kernels: fully, which keeps arrays in registers; or not at all, where speed is
-/// not worth the registers.
-#ifdef __CUDACC__
 #define RINGCOMM_UNROLL _Pragma("unroll")
 #define RINGCOMM_ROLLED _Pragma("unroll 1")
 #else
+#define RINGCOMM_HD
 #define RINGCOMM_UNROLL
 #define RINGCOMM_ROLLED
 #endif
 
-/// Marks a point where a process may die between two actions that its peers see. Tests compiled
-/// with RINGCOMM_TEST_STEPS kill a rank at each of them (tests/cpp/test_deaths.cc). In the library
-/// the macro expands to nothing.
+/// Marks a point where a process may die between two actions that its peers see: tests compiled
+/// with RINGCOMM_TEST_STEPS kill a rank at each of them (tests/cpp/test_deaths.cc).
 #ifdef RINGCOMM_TEST_STEPS
 namespace ringcomm {
 inline void (*test_step)(const char* what) = nullptr;  ///< set before threads start

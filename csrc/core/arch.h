@@ -6,8 +6,8 @@
 
 namespace ringcomm {
 
-/// Why a wait ended before its condition held. Device code cannot throw, so the protocols of core
-/// return this and the layer that knows the ranks' names turns it into an error.
+/// Why a wait ended before its condition held. Device code cannot throw: the layer that knows the
+/// ranks' names makes an error of it.
 enum class [[nodiscard]] Stop : std::uint8_t {
   kNone = 0,     ///< the condition holds
   kTimeout,      ///< the deadline of the operation passed
@@ -21,19 +21,15 @@ enum class [[nodiscard]] Stop : std::uint8_t {
 /// adjacent-line prefetcher of x86 cores pulls lines in twos.
 inline constexpr std::size_t kLineBytes = 128;
 
-/// A count that one rank advances and others wait for.
-///
-/// `value` is 64-bit, monotonic, never reset, and has one writer, so that "at least" is the only
-/// comparison a reader needs. `sleepers` counts the ranks that are about to sleep on `value`; it
-/// has its own cache line, so that the writer's check hits its cache while no rank sleeps.
-/// `waker_core` is the processor of the rank that last woke them.
-///
-/// Plain words, not std::atomic: the struct is in memory shared with other processes and GPUs, and
-/// every access goes through an Arch, which defines its memory order.
+/// A count that one rank advances and others wait for; monotonic, so that "at least" is the only
+/// comparison. Plain words: every access goes through an Arch, which defines its memory order.
 struct Cursor {
   alignas(kLineBytes) std::uint64_t value = 0;
+  /// What the writer tells together with the value reaches the readers in the same cache line.
+  std::byte beside[kLineBytes - sizeof(std::uint64_t)] = {};
+  /// Ranks about to sleep on `value`; in the writer's cache while none is.
   alignas(kLineBytes) std::uint32_t sleepers = 0;
-  std::uint32_t waker_core = 0;
+  std::uint32_t waker_core = 0;  ///< the processor of the rank that last woke them
 };
 static_assert(sizeof(Cursor) == 2 * kLineBytes);
 
@@ -41,30 +37,25 @@ static_assert(sizeof(Cursor) == 2 * kLineBytes);
 /// scheduler slice.
 enum class Yielded : std::uint8_t { kCoreIdle, kShort, kLong };
 
-/// What a machine must offer for the protocols of core to run on it.
-///
-/// The link and board protocols are written once, against this concept, and run under several
-/// machines: the host's processes over shared memory, threads in tests, and a model checker that
-/// explores interleavings. Every memory order belongs to an operation; there are no separate
-/// fences, because ThreadSanitizer ignores them.
+/// What a machine must offer for the protocols of core to run on it (docs/design/protocol.md).
+/// Every memory order belongs to an operation; there are no separate fences, because
+/// ThreadSanitizer ignores them.
 ///
 /// - load_acquire pairs with store_seq_cst of the same word.
 /// - load_seq_cst, store_seq_cst and add_seq_cst have one total order: a store followed by a load
 ///   of another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
 /// - copy moves payload and has no order of its own.
-/// - budget is the SpinBudget of the waits (core/wait_policy.h), a reference or a new one.
-/// - once runs a function that returns a Stop. If several threads act for one rank (the threads of
-///   a GPU block), one of them runs it, and all return its result afterwards.
+/// - budget is the SpinBudget of the waits, a reference or a new one.
+/// - once runs a function that returns a Stop: if several threads act for one rank (those of a GPU
+///   block), one of them runs it, and all return its result.
 /// - each runs a function for every number below the one given, in parallel if several threads act
-///   for the rank. Afterwards it returns kNone, or one of the other Stops, to all of them.
-/// - pause is one step of waiting.
-/// - yield offers the processor to other threads and returns what happened.
-/// - park sleeps while the low half of the word equals that of `expected`, for one slice at most.
-/// - wake wakes all that are parked on the word.
-/// - note_core stores the processor that this rank runs on; leave_core asks to move this thread
-///   away from that processor.
-/// - stopped returns why this rank should no longer wait for `peer`, or Stop::kNone. It is called
-///   before every slice of sleep, and always before a wait ends without its condition.
+///   for the rank, and returns kNone, or one of the other Stops, to all of them.
+/// - pause is one step of waiting; yield offers the processor and returns what happened.
+/// - park sleeps while the low half of the word equals that of `expected`, for one slice at most;
+///   wake wakes all that are parked on the word.
+/// - note_core stores this rank's processor; leave_core moves this thread away from that one.
+/// - stopped returns why this rank should no longer wait for `peer`, or Stop::kNone: before every
+///   slice of sleep, and before a wait ends without its condition.
 /// - record_wait may be missing (see wait_policy.h).
 template <class A>
 concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::uint64_t value,

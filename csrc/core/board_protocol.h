@@ -9,21 +9,27 @@
 
 namespace ringcomm {
 
-/// The memory layout of the boards of a group that shares one mapping; the same on every rank.
+/// The memory layout of the boards of a group that shares one mapping; the same on every rank. Each
+/// rank has two cursors and two regions, for even and for odd phases.
 struct BoardGeometry {
   int world_size = 0;
-  Cursor* published = nullptr;  ///< one per rank, `published_stride_bytes` apart
-  std::size_t published_stride_bytes = 0;
-  std::byte* regions = nullptr;  ///< per rank two regions of `region_bytes`
+  std::byte* cursors = nullptr;  ///< `cursor_stride_bytes` apart
+  std::size_t cursor_stride_bytes = sizeof(Cursor);
+  std::byte* regions = nullptr;  ///< `region_stride_bytes` apart
+  std::size_t region_stride_bytes = 0;
   std::size_t region_bytes = 0;
 
   static constexpr bool kHasCopies = false;
-  Cursor& cursor(int /*reader*/, int writer) const {
-    return *reinterpret_cast<Cursor*>(reinterpret_cast<std::byte*>(published) +
-                                      static_cast<std::size_t>(writer) * published_stride_bytes);
+  Cursor& cursor(int /*reader*/, int writer, std::uint64_t phase) const {
+    return *reinterpret_cast<Cursor*>(cursors + place(writer, phase) * cursor_stride_bytes);
   }
   std::byte* region(int rank, std::uint64_t phase) const {
-    return regions + (2 * static_cast<std::size_t>(rank) + phase % 2) * region_bytes;
+    return regions + place(rank, phase) * region_stride_bytes;
+  }
+
+ private:
+  static std::size_t place(int rank, std::uint64_t phase) {
+    return 2 * static_cast<std::size_t>(rank) + phase % 2;
   }
 };
 
@@ -31,11 +37,11 @@ struct BoardGeometry {
 ///
 /// Collectives on boards are a sequence of phases that every rank runs through in the same order.
 /// In phase k a rank may fill its own region k % 2, publishes, waits for the peers it needs and
-/// reads their regions k % 2. `published` counts the phases a rank has published, and so also which
-/// phases it has finished reading:
+/// reads their regions k % 2. Its cursor of phase k is set to k + 1, the number of phases that it
+/// has published, which also tells what it has finished reading:
 ///
-///   published[q] >= k + 1   q's region of phase k may be read
-///   published[q] >= k       q has finished reading phase k - 2, so region k % 2 may be refilled
+///   cursor of phase k of q >= k + 1   q's region of phase k may be read
+///   cursor of phase k - 1 of q >= k   q has finished reading phase k - 2: region k % 2 is free
 ///
 /// No other credit is needed, and each byte is written once, regardless of the number of readers. A
 /// phase in which a rank writes nothing needs no open(): it publishes to say that it has finished
@@ -45,9 +51,11 @@ struct BoardGeometry {
 /// announces the loan until their own next publication. So a rank calls rejoin() before it returns
 /// a lent buffer to its caller.
 ///
-/// A geometry has world_size, region_bytes, region(rank, phase), and cursor(reader, writer): where
-/// the reader finds the writer's `published`. With kHasCopies each reader has its own copy in
-/// memory close to it, and a publication stores to every copy; without, all readers share one.
+/// A geometry has world_size, region_bytes, region(rank, phase), and cursor(reader, writer, phase):
+/// where the reader finds what the writer has published. With kHasCopies each reader has its own
+/// copy in memory close to it, one for all phases, and a publication stores to every copy; without,
+/// all readers share one, and cursors alternate with the phases like regions. What is told beside a
+/// cursor then stays until its next phase but one is open.
 template <Arch A, class Geometry = BoardGeometry>
 class Board {
  public:
@@ -55,7 +63,12 @@ class Board {
       : arch_(arch),
         geometry_(geometry),
         rank_(rank),
-        phase_(arch.load_acquire(geometry.cursor(rank, rank).value)) {}
+        phase_(arch.load_acquire(geometry.cursor(rank, rank, 0).value)) {
+    if constexpr (!Geometry::kHasCopies) {
+      const std::uint64_t odd = arch.load_acquire(geometry.cursor(rank, rank, 1).value);
+      if (odd > phase_) phase_ = odd;
+    }
+  }
 
   /// How many phases this rank has published.
   RINGCOMM_HD std::uint64_t phase() const { return phase_; }
@@ -68,20 +81,27 @@ class Board {
     return wait_all();
   }
 
+  /// What `rank` tells beside its publication: this rank, after open(), of the next phase; others,
+  /// after wait(), of the last.
+  RINGCOMM_HD std::byte* beside(int rank) const {
+    return geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).beside;
+  }
+
   /// Ends the previous phases and starts reading the next one. The filled region is visible to all.
   RINGCOMM_HD void publish() {
     ++phase_;
     if constexpr (Geometry::kHasCopies)
       advance_each(
           arch_, geometry_.world_size,
-          [&](int reader) -> Cursor& { return geometry_.cursor(reader, rank_); }, phase_);
+          [&](int reader) -> Cursor& { return geometry_.cursor(reader, rank_, phase_ - 1); },
+          phase_);
     else
-      advance(arch_, geometry_.cursor(rank_, rank_), phase_);
+      advance(arch_, geometry_.cursor(rank_, rank_, phase_ - 1), phase_);
   }
 
   /// Waits for `peer` in the last published phase, and returns its region for reading.
   RINGCOMM_HD Stop wait(int peer, const std::byte*& region) {
-    const Stop stop = wait_at_least(arch_, geometry_.cursor(rank_, peer), phase_, peer);
+    const Stop stop = wait_at_least(arch_, cursor_of(peer), phase_, peer);
     if (stop != Stop::kNone) return stop;
     region = geometry_.region(peer, phase_ - 1);
     return Stop::kNone;
@@ -90,8 +110,8 @@ class Board {
   /// Waits for all peers in the last published phase.
   RINGCOMM_HD Stop wait_all() {
     return wait_all_at_least(
-        arch_, geometry_.world_size, rank_,
-        [&](int peer) -> Cursor& { return geometry_.cursor(rank_, peer); }, phase_);
+        arch_, geometry_.world_size, rank_, [&](int peer) -> Cursor& { return cursor_of(peer); },
+        phase_);
   }
 
   /// Publishes a phase without data and waits for all peers. Afterwards no peer accesses a buffer
@@ -102,6 +122,11 @@ class Board {
   }
 
  private:
+  /// Where this rank finds that `peer` has published the last phase.
+  RINGCOMM_HD Cursor& cursor_of(int peer) const {
+    return geometry_.cursor(rank_, peer, phase_ - 1);
+  }
+
   A& arch_;
   Geometry geometry_;
   int rank_;

@@ -14,11 +14,8 @@ struct ElemRange {
   friend constexpr bool operator==(const ElemRange&, const ElemRange&) = default;
 };
 
-/// Cuts `num_elems` elements into one chunk per rank.
-///
-/// Chunks are contiguous, in rank order, and differ by at most one element: the first num_elems %
-/// num_chunks have one more. Any count works, also fewer elements than ranks or none, without
-/// padding. If N divides the count, a ring sends exactly 2(N-1)/N of the buffer.
+/// Cuts `num_elems` elements, any number, into one chunk per rank: contiguous, in rank order, and
+/// the first num_elems % num_chunks have one element more.
 class ChunkLayout {
  public:
   constexpr ChunkLayout(std::size_t num_elems, int num_chunks)
@@ -51,12 +48,9 @@ constexpr ElemRange slice_of(const ElemRange& range, std::size_t slice_idx, std:
   return {range.begin_elems + begin_elems, std::min(max_elems, range.num_elems - begin_elems)};
 }
 
-/// Which rank sends which chunk at which step of a ring; accesses no memory.
-///
-/// In each of world_size - 1 steps a rank sends one chunk to `next` and receives another from
-/// `previous`. After the reduce-scatter rank r holds the complete chunk r, which is where the
-/// all-gather starts. The chunk received at step s is the one sent at step s + 1: a slice can be
-/// forwarded as soon as it arrives.
+/// Which rank sends which chunk at which step of a ring; accesses no memory. In each of world_size
+/// - 1 steps a rank sends one chunk to `next` and receives from `previous` the one that it sends in
+/// the next step. After the reduce-scatter rank r holds the complete chunk r.
 class RingSchedule {
  public:
   constexpr RingSchedule(int rank, int world_size) : rank_(rank), world_size_(world_size) {}

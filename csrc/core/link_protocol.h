@@ -9,21 +9,13 @@
 
 namespace ringcomm {
 
-/// A link: a FIFO of slots from one rank to another, with credits.
-///
-///   tail   slots filled, written by the sender only
-///   head   slots drained, written by the receiver only
-///
-/// Slot `n % num_slots` belongs to the sender from the moment `n - head < num_slots` until it
-/// publishes tail = n + 1; from then on to the receiver, until that publishes head = n + 1. A slot
-/// is accessed by its current owner only. Publishing tail orders the payload before the receiver's
-/// reads; publishing head orders those reads before the slot's next filling.
-///
-/// A link needs at least two slots. With one, every rank of a ring would wait for a credit that its
-/// neighbour gives only after its own send: a deadlock.
+/// A link: a FIFO of slots from one rank to another, with credits. Slot `n % num_slots` belongs to
+/// the sender from the moment `n - head < num_slots` until it publishes tail = n + 1; from then on
+/// to the receiver, until that publishes head = n + 1. Only its owner accesses it. A link needs two
+/// slots: with one, a ring of ranks that receive and send at once would deadlock.
 struct LinkCursors {
-  Cursor tail;
-  Cursor head;
+  Cursor tail;  ///< slots filled, written by the sender only
+  Cursor head;  ///< slots drained, written by the receiver only
 };
 
 /// The memory layout of a link; the same on both ends.
@@ -35,8 +27,7 @@ struct LinkGeometry {
   std::size_t slot_bytes = 0;
 };
 
-/// The current slot of a link. It advances without a division, because GPUs have no integer
-/// division instruction.
+/// The current slot of a link. It advances without a division, which GPUs have no instruction for.
 class SlotTurn {
  public:
   RINGCOMM_HD SlotTurn(const LinkGeometry& geometry, std::uint64_t n)
@@ -138,7 +129,7 @@ class RecvLink {
   SlotTurn turn_;
 };
 
-/// The steps of ring algorithms. Each receives from one link, sends on another, or both at once
+/// The steps of ring algorithms: each receives from one link, sends on another, or both at once
 /// without an intermediate copy. `num_bytes` is at most the slot's size, the same on both ends, and
 /// may be 0.
 ///
@@ -165,60 +156,40 @@ RINGCOMM_HD Stop recv(A& arch, RecvLink<A>& from, std::byte* output, std::size_t
   return Stop::kNone;
 }
 
-/// link + local -> link
-template <Arch A, class Combine>
-RINGCOMM_HD Stop recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, const std::byte* local,
-                                  std::size_t num_bytes, const Combine& combine) {
+/// link -> link: fill(slot, received), then keep(received) once that is sent.
+template <Arch A, class Fill, class Keep>
+RINGCOMM_HD Stop pass_on(RecvLink<A>& from, SendLink<A>& to, const Fill& fill, const Keep& keep) {
   const std::byte* received = nullptr;
   std::byte* slot = nullptr;
   if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
   if (const Stop stop = to.acquire(slot); stop != Stop::kNone) return stop;
-  combine(slot, nullptr, received, local, num_bytes);
+  fill(slot, received);
   to.publish();
+  keep(received);
   from.release();
   return Stop::kNone;
 }
 
-/// link + local -> output
+/// link + local -> link and, unless that is null, output
 template <Arch A, class Combine>
-RINGCOMM_HD Stop recv_reduce_copy(RecvLink<A>& from, std::byte* output, const std::byte* local,
-                                  std::size_t num_bytes, const Combine& combine) {
-  const std::byte* received = nullptr;
-  if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
-  combine(output, nullptr, received, local, num_bytes);
-  from.release();
-  return Stop::kNone;
+RINGCOMM_HD Stop recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, std::byte* output,
+                                  const std::byte* local, std::size_t num_bytes,
+                                  const Combine& combine) {
+  const auto fill = [&](std::byte* slot, const std::byte* received) {
+    const bool is_kept = output != nullptr;
+    combine(is_kept ? output : slot, is_kept ? slot : nullptr, received, local, num_bytes);
+  };
+  return pass_on(from, to, fill, [](const std::byte*) {});
 }
 
-/// link + local -> output and link
-template <Arch A, class Combine>
-RINGCOMM_HD Stop recv_reduce_copy_send(RecvLink<A>& from, SendLink<A>& to, std::byte* output,
-                                       const std::byte* local, std::size_t num_bytes,
-                                       const Combine& combine) {
-  const std::byte* received = nullptr;
-  std::byte* slot = nullptr;
-  if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
-  if (const Stop stop = to.acquire(slot); stop != Stop::kNone) return stop;
-  combine(output, slot, received, local, num_bytes);
-  to.publish();
-  from.release();
-  return Stop::kNone;
-}
-
-/// link -> output and link
+/// link -> output and link. The output is copied after the send, off the critical path.
 template <Arch A>
 RINGCOMM_HD Stop recv_copy_send(A& arch, RecvLink<A>& from, SendLink<A>& to, std::byte* output,
                                 std::size_t num_bytes) {
-  const std::byte* received = nullptr;
-  std::byte* slot = nullptr;
-  if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
-  if (const Stop stop = to.acquire(slot); stop != Stop::kNone) return stop;
-  arch.copy(slot, received, num_bytes);
-  to.publish();
-  // The output is copied after the send to the neighbour, so the copy is off the critical path.
-  arch.copy(output, received, num_bytes);
-  from.release();
-  return Stop::kNone;
+  return pass_on(
+      from, to,
+      [&](std::byte* slot, const std::byte* received) { arch.copy(slot, received, num_bytes); },
+      [&](const std::byte* received) { arch.copy(output, received, num_bytes); });
 }
 
 }  // namespace ringcomm

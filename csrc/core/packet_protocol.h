@@ -7,14 +7,10 @@
 
 namespace ringcomm {
 
-/// Eight bytes of data with their flags: two 64-bit words. Each has half of the data in its low
-/// half and the call's number in its high half.
-///
-/// A word is written and read atomically, so data with the right number belongs to the call. Small
-/// messages therefore need no other synchronization and no order between words. Each pair of ranks
-/// has two places per packet, used in turn; call n + 2 reuses the place of call n. By then the
-/// reader has finished call n: the writer has finished call n + 1, for which it needed the reader's
-/// packets of n + 1, which the reader wrote after it had finished call n.
+/// Eight bytes of data with their flags: two 64-bit words, each with half of the data in its low
+/// half and the call's number in its high half. A word is written and read atomically, so data with
+/// the right number belongs to the call, and words need no order. Call n + 2 reuses the place of
+/// call n, which the reader has read: the writer has its packets of n + 1, written after that.
 struct alignas(16) Packet {
   std::uint64_t low;
   std::uint64_t high;
@@ -31,8 +27,8 @@ RINGCOMM_HD constexpr std::size_t packet_turn(std::uint64_t number) {
   return static_cast<std::size_t>(number % 2);
 }
 
-/// The number after a call. After a failure peers still wait for packets of
-/// that call, so all later numbers of this rank are ones whose flags no peer waits for.
+/// The number after a call. Peers may wait for packets of one that failed, so all later numbers of
+/// this rank are ones whose flags no peer waits for.
 RINGCOMM_HD constexpr std::uint64_t packets_after(std::uint64_t before, bool succeeded) {
   return succeeded ? before + 1 : before | std::uint64_t{1} << 63;
 }

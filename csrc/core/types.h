@@ -25,8 +25,7 @@ enum class DType : std::uint8_t {
 };
 inline constexpr int kNumDTypes = 15;
 
-/// How the ranks' elements are combined. Names and meaning as in torch.distributed.ReduceOp, except
-/// kMerge: merges records as their type defines.
+/// As in torch.distributed.ReduceOp, and kMerge: merges records as their type defines.
 enum class Reduction : std::uint8_t {
   kSum,
   kAvg,

@@ -13,11 +13,15 @@ namespace ringcomm {
 /// Measured on two cores (docs/experiments.md, "waiting"): a fixed long spin is best if every rank
 /// has its own core, and 100 times too slow otherwise. A fixed short spin costs a futex round trip
 /// (22 us) for every wait longer than 5 us. Growing on a hit and halving on a miss stays within 2-3
-/// times of the best in both cases. It needs no count of cores, which containers misreport.
+/// times of the best in both cases. It needs no count of cores, which containers misreport. As long
+/// as no other thread takes the processor, a miss is no reason to spin less: the budget grows to
+/// the skew of the ranks, so that a decoding loop never sleeps.
 class SpinBudget {
  public:
   static constexpr std::uint32_t kMinPauses = 20;
   static constexpr std::uint32_t kMaxPauses = 20'000;  // about 0.5 ms at 24 ns a pause
+  /// What an idle core may always spin: twice a futex round trip and more.
+  static constexpr std::uint32_t kIdlePauses = 4'000;
   static constexpr std::uint32_t kMaxYields = 10;
   /// If every rank has its own core, yields that return at once have a separate limit. Without it,
   /// a rank with a small spin budget would pay a futex round trip (22 us) for every 5 us wait.
@@ -43,12 +47,16 @@ class SpinBudget {
     if (!is_fixed_) num_pauses_ = std::min(num_pauses_ + num_pauses_ / 8 + 1, kMaxPauses);
   }
   /// Spinning failed. Returns how many yields to try next.
-  constexpr std::uint32_t miss() {
+  constexpr std::uint32_t take_yields() {
     if (is_fixed_) return 0;
-    num_pauses_ = std::max(num_pauses_ / 2, kMinPauses);
     if (num_waits_without_yield_ == 0) return kMaxYields;
     --num_waits_without_yield_;
     return 0;
+  }
+  /// After the yields: whether all found the core idle, and whether the condition came true.
+  constexpr void miss(bool is_idle, bool has_come) {
+    if (is_idle && (has_come || num_pauses_ < kIdlePauses)) return hit();
+    if (!is_fixed_) num_pauses_ = std::max(num_pauses_ / 2, kMinPauses);
   }
   /// Another thread kept the processor for a full scheduler slice during a yield.
   constexpr void yield_was_long() { num_waits_without_yield_ = kWaitsWithoutYield; }
@@ -83,16 +91,22 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
       return Stop::kNone;
     }
   }
-  const std::uint32_t max_yields = budget.miss();
+  const std::uint32_t max_yields = budget.take_yields();
+  bool is_idle = true;
   RINGCOMM_ROLLED
   for (std::uint32_t num_taken = 0, num_idle = 0;
        num_taken < max_yields && num_idle < SpinBudget::kMaxIdleYields;) {
     const Yielded yielded = arch.yield();
+    is_idle = is_idle && yielded == Yielded::kCoreIdle;
     if (yielded == Yielded::kLong) budget.yield_was_long();
-    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+    if (arch.load_acquire(cursor.value) >= target) {
+      budget.miss(is_idle, true);
+      return Stop::kNone;
+    }
     if (yielded == Yielded::kLong) break;
     ++(yielded == Yielded::kCoreIdle ? num_idle : num_taken);
   }
+  budget.miss(is_idle && max_yields > 0, false);
   for (;;) {
     const Stop stop = arch.stopped(peer);
     // A peer may publish and then die or leave. So the cursor is read after the reason to stop, and
@@ -129,12 +143,14 @@ RINGCOMM_HD Stop wait_at_least(A& arch, Cursor& cursor, std::uint64_t target, in
 }
 
 /// Waits until the cursors of all peers of `rank` are at least `target`: in parallel if several
-/// threads act for the rank, so that many peers take no longer than one.
+/// threads act for the rank, so that many peers take no longer than one. Each rank starts with the
+/// next one, so that no line is asked for by all ranks at once.
 template <Arch A, class CursorOf>
 RINGCOMM_HD Stop wait_all_at_least(A& arch, int world_size, int rank, const CursorOf& cursor_of,
                                    std::uint64_t target) {
   return arch.each(world_size - 1, [&](int idx) {
-    const int peer = idx < rank ? idx : idx + 1;
+    const int next = rank + 1 + idx;
+    const int peer = next < world_size ? next : next - world_size;
     auto&& budget = arch.budget();
     return wait_in_one_thread(arch, budget, cursor_of(peer), target, peer);
   });

@@ -18,7 +18,6 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/op_support.h"
 #include "bindings/process_group.h"
 #include "bindings/tensors.h"
 #include "kernels/softmax.h"
@@ -235,9 +234,7 @@ at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
 at::Tensor gathered_and_merged(const at::Tensor& stats, c10d::ProcessGroup& group) {
   at::Tensor own = stats;
   at::Tensor all = at::empty({group.getSize() * stats.size(0), stats.size(1)}, stats.options());
-  c10d::AllgatherOptions options;
-  options.asyncOp = false;
-  if (const auto work = group._allgather_base(all, own, options); work != nullptr) work->wait();
+  wait_for(group._allgather_base(all, own, {.asyncOp = needs_work(group)}));
   std::vector<const void*> parts;
   for (int rank = 0; rank < group.getSize(); ++rank)
     parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());
@@ -249,12 +246,16 @@ at::Tensor gathered_and_merged(const at::Tensor& stats, c10d::ProcessGroup& grou
 
 at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group_name) {
   check_stats(stats, stats.dim() > 0 ? stats.size(0) - 1 : 0);
-  const auto group = group_of(group_name);
+  const auto group = c10d::resolve_process_group(group_name);
   const auto ringcomm = find_ringcomm(*group, stats);
   at::Tensor merged;
   if (ringcomm != nullptr) {
     merged = at::empty_like(stats);
-    ringcomm->merge_softmax_stats(stats, merged);
+    ringcomm->all_reduce_into(stats, merged, c10d::ReduceOp::SUM, [](Collective& call) {
+      call.dtype = DType::kSoftmaxStats;
+      call.reduction = Reduction::kMerge;
+      call.num_elems /= kNumSoftmaxStats;
+    });
   } else {
     merged = gathered_and_merged(stats, *group);
   }

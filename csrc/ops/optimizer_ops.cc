@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "bindings/op_support.h"
 #include "bindings/process_group.h"
 #include "bindings/tensors.h"
 #include "ops/weight_update.h"

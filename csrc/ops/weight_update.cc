@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-#include "bindings/op_support.h"
+#include "bindings/tensors.h"
 #include "kernels/stochastic_rounding.h"
 
 namespace ringcomm {

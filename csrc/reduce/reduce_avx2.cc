@@ -1,14 +1,8 @@
 // The reductions in 32-byte vectors.
 
 #if defined(__x86_64__)
-
 #define RINGCOMM_VECTOR_BYTES 32
 #include "reduce/reduce_kernels.h"
 
-namespace ringcomm::host {
-
-constinit const SimdKernels kAvx2Kernels = make_kernels("avx2");
-
-}  // namespace ringcomm::host
-
-#endif  // __x86_64__
+constinit const ringcomm::host::SimdKernels ringcomm::host::kAvx2Kernels = make_kernels("avx2");
+#endif

@@ -1,14 +1,8 @@
 // The reductions in 64-byte vectors.
 
 #if defined(__x86_64__)
-
 #define RINGCOMM_VECTOR_BYTES 64
 #include "reduce/reduce_kernels.h"
 
-namespace ringcomm::host {
-
-constinit const SimdKernels kAvx512Kernels = make_kernels("avx512");
-
-}  // namespace ringcomm::host
-
-#endif  // __x86_64__
+constinit const ringcomm::host::SimdKernels ringcomm::host::kAvx512Kernels = make_kernels("avx512");
+#endif

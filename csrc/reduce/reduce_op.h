@@ -16,13 +16,9 @@ namespace ringcomm {
 /// and stores the same value to `also_to` unless that is null. `to` and `also_to` may each be one
 /// of `srcs`; any other overlap is forbidden. 16-bit floats accumulate in fp32 and are rounded
 /// once, to nearest even, at the store. With `divisor` > 1 the result is divided by it before that
-/// rounding (the last step of an average; integers truncate towards zero). Min and max propagate
-/// NaN, as torch's do; a NaN in the result is the canonical quiet one. Sums of integers wrap
-/// around.
-///
-/// The result depends on the values alone, never on the instruction set that was chosen.
+/// rounding (integers truncate towards zero). Min and max propagate NaN; a NaN in the result is the
+/// canonical quiet one. Sums of integers wrap around. No result depends on the instruction set.
 struct ReduceOp {
-  const char* name = nullptr;     ///< "sum float32"
   std::size_t element_bytes = 0;  ///< arrays may have any address
   void (*combine)(void* to, void* also_to, const void* const* srcs, int num_srcs,
                   std::size_t num_elems, int divisor) = nullptr;
@@ -43,30 +39,30 @@ const char* simd_level();
 /// How bytes are stored into memory that another core will read.
 enum class StoreKind { kCached, kStreaming };
 
-/// memcpy, or with kStreaming the same past the caches: faster where the reader's core shares no
-/// cache with this one (each store then costs a read of the line it will overwrite), slower where
-/// it does. Streaming stores are complete (ordered before any later store) when it returns.
+/// memcpy, or with kStreaming, from AVX2 on, the same past the caches: faster where the reader's
+/// core shares no cache with this one (each store then costs a read of the line it will overwrite),
+/// slower where it does. Streaming stores are complete (ordered before any later store) when it
+/// returns.
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, StoreKind kind);
 
 // ---- internal to this folder and its tests
 
-/// The kernels of one instruction set.
-///
-/// Instances are constant-initialised: a constructor at load time would be compiled for that
-/// instruction set and run on processors without it.
+/// The kernels of one instruction set. Instances are constant-initialised: a constructor at load
+/// time would be compiled for that instruction set and run on processors without it.
 struct SimdKernels {
   const char* level = nullptr;
-  /// Null where the pair has no meaning.
-  decltype(ReduceOp::combine) combine[kNumReductions][kNumDTypes] = {};
-  /// Copies past the caches and fences; null where there are no such stores.
-  void (*stream_copy)(void* to, const void* from, std::size_t num_bytes) = nullptr;
+  /// Without combine() where the pair has no meaning.
+  ReduceOp ops[kNumReductions][kNumDTypes] = {};
 };
 
 extern const SimdKernels kBaselineKernels;
 #if defined(__x86_64__)
-extern const SimdKernels kAvx2Kernels;
-extern const SimdKernels kAvx512Kernels;
+extern const SimdKernels kAvx2Kernels, kAvx512Kernels;
 #endif
+
+/// The same for every instruction set.
+void merge_softmax_stats(void* to, void* also_to, const void* const* srcs, int num_srcs,
+                         std::size_t num_elems, int divisor);
 
 /// The kernels named `level`, or null where the name is unknown or this processor lacks the
 /// instructions.

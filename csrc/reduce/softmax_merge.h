@@ -27,12 +27,8 @@ inline constexpr std::int32_t kNoIndex = 1 << 30;
 static_assert(sizeof(SoftmaxStats) == kNumSoftmaxStats * sizeof(float));
 static_assert(sizeof(SoftmaxStats) == element_bytes(DType::kSoftmaxStats));
 /// The stats of no logits, and of an ignored token.
-inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
-                                           .sum = 0,
-                                           .target = 0,
-                                           .weighted = 0,
-                                           .entropy = 0,
-                                           .argmax = kNoIndex};
+inline constexpr SoftmaxStats kNoLogits = {
+    -std::numeric_limits<float>::infinity(), 0, 0, 0, 0, kNoIndex};
 
 /// Merges the stats of two parts of one row; exact except for the rounding of sums. `a` precedes
 /// `b` in every sum.

@@ -6,24 +6,13 @@
 namespace ringcomm {
 namespace {
 
-struct OptimizerInfo {
-  const char* name;
-  std::array<const char*, 3> coefficients;  // null from the first that there is not
-};
+// Of each optimizer: its own, and its coefficients'.
+constexpr const char* kNames[kNumOptimizers][4] = {{"none"},
+                                                   {"sgd", "momentum", "dampening"},
+                                                   {"adamw", "beta1", "beta2", "eps"},
+                                                   {"lomo", "clip_value"}};
 
-constexpr OptimizerInfo kInfos[kNumOptimizers] = {
-    {"none", {}},
-    {"sgd", {"momentum", "dampening", nullptr}},
-    {"adamw", {"beta1", "beta2", "eps"}},
-    {"lomo", {"clip_value", nullptr, nullptr}},
-};
-
-const OptimizerInfo& info_of(const UpdateSpec& spec) {
-  return kInfos[static_cast<std::size_t>(spec.optimizer)];
-}
-
-// The fewest digits that identify the number, so that values that differ between ranks also look
-// different.
+// The fewest digits that identify the number: values that differ between ranks look different.
 std::string shortest(double value) {
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, value).ptr};
@@ -34,14 +23,14 @@ std::string shortest(double value) {
 constinit MakeUpdateOp make_update_op = nullptr;
 
 std::string describe(const UpdateSpec& spec) {
-  const OptimizerInfo& info = info_of(spec);
+  const auto& names = kNames[static_cast<std::size_t>(spec.optimizer)];
   std::ostringstream text;
-  text << info.name << " step " << spec.step << " of " << name_of(spec.param_dtype) << " parameters"
+  text << names[0] << " step " << spec.step << " of " << name_of(spec.param_dtype) << " parameters"
        << (spec.has_master ? " with master" : "") << ", lr=" << shortest(spec.lr)
        << ", weight_decay=" << shortest(spec.weight_decay)
        << ", grad_scale=" << shortest(spec.grad_scale);
-  for (std::size_t i = 0; i < info.coefficients.size() && info.coefficients[i] != nullptr; ++i)
-    text << ", " << info.coefficients[i] << "=" << shortest(spec.coefficients[i]);
+  for (std::size_t i = 0; i < spec.coefficients.size() && names[i + 1] != nullptr; ++i)
+    text << ", " << names[i + 1] << "=" << shortest(spec.coefficients[i]);
   if (spec.is_nesterov) text << ", nesterov";
   return text.str();
 }

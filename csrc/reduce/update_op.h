@@ -49,8 +49,7 @@ int num_states(const UpdateSpec& spec);
 struct UpdateArrays {
   void* param = nullptr;
   const void* grad = nullptr;  ///< reduced
-  float* master = nullptr;     ///< null unless spec.has_master; then it is read, and `param` is
-                               ///< its rounded form
+  float* master = nullptr;     ///< null unless spec.has_master; `param` is its rounded form
   std::array<float*, 2> states = {};
 };
 

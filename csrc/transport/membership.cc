@@ -1,14 +1,22 @@
 #include "transport/membership.h"
 
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
+#include <array>
 #include <cstdlib>
 #include <fstream>
+#include <initializer_list>
 #include <iterator>
+#include <map>
 #include <optional>
 #include <sstream>
-#include <utility>
+
+#include "core/types.h"
+#include "transport/shm/group.h"
+#include "transport/shm/shared_arena.h"
 
 namespace ringcomm {
 namespace {
@@ -37,8 +45,7 @@ std::optional<int> status_of_ending(pid_t pid) {
 
 // The same of a process that its parent has reaped; from Linux 6.15 on.
 std::optional<int> status_of_reaped(int pidfd) {
-  // As in linux/pidfd.h, which may be older than the kernel.
-  constexpr std::uint64_t kExitInfo = 1 << 3;  // PIDFD_INFO_EXIT
+  constexpr std::uint64_t kExitInfo = 1 << 3;  // PIDFD_INFO_EXIT in linux/pidfd.h
   struct {
     std::uint64_t mask = kExitInfo;
     std::uint64_t cgroup = 0;
@@ -49,6 +56,48 @@ std::optional<int> status_of_reaped(int pidfd) {
   if (pidfd < 0 || ::ioctl(pidfd, _IOWR(0xFF, 11, decltype(info)), &info) != 0) return {};
   if ((info.mask & kExitInfo) == 0) return {};
   return info.exit_code;
+}
+
+// Texts in the store have a line for each field; the last field takes the rest.
+std::string to_lines(std::initializer_list<std::string> fields) {
+  std::string text;
+  for (const std::string& field : fields) text += field + "\n";
+  text.pop_back();
+  return text;
+}
+
+class Lines {
+ public:
+  explicit Lines(const std::string& text) : text_(text) {}
+  std::string next() {
+    std::string line;
+    std::getline(text_, line);
+    return line;
+  }
+  int number() { return static_cast<int>(std::strtol(next().c_str(), nullptr, 10)); }
+  std::string rest() { return {std::istreambuf_iterator<char>(text_), {}}; }
+
+ private:
+  std::istringstream text_;
+};
+
+// Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
+// the number after the name for a change that these do not show.
+std::string version() {
+  std::string text = "ringcomm-9-" RINGCOMM_VERSION;
+  for (const std::size_t number :
+       {sizeof(shm::AbortRecord), sizeof(shm::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
+        std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
+    text += "-" + std::to_string(number);
+  return text;
+}
+
+std::string boot_and_network() {
+  std::string boot_id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
+  struct stat network{};
+  const bool is_known = ::stat("/proc/self/ns/net", &network) == 0;
+  return is_known ? boot_id + ":net" + std::to_string(network.st_ino) : boot_id;
 }
 
 }  // namespace
@@ -82,9 +131,17 @@ void PeerProcess::end(int pidfd) {
   is_dead = true;
 }
 
-std::string name_of_process(int rank, const PeerProcess& process, const std::string& host) {
+std::shared_ptr<shm::PeerMemory> PeerProcess::memory() const {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<shm::PeerMemory> memory = memory_.lock();
+  if (memory == nullptr) memory_ = memory = std::make_shared<shm::PeerMemory>(bootstrap_address);
+  return memory;
+}
+
+std::string name_of_process(int rank, const PeerProcess& process) {
+  if (process.pid < 0) return "rank " + std::to_string(rank);
   return "rank " + std::to_string(rank) + " (pid " + std::to_string(process.pid) +
-         (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + host + ")";
+         (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + process.host + ")";
 }
 
 std::string why_it_ended(const std::string& last_words) {
@@ -92,20 +149,77 @@ std::string why_it_ended(const std::string& last_words) {
 }
 
 std::string AbortReason::to_text() const {
-  std::ostringstream line;
-  line << static_cast<int>(kind) << ' ' << origin << ' ' << culprit << '\n' << text;
-  return line.str();
+  return to_lines({std::to_string(static_cast<int>(kind)), std::to_string(origin),
+                   std::to_string(culprit), text});
 }
 
 AbortReason AbortReason::from_text(const std::string& text) {
-  std::istringstream stream(text);
-  int kind = 0;
-  AbortReason reason;
-  stream >> kind >> reason.origin >> reason.culprit;
-  reason.kind = static_cast<ErrorKind>(kind);
-  const std::size_t line_end = text.find('\n');
-  if (line_end != std::string::npos) reason.text = text.substr(line_end + 1);
-  return reason;
+  Lines lines(text);
+  return {.kind = static_cast<ErrorKind>(lines.number()),
+          .origin = lines.number(),
+          .culprit = lines.number(),
+          .text = lines.rest()};
+}
+
+std::string RankRecord::to_text() const {
+  return to_lines({version(), host_id, host, bootstrap_address, std::to_string(pid), memory_key,
+                   options, machine_id, std::to_string(world_size), failure.to_text()});
+}
+
+RankRecord RankRecord::from_text(const std::string& text) {
+  Lines lines(text);
+  if (const std::string theirs = lines.next(); theirs != version())
+    throw Error({.kind = ErrorKind::kMismatch},
+                "ringcomm: another rank runs a different version of ringcomm (" + theirs +
+                    " there, " + version() + " here); install the same version");
+  return {.host_id = lines.next(),
+          .host = lines.next(),
+          .bootstrap_address = lines.next(),
+          .pid = lines.number(),
+          .memory_key = lines.next(),
+          .options = lines.next(),
+          .machine_id = lines.next(),
+          .world_size = lines.number(),
+          .failure = AbortReason::from_text(lines.rest())};
+}
+
+std::string host_id() {
+  const char* forced = std::getenv("RINGCOMM_HOST_ID");
+  return forced != nullptr && *forced != '\0' ? forced : boot_and_network();
+}
+
+std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
+}
+
+PeerTable::PeerTable(const std::vector<RankRecord>& records) {
+  std::map<std::string, int> known;
+  for (const RankRecord& record : records) {
+    const auto [found, is_new] = known.try_emplace(record.host_id, num_hosts());
+    if (is_new) {
+      names_.push_back(record.host);
+      hosts_.emplace_back();
+    }
+    std::vector<int>& ranks = hosts_[static_cast<std::size_t>(found->second)];
+    const int rank = world_size();
+    places_.emplace_back(found->second, static_cast<int>(ranks.size()));
+    ranks.push_back(rank);
+  }
+}
+
+std::string PeerTable::describe() const {
+  std::string text = std::to_string(num_hosts()) + (num_hosts() == 1 ? " host: " : " hosts: ");
+  for (int host = 0; host < num_hosts(); ++host) {
+    if (host > 0) text += ", ";
+    text += names_[static_cast<std::size_t>(host)];
+    text += num_ranks_on(host) == 1 ? " (rank" : " (ranks";
+    for (const int rank : ranks_on(host)) text += " " + std::to_string(rank);
+    text += ")";
+  }
+  return text;
 }
 
 }  // namespace ringcomm

@@ -3,31 +3,39 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/arch.h"
 #include "core/errors.h"
 
+// Who the ranks of a group are, and why a group is no more.
+
 namespace ringcomm {
+
+namespace shm {
+class PeerMemory;
+}
 
 /// What the library needs of a store that all ranks of a group share (an adapter to torch's Store).
 class KeyValueStore {
  public:
   virtual ~KeyValueStore() = default;
 
+  /// All but is_interrupted() throw std::exception when the store cannot be reached.
   virtual void set(const std::string& key, const std::string& value) = 0;
-  /// False when the key is not there now. Throws std::exception when the store cannot be reached.
+  /// False when the key is not there now.
   virtual bool try_get(const std::string& key, std::string& value) = 0;
   /// Adds to the number at the key (0 if it is missing) and returns the sum.
   virtual std::int64_t add(const std::string& key, std::int64_t number) = 0;
   /// Sets the key if it is not there yet; where the store cannot tell, in any case.
   virtual void set_first(const std::string& key, const std::string& value) = 0;
-  /// Whether a signal has asked this process to stop waiting: for loops that use try_get().
+  /// Whether a signal has asked this process to stop waiting.
   virtual bool is_interrupted() { return false; }
   /// The same store for another thread: with a connection of its own, where it has connections.
   virtual std::unique_ptr<KeyValueStore> clone() = 0;
@@ -35,44 +43,41 @@ class KeyValueStore {
 
 /// Another process, watched until it ends if it is on this machine.
 struct PeerProcess {
+  explicit PeerProcess(pid_t its_pid = -1, std::string its_host = {}, std::string address = {})
+      : pid(its_pid), host(std::move(its_host)), bootstrap_address(std::move(address)) {}
+
   /// In this process's numbering, or its own where another PID namespace hides it.
-  pid_t pid = -1;
-  bool is_pid_hidden = false;
+  pid_t pid;
+  std::string host;               ///< its name, for messages
   std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
+  bool is_pid_hidden = false;
   std::atomic<bool> is_dead = false;  ///< ended, or runs another program
-  /// Ended by itself and not by a signal, or is about to. Known before is_dead is set; false if
-  /// neither the process nor the kernel tells.
+  /// By itself, as far as it or the kernel has told; known before is_dead is set.
   std::atomic<bool> has_exited = false;
 
   /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
   bool is_stopped() const;
-  /// Its last report of why it ends, such as an uncaught exception, in printable ASCII. Empty if
-  /// there was none.
+  /// Its last report of why it ends, such as an uncaught exception; printable, and may be empty.
   std::string last_words() const;
   void keep_last_words(std::string words);
   /// It has ended: asks the kernel how. `pidfd` may be -1.
   void end(int pidfd);
+  /// Its buffers, as this process maps them; one for all groups that hold the pointer.
+  std::shared_ptr<shm::PeerMemory> memory() const;
 
  private:
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // guards the next ones
+  mutable std::weak_ptr<shm::PeerMemory> memory_;
   std::string last_words_;
 };
 
-/// By rank, none null. Of this rank's own process, and of one on another machine, only the pid is
-/// known.
+/// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.
 using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
-/// A process in error messages: "rank 1 (pid 12 on host)".
-std::string name_of_process(int rank, const PeerProcess& process, const std::string& host);
-/// The end of an error message about a process that has ended, from its last message (may be
-/// empty).
+/// A process in error messages: "rank 1 (pid 12 on host)", or "rank 1" if it was never found.
+std::string name_of_process(int rank, const PeerProcess& process);
+/// The end of an error message about a process that has ended.
 std::string why_it_ended(const std::string& last_words);
-
-/// What another group knows about the ranks' processes. Both functions may be empty.
-struct KnownProcesses {
-  std::function<bool(int rank)> has_died = {};
-  std::function<bool(int rank)> is_stopped = {};
-};
 
 /// Why a group is no more.
 struct AbortReason {
@@ -90,25 +95,84 @@ class Membership {
  public:
   virtual ~Membership() = default;
 
-  virtual const PeerProcess& process_of(int rank) const = 0;
-  virtual const std::string& host_of(int rank) const = 0;
+  const PeerProcesses& processes() const { return processes_; }
+  const PeerProcess& process_of(int rank) const {
+    return *processes_[static_cast<std::size_t>(rank)];
+  }
   /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
   bool has_died(int rank) const { return process_of(rank).is_dead; }
   bool is_stopped(int rank) const { return process_of(rank).is_stopped(); }
-  /// Whether this rank may wait for `rank`, from what it knows without waiting: kNone, kPeerDied,
-  /// kPeerLeft or, for the whole group, kAborted.
+  /// Whether this rank may wait for `rank`, from what it knows: kNone, kPeerDied, kPeerLeft or, for
+  /// the whole group, kAborted.
   virtual Stop state_of(int rank) const = 0;
   /// The number of collectives that `rank` has begun; -1 if that is not known.
   virtual std::int64_t num_calls_of(int rank) const = 0;
 
-  /// Whether a rank has begun to abort the group: from what this rank knows or, with `asks`, after
-  /// it reads the other ranks' state. Throws nothing.
+  /// Whether a rank has begun to abort the group: as this rank knows or, with `asks`, can read.
   virtual bool is_given_up(bool asks) noexcept = 0;
-  /// Aborts the group with this reason, unless another rank has aborted it before. Ends all ranks'
-  /// waits.
+  /// Ends all ranks' waits, with this reason unless another rank has aborted the group before.
   virtual void abort(const AbortReason& reason) = 0;
   /// The reason of the first rank that aborted; only after a wait ended with Stop::kAborted.
   virtual AbortReason abort_reason() const = 0;
+
+ protected:
+  PeerProcesses processes_;  // set when the group is made; none null
+};
+
+/// The size of CallHeader (which asserts it): ranks compare it in their records.
+inline constexpr std::size_t kCallHeaderBytes = 104;
+
+/// The record that each rank publishes in the store before ranks share memory.
+struct RankRecord {
+  std::string host_id;            ///< equal for processes that share memory with each other
+  std::string host;               ///< its name, for messages
+  std::string bootstrap_address;  ///< where its bootstrap listens
+  pid_t pid = -1;
+  std::string memory_key;  ///< names memory that it may offer for this group
+  std::string options;
+  std::string machine_id = {};  ///< equal for processes that can watch each other
+  int world_size = 0;           ///< of the group that it makes
+  AbortReason failure = {};     ///< why it could not make it; without a text until it fails
+
+  std::string to_text() const;
+  /// Throws Error if the text is not a record of this version of ringcomm.
+  static RankRecord from_text(const std::string& text);
+};
+
+/// The boot and the network namespace of this process: abstract Unix sockets reach no further.
+/// RINGCOMM_HOST_ID replaces it.
+std::string host_id();
+/// The same whatever RINGCOMM_HOST_ID is, and the user: a bootstrap answers its own user only.
+std::string machine_id();
+std::string host_name();
+
+/// The hosts of a group's ranks, which may be on them in any order. The same on all ranks: hosts
+/// are numbered in the order of their first ranks.
+class PeerTable {
+ public:
+  /// `records` are indexed by rank; at least one.
+  explicit PeerTable(const std::vector<RankRecord>& records);
+
+  int world_size() const { return static_cast<int>(places_.size()); }
+  int num_hosts() const { return static_cast<int>(hosts_.size()); }
+  /// The ranks of a host, ascending.
+  const std::vector<int>& ranks_on(int host) const {
+    return hosts_[static_cast<std::size_t>(host)];
+  }
+  int num_ranks_on(int host) const { return static_cast<int>(ranks_on(host).size()); }
+  int host_of(int rank) const { return places_[static_cast<std::size_t>(rank)].first; }
+  /// The index of `rank` among the ranks of its host.
+  int local_rank_of(int rank) const { return places_[static_cast<std::size_t>(rank)].second; }
+  /// The first rank of a host.
+  int leader_of(int host) const { return ranks_on(host).front(); }
+
+  /// "2 hosts: alpha (ranks 0 2), beta (rank 1)"
+  std::string describe() const;
+
+ private:
+  std::vector<std::string> names_;           // of hosts
+  std::vector<std::vector<int>> hosts_;      // their ranks
+  std::vector<std::pair<int, int>> places_;  // by rank: host, and rank there
 };
 
 }  // namespace ringcomm

@@ -1,11 +1,14 @@
 #include "transport/process.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <system_error>
+#include <vector>
 
 namespace ringcomm {
 namespace {
@@ -34,13 +37,10 @@ using std::filesystem::path;
 // What version 1 has for "no limit" of memory is the largest number of whole pages.
 constexpr double kNoBytes = 1e18;
 
-// The first number in a file, which may be followed by another; none if it is not one, as "max".
-std::optional<double> number_in(const path& file, double* second = nullptr) {
+// The numbers of a file from its beginning on; none where it has a word, as "max".
+std::vector<double> numbers_in(const path& file) {
   std::ifstream text(file);
-  double first = 0;
-  if (!(text >> first)) return std::nullopt;
-  if (second != nullptr) text >> *second;
-  return first;
+  return {std::istream_iterator<double>(text), {}};
 }
 
 void lower(std::optional<CgroupLimits::Limit>& limit, double value, const path& file) {
@@ -48,15 +48,15 @@ void lower(std::optional<CgroupLimits::Limit>& limit, double value, const path& 
 }
 
 void read_folder(const path& folder, CgroupLimits& limits) {
-  double period_us = 0;
-  if (const auto quota_us = number_in(folder / "cpu.max", &period_us); quota_us && period_us > 0)
-    lower(limits.cpu_cores, *quota_us / period_us, folder / "cpu.max");
-  if (const auto quota_us = number_in(folder / "cpu.cfs_quota_us"); quota_us && *quota_us > 0)
-    if (const auto period = number_in(folder / "cpu.cfs_period_us"); period && *period > 0)
-      lower(limits.cpu_cores, *quota_us / *period, folder / "cpu.cfs_quota_us");
+  if (const auto cpu = numbers_in(folder / "cpu.max"); cpu.size() == 2 && cpu[1] > 0)
+    lower(limits.cpu_cores, cpu[0] / cpu[1], folder / "cpu.max");
+  const auto quota = numbers_in(folder / "cpu.cfs_quota_us");
+  const auto period = numbers_in(folder / "cpu.cfs_period_us");
+  if (!quota.empty() && quota[0] > 0 && !period.empty() && period[0] > 0)
+    lower(limits.cpu_cores, quota[0] / period[0], folder / "cpu.cfs_quota_us");
   for (const char* name : {"memory.max", "memory.limit_in_bytes"})
-    if (const auto bytes = number_in(folder / name); bytes && *bytes < kNoBytes)
-      lower(limits.memory_bytes, *bytes, folder / name);
+    if (const auto bytes = numbers_in(folder / name); !bytes.empty() && bytes[0] < kNoBytes)
+      lower(limits.memory_bytes, bytes[0], folder / name);
 }
 
 // A container may see its own cgroup at the root and its name on the host: folders that are not
@@ -95,6 +95,36 @@ BackgroundThread start_background_thread(const char* name, std::function<void()>
   owned.release();
   ::pthread_setname_np(thread, name);
   return BackgroundThread(thread);
+}
+
+WatchThread::WatchThread(const char* name, Pace pace, std::function<bool()> look)
+    : pace_(pace), look_(std::move(look)) {
+  thread_ = start_background_thread(name, [this] { run(); });
+}
+
+WatchThread::~WatchThread() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_over_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void WatchThread::look_for(std::int64_t num_looks) {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(looks_left_, std::max(looks_left_, num_looks)) == 0) changed_.notify_all();
+}
+
+void WatchThread::run() {
+  std::unique_lock lock(mutex_);
+  for (bool goes_on = true; goes_on; lock.lock()) {
+    changed_.wait(lock, [this] { return is_over_ || looks_left_ > 0; });
+    if (changed_.wait_for(lock, pace_.interval, [this] { return is_over_; })) return;
+    --looks_left_;
+    lock.unlock();
+    goes_on = look_();
+  }
 }
 
 CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups) {

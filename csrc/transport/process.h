@@ -3,16 +3,22 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
-#include <exception>
+#include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
-// What the library needs from the process that it is in: pages, forks, threads, limits.
+// What the library needs from the process that it is in: pages, forks, threads, waits, limits.
 
 namespace ringcomm {
 
@@ -31,11 +37,9 @@ inline std::size_t whole_pages(std::size_t num_bytes) {
 /// another generation was inherited by fork(), without its threads, and must not be used.
 int process_generation();
 
-/// One T for each process: created at the first use and never destroyed, because its users may
-/// outlive any order of destruction. A forked child gets its own T; the parent's is left unchanged,
-/// because another thread may have locked it during the fork.
-///
-/// For static variables with constant initialization.
+/// One T for each process, for static variables with constant initialization: created at the first
+/// use and never destroyed, because its users may outlive any order of destruction. A forked child
+/// gets its own T, because another thread may have locked the parent's during the fork.
 template <class T>
 class PerProcess {
  public:
@@ -69,28 +73,17 @@ class PerProcess {
   std::atomic<Made*> made_ = nullptr;
 };
 
-/// The stack of a thread of the library. The program's default, 8 MiB in most, counts in full
-/// against RLIMIT_DATA. These threads run the engine and torch's operators, none of which recurses.
+/// The stack of a thread of the library: the program's default, 8 MiB in most, counts in full
+/// against RLIMIT_DATA, and the engine and torch's operators do not recurse.
 inline constexpr std::size_t kThreadStackBytes = std::size_t{1} << 20;
 /// The program's default, for a thread that runs Python.
 inline constexpr std::size_t kDefaultStackBytes = 0;
 
-/// A thread of the library: named for debuggers, with all signals blocked, because the program's
-/// threads handle them. Must be joined or detached before it is destroyed, like std::thread.
+/// The handle of a thread of the library, to be joined or detached once.
 class BackgroundThread {
  public:
   BackgroundThread() = default;
   explicit BackgroundThread(::pthread_t thread) : thread_(thread) {}
-  BackgroundThread(BackgroundThread&& other) noexcept
-      : thread_(std::exchange(other.thread_, std::nullopt)) {}
-  BackgroundThread& operator=(BackgroundThread&& other) noexcept {
-    if (joinable()) std::terminate();
-    thread_ = std::exchange(other.thread_, std::nullopt);
-    return *this;
-  }
-  ~BackgroundThread() {
-    if (joinable()) std::terminate();
-  }
 
   bool joinable() const { return thread_.has_value(); }
   void join() { ::pthread_join(*std::exchange(thread_, std::nullopt), nullptr); }
@@ -100,10 +93,83 @@ class BackgroundThread {
   std::optional<::pthread_t> thread_;
 };
 
-/// Starts a thread. `name` has 15 characters at most. Throws std::system_error, whose text names
-/// the thread and the limits that may be reached.
+/// Starts a thread with all signals blocked, because the program's threads handle them. `name`, for
+/// debuggers, has 15 characters at most. Throws std::system_error, whose text names the thread and
+/// the limits that may be reached.
 BackgroundThread start_background_thread(const char* name, std::function<void()> body,
                                          std::size_t stack_bytes = kThreadStackBytes);
+
+/// A thread that runs a check periodically while there is work to watch, and sleeps otherwise.
+class WatchThread {
+ public:
+  struct Pace {
+    std::chrono::milliseconds interval;
+    /// Checks after wake(), and not time: on a busy machine any time may pass without a check.
+    std::int64_t num_looks;
+  };
+
+  /// `look` returns whether to look again, ever; it throws nothing.
+  WatchThread(const char* name, Pace pace, std::function<bool()> look);
+  ~WatchThread();
+  WatchThread(const WatchThread&) = delete;
+  WatchThread& operator=(const WatchThread&) = delete;
+
+  /// From any thread, `look` among them.
+  void wake() { look_for(pace_.num_looks); }
+  /// After this call it never sleeps.
+  void stay_awake() { look_for(std::numeric_limits<std::int64_t>::max()); }
+
+ private:
+  void look_for(std::int64_t num_looks);
+  void run();
+
+  Pace pace_;
+  std::function<bool()> look_;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::int64_t looks_left_ = 0;
+  bool is_over_ = false;
+  BackgroundThread thread_;  // last: it uses all of the above
+};
+
+/// Replaces infinite timeouts: long enough not to matter, short enough to add to a clock.
+inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+
+/// How long an operation may wait, and when it is interrupted.
+struct WaitLimits {
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};
+  /// Called by the waiting thread about every 50 ms; true ends the operation. May be empty.
+  std::function<bool()> is_interrupted;
+};
+
+/// Called about every 50 ms while the message transport connects, with a rank that has not arrived
+/// yet. Throws Error if that rank cannot arrive any more; the caller then checks a last time
+/// whether all have arrived, because one may have arrived and ended since.
+using LookForRanks = std::function<void(int missing)>;
+
+/// `timeout` from now; the end of time where the clock does not count that far.
+inline std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout) {
+  using TimePoint = std::chrono::steady_clock::time_point;
+  const TimePoint now = std::chrono::steady_clock::now();
+  // Compared in milliseconds: the clock's nanoseconds would overflow first.
+  const auto countable = std::chrono::floor<std::chrono::milliseconds>(TimePoint::max() - now);
+  return timeout < countable ? now + timeout : TimePoint::max();
+}
+
+/// Sleeps between two looks at something that other processes change: longer each time, up to
+/// 50 ms.
+class Backoff {
+ public:
+  void sleep() {
+    std::this_thread::sleep_for(pause_);
+    pause_ = std::min<std::chrono::microseconds>(2 * pause_, std::chrono::milliseconds(50));
+  }
+  void reset() { *this = {}; }
+
+ private:
+  std::chrono::microseconds pause_{200};
+};
 
 /// The smallest limits of this process's cgroup and its ancestors, version 1 or 2. They hold for
 /// all processes of the cgroup together.

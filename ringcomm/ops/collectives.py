@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringcomm import _C
 from ringcomm.backend import resolve_group
 from ringcomm.torch_names import group_named
 
@@ -25,6 +26,14 @@ _ops: Any = torch.ops.ringcomm
 
 
 # ---- wrappers
+
+
+def _call(name: str, tensor: Tensor, *options: Any) -> Tensor:
+    """Without torch's dispatcher where that would only run the kernel for CPUs."""
+    result = None
+    if not torch.compiler.is_compiling():
+        result = getattr(_C.eager, name)(tensor, *options)
+    return getattr(_ops, name)(tensor, *options) if result is None else result
 
 
 def all_reduce(
@@ -55,6 +64,10 @@ def all_reduce(
     Collective; blocks until the result is available. Differentiable for sum and avg; the backward
     pass of another reduction raises NotImplementedError.
     """
+    if not torch.compiler.is_compiling():
+        given = dist.group.WORLD if group is None else group
+        if (result := _C.eager.all_reduce(tensor, reduce_op, given, out)) is not None:
+            return result
     name = resolve_group(group).group_name
     if out is not None:
         _ops.all_reduce_into(tensor, out, reduce_op, name)
@@ -73,7 +86,7 @@ def reduce_scatter(
 
     Collective; blocks until the result is available. Differentiable for sum and avg.
     """
-    return _ops.reduce_scatter(tensor, reduce_op, resolve_group(group).group_name)
+    return _call("reduce_scatter", tensor, reduce_op, resolve_group(group).group_name)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -82,7 +95,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     Tensors have the same shape (d, ...) on all ranks and any dtype; a scalar raises ValueError.
     Collective; blocks until the result is available. Differentiable.
     """
-    return _ops.all_gather(tensor, resolve_group(group).group_name)
+    return _call("all_gather", tensor, resolve_group(group).group_name)
 
 
 def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -92,7 +105,7 @@ def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) 
     numbering; others raise ValueError. Collective; blocks until the result is available.
     Differentiable.
     """
-    return _ops.broadcast(tensor, src, resolve_group(group).group_name)
+    return _call("broadcast", tensor, src, resolve_group(group).group_name)
 
 
 def reduce(
@@ -103,7 +116,7 @@ def reduce(
     Arguments and errors as for all_reduce; `dst` is a rank in the group's numbering. Collective;
     blocks until the result is available. Differentiable for sum.
     """
-    return _ops.reduce(tensor, dst, reduce_op, resolve_group(group).group_name)
+    return _call("reduce", tensor, dst, reduce_op, resolve_group(group).group_name)
 
 
 def monitored_barrier(

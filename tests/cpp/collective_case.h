@@ -21,8 +21,8 @@
 
 namespace ringcomm::testing {
 
-/// Bytes of data in one phase of a board: a region without its header.
-inline constexpr std::size_t kPhaseBytes = shm::SegmentConfig{}.board_bytes - kLineBytes;
+/// Bytes of data in one phase of a board: a region without its cursor.
+inline constexpr std::size_t kPhaseBytes = shm::SegmentConfig{}.board_bytes - sizeof(Cursor);
 /// Bytes of one slot of a ring in shared memory.
 inline constexpr std::size_t kRingSlotBytes = shm::SegmentConfig{}.ring_slot_bytes;
 

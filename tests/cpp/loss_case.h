@@ -13,7 +13,6 @@
 
 #include "cuda/kernels/loss_call.h"
 #include "cuda/kernels/loss_rows.h"
-#include "emulator/cluster_state.h"
 #include "emulator/host_row_block.h"
 #include "reduce_oracle.h"
 #include "third_party/doctest/doctest.h"

@@ -24,14 +24,14 @@ constexpr int kMaxWorld = 4;
 constexpr std::size_t kRegionBytes = 128;
 
 struct BoardMemory {
-  std::array<Cursor, kMaxWorld> published;
+  std::array<Cursor, 2 * kMaxWorld> cursors;
   alignas(64) std::array<std::byte, 2 * kMaxWorld * kRegionBytes> regions = {};
 
   BoardGeometry geometry(int world_size) {
     return {.world_size = world_size,
-            .published = published.data(),
-            .published_stride_bytes = sizeof(Cursor),
+            .cursors = reinterpret_cast<std::byte*>(cursors.data()),
             .regions = regions.data(),
+            .region_stride_bytes = kRegionBytes,
             .region_bytes = kRegionBytes};
   }
 };
@@ -96,8 +96,9 @@ void stress(const Plan& plan) {
   BoardMemory memory;
   testing::run_threads(plan.world_size, [&](int rank) { run_rank(memory, plan, rank); });
   for (int rank = 0; rank < plan.world_size; ++rank) {
-    CHECK(memory.published[static_cast<std::size_t>(rank)].value == plan.num_phases);
-    CHECK(memory.published[static_cast<std::size_t>(rank)].sleepers == 0);
+    const BoardGeometry geometry = memory.geometry(plan.world_size);
+    CHECK(geometry.cursor(0, rank, plan.num_phases - 1).value == plan.num_phases);
+    for (const std::uint64_t phase : {0, 1}) CHECK(geometry.cursor(0, rank, phase).sleepers == 0);
   }
 }
 

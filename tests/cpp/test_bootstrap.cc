@@ -102,7 +102,7 @@ TEST_CASE("an offer is fetched until it is withdrawn") {
   bootstrap.offer("test/twice", std::move(memory));
   for (int i = 0; i < 2; ++i) {
     const UniqueFd fd = bootstrap.fetch(bootstrap.address(), "test/twice", 30 * kSecond);
-    CHECK(size_of_memfd(fd.get()) == 4096);
+    CHECK(SharedMemory::of_peer(fd.get()).num_bytes() == 4096);
   }
   bootstrap.withdraw("test/twice");
   CHECK_FALSE(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/twice", 30 * kSecond)));
@@ -127,7 +127,7 @@ TEST_CASE("a client that hangs up, or sends nothing, leaves the bootstrap at wor
   for (int i = 0; i < 20; ++i) {
     const UniqueFd silent = connect_to(bootstrap.address());
     const UniqueFd hasty = connect_to(bootstrap.address());
-    send_text(hasty.get(), "test/never made");
+    send_message(hasty.get(), "test/never made");
   }
   bootstrap.offer("test/after", create_memfd(4096));
   CHECK(static_cast<bool>(

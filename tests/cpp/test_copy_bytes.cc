@@ -48,14 +48,6 @@ void check_offsets(const char* what, CopyFn copy) {
   }
 }
 
-TEST_CASE("streaming copies of every level write their bytes and no other") {
-  for (const char* level : {"baseline", "avx2", "avx512"}) {
-    const host::SimdKernels* kernels = host::find_simd_kernels(level);
-    if (kernels == nullptr || kernels->stream_copy == nullptr) continue;
-    check_offsets(level, kernels->stream_copy);
-  }
-}
-
 TEST_CASE("copy_bytes with either kind of store") {
   check_offsets("cached", [](void* to, const void* from, std::size_t num_bytes) {
     host::copy_bytes(to, from, num_bytes, host::StoreKind::kCached);

@@ -173,7 +173,7 @@ TEST_CASE("slices cover a range in order, and are empty past it") {
 constexpr std::uint32_t pauses_after(int num_hits, int num_misses) {
   SpinBudget budget;
   for (int i = 0; i < num_hits; ++i) budget.hit();
-  for (int i = 0; i < num_misses; ++i) budget.miss();
+  for (int i = 0; i < num_misses; ++i) budget.miss(false, false);
   return budget.num_pauses();
 }
 
@@ -184,26 +184,40 @@ static_assert(pauses_after(0, 1) == pauses_after(0, 0) / 2);
 
 TEST_CASE("a spin budget recovers from its minimum and its maximum") {
   SpinBudget budget;
-  for (int i = 0; i < 100; ++i) budget.miss();
+  for (int i = 0; i < 100; ++i) budget.miss(false, true);
   CHECK(budget.num_pauses() == SpinBudget::kMinPauses);
   budget.hit();
   CHECK(budget.num_pauses() > SpinBudget::kMinPauses);
   for (int i = 0; i < 1000; ++i) budget.hit();
   CHECK(budget.num_pauses() == SpinBudget::kMaxPauses);
-  CHECK(budget.miss() == SpinBudget::kMaxYields);
+  CHECK(budget.take_yields() == SpinBudget::kMaxYields);
 
   SpinBudget none = SpinBudget::none();
   none.hit();
-  CHECK(none.miss() == 0);
+  none.miss(true, true);
+  CHECK(none.take_yields() == 0);
   CHECK(none.num_pauses() == 0);
+}
+
+TEST_CASE("a spin budget on an idle core grows to the waits that it just missed") {
+  SpinBudget budget;
+  for (int i = 0; i < 1000; ++i) budget.miss(true, false);  // longer than spinning and yielding
+  const std::uint32_t idle_pauses = budget.num_pauses();
+  CHECK(idle_pauses >= SpinBudget::kIdlePauses / 2);
+  CHECK(idle_pauses <= SpinBudget::kIdlePauses * 9 / 8 + 1);
+  for (int i = 0; i < 1000; ++i) budget.miss(true, true);
+  CHECK(budget.num_pauses() == SpinBudget::kMaxPauses);
+  budget.miss(false, true);  // another thread had the core
+  CHECK(budget.num_pauses() == SpinBudget::kMaxPauses / 2);
 }
 
 TEST_CASE("after a long yield, waits do not yield for a while") {
   SpinBudget budget;
-  CHECK(budget.miss() == SpinBudget::kMaxYields);
+  CHECK(budget.take_yields() == SpinBudget::kMaxYields);
   budget.yield_was_long();
-  for (std::uint32_t i = 0; i < SpinBudget::kWaitsWithoutYield; ++i) CHECK(budget.miss() == 0);
-  CHECK(budget.miss() == SpinBudget::kMaxYields);
+  for (std::uint32_t i = 0; i < SpinBudget::kWaitsWithoutYield; ++i)
+    CHECK(budget.take_yields() == 0);
+  CHECK(budget.take_yields() == SpinBudget::kMaxYields);
 }
 
 }  // namespace

@@ -35,8 +35,8 @@
 #include "sanitizers.h"
 #include "socket_messages.h"
 #include "third_party/doctest/doctest.h"
+#include "transport/process.h"
 #include "transport/shm/shared_arena.h"
-#include "transport/wait_limits.h"
 
 namespace {
 
@@ -288,7 +288,7 @@ std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
 }
 
 std::unique_ptr<Communicator> make_group(KeyValueStore& store, int rank, testing::SocketMesh& mesh,
-                                         milliseconds timeout, const KnownProcesses& known) {
+                                         milliseconds timeout, const PeerProcesses& known) {
   CommunicatorOptions options;
   if (plan.over == Over::kMessages) options.transport = "p2p";
   if (plan.over == Over::kHosts) options.host_id = kPlacements[plan.world_size][rank];
@@ -302,10 +302,7 @@ using Meshes = std::array<testing::SocketMesh, 2>;
 void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
                       Communicator& first, const WaitLimits& limits) {
   FolderStore store(folder, [] {}, "second/");
-  const auto group =
-      make_group(store, rank, mesh, limits.timeout,
-                 {.has_died = [&](int peer) { return first.members()->has_died(peer); },
-                  .is_stopped = [&](int peer) { return first.members()->is_stopped(peer); }});
+  const auto group = make_group(store, rank, mesh, limits.timeout, first.members()->processes());
   run_collectives(*group, limits);
 }
 

@@ -169,6 +169,30 @@ TEST_CASE("kernels: plain accesses may take effect as late as releases and acqui
   }
 }
 
+TEST_CASE("late: a store waits for a release, a second load for an acquire") {
+  emulator::BlockCache writer, reader;
+  int word = 1;
+  const auto load = [&](emulator::BlockCache& cache) {
+    int value = 0;
+    cache.load(&value, &word, sizeof word);
+    return value;
+  };
+  CHECK(load(reader) == 1);
+  const int stored = 2;
+  writer.store(&word, &stored, sizeof word);
+  CHECK(load(writer) == 2);
+  CHECK(word == 1);
+  writer.write_back();
+  CHECK(word == 2);
+  CHECK(load(reader) == 1);
+  reader.acquire();
+  CHECK(load(reader) == 2);
+  for (const bool is_late : {false, true}) {
+    emulator::ClusterState block(1, 1, 0, is_late);
+    CHECK((block.context(0, 1, 0, 0).cache != nullptr) == is_late);
+  }
+}
+
 // Packets are also tested with data of different lengths, so that some data never arrives.
 void meet_another_call(Algorithm algorithm) {
   CAPTURE(static_cast<int>(algorithm));

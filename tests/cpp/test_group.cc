@@ -20,7 +20,7 @@
 #include "core/annotations.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/peer_table.h"
+#include "transport/membership.h"
 #include "transport/process.h"
 #include "transport/shm/fd.h"
 #include "transport/shm/group.h"
@@ -361,6 +361,41 @@ TEST_CASE("memory that the system refuses to one rank is an error on all, with r
   }
   test_step = nullptr;
   may_refuse_pages() = before;
+}
+
+// A store from which a rank reads rank 0's record only once that tells of a failure.
+class LateReader final : public KeyValueStore {
+ public:
+  explicit LateReader(MemoryStore& store) : store_(store) {}
+  void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
+  void set_first(const std::string& key, const std::string& value) override {
+    store_.set_first(key, value);
+  }
+  std::int64_t add(const std::string& key, std::int64_t number) override {
+    return store_.add(key, number);
+  }
+  bool try_get(const std::string& key, std::string& value) override {
+    return store_.try_get(key, value) &&
+           (key != "ringcomm/rank/0" || !RankRecord::from_text(value).failure.text.empty());
+  }
+  std::unique_ptr<KeyValueStore> clone() override { return store_.clone(); }
+
+ private:
+  MemoryStore& store_;
+};
+
+TEST_CASE("a rank that meets rank 0 only after its failure reads the reason") {
+  MemoryStore store;
+  run_threads(2, [&](int rank) {
+    LateReader late(store);
+    Rendezvous rendezvous(rank == 0 ? static_cast<KeyValueStore&>(store) : late, identity(rank, 2),
+                          testing::kBound);
+    rendezvous.find_ranks();
+    if (rank == 0)
+      return rendezvous.tell(Error({.kind = ErrorKind::kSystem, .rank = 0}, "no room"));
+    expect_error(error_of([&] { rendezvous.share_memory({0, 1}, 1 << 16); }), ErrorKind::kSystem,
+                 {"rank 0", "failed: no room"});
+  });
 }
 
 TEST_CASE("an aborted group gives the first reason to all ranks") {

@@ -26,7 +26,7 @@
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/peer_table.h"
+#include "transport/membership.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/fd.h"
 #include "transport/shm/group.h"
@@ -99,6 +99,11 @@ void send_raw(int socket, const std::string& bytes, const std::vector<int>& fds 
   if (::sendmsg(socket, &message, MSG_NOSIGNAL) < 0) return;  // it hung up: so it may
 }
 
+bool has_descriptor(int socket) {
+  const auto message = recv_message(socket, kPatience);
+  return message && message->fd;
+}
+
 // A process that pretends to be a bootstrap: accepts watchers, and answers requests with `answer`.
 class FakeBootstrap {
  public:
@@ -118,8 +123,8 @@ class FakeBootstrap {
     while (!is_over_) {
       if (!is_readable(listener_.get(), milliseconds(10))) continue;
       UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-      std::string text;
-      if (recv_text(connection.get(), milliseconds(1000), text) && text != "watch" && !text.empty())
+      const auto message = recv_message(connection.get(), milliseconds(1000));
+      if (message && message->text != "watch" && !message->text.empty())
         answer_(connection.get());
       else
         kept.push_back(std::move(connection));
@@ -194,7 +199,8 @@ TEST_CASE("hostile: another user gets nothing from a bootstrap") {
           if (::setuid(kStranger) != 0) return 1;
           const UniqueFd socket = connect_to(address);
           send_raw(socket.get(), "test/ours");
-          return recv_fd(socket.get(), milliseconds(5000)) ? 2 : 0;
+          const auto answer = recv_message(socket.get(), milliseconds(5000));
+          return answer && answer->fd ? 2 : 0;
         }) == 0);
   CHECK(static_cast<bool>(bootstrap.fetch(address, "test/ours", kPatience)));
   bootstrap.withdraw("test/ours");
@@ -212,21 +218,21 @@ TEST_CASE("hostile: garbage, oversized and repeated requests leave the bootstrap
     for (const char byte : {'\0', 'w', '\xff'}) {
       const UniqueFd socket = connect_to(bootstrap.address());
       send_raw(socket.get(), std::string(num_bytes, byte));
-      CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
+      CHECK_FALSE(has_descriptor(socket.get()));
     }
   }
   {
     const UniqueFd socket = connect_to(bootstrap.address());  // a watcher that keeps sending
     for (int i = 0; i < 50; ++i) send_raw(socket.get(), "watch");
     send_raw(socket.get(), "test/prey");
-    CHECK(static_cast<bool>(recv_fd(socket.get(), kPatience)));
-    CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
+    CHECK(has_descriptor(socket.get()));
+    CHECK_FALSE(has_descriptor(socket.get()));
   }
   for (int i = 0; i < 20; ++i) {  // unrequested descriptors
     const UniqueFd socket = connect_to(bootstrap.address());
     send_raw(socket.get(), "watch", {own.get(), own.get(), own.get()});
     send_raw(socket.get(), std::string("test/prey\0", 10), {own.get()});
-    CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
+    CHECK_FALSE(has_descriptor(socket.get()));
   }
   CHECK(static_cast<bool>(bootstrap.fetch(bootstrap.address(), "test/prey", kPatience)));
   bootstrap.withdraw("test/prey");
@@ -275,7 +281,7 @@ TEST_CASE("hostile: a group's memory that can be resized, or is short, is not us
                {small.get(), ErrorKind::kMismatch, "does not have the size"},
                {none.get(), ErrorKind::kMismatch, "does not have the size"}};
   for (const auto& c : cases) {
-    FakeBootstrap bootstrap([&](int connection) { send_fd(connection, c.fd); });
+    FakeBootstrap bootstrap([&](int connection) { send_message(connection, "x", c.fd); });
     MemoryStore store;
     const RankRecord record{.host_id = host_id(),
                             .host = host_name(),
@@ -295,10 +301,10 @@ TEST_CASE("hostile: a peer's buffers outside of its memory, or in memory that ca
   constexpr std::size_t kBytes = 1 << 20;
   const UniqueFd unsealed = unsealed_memfd(kBytes);
   const UniqueFd sealed = create_memfd(kBytes);
-  FakeBootstrap shrinking([&](int connection) { send_fd(connection, unsealed.get()); });
+  FakeBootstrap shrinking([&](int connection) { send_message(connection, "x", unsealed.get()); });
   expect_error(error_of([&] { PeerMemory(shrinking.name()).find({.region_id = 1}, 1, kPatience); }),
                ErrorKind::kSystem, {"not sealed"});
-  FakeBootstrap honest([&](int connection) { send_fd(connection, sealed.get()); });
+  FakeBootstrap honest([&](int connection) { send_message(connection, "x", sealed.get()); });
   PeerMemory memory(honest.name());
   for (const std::uint64_t offset : {std::uint64_t{kBytes}, ~std::uint64_t{0}, std::uint64_t{1}})
     expect_error(

@@ -1,13 +1,18 @@
 // Ranks and their hosts, and the transport that a group chooses.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/peer_table.h"
+#include "transport/membership.h"
 #include "transport/shm/rendezvous.h"
 
 namespace {
@@ -50,12 +55,12 @@ TEST_CASE("ranks lie on hosts in any order") {
 }
 
 shm::GroupTerms terms(int rank, int world_size, const std::string& host,
-                      const std::string& options = "o=1", std::size_t shared_bytes = 0) {
+                      const std::string& options = "o=1", bool shares_memory = false) {
   return {.rank = rank,
           .world_size = world_size,
           .options = options,
           .host_id = host,
-          .shared_bytes = shared_bytes,
+          .shares_memory = shares_memory,
           .is_one_host = false};
 }
 
@@ -64,7 +69,7 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
   const std::vector<std::string> hosts{"a", "b", "a", "c"};
   run_threads(4, [&](int rank) {
     shm::Rendezvous rendezvous(
-        store, terms(rank, 4, hosts[static_cast<std::size_t>(rank)], "o=1", 4096), testing::kBound);
+        store, terms(rank, 4, hosts[static_cast<std::size_t>(rank)], "o=1", true), testing::kBound);
     const PeerTable peer_table = rendezvous.find_ranks();
     expect(peer_table.num_hosts() == 3 && peer_table.ranks_on(0) == std::vector<int>{0, 2},
            "the hosts: " + peer_table.describe());
@@ -75,17 +80,26 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
 TEST_CASE("a rank that another group knows to be stopped is named, and not one that waits for it") {
   MemoryStore store;
   shm::GroupTerms mine = terms(1, 3, "here");
-  mine.known = {.is_stopped = [](int rank) { return rank == 2; }};
+  const pid_t pid = ::fork();
+  if (pid == 0)
+    for (;;) ::pause();
+  ::kill(pid, SIGSTOP);
+  ::waitpid(pid, nullptr, WUNTRACED);
+  mine.known = {nullptr, nullptr, std::make_shared<PeerProcess>(pid, "there", "watched")};
   const Error error =
       error_of([&] { shm::Rendezvous(store, mine, milliseconds(50)).find_ranks(); });
-  expect_error(error, ErrorKind::kTimeout, {"ranks 0 and 2 did not join", "rank 2 is stopped"});
+  expect_error(error, ErrorKind::kTimeout,
+               {"ranks 0 and 2 did not join",
+                "rank 2 (pid " + std::to_string(pid) + " on there) is stopped"});
+  ::kill(pid, SIGKILL);
+  ::waitpid(pid, nullptr, 0);
   CHECK(error.info().rank == 2);
 }
 
 TEST_CASE("another host is an error where memory must be shared, on every rank that sees it") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
-    shm::GroupTerms mine = terms(rank, 2, rank == 0 ? "here" : "there", "o=1", 4096);
+    shm::GroupTerms mine = terms(rank, 2, rank == 0 ? "here" : "there", "o=1", true);
     mine.is_one_host = true;
     const Error error =
         error_of([&] { shm::Rendezvous(store, mine, testing::kBound).find_ranks(); });
@@ -94,12 +108,12 @@ TEST_CASE("another host is an error where memory must be shared, on every rank t
 }
 
 TEST_CASE("options are compared between hosts, and without shared memory") {
-  for (const std::size_t shared_bytes : {std::size_t{4096}, std::size_t{0}}) {
+  for (const bool shares_memory : {true, false}) {
     MemoryStore store;
     run_threads(3, [&](int rank) {
       const Error error = error_of([&] {
         shm::Rendezvous(
-            store, terms(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2", shared_bytes),
+            store, terms(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2", shares_memory),
             testing::kBound)
             .find_ranks();
       });

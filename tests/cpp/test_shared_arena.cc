@@ -25,7 +25,8 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 std::size_t free_bytes(const BlockList& list) {
   std::size_t total = 0;
-  for (const auto& [offset, num_bytes] : list.free_ranges()) total += num_bytes;
+  for (const auto& [offset, block] : list.blocks())
+    if (block.state == BlockList::State::kFree) total += block.num_bytes;
   return total;
 }
 
@@ -62,7 +63,8 @@ TEST_CASE("blocks are aligned, apart, and neighbours that are free become one") 
   }
   CHECK(num_refused > 0);
   for (const auto& [offset, num_bytes] : used) list.deallocate(offset);
-  CHECK(list.free_ranges() == std::map<std::size_t, std::size_t>{{0, kTotal}});
+  CHECK(list.blocks().size() == 1);
+  CHECK(free_bytes(list) == kTotal);
 }
 
 TEST_CASE("the best fit is taken, where its alignment allows") {
@@ -100,13 +102,12 @@ TEST_CASE("a buffer is located by any of its bytes, and others are nowhere") {
   arena.deallocate(large);
 }
 
-// Ends an interval, and returns what is returned then. In the future, so that the bootstrap's own
-// calls come too early to end any.
+// Ends an interval. In the future, so that the calls of the arena's thread come too early to end
+// any.
 void end_interval(SharedArena& arena) {
   static SharedArena::Clock::time_point now = SharedArena::Clock::now();
   now += std::chrono::hours(1);
-  while (arena.tidy(now) == std::chrono::milliseconds(1)) {
-  }
+  arena.tidy(now);
 }
 
 TEST_CASE("buffers freed and allocated a thousand times: nothing grows, and pages go back") {
@@ -219,13 +220,15 @@ TEST_CASE("threads allocate and free at once") {
 
 TEST_CASE("memory of a peer is mapped once, and that of a process that is no more is not found") {
   constexpr std::chrono::seconds kPatience{30};
-  const auto nobody = PeerMemory::of("ringcomm-nobody");
-  CHECK(nobody == PeerMemory::of("ringcomm-nobody"));
+  const PeerProcess ended(1, "here", "ringcomm-nobody");
+  const auto nobody = ended.memory();
+  CHECK(nobody == ended.memory());
   CHECK(nobody->find({.region_id = 1}, 10, kPatience) == nullptr);
   SharedArena& arena = SharedArena::instance();
   auto* block = static_cast<std::byte*>(arena.allocate(100));
   const ArenaLocation location = arena.locate(block, 100);
-  const auto peer = PeerMemory::of(Bootstrap::instance().address());
+  const PeerProcess living(::getpid(), "here", Bootstrap::instance().address());
+  const auto peer = living.memory();
   std::byte* there = peer->find(location, 100, kPatience);
   REQUIRE(there != nullptr);
   CHECK(there != block);

@@ -106,12 +106,13 @@ void expect_few_phases(OpKind op, const Pattern& pattern, int rank, shm::Group& 
                           .op = op,
                           .dtype = c.dtype,
                           .is_uneven = call.is_uneven(kManyRanks)};
-  const auto num_published = [&] { return group.board().cursor(rank, rank).value; };
+  const auto num_published = [&] {
+    const BoardGeometry board = group.board();
+    return std::max(board.cursor(rank, rank, 0).value, board.cursor(rank, rank, 1).value);
+  };
   const std::uint64_t before = num_published();
   engine.begin(header);
-  engine.store_kinds().begin(op, 0);
   exchange_shares(engine, call);
-  engine.store_kinds().end();
   buffers.check();
   std::size_t most = 0;
   for (int from = 0; from < kManyRanks; ++from) {

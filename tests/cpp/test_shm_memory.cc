@@ -17,7 +17,7 @@
 #include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
-#include "transport/peer_table.h"
+#include "transport/membership.h"
 #include "transport/process.h"
 #include "transport/shm/fd.h"
 #include "transport/shm/group.h"
@@ -38,7 +38,6 @@ std::string unused_name(const char* what) {
 
 TEST_CASE("a memfd is zeroed, shared by its mappings, and keeps its size") {
   const UniqueFd fd = create_memfd(10'000);
-  CHECK(size_of_memfd(fd.get()) == 10'000);
   const SharedMemory one(fd.get(), 10'000);
   const SharedMemory two(fd.get(), 10'000);
   CHECK(one.data() != two.data());
@@ -49,7 +48,7 @@ TEST_CASE("a memfd is zeroed, shared by its mappings, and keeps its size") {
   CHECK(::ftruncate(fd.get(), 5'000) != 0);
   CHECK(::ftruncate(fd.get(), 20'000) != 0);
   CHECK(::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_WRITE) != 0);  // nor can the seals be changed
-  CHECK(size_of_memfd(fd.get()) == 10'000);
+  CHECK(SharedMemory::of_peer(fd.get()).num_bytes() == 10'000);
   CHECK((::fcntl(fd.get(), F_GETFD) & FD_CLOEXEC) != 0);
 }
 
@@ -59,7 +58,8 @@ TEST_CASE("pages are taken at once, or it is an error") {
   const std::size_t num_bytes = 3 * page_bytes();
   const UniqueFd fd = create_memfd(num_bytes);
   const SharedMemory memory(fd.get(), num_bytes);
-  populate_pages(memory.data() + page_bytes() + 5, page_bytes());
+  const bool before = std::exchange(may_refuse_pages(), true);
+  reserve_pages(memory.data() + page_bytes() + 5, page_bytes());
   std::array<unsigned char, 3> is_there{};
   REQUIRE(::mincore(memory.data(), num_bytes, is_there.data()) == 0);
   CHECK(is_there == std::array<unsigned char, 3>{0, 1, 1});
@@ -68,8 +68,9 @@ TEST_CASE("pages are taken at once, or it is an error") {
   REQUIRE(::ftruncate(shrinking.get(), static_cast<off_t>(num_bytes)) == 0);
   const SharedMemory shrunk(shrinking.get(), num_bytes);
   REQUIRE(::ftruncate(shrinking.get(), static_cast<off_t>(page_bytes())) == 0);
-  expect_error(error_of([&] { populate_pages(shrunk.data(), num_bytes); }), ErrorKind::kSystem,
+  expect_error(error_of([&] { reserve_pages(shrunk.data(), num_bytes); }), ErrorKind::kSystem,
                {"bytes of shared memory", "Cannot allocate memory", "vm.overcommit_ratio"});
+  may_refuse_pages() = before;
 }
 
 TEST_CASE("a mapping outlives its descriptor, and moves") {
@@ -87,7 +88,6 @@ TEST_CASE("a mapping outlives its descriptor, and moves") {
 TEST_CASE("refusals of the system carry the call, its text and its code") {
   expect_error(error_of([] { SharedMemory(-1, 4096); }), ErrorKind::kSystem,
                {"mmap of 4096 bytes", "Bad file descriptor", "errno 9"});
-  expect_error(error_of([] { size_of_memfd(-1); }), ErrorKind::kSystem, {"fstat", "errno 9"});
   expect_error(error_of([] { create_memfd(std::size_t{1} << 63); }), ErrorKind::kSystem,
                {"ftruncate"});
 }
@@ -128,37 +128,38 @@ TEST_CASE("texts over a Unix socket keep their bounds") {
   Connection pair = connect_pair("texts");
   CHECK(credentials_of_peer(pair.client.get()).pid == ::getpid());
   CHECK(credentials_of_peer(pair.server.get()).uid == ::geteuid());
-  std::string text;
-  CHECK_FALSE(recv_text(pair.server.get(), milliseconds(1), text));
-  send_text(pair.client.get(), "one");
-  send_text(pair.client.get(), "two");
-  CHECK(recv_text(pair.server.get(), milliseconds(1000), text));
-  CHECK(text == "one");
-  CHECK(recv_text(pair.server.get(), milliseconds(1000), text));
-  CHECK(text == "two");
+  const auto received = [&] { return recv_message(pair.server.get(), milliseconds(1000))->text; };
+  CHECK_FALSE(recv_message(pair.server.get(), milliseconds(1)).has_value());
+  send_message(pair.client.get(), "one");
+  send_message(pair.client.get(), std::string(kMaxTextBytes, 'x'));
+  send_message(pair.client.get(), std::string(kMaxTextBytes + 1, 'x'));
+  CHECK(received() == "one");
+  CHECK(received() == std::string(kMaxTextBytes, 'x'));
+  CHECK(received().empty());
   pair.client.reset();
-  CHECK(recv_text(pair.server.get(), milliseconds(1000), text));
-  CHECK(text.empty());
-  expect_error(error_of([&] { send_text(pair.server.get(), "three"); }), ErrorKind::kSystem,
+  CHECK(received().empty());
+  expect_error(error_of([&] { send_message(pair.server.get(), "three"); }), ErrorKind::kSystem,
                {"send"});
 }
 
 TEST_CASE("a descriptor over a Unix socket is the same memory") {
   Connection pair = connect_pair("fds");
-  CHECK_FALSE(static_cast<bool>(recv_fd(pair.server.get(), milliseconds(1))));
   const UniqueFd sent = create_memfd(4096);
-  send_fd(pair.client.get(), sent.get());
-  const UniqueFd received = recv_fd(pair.server.get(), milliseconds(1000));
+  send_message(pair.client.get(), "memory", sent.get());
+  const auto message = recv_message(pair.server.get(), milliseconds(1000));
+  REQUIRE(message.has_value());
+  CHECK(message->text == "memory");
+  const UniqueFd& received = message->fd;
   REQUIRE(static_cast<bool>(received));
   CHECK(received.get() != sent.get());
   CHECK((::fcntl(received.get(), F_GETFD) & FD_CLOEXEC) != 0);
   SharedMemory(sent.get(), 4096).data()[1] = std::byte{9};
   CHECK(SharedMemory(received.get(), 4096).data()[1] == std::byte{9});
 
-  send_text(pair.client.get(), "no descriptor");
-  CHECK_FALSE(static_cast<bool>(recv_fd(pair.server.get(), milliseconds(1000))));
+  send_message(pair.client.get(), "no descriptor");
+  CHECK_FALSE(static_cast<bool>(recv_message(pair.server.get(), milliseconds(1000))->fd));
   pair.client.reset();
-  CHECK_FALSE(static_cast<bool>(recv_fd(pair.server.get(), milliseconds(1000))));
+  CHECK_FALSE(static_cast<bool>(recv_message(pair.server.get(), milliseconds(1000))->fd));
 }
 
 TEST_CASE("a rank record survives its text, and a stranger's is refused") {
@@ -207,9 +208,10 @@ std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std:
   const BoardGeometry board = layout.board(base);
   for (int rank = 0; rank < world_size; ++rank) {
     regions.push_back(region_of(&layout.control(base, rank), whole_pages(sizeof(RankControl))));
-    CHECK(&board.cursor(0, rank) == &layout.control(base, rank).published);
-    for (std::uint64_t phase = 0; phase < 2; ++phase)
+    for (std::uint64_t phase = 0; phase < 2; ++phase) {
+      regions.push_back(region_of(&board.cursor(0, rank, phase), sizeof(Cursor)));
       regions.push_back(region_of(board.region(rank, phase), board.region_bytes));
+    }
     add_link(regions, layout.ring_link(base, rank));
     for (int peer = 0; peer < world_size; ++peer)
       if (peer != rank) add_link(regions, layout.p2p_link(base, rank, peer));

@@ -88,9 +88,8 @@ class MemoryStore final : public KeyValueStore {
 };
 
 /// A group of ranks on one host, without a Communicator.
-inline shm::Group make_group(KeyValueStore& store, shm::GroupTerms terms,
+inline shm::Group make_group(KeyValueStore& store, const shm::GroupTerms& terms,
                              const shm::SegmentConfig& config, std::chrono::milliseconds timeout) {
-  terms.shared_bytes = shm::SegmentLayout(terms.world_size, config).num_bytes();
   shm::Rendezvous rendezvous(store, terms, timeout);
   rendezvous.find_ranks();
   std::vector<int> ranks(static_cast<std::size_t>(terms.world_size));

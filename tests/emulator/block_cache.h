@@ -1,6 +1,5 @@
 #pragma once
 
-#include <bitset>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -14,26 +13,45 @@ namespace ringcomm::emulator {
 class BlockCache {
  public:
   virtual ~BlockCache() = default;
-  void load(void* to, const void* from, std::size_t num_bytes);
-  void store(void* to, const void* from, std::size_t num_bytes);
-  void acquire();
+
+  void load(void* to, const void* from, std::size_t num_bytes) {
+    const std::lock_guard lock(mutex_);
+    const auto* bytes = static_cast<const std::byte*>(from);
+    for (std::size_t i = 0; i < num_bytes; ++i) {
+      const auto stored = stored_.find(bytes + i);
+      static_cast<std::byte*>(to)[i] = stored != stored_.end()
+                                           ? stored->second
+                                           : loaded_.try_emplace(bytes + i, bytes[i]).first->second;
+    }
+  }
+  void store(void* to, const void* from, std::size_t num_bytes) {
+    const std::lock_guard lock(mutex_);
+    for (std::size_t i = 0; i < num_bytes; ++i)
+      stored_[static_cast<std::byte*>(to) + i] = static_cast<const std::byte*>(from)[i];
+  }
+  void acquire() {
+    const std::lock_guard lock(mutex_);
+    loaded_.clear();
+  }
   /// When a thread of the block releases, and when the block ends.
-  virtual void write_back();
+  virtual void write_back() {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [address, byte] : stored_) {
+      loaded_.erase(address);
+      *const_cast<std::byte*>(address) = byte;
+    }
+    stored_.clear();
+  }
 
   /// The cache of this thread's block; null if plain accesses take effect at once.
   static inline thread_local BlockCache* current = nullptr;
 
  private:
-  static constexpr std::size_t kLineBytes = 16;
-  struct Line {
-    std::byte bytes[kLineBytes];
-    std::bitset<kLineBytes> is_known;
-  };
-  using Lines = std::unordered_map<std::uintptr_t, Line>;  // by address / kLineBytes
+  using Bytes = std::unordered_map<const std::byte*, std::byte>;
 
   std::mutex mutex_;
-  Lines stored_;
-  Lines loaded_;
+  Bytes stored_;
+  Bytes loaded_;
 };
 
 template <class P>

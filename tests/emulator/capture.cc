@@ -1,75 +1,41 @@
 // Captures, and the graphs that result from them.
-#include "emulator/capture.h"
-
 #include <algorithm>
-#include <atomic>
 #include <list>
 #include <set>
-#include <thread>
 #include <utility>
 
+#include "emulator/stream.h"
+
+/// What was captured, and a graph that can be launched: a copy. Steps without an order between them
+/// run at the same time.
 struct ringcomm::emulator::GraphTag {
-  explicit GraphTag(std::vector<Node> captured) : nodes(std::move(captured)) {}
   std::vector<Node> nodes;
-};
+  std::mutex mutex = {};
 
-/// A graph that can be launched. Steps without an order between them run at the same time.
-struct ringcomm::emulator::GraphExecTag {
-  explicit GraphExecTag(std::vector<Node> captured);
   /// Returns when every step is done. One launch runs at a time.
-  void run();
-
- private:
-  std::vector<Node> nodes_;  // in an order in which each follows its dependencies
-  /// Sequences of dependent steps; a launch has one thread for each.
-  std::vector<std::vector<std::size_t>> chains_;
-  std::mutex mutex_;
+  void run() {
+    const std::lock_guard one_at_a_time(mutex);
+    std::vector<std::atomic_flag> is_done(nodes.size());
+    std::vector<std::jthread> threads;
+    for (std::size_t step = 0; step < nodes.size(); ++step)
+      threads.emplace_back([&, step] {
+        for (const std::size_t before : nodes[step].after) is_done[before].wait(false);
+        nodes[step].work();
+        is_done[step].test_and_set();
+        is_done[step].notify_all();
+      });
+  }
 };
 
 namespace ringcomm::emulator {
-
-GraphExecTag::GraphExecTag(std::vector<Node> captured) : nodes_(std::move(captured)) {
-  for (std::size_t i = 0; i < nodes_.size(); ++i) {
-    const std::vector<int>& after = nodes_[i].after;
-    auto chain = std::ranges::find_if(chains_, [&](const std::vector<std::size_t>& steps) {
-      return std::ranges::count(after, static_cast<int>(steps.back())) != 0;
-    });
-    if (chain == chains_.end()) chain = chains_.emplace(chain);
-    chain->push_back(i);
-  }
-}
-
-void GraphExecTag::run() {
-  const std::lock_guard one_at_a_time(mutex_);
-  std::vector<std::atomic_flag> is_done(nodes_.size());
-  std::vector<std::jthread> threads;
-  for (const std::vector<std::size_t>& chain : chains_)
-    threads.emplace_back([&] {
-      for (const std::size_t step : chain) {
-        for (const int before : nodes_[step].after)
-          is_done[static_cast<std::size_t>(before)].wait(false);
-        nodes_[step].work();
-        is_done[step].test_and_set();
-        is_done[step].notify_all();
-      }
-    });
-}
-
 namespace {
 
 thread_local int capture_mode = kCaptureGlobal;
 
 /// The captures that have not ended; guarded by capture_mutex().
 std::list<std::shared_ptr<Capture>>& captures() {
-  static std::list<std::shared_ptr<Capture>>& all = *new std::list<std::shared_ptr<Capture>>();
+  static auto& all = *new std::list<std::shared_ptr<Capture>>();
   return all;
-}
-
-/// Whether a capture forbids the calling thread calls that might wait for the device.
-bool forbids(const Capture& capture) {
-  if (capture_mode == kCaptureRelaxed || capture.mode == kCaptureRelaxed) return false;
-  if (capture.thread == std::this_thread::get_id()) return true;
-  return capture_mode == kCaptureGlobal && capture.mode == kCaptureGlobal;
 }
 
 /// Takes all of its streams out of it.
@@ -85,22 +51,11 @@ void end(const std::shared_ptr<Capture>& capture) {
 
 /// Whether the origin stream is ordered after all captured work.
 bool is_joined(const Capture& capture, const StreamTag& origin) {
-  std::set<int> reached(origin.tails.begin(), origin.tails.end());
-  std::vector<int> open(origin.tails);
-  while (!open.empty()) {
-    const int node = open.back();
-    open.pop_back();
-    for (const int before : capture.nodes[static_cast<std::size_t>(node)].after)
-      if (reached.insert(before).second) open.push_back(before);
-  }
+  std::set<std::size_t> reached(origin.tails.begin(), origin.tails.end());
+  for (std::size_t node = capture.nodes.size(); node-- > 0;)  // each depends on earlier ones
+    if (reached.contains(node))
+      reached.insert(capture.nodes[node].after.begin(), capture.nodes[node].after.end());
   return reached.size() == capture.nodes.size();
-}
-
-Result check_end(const Capture& capture, StreamTag& stream) {
-  if (capture.origin != &stream) return kCaptureUnmatched;
-  if (capture.mode != kCaptureRelaxed && capture.thread != std::this_thread::get_id())
-    return kCaptureWrongThread;
-  return kSuccess;
 }
 
 }  // namespace
@@ -119,40 +74,18 @@ Result submit(StreamTag& stream, std::function<void()> work) {
   Capture& capture = *stream.capture;
   if (capture.is_invalidated) return kCaptureWasInvalidated;
   capture.nodes.push_back({std::move(work), std::move(stream.tails)});
-  stream.tails = {static_cast<int>(capture.nodes.size()) - 1};
+  stream.tails = {capture.nodes.size() - 1};
   return kSuccess;
 }
 
-Result check_unsafe_call() {
+Result check_unsafe_call(StreamTag* stream) {
   const std::lock_guard lock(capture_mutex());
-  Result result = kSuccess;
-  for (const std::shared_ptr<Capture>& capture : captures()) {
-    if (!forbids(*capture)) continue;
-    capture->is_invalidated = true;
-    result = kCaptureUnsupported;
-  }
-  return result;
-}
-
-Result check_not_capturing(StreamTag& stream) {
-  const std::lock_guard lock(capture_mutex());
-  if (stream.capture == nullptr) return kSuccess;
-  stream.capture->is_invalidated = true;
-  return kCaptureUnsupported;
-}
-
-Result check_null_stream(Context context, bool only_asks) {
-  const std::lock_guard lock(capture_mutex());
+  if (stream != nullptr && stream->capture != nullptr)
+    return stream->capture->spoil(kCaptureUnsupported);
   Result result = kSuccess;
   for (const std::shared_ptr<Capture>& capture : captures())
-    for (const std::weak_ptr<StreamTag>& weak : capture->streams) {
-      const auto stream = weak.lock();
-      if (stream == nullptr || stream->context != context ||
-          (stream->flags & kStreamNonBlocking) != 0)
-        continue;
-      capture->is_invalidated |= !only_asks;
-      result = kCaptureImplicit;
-    }
+    if (capture_mode != kCaptureRelaxed && capture->mode != kCaptureRelaxed)
+      result = capture->spoil(kCaptureUnsupported);
   return result;
 }
 
@@ -161,39 +94,27 @@ bool is_capturing(StreamTag& stream) {
   return stream.capture != nullptr;
 }
 
-void invalidate_capture(StreamTag& stream) {
-  const std::lock_guard lock(capture_mutex());
-  if (stream.capture != nullptr) stream.capture->is_invalidated = true;
-}
-
 Result api::stream_begin_capture(StreamHandle handle, int mode) {
-  if (reinterpret_cast<std::uintptr_t>(handle) <= 1) return kCaptureUnsupported;
+  if (handle == nullptr) return kCaptureUnsupported;
   std::shared_ptr<StreamTag> stream;
   RINGCOMM_TRY(find_stream(handle, &stream));
-  if (mode < kCaptureGlobal || mode > kCaptureRelaxed) return kInvalidValue;
+  if (mode != kCaptureGlobal && mode != kCaptureRelaxed) return kNotSupported;
   const std::lock_guard lock(capture_mutex());
   if (stream->capture != nullptr) return kCaptureUnsupported;
   static unsigned long long num_captures = 0;  // guarded by capture_mutex()
-  auto capture = std::make_shared<Capture>();
-  capture->id = ++num_captures;
-  capture->mode = mode;
-  capture->thread = std::this_thread::get_id();
-  capture->origin = stream.get();
-  capture->streams.push_back(stream);
-  captures().push_back(capture);
-  stream->capture = std::move(capture);
+  stream->capture = std::make_shared<Capture>(
+      Capture{.id = ++num_captures, .mode = mode, .nodes = {}, .streams = {stream}});
+  captures().push_back(stream->capture);
   return kSuccess;
 }
 
 Result api::stream_end_capture(StreamHandle handle, Graph* graph) {
   std::shared_ptr<StreamTag> stream;
   RINGCOMM_TRY(find_stream(handle, &stream));
-  if (graph == nullptr) return kInvalidValue;
   *graph = nullptr;
   const std::lock_guard lock(capture_mutex());
   const std::shared_ptr<Capture> capture = stream->capture;
   if (capture == nullptr) return kInvalidValue;
-  RINGCOMM_TRY(check_end(*capture, *stream));
   const bool joined = is_joined(*capture, *stream);
   end(capture);
   if (capture->is_invalidated) return kCaptureWasInvalidated;
@@ -206,8 +127,7 @@ Result api::stream_get_capture_info(StreamHandle handle, int* status, unsigned l
                                     cuda::CapturedGraph*, const cuda::CapturedNode**,
                                     std::size_t*) {
   std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream, /*only_asks=*/true));
-  if (status == nullptr) return kInvalidValue;
+  RINGCOMM_TRY(find_stream(handle, &stream));
   const std::lock_guard lock(capture_mutex());
   *status = stream->capture == nullptr        ? kCaptureNone
             : stream->capture->is_invalidated ? kCaptureInvalidated
@@ -218,7 +138,6 @@ Result api::stream_get_capture_info(StreamHandle handle, int* status, unsigned l
 
 Result api::exchange_capture_mode(int* mode) {
   RINGCOMM_TRY(require_initialized());
-  if (mode == nullptr || *mode < kCaptureGlobal || *mode > kCaptureRelaxed) return kInvalidValue;
   std::swap(*mode, capture_mode);
   return kSuccess;
 }
@@ -226,25 +145,25 @@ Result api::exchange_capture_mode(int* mode) {
 Result api::graph_instantiate(GraphExec* exec, Graph graph, unsigned long long flags) {
   RINGCOMM_TRY(require_initialized());
   const std::shared_ptr<GraphTag> found = Handles<GraphTag>::all().find(graph);
-  if (exec == nullptr || found == nullptr) return kInvalidValue;
+  if (found == nullptr) return kInvalidValue;
   if (flags != 0) return kNotSupported;
-  *exec = Handles<GraphExecTag>::all().add(std::make_shared<GraphExecTag>(found->nodes));
+  *exec = Handles<GraphTag>::all().add(std::make_shared<GraphTag>(found->nodes));
   return kSuccess;
 }
 
 Result api::graph_launch(GraphExec exec, StreamHandle handle) {
   std::shared_ptr<StreamTag> stream;
   RINGCOMM_TRY(find_stream(handle, &stream));
-  const std::shared_ptr<GraphExecTag> found = Handles<GraphExecTag>::all().find(exec);
+  const std::shared_ptr<GraphTag> found = Handles<GraphTag>::all().find(exec);
   if (found == nullptr) return kInvalidValue;
-  RINGCOMM_TRY(check_not_capturing(*stream));  // a graph in a graph is beyond the emulator
-  return submit(*stream, [found] { found->run(); });
+  const std::lock_guard lock(capture_mutex());
+  // A graph in a graph is beyond the emulator.
+  if (stream->capture != nullptr) return stream->capture->spoil(kCaptureUnsupported);
+  stream->enqueue([found] { found->run(); });
+  return kSuccess;
 }
 
-Result api::graph_exec_destroy(GraphExec exec) {
-  RINGCOMM_TRY(require_initialized());
-  return Handles<GraphExecTag>::all().remove(exec) != nullptr ? kSuccess : kInvalidValue;
-}
+Result api::graph_exec_destroy(GraphExec exec) { return graph_destroy(exec); }
 
 Result api::graph_destroy(Graph graph) {
   RINGCOMM_TRY(require_initialized());

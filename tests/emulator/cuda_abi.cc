@@ -8,17 +8,13 @@
 #include <string_view>
 #include <type_traits>
 
-#include "cuda/driver/driver_api.h"
-#include "emulator/errors.h"
-#include "emulator/extra_api.h"
+#include "emulator/api.h"
 
 // Older versions have types only.
 extern "C" std::remove_pointer_t<PFN_cuStreamGetCaptureInfo_v11030> cuStreamGetCaptureInfo_v2;
 
 namespace ringcomm::emulator {
 namespace {
-
-using namespace cuda;
 
 template <class T>
 concept Complete = requires { sizeof(T); };
@@ -87,7 +83,6 @@ static_assert(!SameFunction<int (*)(int), int (*)(int, int)>::value);
                 sizeof(ours::our_field) == sizeof(theirs::their_field))
 RINGCOMM_SAME_FIELD(DeviceUuid, bytes, CUuuid, bytes);
 RINGCOMM_SAME_FIELD(IpcMemHandle, reserved, CUipcMemHandle, reserved);
-RINGCOMM_SAME_FIELD(IpcEventHandle, reserved, CUipcEventHandle, reserved);
 RINGCOMM_SAME_FIELD(MemLocation, type, CUmemLocation, type);
 RINGCOMM_SAME_FIELD(MemLocation, id, CUmemLocation, id);
 RINGCOMM_SAME_FIELD(MemAllocationProp, type, CUmemAllocationProp, type);
@@ -135,7 +130,6 @@ RINGCOMM_SAME_NUMBER(kHandlePosixFd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 RINGCOMM_SAME_NUMBER(kAccessReadWrite, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 RINGCOMM_SAME_NUMBER(kGranularityMinimum, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
 RINGCOMM_SAME_NUMBER(kEventDisableTiming, CU_EVENT_DISABLE_TIMING);
-RINGCOMM_SAME_NUMBER(kEventInterprocess, CU_EVENT_INTERPROCESS);
 RINGCOMM_SAME_NUMBER(kStreamNonBlocking, CU_STREAM_NON_BLOCKING);
 RINGCOMM_SAME_NUMBER(kHostPortable, CU_MEMHOSTALLOC_PORTABLE);
 RINGCOMM_SAME_NUMBER(kHostDeviceMap, CU_MEMHOSTALLOC_DEVICEMAP);
@@ -144,7 +138,6 @@ RINGCOMM_SAME_NUMBER(cuda::kCaptureNone, CU_STREAM_CAPTURE_STATUS_NONE);
 RINGCOMM_SAME_NUMBER(cuda::kCaptureActive, CU_STREAM_CAPTURE_STATUS_ACTIVE);
 RINGCOMM_SAME_NUMBER(kCaptureInvalidated, CU_STREAM_CAPTURE_STATUS_INVALIDATED);
 RINGCOMM_SAME_NUMBER(kCaptureGlobal, CU_STREAM_CAPTURE_MODE_GLOBAL);
-RINGCOMM_SAME_NUMBER(kCaptureThreadLocal, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
 RINGCOMM_SAME_NUMBER(kCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED);
 
 }  // namespace

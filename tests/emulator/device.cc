@@ -1,18 +1,89 @@
+// The library's functions under CUDA's names, its settings, devices and contexts.
 #include "emulator/device.h"
 
-#include <pthread.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
+#include <charconv>
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <string>
+#include <string_view>
 
 #include "emulator/settings.h"
 
 namespace ringcomm::emulator {
+namespace {
+
+template <auto kFunction>
+struct Counted;
+template <class... Parameters, Result (*kFunction)(Parameters...)>
+struct Counted<kFunction> {
+  static inline std::atomic<long long> num_calls = 0;
+  static Result call(Parameters... parameters) {
+    num_calls.fetch_add(1, std::memory_order_relaxed);
+    return kFunction(parameters...);
+  }
+};
+
+struct Exported {
+  const char* symbol;
+  const std::atomic<long long>& num_calls;
+};
+#define RINGCOMM_EXPORTED(member, symbol, parameters) {symbol, Counted<&api::member>::num_calls},
+const Exported kExported[] = {RINGCOMM_EMULATED_FUNCTIONS(RINGCOMM_EXPORTED)};
+#undef RINGCOMM_EXPORTED
+
+}  // namespace
+
+// Under CUDA's name dlsym() finds what the resolver returns.
+#define RINGCOMM_EXPORT(member, symbol, parameters)            \
+  extern "C" decltype(&api::member) ringcomm_find_##member() { \
+    return &Counted<&api::member>::call;                       \
+  }                                                            \
+  Result exported_##member parameters __asm__(symbol)          \
+      __attribute__((visibility("default"), ifunc("ringcomm_find_" #member)));
+RINGCOMM_EMULATED_FUNCTIONS(RINGCOMM_EXPORT)
+#undef RINGCOMM_EXPORT
+
+/// The name of the function of this index, and how often this process has called it; null after the
+/// last one.
+extern "C" [[gnu::visibility("default")]] const char* emulator_function(int index,
+                                                                        long long* num_calls) {
+  if (index >= static_cast<int>(std::size(kExported))) return nullptr;
+  *num_calls = kExported[index].num_calls;
+  return kExported[index].symbol;
+}
+
+// ---- settings
+
+long long setting(const char* name, long long otherwise, long long least, long long most) {
+  const std::string variable = std::string("RINGCOMM_EMULATOR_") + name;
+  const char* text = std::getenv(variable.c_str());
+  if (text == nullptr || *text == '\0') return otherwise;
+  long long value = 0;
+  const char* const end = text + std::strlen(text);
+  const auto [rest, error] = std::from_chars(text, end, value);
+  if (error != std::errc() || rest != end || value < least || value > most) {
+    std::fprintf(stderr, "libcuda_emulator: %s=%s means nothing\n", variable.c_str(), text);
+    std::abort();
+  }
+  return value;
+}
+
+const Settings& settings() {
+  static const Settings& read_once = *[] {
+    auto* made = new Settings();
+    if (const char* box = std::getenv("RINGCOMM_EMULATOR_BOX"); box != nullptr)
+      for (const char letter : std::string_view(box))  // FNV-1a
+        made->box = (made->box ^ static_cast<unsigned char>(letter)) * 0x01000193u;
+    return made;
+  }();
+  return read_once;
+}
+
+// ---- devices and contexts
+
 namespace {
 
 std::atomic<bool> is_initialized = false;
@@ -20,35 +91,11 @@ thread_local Context current = nullptr;
 
 std::deque<ContextTag>& contexts() {
   static std::deque<ContextTag>& made = *[] {
-    auto* list = new std::deque<ContextTag>(settings().devices.size());
-    for (std::size_t i = 0; i < list->size(); ++i)
-      (*list)[i].device = static_cast<DeviceOrdinal>(i);
+    auto* list = new std::deque<ContextTag>(static_cast<std::size_t>(settings().num_devices));
+    for (std::size_t i = 0; i < list->size(); ++i) (*list)[i].device = static_cast<int>(i);
     return list;
   }();
   return made;
-}
-
-bool is_context(Context context) {
-  return std::ranges::any_of(contexts(), [&](ContextTag& one) {
-    const std::lock_guard lock(one.mutex);
-    return &one == context && one.is_retained;
-  });
-}
-
-int attribute_value(int attribute, bool* is_known) {
-  *is_known = true;
-  switch (attribute) {
-    case kMultiprocessorCount:
-      return settings().num_sms;
-    case kVirtualMemoryManagementSupported:
-    case kHandleTypePosixFdSupported:
-      return settings().has_vmm;
-    case kMpsEnabled:
-      return settings().has_mps;
-    default:
-      *is_known = false;
-      return 0;
-  }
 }
 
 }  // namespace
@@ -60,10 +107,11 @@ Result require_initialized() {
   return is_initialized ? kSuccess : kNotInitialized;
 }
 
-Result require_device(DeviceOrdinal device) {
+Result require_device(DeviceOrdinal device, Context* context) {
   RINGCOMM_TRY(require_initialized());
-  const bool exists = device >= 0 && device < static_cast<int>(settings().devices.size());
-  return exists ? kSuccess : kInvalidDevice;
+  if (device < 0 || static_cast<std::size_t>(device) >= contexts().size()) return kInvalidDevice;
+  if (context != nullptr) *context = &contexts()[static_cast<std::size_t>(device)];
+  return kSuccess;
 }
 
 Result require_context(Context* context) {
@@ -72,74 +120,69 @@ Result require_context(Context* context) {
   return current != nullptr ? kSuccess : kInvalidContext;
 }
 
-int physical_device(DeviceOrdinal device) {
-  return settings().devices[static_cast<std::size_t>(device)];
+Result api::get_error_name(Result error, const char** name) {
+  *name = nullptr;
+  if (error == kSuccess) *name = "CUDA_SUCCESS";
+  if (error == kErrorNotReady) *name = "CUDA_ERROR_NOT_READY";
+#define RINGCOMM_NAME(constant, number, text) \
+  if (error == constant) *name = #text;
+  RINGCOMM_EMULATED_ERRORS(RINGCOMM_NAME)
+#undef RINGCOMM_NAME
+  return *name != nullptr ? kSuccess : kInvalidValue;
 }
 
-bool can_map(DeviceOrdinal device, int physical) {
-  return physical_device(device) == physical || settings().has_peer_access;
+/// The error's text is its name.
+Result api::get_error_string(Result error, const char** text) {
+  return get_error_name(error, text);
 }
-
-Context context_of(DeviceOrdinal device) { return &contexts()[static_cast<std::size_t>(device)]; }
 
 Result api::init(unsigned flags) {
   if (flags != 0) return kInvalidValue;
-  if (settings().devices.empty()) return kNoDevice;
-  // A forked child has none of its parent's threads; as under CUDA it can only start anew by exec.
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { is_initialized = false; });
-  static const pid_t initialized_by = getpid();
-  if (registered != 0 || getpid() != initialized_by) return kNotInitialized;
+  if (settings().num_devices == 0) return kNoDevice;
   is_initialized = true;
   return kSuccess;
 }
 
 Result api::device_get_count(int* count) {
   RINGCOMM_TRY(require_initialized());
-  if (count == nullptr) return kInvalidValue;
-  *count = static_cast<int>(settings().devices.size());
+  *count = static_cast<int>(contexts().size());
   return kSuccess;
 }
 
 Result api::device_get_uuid(DeviceUuid* uuid, DeviceOrdinal device) {
   RINGCOMM_TRY(require_device(device));
-  if (uuid == nullptr) return kInvalidValue;
   *uuid = {{'e', 'm', 'u', 'l', 'a', 't', 'e', 'd'}};
-  const std::uint32_t box = settings().box;
-  std::memcpy(uuid->bytes + 8, &box, sizeof(box));
-  const int physical = physical_device(device);
-  std::memcpy(uuid->bytes + 12, &physical, sizeof(physical));
+  std::memcpy(uuid->bytes + 8, &settings().box, sizeof(settings().box));
+  std::memcpy(uuid->bytes + 12, &device, sizeof(device));
   return kSuccess;
 }
 
 Result api::device_get_attribute(int* value, int attribute, DeviceOrdinal device) {
   RINGCOMM_TRY(require_device(device));
-  if (value == nullptr) return kInvalidValue;
-  bool is_known = false;
-  const int found = attribute_value(attribute, &is_known);
-  if (!is_known) return kInvalidValue;
-  *value = found;
+  if (attribute == kMultiprocessorCount)
+    *value = settings().num_sms;
+  else if (attribute == kVirtualMemoryManagementSupported ||
+           attribute == kHandleTypePosixFdSupported)
+    *value = settings().has_vmm;
+  else if (attribute == kMpsEnabled)
+    *value = settings().has_mps;
+  else
+    return kInvalidValue;
   return kSuccess;
 }
 
 Result api::device_primary_ctx_retain(Context* context, DeviceOrdinal device) {
-  RINGCOMM_TRY(require_device(device));
-  if (context == nullptr) return kInvalidValue;
-  *context = context_of(device);
-  const std::lock_guard lock((*context)->mutex);
-  (*context)->is_retained = true;
-  return kSuccess;
+  return require_device(device, context);
 }
 
 Result api::ctx_get_current(Context* context) {
   RINGCOMM_TRY(require_initialized());
-  if (context == nullptr) return kInvalidValue;
   *context = current;
   return kSuccess;
 }
 
 Result api::ctx_set_current(Context context) {
   RINGCOMM_TRY(require_initialized());
-  if (context != nullptr && !is_context(context)) return kInvalidContext;
   current = context;
   return kSuccess;
 }

@@ -1,32 +1,71 @@
 #pragma once
 
+#include <atomic>
+#include <memory>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
-#include "emulator/errors.h"
-#include "emulator/exports.h"
+#include "emulator/api.h"
+#include "transport/shm/fd.h"
 
 /// A device's primary context: the only one it has.
 struct ringcomm::cuda::ContextTag {
   DeviceOrdinal device = 0;
-  std::mutex mutex;
-  bool is_retained = false;
+  std::atomic<long long> used_bytes = 0;
+  std::mutex mutex;  ///< of null_stream
   StreamHandle null_stream = nullptr;
+  std::mutex turn_mutex;
+  std::weak_ptr<shm::UniqueFd> turn;  ///< of this process's kernels, where there is no MPS
 };
 
 namespace ringcomm::emulator {
 
-/// kNotInitialized before cuInit, and in a child that was forked after it.
+/// kNotInitialized before cuInit.
 Result require_initialized();
-/// And that there is a device of this number.
-Result require_device(DeviceOrdinal device);
+/// And that there is a device of this number; gives its context.
+Result require_device(DeviceOrdinal device, Context* context = nullptr);
 /// And that this thread has a current context.
 Result require_context(Context* current = nullptr);
 
-/// The number of the GPU itself, which processes agree on.
-int physical_device(DeviceOrdinal device);
-/// Whether kernels on one device can have memory of another; a device has its own.
-bool can_map(DeviceOrdinal device, int physical);
-/// The primary context of a device that exists.
-Context context_of(DeviceOrdinal device);
+/// The objects of one kind that the program has handles of. A removed object lives while submitted
+/// work needs it; an invalid handle finds nothing.
+template <class T>
+class Handles {
+ public:
+  /// The handles of the process. Never destroyed, because threads run until the process ends.
+  static Handles& all() {
+    static Handles& handles = *new Handles();
+    return handles;
+  }
+
+  T* add(std::shared_ptr<T> object) {
+    const std::lock_guard lock(mutex_);
+    T* handle = object.get();
+    objects_.emplace(handle, std::move(object));
+    return handle;
+  }
+  std::shared_ptr<T> find(T* handle) {
+    const std::lock_guard lock(mutex_);
+    const auto found = objects_.find(handle);
+    return found != objects_.end() ? found->second : nullptr;
+  }
+  std::shared_ptr<T> remove(T* handle) {
+    const std::lock_guard lock(mutex_);
+    auto removed = objects_.extract(handle);
+    return removed ? std::move(removed.mapped()) : nullptr;
+  }
+  std::vector<std::shared_ptr<T>> list() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<T>> listed;
+    for (const auto& [handle, object] : objects_) listed.push_back(object);
+    return listed;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<T*, std::shared_ptr<T>> objects_;
+};
 
 }  // namespace ringcomm::emulator

@@ -14,7 +14,8 @@
 
 namespace ringcomm::emulator {
 
-/// A block of a GPU on threads of the host: gpu_block.cuh in terms of this machine. What a GPU
+/// A block of a GPU on threads of the host: gpu_block.cuh in terms of this machine. While it is
+/// there, plain accesses of this thread are those of its block; its end is the block's. What a GPU
 /// orders by its barriers and by acquire and release, this does with a barrier of threads and the
 /// host's atomics, so that ThreadSanitizer sees what is ordered by nothing.
 class HostBlock {
@@ -27,7 +28,17 @@ class HostBlock {
   };
 
   HostBlock(const cuda::GroupFrame& call, BlockContext& context, Shared& shared)
-      : call_(call), context_(context), shared_(shared), plain_(context) {}
+      : call_(call), context_(context), shared_(shared) {
+    BlockCache::current = context.cache;
+  }
+  ~HostBlock() {
+    BlockCache::current = nullptr;
+    if (context_.cache == nullptr) return;
+    context_.sync();
+    context_.cache->write_back();
+  }
+  HostBlock(const HostBlock&) = delete;
+  HostBlock& operator=(const HostBlock&) = delete;
 
   unsigned thread_idx() const { return context_.thread_idx; }
   unsigned num_threads() const { return context_.num_threads; }
@@ -70,7 +81,7 @@ class HostBlock {
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
     const std::uint64_t value = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
-    plain_.acquire();
+    if (context_.cache != nullptr) context_.cache->acquire();
     return value;
   }
   std::uint64_t load_seq_cst(const std::uint64_t& word) const { return load_acquire(word); }
@@ -138,14 +149,13 @@ class HostBlock {
  private:
   template <class Word>
   void store_release(Word& word, Word value) const {
-    plain_.release();
+    if (context_.cache != nullptr) context_.cache->write_back();
     __atomic_store_n(&word, value, __ATOMIC_RELEASE);
   }
 
   const cuda::GroupFrame& call_;
   BlockContext& context_;
   Shared& shared_;
-  PlainAccesses plain_;
   unsigned turn_ = 0;
   std::chrono::steady_clock::time_point began_;
   int awaited_peer_ = -1;

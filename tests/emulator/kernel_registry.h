@@ -1,8 +1,13 @@
 #pragma once
 
+#include <array>
+#include <barrier>
 #include <cstddef>
 #include <functional>
+#include <memory>
+#include <new>
 #include <string_view>
+#include <vector>
 
 #include "emulator/block_cache.h"
 
@@ -28,30 +33,58 @@ struct BlockContext {
   BlockCache* cache = nullptr;  ///< the block's; null: plain accesses take effect at once
 };
 
-/// While it is there, plain accesses of this thread are those of its block. Its end is the block's.
-class PlainAccesses {
+/// The state that the threads of a cluster of blocks share; without clusters, the threads of one
+/// block.
+class ClusterState {
  public:
-  explicit PlainAccesses(BlockContext& context) : context_(context) {
-    BlockCache::current = context.cache;
+  ClusterState(unsigned num_blocks, unsigned num_threads, std::size_t shared_bytes,
+               bool is_late = false)
+      : num_threads_(num_threads),
+        is_late_(is_late),
+        all_(static_cast<std::ptrdiff_t>(num_blocks * num_threads)) {
+    for (unsigned rank = 0; rank < num_blocks; ++rank) {
+      blocks_.push_back(std::make_unique<Block>(num_threads, shared_bytes));
+      shared_.push_back(blocks_.back()->launch_memory.get());
+    }
   }
-  ~PlainAccesses() {
-    BlockCache::current = nullptr;
-    if (context_.cache == nullptr) return;
-    context_.sync();
-    context_.cache->write_back();
-  }
-  PlainAccesses(const PlainAccesses&) = delete;
-  PlainAccesses& operator=(const PlainAccesses&) = delete;
+  unsigned num_blocks() const { return static_cast<unsigned>(blocks_.size()); }
 
-  void release() const {
-    if (context_.cache != nullptr) context_.cache->write_back();
-  }
-  void acquire() const {
-    if (context_.cache != nullptr) context_.cache->acquire();
+  /// The context of a thread of the cluster's block `rank`, in a grid of `num_clusters` clusters.
+  BlockContext context(unsigned cluster, unsigned num_clusters, unsigned rank, unsigned thread) {
+    Block& block = *blocks_[rank];
+    return {.thread_idx = thread,
+            .num_threads = num_threads_,
+            .block_idx = cluster * num_blocks() + rank,
+            .num_blocks = num_clusters * num_blocks(),
+            .sync = [&block] { block.barrier.arrive_and_wait(); },
+            .shared = block.memory.data(),
+            .cluster_rank = rank,
+            .cluster_blocks = num_blocks(),
+            .cluster_shared = shared_.data(),
+            .meet_cluster = [this] { all_.arrive_and_wait(); },
+            .cache = is_late_ ? &block.cache : nullptr};
   }
 
  private:
-  BlockContext& context_;
+  struct Free {
+    void operator()(std::byte* memory) const { ::operator delete[](memory, kAlignment); }
+  };
+  static constexpr std::align_val_t kAlignment{128};
+  struct Block {
+    Block(unsigned num_threads, std::size_t shared_bytes)
+        : barrier(static_cast<std::ptrdiff_t>(num_threads)),
+          launch_memory(new (kAlignment) std::byte[shared_bytes]) {}
+    std::barrier<> barrier;
+    alignas(16) std::array<std::byte, BlockContext::kSharedBytes> memory = {};
+    std::unique_ptr<std::byte[], Free> launch_memory;
+    BlockCache cache;
+  };
+
+  unsigned num_threads_;
+  bool is_late_;
+  std::barrier<> all_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<std::byte*> shared_;
 };
 
 /// A kernel of csrc/cuda/kernels, compiled by the host's compiler. It takes one parameter, a struct

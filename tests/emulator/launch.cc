@@ -1,19 +1,18 @@
-// Modules, functions and kernels.
+// Modules, functions, kernels, and the room that their blocks have on a GPU.
+#include <dlfcn.h>
+#include <fcntl.h>
+
 #include <algorithm>
-#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
-#include <mutex>
-#include <new>
+#include <string>
 #include <string_view>
-#include <thread>
-#include <vector>
 
-#include "emulator/capture.h"
-#include "emulator/cluster_state.h"
 #include "emulator/kernel_registry.h"
-#include "emulator/residency.h"
 #include "emulator/settings.h"
 #include "emulator/stream.h"
 
@@ -24,8 +23,8 @@ struct ringcomm::cuda::FunctionTag {
 
 struct ringcomm::cuda::ModuleTag {
   Context context = nullptr;
-  std::mutex mutex;
-  std::map<std::string_view, std::shared_ptr<FunctionTag>> functions;
+  std::mutex mutex = {};
+  std::map<std::string_view, std::shared_ptr<FunctionTag>> functions = {};
 };
 
 namespace ringcomm::emulator {
@@ -38,13 +37,87 @@ constexpr unsigned kMaxClusterBlocks = 8;
 constexpr std::size_t kMaxBlockSharedBytes = 227 << 10;
 constexpr std::size_t kSmSharedBytes = 228 << 10;
 constexpr std::size_t kReservedSharedBytes = 1 << 10;  // of each block
-constexpr std::align_val_t kParameterAlignment{64};
 
+/// 0: there can be no such block.
 int blocks_per_sm(unsigned block_threads, std::size_t shared_bytes) {
+  if (block_threads == 0 || block_threads > kMaxBlockThreads || shared_bytes > kMaxBlockSharedBytes)
+    return 0;
   const int by_threads = kMaxSmThreads / static_cast<int>(block_threads);
   const int by_memory = static_cast<int>(kSmSharedBytes / (shared_bytes + kReservedSharedBytes));
   return std::min({settings().blocks_per_sm, by_threads, by_memory});
 }
+
+// ---- the room on a GPU, for which kernels of all streams of all processes of the machine compete
+
+// It is locks on bytes of this library's file, each on a file description of its own, which the
+// system closes when a process ends. They add no memory order, so that ThreadSanitizer detects
+// races between kernels that no event orders.
+constexpr int kTurnByte = 0;
+constexpr int kFirstSlotByte = 1;
+constexpr int kDeviceBits = 20;  // of an offset: a byte of a GPU
+constexpr int kBoxBits = 26;     // and one of the GPUs of a box
+
+[[noreturn]] void fail(const char* what) {
+  std::perror(what);
+  std::abort();
+}
+
+/// The library's own file, which all have.
+shm::UniqueFd open_library() {
+  Dl_info info = {};
+  if (dladdr(reinterpret_cast<void*>(&open_library), &info) == 0) fail("libcuda_emulator: dladdr");
+  static const int first = open(info.dli_fname, O_RDWR | O_CLOEXEC);
+  static const std::string path = "/proc/self/fd/" + std::to_string(first);  // if it is replaced
+  shm::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!fd) fail("libcuda_emulator: cannot open the library's file to lock it");
+  return fd;
+}
+
+/// Locks bytes of a GPU until the file is closed; `waits` until that can be. False where another
+/// block or process has them.
+bool lock_bytes(const shm::UniqueFd& file, int device, int begin, int num_bytes, bool waits) {
+  struct flock range = {};
+  range.l_type = F_WRLCK;
+  range.l_whence = SEEK_SET;
+  range.l_start = (off_t{settings().box} << kBoxBits) + (off_t{device} << kDeviceBits) + begin;
+  range.l_len = num_bytes;
+  while (fcntl(file.get(), waits ? F_OFD_SETLKW : F_OFD_SETLK, &range) != 0) {
+    if (!waits && (errno == EAGAIN || errno == EACCES)) return false;
+    if (errno != EINTR) fail("libcuda_emulator: cannot lock the library's file");
+  }
+  return true;
+}
+
+/// Without MPS, reserves the GPU for the kernels of this process, which share it, while this lives.
+std::shared_ptr<shm::UniqueFd> take_turn(ContextTag& context) {
+  if (settings().has_mps) return nullptr;
+  const std::lock_guard lock(context.turn_mutex);
+  std::shared_ptr<shm::UniqueFd> turn = context.turn.lock();
+  if (turn != nullptr) return turn;
+  context.turn = turn = std::make_shared<shm::UniqueFd>(open_library());
+  lock_bytes(*turn, context.device, kTurnByte, 1, true);
+  return turn;
+}
+
+/// Waits until a multiprocessor has `num_slots` adjacent free slots for a block; uses all
+/// multiprocessors before it puts a second block on one. They are taken until this is closed.
+shm::UniqueFd take_slots(int device, int num_slots) {
+  static std::atomic<unsigned> next_sm = 0;  // where to look first, which is probably free
+  const int num_sms = settings().num_real_sms, per_sm = settings().blocks_per_sm;
+  const auto first_sm = static_cast<int>(next_sm.fetch_add(1, std::memory_order_relaxed) %
+                                         static_cast<unsigned>(num_sms));
+  shm::UniqueFd file = open_library();
+  for (;;) {
+    for (int in_sm = 0; in_sm + num_slots <= per_sm; ++in_sm)
+      for (int i = 0; i < num_sms; ++i) {
+        const int slot = (first_sm + i) % num_sms * per_sm + in_sm;
+        if (lock_bytes(file, device, kFirstSlotByte + slot, num_slots, false)) return file;
+      }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+// ---- kernels
 
 /// Runs a host function at the place of a kernel, for torch's operators.
 void run_function(const void* parameter, BlockContext& context) {
@@ -53,11 +126,15 @@ void run_function(const void* parameter, BlockContext& context) {
 }
 constexpr Kernel kFunction = {FunctionCall::kName, sizeof(FunctionCall), run_function};
 
+struct alignas(64) ParameterLine {
+  std::byte bytes[64];
+};
+
 /// A launch, copied when it was made.
 struct Grid {
   const Kernel* kernel = nullptr;
-  std::shared_ptr<void> parameter;
-  DeviceOrdinal device = 0;
+  std::vector<ParameterLine> parameter = {};
+  Context context = nullptr;
   unsigned num_blocks = 0;
   unsigned num_resident = 0;  // the maximum at a time
   int slots_per_block = 1;
@@ -65,14 +142,6 @@ struct Grid {
   unsigned cluster_blocks = 1;
   std::size_t shared_bytes = 0;
 };
-
-std::shared_ptr<void> copy_parameter(const void* parameter, std::size_t num_bytes) {
-  const auto release = [](void* memory) { ::operator delete(memory, kParameterAlignment); };
-  std::shared_ptr<void> copy(
-      ::operator new(std::max<std::size_t>(num_bytes, 1), kParameterAlignment), release);
-  std::memcpy(copy.get(), parameter, num_bytes);
-  return copy;
-}
 
 /// Calls function(0) ... function(num - 1), each on a thread of its own, the first on this one.
 template <class F>
@@ -82,41 +151,46 @@ void run_at_once(unsigned num, const F& function) {
   function(0);
 }
 
-/// The slots of a cluster's blocks. A cluster acquires all of them together, or two clusters could
+/// A block, or those of a cluster, which takes all of its slots together, or two clusters could
 /// deadlock.
-std::vector<int> acquire_slots(const Grid& grid) {
+void run_cluster(const Grid& grid, unsigned cluster) {
   static std::mutex mutex;
+  ClusterState state(grid.cluster_blocks, grid.num_threads, grid.shared_bytes, settings().is_late);
   std::unique_lock lock(mutex, std::defer_lock);
   if (grid.cluster_blocks > 1) lock.lock();
-  std::vector<int> slots;
+  std::vector<shm::UniqueFd> slots;
   for (unsigned rank = 0; rank < grid.cluster_blocks; ++rank)
-    slots.push_back(Residency::of(grid.device).acquire(grid.slots_per_block));
-  return slots;
-}
-
-/// A block, or those of a cluster.
-void run_cluster(const Grid& grid, unsigned cluster) {
-  ClusterState state(grid.cluster_blocks, grid.num_threads, grid.shared_bytes, settings().is_late);
-  const std::vector<int> slots = acquire_slots(grid);
-  const auto run = [&](unsigned thread) {
+    slots.push_back(take_slots(grid.context->device, grid.slots_per_block));
+  if (lock.owns_lock()) lock.unlock();
+  run_at_once(grid.cluster_blocks * grid.num_threads, [&](unsigned thread) {
     BlockContext context = state.context(cluster, grid.num_blocks / grid.cluster_blocks,
                                          thread / grid.num_threads, thread % grid.num_threads);
-    grid.kernel->run(grid.parameter.get(), context);
-  };
-  run_at_once(grid.cluster_blocks * grid.num_threads, run);
-  for (const int slot : slots) Residency::of(grid.device).release(slot, grid.slots_per_block);
+    grid.kernel->run(grid.parameter.data(), context);
+  });
 }
 
 /// Runs the maximum of blocks at a time, and starts a new one when one has ended.
 void run_grid(const Grid& grid) {
-  Residency::of(grid.device).begin_kernel();
+  const std::shared_ptr<shm::UniqueFd> turn = take_turn(*grid.context);
   const unsigned num_clusters = grid.num_blocks / grid.cluster_blocks;
   const unsigned num_resident = std::min(grid.num_blocks, grid.num_resident) / grid.cluster_blocks;
   std::atomic<unsigned> next_cluster = 0;
   run_at_once(std::max(1U, num_resident), [&](unsigned) {
     for (unsigned cluster; (cluster = next_cluster++) < num_clusters;) run_cluster(grid, cluster);
   });
-  Residency::of(grid.device).end_kernel();
+}
+
+/// The blocks of a launch's clusters; 0: this is no cluster that there can be.
+unsigned cluster_blocks_of(const LaunchConfig& config) {
+  unsigned num_blocks = 1;
+  for (unsigned i = 0; i < config.num_attributes; ++i) {
+    const LaunchAttribute& attribute = config.attributes[i];
+    const unsigned* cluster = attribute.value.cluster;
+    if (attribute.id != kClusterDimension || cluster[1] != 1 || cluster[2] != 1) return 0;
+    num_blocks = cluster[0];
+  }
+  const bool divides = num_blocks > 0 && config.grid[0] % num_blocks == 0;
+  return divides && num_blocks <= kMaxClusterBlocks ? num_blocks : 0;
 }
 
 }  // namespace
@@ -124,20 +198,16 @@ void run_grid(const Grid& grid) {
 Result api::module_load_data(Module* module, const void* image) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
-  if (module == nullptr || image == nullptr) return kInvalidValue;
   RINGCOMM_TRY(check_unsafe_call());
   if (std::strncmp(static_cast<const char*>(image), kImage.data(), kImage.size()) != 0)
     return kInvalidImage;
-  auto made = std::make_shared<ModuleTag>();
-  made->context = context;
-  *module = Handles<ModuleTag>::all().add(std::move(made));
+  *module = Handles<ModuleTag>::all().add(std::make_shared<ModuleTag>(context));
   return kSuccess;
 }
 
 Result api::module_get_function(Function* function, Module module, const char* name) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
-  if (function == nullptr || name == nullptr) return kInvalidValue;
   const std::shared_ptr<ModuleTag> found = Handles<ModuleTag>::all().find(module);
   if (found == nullptr) return kInvalidHandle;
   const Kernel* kernel = kFunction.name == std::string_view(name) ? &kFunction : find_kernel(name);
@@ -156,11 +226,8 @@ Result api::module_get_function(Function* function, Module module, const char* n
 Result api::occupancy_max_active_blocks(int* num_blocks, Function function, int block_threads,
                                         std::size_t shared_bytes) {
   RINGCOMM_TRY(require_context());
-  if (num_blocks == nullptr || block_threads <= 0) return kInvalidValue;
   if (Handles<FunctionTag>::all().find(function) == nullptr) return kInvalidHandle;
-  const bool fits =
-      block_threads <= static_cast<int>(kMaxBlockThreads) && shared_bytes <= kMaxBlockSharedBytes;
-  *num_blocks = fits ? blocks_per_sm(static_cast<unsigned>(block_threads), shared_bytes) : 0;
+  *num_blocks = blocks_per_sm(static_cast<unsigned>(block_threads), shared_bytes);
   return kSuccess;
 }
 
@@ -172,26 +239,8 @@ Result api::func_set_attribute(Function function, int attribute, int value) {
   return is_known && fits ? kSuccess : kInvalidValue;
 }
 
-namespace {
-
-/// 0: this is no cluster that there can be.
-unsigned cluster_blocks_of(const LaunchConfig& config) {
-  unsigned num_blocks = 1;
-  for (unsigned i = 0; i < config.num_attributes; ++i) {
-    const LaunchAttribute& attribute = config.attributes[i];
-    const unsigned* cluster = attribute.value.cluster;
-    if (attribute.id != kClusterDimension || cluster[1] != 1 || cluster[2] != 1) return 0;
-    num_blocks = cluster[0];
-  }
-  const bool divides = num_blocks > 0 && config.grid[0] % num_blocks == 0;
-  return divides && num_blocks <= kMaxClusterBlocks ? num_blocks : 0;
-}
-
-}  // namespace
-
 Result api::occupancy_max_active_clusters(int* num_clusters, Function function,
                                           const LaunchConfig* config) {
-  if (num_clusters == nullptr || config == nullptr) return kInvalidValue;
   const unsigned cluster_blocks = cluster_blocks_of(*config);
   if (cluster_blocks == 0) return kInvalidValue;
   int per_sm = 0;
@@ -205,43 +254,39 @@ Result api::launch_kernel(Function function, unsigned grid_x, unsigned grid_y, u
                           unsigned block_x, unsigned block_y, unsigned block_z,
                           unsigned shared_bytes, StreamHandle handle, void** parameters,
                           void** extra) {
-  const LaunchConfig config = {.grid = {grid_x, grid_y, grid_z},
-                               .block = {block_x, block_y, block_z},
-                               .shared_bytes = shared_bytes,
-                               .stream = handle,
-                               .attributes = nullptr,
-                               .num_attributes = 0};
+  const LaunchConfig config = {
+      {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, handle, nullptr, 0};
   return launch_kernel_ex(&config, function, parameters, extra);
 }
 
 Result api::launch_kernel_ex(const LaunchConfig* config, Function function, void** parameters,
                              void** extra) {
-  if (config == nullptr) return kInvalidValue;
   std::shared_ptr<StreamTag> stream;
   RINGCOMM_TRY(find_stream(config->stream, &stream));
   const std::shared_ptr<FunctionTag> found = Handles<FunctionTag>::all().find(function);
   if (found == nullptr || found->context != stream->context) return kInvalidHandle;
   const unsigned block_threads = config->block[0];
-  if (config->grid[0] == 0 || block_threads == 0 || block_threads > kMaxBlockThreads ||
-      parameters == nullptr || parameters[0] == nullptr || extra != nullptr ||
-      config->shared_bytes > kMaxBlockSharedBytes)
-    return kInvalidValue;
   if (config->grid[1] != 1 || config->grid[2] != 1 || config->block[1] != 1 ||
       config->block[2] != 1)
     return kNotSupported;
-  Grid grid;
-  grid.cluster_blocks = cluster_blocks_of(*config);
-  if (grid.cluster_blocks == 0) return kInvalidValue;
-  grid.kernel = found->kernel;
-  grid.parameter = copy_parameter(parameters[0], found->kernel->param_bytes);
-  grid.device = stream->context->device;
-  grid.num_blocks = config->grid[0];
+  const unsigned cluster_blocks = cluster_blocks_of(*config);
   const int per_sm = blocks_per_sm(block_threads, config->shared_bytes);
-  grid.num_resident = static_cast<unsigned>(settings().num_real_sms * per_sm);
-  if (grid.num_resident < grid.cluster_blocks) return kInvalidValue;
-  grid.slots_per_block = settings().blocks_per_sm / per_sm;
-  grid.num_threads = std::min(static_cast<unsigned>(settings().threads_per_block), block_threads);
-  grid.shared_bytes = config->shared_bytes;
+  const auto num_resident = static_cast<unsigned>(settings().num_real_sms * per_sm);
+  if (config->grid[0] == 0 || extra != nullptr || cluster_blocks == 0 ||
+      num_resident < cluster_blocks)
+    return kInvalidValue;
+  const std::size_t param_bytes = found->kernel->param_bytes;
+  Grid grid{
+      .kernel = found->kernel,
+      .context = stream->context,
+      .num_blocks = config->grid[0],
+      .num_resident = num_resident,
+      .slots_per_block = settings().blocks_per_sm / per_sm,
+      .num_threads = std::min(static_cast<unsigned>(settings().threads_per_block), block_threads),
+      .cluster_blocks = cluster_blocks,
+      .shared_bytes = config->shared_bytes};
+  grid.parameter.resize(param_bytes / sizeof(ParameterLine) + 1);
+  std::memcpy(grid.parameter.data(), parameters[0], param_bytes);
   return submit(*stream, [grid = std::move(grid)] { run_grid(grid); });
 }
 

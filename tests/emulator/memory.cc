@@ -1,144 +1,500 @@
-// Memory that is allocated with its address: cuMemAlloc, cuMemHostAlloc, and IPC handles of the
-// former.
+// Memory of GPUs, which processes share by handles and descriptors, memory of the host, and copies.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <bit>
+#include <charconv>
 #include <cstdio>
-#include <utility>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <string_view>
 
-#include "emulator/address_space.h"
-#include "emulator/capture.h"
 #include "emulator/settings.h"
 #include "emulator/stream.h"
 
 namespace ringcomm::emulator {
 namespace {
 
+constexpr std::size_t kPageBytes = 4096;
+/// Of cuMemCreate and of IPC handles; allocations of other sizes share a piece with others.
+constexpr std::size_t kGranularityBytes = std::size_t{2} << 20;
 constexpr unsigned kHostAllocFlags = kHostPortable | kHostDeviceMap | 4;  // 4: write-combined
+constexpr std::string_view kName = "ringcomm-emulated-gpu-";
 
-/// The granularity of IPC handles; allocations of other sizes share a piece with others.
-constexpr std::size_t kSharedGranularity = std::size_t{2} << 20;
+ino_t inode_of(int fd) {
+  struct stat status = {};
+  return fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
+/// Memory of a GPU: a memfd, which exists until the last process closes it. Its name identifies the
+/// GPU, for processes that receive the descriptor.
+struct PhysicalMemory {
+  shm::UniqueFd fd;
+  std::size_t num_bytes = 0;
+  int device = 0;             ///< the GPU itself
+  bool is_exportable = true;  ///< by descriptor
+  Context charged = nullptr;  ///< null for imported memory
+
+  ~PhysicalMemory() {
+    if (charged != nullptr) charged->used_bytes -= static_cast<long long>(num_bytes);
+  }
+
+  /// kErrorOutOfMemory if this process would have more on the device than it may.
+  static Result create(Context context, std::size_t num_bytes,
+                       std::shared_ptr<PhysicalMemory>* memory) {
+    auto made = std::make_shared<PhysicalMemory>();
+    made->charged = context;
+    made->num_bytes = num_bytes;
+    made->device = context->device;
+    if ((context->used_bytes += static_cast<long long>(num_bytes)) > settings().memory_bytes)
+      return kErrorOutOfMemory;
+    const std::string name = std::string(kName) + std::to_string(made->device);
+    made->fd.reset(memfd_create(name.c_str(), MFD_CLOEXEC));
+    if (!made->fd || ftruncate(made->fd.get(), static_cast<off_t>(num_bytes)) != 0)
+      return kErrorOutOfMemory;
+    *memory = std::move(made);
+    return kSuccess;
+  }
+
+  /// Memory that another process, or this one, created. kInvalidValue unless `fd` is of such.
+  static Result import(int fd, std::shared_ptr<PhysicalMemory>* memory) {
+    struct stat status = {};
+    char link[128] = {};
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    if (readlink(path.c_str(), link, sizeof(link) - 1) < 0 || fstat(fd, &status) != 0)
+      return kInvalidValue;
+    const std::string_view name = link;  // "/memfd:NAME (deleted)"
+    const std::size_t begin = name.find(kName);
+    if (begin == name.npos) return kInvalidValue;
+    auto made = std::make_shared<PhysicalMemory>();
+    std::from_chars(name.data() + begin + kName.size(), name.data() + name.size(), made->device);
+    made->fd.reset(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!made->fd) return kOperatingSystem;
+    made->num_bytes = static_cast<std::size_t>(status.st_size);
+    *memory = std::move(made);
+    return kSuccess;
+  }
+};
+
+/// Whether kernels of a device can have memory of this GPU.
+bool can_map(Context context, int physical) {
+  return context->device == physical || settings().has_peer_access;
+}
+
+void* as_pointer(DevicePtr address) { return reinterpret_cast<void*>(address); }
+DevicePtr as_address(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
+
+// ---- the address space of this process
+
+/// How a piece of the address space was created, which determines how it is removed.
+enum class Origin { kReserved, kAllocated, kIpc, kHost };
+
+/// A piece of the address space that the driver knows.
+struct Piece {
+  DevicePtr base = 0;
+  std::size_t num_bytes = 0;
+  Origin origin = Origin::kAllocated;
+  std::shared_ptr<PhysicalMemory> memory;  // none for the host's, nor for what is only reserved
+};
+
+// Never destroyed.
+std::mutex& space_mutex = *new std::mutex();
+std::map<DevicePtr, Piece>& pieces = *new std::map<DevicePtr, Piece>();
+
+void add_piece(Piece piece) {
+  const std::lock_guard lock(space_mutex);
+  pieces[piece.base] = std::move(piece);
+}
+
+/// Calls change(piece) with the one that begins at `base`, under the lock, and returns its Result;
+/// kInvalidValue if there is none of this origin.
+template <class Change>
+Result change_piece(DevicePtr base, Origin origin, Change change) {
+  const std::lock_guard lock(space_mutex);
+  const auto found = pieces.find(base);
+  if (found == pieces.end() || found->second.origin != origin) return kInvalidValue;
+  return change(found->second);
+}
+
+/// The same with the reservation of exactly this size.
+template <class Change>
+Result change_reserved(DevicePtr address, std::size_t num_bytes, Change change) {
+  return change_piece(address, Origin::kReserved, [&](Piece& piece) {
+    return piece.num_bytes == num_bytes ? change(piece) : kInvalidValue;
+  });
+}
+
+/// A copy of the piece that has the address; false if there is none.
+bool find_piece(DevicePtr address, Piece* found) {
+  const std::lock_guard lock(space_mutex);
+  auto after = pieces.upper_bound(address);
+  if (after == pieces.begin()) return false;
+  const Piece& piece = (--after)->second;
+  if (address - piece.base >= piece.num_bytes) return false;
+  *found = piece;
+  return true;
+}
+
+/// Reserves addresses; 0 if the system refuses.
+DevicePtr reserve(std::size_t num_bytes) {
+  void* range =
+      mmap(nullptr, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return range != MAP_FAILED ? as_address(range) : 0;
+}
+
+bool map_over(DevicePtr address, std::size_t num_bytes, int protection, int flags, int fd) {
+  return mmap(as_pointer(address), num_bytes, protection, flags | MAP_FIXED, fd, 0) != MAP_FAILED;
+}
+
+/// The bytes of a mapping of whole pages, and of one behind it that faults.
+std::size_t mapped_bytes(std::size_t num_bytes) {
+  return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes + kPageBytes;
+}
+
+/// Maps all of the memory, or if there is none memory of the host, as a piece of its own.
+Result map_piece(std::shared_ptr<PhysicalMemory> memory, std::size_t num_bytes, Origin origin,
+                 DevicePtr* address) {
+  const std::size_t reserved_bytes = mapped_bytes(num_bytes);
+  *address = reserve(reserved_bytes);
+  if (*address == 0) return kErrorOutOfMemory;
+  const int flags = memory != nullptr ? MAP_SHARED : MAP_SHARED | MAP_ANONYMOUS;
+  if (!map_over(*address, reserved_bytes - kPageBytes, PROT_READ | PROT_WRITE, flags,
+                memory != nullptr ? memory->fd.get() : -1)) {
+    munmap(as_pointer(*address), reserved_bytes);
+    return kMapFailed;
+  }
+  add_piece({*address, num_bytes, origin, std::move(memory)});
+  return kSuccess;
+}
+
+// ---- handles for other processes
+
+/// The content of a 64-byte IPC handle: where to find the memory's descriptor while the process
+/// that created it lives. The inode shows whether it is still the same memory.
+struct IpcHandle {
+  char magic[8];
+  pid_t pid;
+  int fd;
+  ino_t inode;
+  std::uint8_t reserved[40];
+};
+static_assert(sizeof(IpcHandle) == sizeof(IpcMemHandle));
+constexpr char kMagic[8] = "emu-ipc";
+
+// A process that opens memory locks its first byte for reading, on its own file description. The
+// system releases the lock with the description, also if the process is killed.
+struct flock first_byte(short type) {
+  struct flock lock = {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = 1;
+  return lock;
+}
+
+/// Ends this process if another one has open what it is about to free.
+void check_not_opened_elsewhere(int fd) {
+  struct flock lock = first_byte(F_WRLCK);
+  if (fcntl(fd, F_OFD_GETLK, &lock) != 0 || lock.l_type == F_UNLCK) return;
+  std::fprintf(stderr, "libcuda_emulator: memory is freed while another process has it open\n");
+  std::abort();
+}
+
+/// Takes the piece that begins at `base` away.
+Result unmap_piece(DevicePtr base, Origin origin) {
+  Context context = nullptr;
+  RINGCOMM_TRY(require_context(&context));
+  Piece piece;
+  RINGCOMM_TRY(change_piece(base, origin, [&](Piece& found) {
+    piece = std::move(found);
+    pieces.erase(base);
+    return kSuccess;
+  }));
+  if (origin == Origin::kAllocated) check_not_opened_elsewhere(piece.memory->fd.get());
+  synchronize_context(context);  // as CUDA does before it takes memory away
+  munmap(as_pointer(base), mapped_bytes(piece.num_bytes));
+  return kSuccess;
+}
 
 }  // namespace
+
+// ---- memory that is allocated with its address
 
 Result api::mem_get_info(std::size_t* num_free, std::size_t* num_total) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
-  if (num_free == nullptr || num_total == nullptr) return kInvalidValue;
-  *num_total = settings().memory_bytes;
-  *num_free = settings().memory_bytes - used_bytes(context->device);
+  *num_total = static_cast<std::size_t>(settings().memory_bytes);
+  *num_free = *num_total - static_cast<std::size_t>(context->used_bytes);
   return kSuccess;
 }
 
 Result api::mem_alloc(DevicePtr* address, std::size_t num_bytes) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
-  if (address == nullptr || num_bytes == 0) return kInvalidValue;
+  if (num_bytes == 0) return kInvalidValue;
   RINGCOMM_TRY(check_unsafe_call());
   std::shared_ptr<PhysicalMemory> memory;
-  RINGCOMM_TRY(PhysicalMemory::create(context->device, num_bytes, &memory));
-  const void* mapped = map_whole(*memory);
-  if (mapped == nullptr) return kErrorOutOfMemory;
-  *address = as_address(mapped);
-  AddressSpace::of_process().add({*address, num_bytes, Origin::kAllocated, std::move(memory)});
-  return kSuccess;
+  RINGCOMM_TRY(PhysicalMemory::create(context, num_bytes, &memory));
+  return map_piece(std::move(memory), num_bytes, Origin::kAllocated, address);
 }
 
 Result api::mem_free(DevicePtr address) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_TRY(require_context());
   RINGCOMM_TRY(check_unsafe_call());
-  if (address == 0) return kSuccess;
-  Piece piece;
-  if (!AddressSpace::of_process().remove(address, Origin::kAllocated, &piece)) return kInvalidValue;
-  check_not_opened_elsewhere(piece.memory->fd(), "memory");
-  synchronize_context(context);  // as CUDA does before it takes memory away
-  unmap_whole(piece.base, piece.num_bytes);
-  return kSuccess;
+  return address != 0 ? unmap_piece(address, Origin::kAllocated) : kSuccess;
 }
 
 Result api::ipc_get_mem_handle(IpcMemHandle* handle, DevicePtr address) {
   RINGCOMM_TRY(require_context());
   Piece piece;
-  if (handle == nullptr || !AddressSpace::of_process().find(address, &piece) ||
-      piece.origin != Origin::kAllocated)
-    return kInvalidValue;
-  if (piece.num_bytes % kSharedGranularity != 0) {
+  if (!find_piece(address, &piece) || piece.origin != Origin::kAllocated) return kInvalidValue;
+  if (piece.num_bytes % kGranularityBytes != 0) {
     std::fprintf(stderr,
                  "libcuda_emulator: cuIpcGetMemHandle of %zu bytes: CUDA cuts them from 2 MiB that "
                  "it hands out whole, with what others have in there\n",
                  piece.num_bytes);
     return kInvalidValue;
   }
-  return write_handle(IpcKind::kMemory, piece.memory->fd(), handle);
+  if (!settings().has_ipc) return kNotSupported;
+  const int fd = piece.memory->fd.get();
+  IpcHandle made = {{}, getpid(), fd, inode_of(fd), {}};
+  std::memcpy(made.magic, kMagic, sizeof(kMagic));
+  *handle = std::bit_cast<IpcMemHandle>(made);
+  return kSuccess;
 }
 
 Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigned flags) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
-  if (address == nullptr || flags != kIpcLazyPeerAccess) return kInvalidValue;
+  if (flags != kIpcLazyPeerAccess) return kInvalidValue;
   RINGCOMM_TRY(check_unsafe_call());
-  shm::UniqueFd fd;
-  RINGCOMM_TRY(open_handle(IpcKind::kMemory, &handle, &fd));
+  if (!settings().has_ipc) return kNotSupported;
+  const auto made = std::bit_cast<IpcHandle>(handle);
+  if (std::memcmp(made.magic, kMagic, sizeof(kMagic)) != 0) return kInvalidValue;
+  if (made.pid == getpid()) return kInvalidContext;
+  const std::string path = "/proc/" + std::to_string(made.pid) + "/fd/" + std::to_string(made.fd);
+  const shm::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  // Where its maker is gone, or has freed it.
+  if (!fd || inode_of(fd.get()) != made.inode) return kMapFailed;
+  struct flock lock = first_byte(F_RDLCK);
+  if (fcntl(fd.get(), F_OFD_SETLK, &lock) != 0) return kMapFailed;
   std::shared_ptr<PhysicalMemory> memory;
   RINGCOMM_TRY(PhysicalMemory::import(fd.get(), &memory));
-  if (!can_map(context->device, memory->physical_device())) return kPeerAccessUnsupported;
-  if ((*address = AddressSpace::of_process().reopen(memory->inode())) != 0) return kSuccess;
-  const void* mapped = map_whole(*memory);
-  if (mapped == nullptr) return kMapFailed;
-  *address = as_address(mapped);
-  const std::size_t num_bytes = memory->num_bytes();
-  AddressSpace::of_process().add({*address, num_bytes, Origin::kIpc, std::move(memory)});
-  return kSuccess;
+  if (!can_map(context, memory->device)) return kPeerAccessUnsupported;
+  const std::size_t num_bytes = memory->num_bytes;
+  return map_piece(std::move(memory), num_bytes, Origin::kIpc, address);
 }
 
-Result api::ipc_close_mem_handle(DevicePtr address) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
-  const Result result = AddressSpace::of_process().change(address, [](Piece* piece) {
-    if (piece == nullptr || piece->origin != Origin::kIpc) return kInvalidValue;
-    return --piece->num_opened > 0 ? kErrorNotReady : kSuccess;
-  });
-  if (result == kErrorNotReady) return kSuccess;  // opened more often than closed
-  RINGCOMM_TRY(result);
-  Piece piece;
-  AddressSpace::of_process().remove(address, Origin::kIpc, &piece);
-  synchronize_context(context);  // as CUDA does before it takes memory away
-  unmap_whole(piece.base, piece.num_bytes);
-  return kSuccess;
-}
+Result api::ipc_close_mem_handle(DevicePtr address) { return unmap_piece(address, Origin::kIpc); }
 
 Result api::mem_host_alloc(void** address, std::size_t num_bytes, unsigned flags) {
   RINGCOMM_TRY(require_context());
-  if (address == nullptr || num_bytes == 0 || (flags & ~kHostAllocFlags) != 0) return kInvalidValue;
+  if (num_bytes == 0 || (flags & ~kHostAllocFlags) != 0) return kInvalidValue;
   RINGCOMM_TRY(check_unsafe_call());
-  void* mapped =
-      mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return kErrorOutOfMemory;
-  *address = mapped;
-  AddressSpace::of_process().add({as_address(mapped), num_bytes, Origin::kHost, nullptr});
+  DevicePtr mapped = 0;
+  RINGCOMM_TRY(map_piece(nullptr, num_bytes, Origin::kHost, &mapped));
+  *address = as_pointer(mapped);
   return kSuccess;
 }
 
 Result api::mem_free_host(void* address) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
+  RINGCOMM_TRY(require_context());
   RINGCOMM_TRY(check_unsafe_call());
-  Piece piece;
-  if (!AddressSpace::of_process().remove(as_address(address), Origin::kHost, &piece))
-    return kInvalidValue;
-  synchronize_context(context);  // as CUDA does before it takes memory away
-  munmap(as_pointer(piece.base), piece.num_bytes);
-  return kSuccess;
+  return unmap_piece(as_address(address), Origin::kHost);
 }
 
 Result api::mem_host_get_device_pointer(DevicePtr* device_address, void* address, unsigned flags) {
   RINGCOMM_TRY(require_context());
   Piece piece;
-  if (device_address == nullptr || flags != 0 ||
-      !AddressSpace::of_process().find(as_address(address), &piece) ||
-      piece.origin != Origin::kHost)
+  if (flags != 0 || !find_piece(as_address(address), &piece) || piece.origin != Origin::kHost)
     return kInvalidValue;
   *device_address = as_address(address);
+  return kSuccess;
+}
+
+// ---- physical memory without addresses, and addresses without memory
+
+namespace {
+
+std::shared_ptr<PhysicalMemory> find_memory(MemoryHandle handle) {
+  return Handles<PhysicalMemory>::all().find(reinterpret_cast<PhysicalMemory*>(handle));
+}
+
+MemoryHandle add_memory(std::shared_ptr<PhysicalMemory> memory) {
+  return reinterpret_cast<MemoryHandle>(Handles<PhysicalMemory>::all().add(std::move(memory)));
+}
+
+Result require_vmm() {
+  RINGCOMM_TRY(require_initialized());
+  return settings().has_vmm ? kSuccess : kNotSupported;
+}
+
+bool is_granular(std::size_t num_bytes) {
+  return num_bytes > 0 && num_bytes % kGranularityBytes == 0;
+}
+
+Result check_prop(const MemAllocationProp* prop, Context* context) {
+  if (prop->type != kAllocationPinned || prop->location.type != kLocationDevice ||
+      prop->win32_metadata != nullptr)
+    return kInvalidValue;
+  if ((prop->requested_handle_types & ~kHandlePosixFd) != 0) return kNotSupported;
+  return require_device(prop->location.id, context);
+}
+
+}  // namespace
+
+Result api::mem_get_allocation_granularity(std::size_t* granularity, const MemAllocationProp* prop,
+                                           int flags) {
+  RINGCOMM_TRY(require_vmm());
+  Context context = nullptr;
+  if (flags != kGranularityMinimum) return kInvalidValue;
+  RINGCOMM_TRY(check_prop(prop, &context));
+  *granularity = kGranularityBytes;
+  return kSuccess;
+}
+
+Result api::mem_create(MemoryHandle* handle, std::size_t num_bytes, const MemAllocationProp* prop,
+                       unsigned long long flags) {
+  RINGCOMM_TRY(require_vmm());
+  Context context = nullptr;
+  if (flags != 0 || !is_granular(num_bytes)) return kInvalidValue;
+  RINGCOMM_TRY(check_prop(prop, &context));
+  std::shared_ptr<PhysicalMemory> memory;
+  RINGCOMM_TRY(PhysicalMemory::create(context, num_bytes, &memory));
+  memory->is_exportable = (prop->requested_handle_types & kHandlePosixFd) != 0;
+  *handle = add_memory(std::move(memory));
+  return kSuccess;
+}
+
+Result api::mem_release(MemoryHandle handle) {
+  RINGCOMM_TRY(require_vmm());
+  auto* const memory = reinterpret_cast<PhysicalMemory*>(handle);
+  return Handles<PhysicalMemory>::all().remove(memory) != nullptr ? kSuccess : kInvalidValue;
+}
+
+Result api::mem_address_reserve(DevicePtr* address, std::size_t num_bytes, std::size_t alignment,
+                                DevicePtr, unsigned long long flags) {
+  RINGCOMM_TRY(require_vmm());
+  if (!is_granular(num_bytes) || flags != 0) return kInvalidValue;
+  if (alignment != 0) return kNotSupported;
+  *address = reserve(num_bytes);
+  if (*address == 0) return kErrorOutOfMemory;
+  add_piece({*address, num_bytes, Origin::kReserved, nullptr});
+  return kSuccess;
+}
+
+Result api::mem_address_free(DevicePtr address, std::size_t num_bytes) {
+  RINGCOMM_TRY(require_vmm());
+  return change_reserved(address, num_bytes, [&](const Piece& piece) {
+    if (piece.memory != nullptr) return kInvalidValue;
+    pieces.erase(address);
+    munmap(as_pointer(address), num_bytes);
+    return kSuccess;
+  });
+}
+
+Result api::mem_map(DevicePtr address, std::size_t num_bytes, std::size_t offset,
+                    MemoryHandle handle, unsigned long long flags) {
+  RINGCOMM_TRY(require_vmm());
+  const std::shared_ptr<PhysicalMemory> memory = find_memory(handle);
+  if (memory == nullptr || flags != 0 || offset != 0 || num_bytes > memory->num_bytes)
+    return kInvalidValue;
+  return change_reserved(address, num_bytes, [&](Piece& piece) {
+    if (piece.memory != nullptr) return kAlreadyMapped;
+    if (!map_over(address, num_bytes, PROT_NONE, MAP_SHARED, memory->fd.get())) return kMapFailed;
+    piece.memory = memory;
+    return kSuccess;
+  });
+}
+
+Result api::mem_unmap(DevicePtr address, std::size_t num_bytes) {
+  RINGCOMM_TRY(require_vmm());
+  return change_reserved(address, num_bytes, [&](Piece& piece) {
+    if (piece.memory == nullptr) return kInvalidValue;
+    if (!map_over(address, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1))
+      return kOperatingSystem;
+    piece.memory = nullptr;
+    return kSuccess;
+  });
+}
+
+Result api::mem_set_access(DevicePtr address, std::size_t num_bytes, const MemAccessDesc* access,
+                           std::size_t num_access) {
+  RINGCOMM_TRY(require_vmm());
+  if (num_access != 1 || access->location.type != kLocationDevice ||
+      access->flags != kAccessReadWrite)
+    return kInvalidValue;
+  Context context = nullptr;
+  RINGCOMM_TRY(require_device(access->location.id, &context));
+  return change_reserved(address, num_bytes, [&](Piece& piece) {
+    if (piece.memory == nullptr) return kInvalidValue;
+    if (!can_map(context, piece.memory->device)) return kInvalidDevice;
+    return mprotect(as_pointer(address), num_bytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
+                                                                                 : kOperatingSystem;
+  });
+}
+
+Result api::mem_export_to_shareable_handle(void* shareable, MemoryHandle handle, int type,
+                                           unsigned long long flags) {
+  RINGCOMM_TRY(require_vmm());
+  const std::shared_ptr<PhysicalMemory> memory = find_memory(handle);
+  if (memory == nullptr || !memory->is_exportable || type != kHandlePosixFd || flags != 0)
+    return kInvalidValue;
+  const int fd = fcntl(memory->fd.get(), F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return kOperatingSystem;
+  *static_cast<int*>(shareable) = fd;
+  return kSuccess;
+}
+
+Result api::mem_import_from_shareable_handle(MemoryHandle* handle, void* shareable, int type) {
+  RINGCOMM_TRY(require_vmm());
+  if (type != kHandlePosixFd) return kNotSupported;
+  std::shared_ptr<PhysicalMemory> memory;
+  RINGCOMM_TRY(PhysicalMemory::import(static_cast<int>(as_address(shareable)), &memory));
+  *handle = add_memory(std::move(memory));
+  return kSuccess;
+}
+
+// ---- copies
+
+namespace {
+
+/// Memory that the driver does not know is taken for pageable memory of the host; what begins in
+/// memory that it knows must not leave it.
+Result check_operand(DevicePtr address, std::size_t num_bytes, bool* is_pageable) {
+  Piece piece;
+  *is_pageable = !find_piece(address, &piece);
+  if (*is_pageable) return address != 0 ? kSuccess : kInvalidValue;
+  return num_bytes <= piece.base + piece.num_bytes - address ? kSuccess : kInvalidValue;
+}
+
+}  // namespace
+
+Result api::memset_d8_async(DevicePtr address, unsigned char value, std::size_t num_bytes,
+                            StreamHandle handle) {
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(handle, &stream));
+  if (num_bytes == 0) return kSuccess;
+  bool is_pageable = false;
+  RINGCOMM_TRY(check_operand(address, num_bytes, &is_pageable));
+  if (is_pageable) return kInvalidValue;
+  return submit(*stream, [=] { std::memset(as_pointer(address), value, num_bytes); });
+}
+
+Result api::memcpy_async(DevicePtr to, DevicePtr from, std::size_t num_bytes, StreamHandle handle) {
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(handle, &stream));
+  if (num_bytes == 0) return kSuccess;
+  bool writes_pageable = false;
+  bool reads_pageable = false;
+  RINGCOMM_TRY(check_operand(to, num_bytes, &writes_pageable));
+  RINGCOMM_TRY(check_operand(from, num_bytes, &reads_pageable));
+  RINGCOMM_TRY(submit(*stream, [=] { std::memmove(as_pointer(to), as_pointer(from), num_bytes); }));
+  // Pageable memory is only used during the call; a graph that has it uses it when it runs.
+  if ((writes_pageable || reads_pageable) && !is_capturing(*stream)) stream->synchronize();
   return kSuccess;
 }
 

@@ -1,60 +1,58 @@
+// Streams and events.
 #include "emulator/stream.h"
 
 #include <chrono>
 #include <map>
 #include <random>
-#include <thread>
 #include <utility>
 
-#include "emulator/capture.h"
 #include "emulator/settings.h"
 
 namespace ringcomm::emulator {
 namespace {
 
-constexpr std::uintptr_t kLegacyStream = 1;  // CU_STREAM_LEGACY: the null stream by name
-
-void sleep_at_random(std::minstd_rand& random) {
-  const int longest = settings().max_delay_us;
-  if (longest == 0) return;
-  std::uniform_int_distribution<int> delay(0, longest);
-  std::this_thread::sleep_for(std::chrono::microseconds(delay(random)));
-}
-
-/// For the next stream of a device; null where each has one of its own.
-HardwareQueue* next_queue(DeviceOrdinal device) {
-  if (settings().num_queues == 0) return nullptr;
+/// For the next stream of a device.
+std::shared_ptr<HardwareQueue> next_queue(DeviceOrdinal device) {
+  const auto num_queues = static_cast<std::size_t>(settings().num_queues);
+  if (num_queues == 0) return std::make_shared<HardwareQueue>();
   static auto& mutex = *new std::mutex();
-  static auto& all =
-      *new std::map<DeviceOrdinal, std::pair<std::vector<HardwareQueue>, std::size_t>>();
+  static auto& all = *new std::map<DeviceOrdinal, std::deque<std::shared_ptr<HardwareQueue>>>();
   const std::lock_guard lock(mutex);
-  auto& [queues, num_streams] = all[device];
-  if (queues.empty())
-    queues = std::vector<HardwareQueue>(static_cast<std::size_t>(settings().num_queues));
-  return &queues[num_streams++ % queues.size()];
-}
-
-/// Every context has one, made when first used.
-std::shared_ptr<StreamTag> null_stream(Context context) {
-  const std::lock_guard lock(context->mutex);
-  if (context->null_stream == nullptr)
-    context->null_stream = Handles<StreamTag>::all().add(std::make_shared<StreamTag>(context, 0u));
-  return Handles<StreamTag>::all().find(context->null_stream);
+  auto& queues = all[device];
+  queues.push_back(queues.size() < num_queues ? std::make_shared<HardwareQueue>()
+                                              : queues[queues.size() - num_queues]);
+  return queues.back();
 }
 
 }  // namespace
+
+Result find_stream(StreamHandle handle, std::shared_ptr<StreamTag>* stream) {
+  Context context = nullptr;
+  RINGCOMM_TRY(require_context(&context));
+  if (handle == nullptr) {
+    const std::lock_guard lock(context->mutex);
+    if (context->null_stream == nullptr)
+      context->null_stream = Handles<StreamTag>::all().add(std::make_shared<StreamTag>(context));
+    handle = context->null_stream;
+  }
+  *stream = Handles<StreamTag>::all().find(handle);
+  return *stream != nullptr ? kSuccess : kInvalidHandle;
+}
+
+void synchronize_context(Context context) {
+  for (const std::shared_ptr<StreamTag>& stream : Handles<StreamTag>::all().list())
+    if (stream->context == context) stream->synchronize();
+}
 
 }  // namespace ringcomm::emulator
 
 namespace ringcomm::cuda {
 
-StreamTag::StreamTag(Context of, unsigned with_flags)
-    : context(of), flags(with_flags), hardware_(emulator::next_queue(of->device)) {}
+StreamTag::StreamTag(Context of) : context(of), hardware_(emulator::next_queue(of->device)) {}
 
 void StreamTag::enqueue(std::function<void()> work, bool is_wait) {
   const std::lock_guard lock(mutex_);
-  const std::uint64_t ticket = hardware_ != nullptr ? hardware_->take_ticket() : 0;
-  queue_.push_back({std::move(work), is_wait, ticket});
+  queue_.push_back({std::move(work), is_wait, hardware_->num_taken++});
   ++num_enqueued_;
   has_news_.notify_all();
   if (has_thread_) return;
@@ -80,6 +78,7 @@ void StreamTag::close() {
 
 void StreamTag::run() {
   std::minstd_rand random(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(this) >> 4));
+  std::uniform_int_distribution<int> delay(0, emulator::settings().max_delay_us);
   std::unique_lock lock(mutex_);
   for (;;) {
     has_news_.wait(lock, [this] { return !queue_.empty() || is_closed_; });
@@ -88,11 +87,11 @@ void StreamTag::run() {
       const Item item = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
-      emulator::sleep_at_random(random);
-      if (hardware_ != nullptr) hardware_->wait_for_turn(item.ticket);
-      if (hardware_ != nullptr && !item.is_wait) hardware_->pass_on();
+      if (delay.max() > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay(random)));
+      hardware_->wait_for_turn(item.ticket);
+      if (!item.is_wait) hardware_->pass_on();
       item.work();
-      if (hardware_ != nullptr && item.is_wait) hardware_->pass_on();
+      if (item.is_wait) hardware_->pass_on();
     }
     lock.lock();
     ++num_done_;
@@ -100,26 +99,56 @@ void StreamTag::run() {
   }
 }
 
+/// All of it is guarded by capture_mutex().
+struct EventTag {
+  Context context = nullptr;
+  std::shared_ptr<std::atomic_flag> last = {};  // set once the last record is reached; or none made
+  // The capture in which it was recorded last, and its dependencies there.
+  std::shared_ptr<emulator::Capture> capture = {};
+  std::vector<std::size_t> after = {};
+};
+
 }  // namespace ringcomm::cuda
 
 namespace ringcomm::emulator {
+namespace {
 
-Result find_stream(StreamHandle handle, std::shared_ptr<StreamTag>* stream, bool only_asks) {
-  Context context = nullptr;
-  RINGCOMM_TRY(require_context(&context));
-  if (reinterpret_cast<std::uintptr_t>(handle) <= kLegacyStream) {
-    RINGCOMM_TRY(check_null_stream(context, only_asks));
-    *stream = null_stream(context);
-    return kSuccess;
+Result find_event(EventHandle handle, std::shared_ptr<EventTag>* event) {
+  RINGCOMM_TRY(require_initialized());
+  *event = Handles<EventTag>::all().find(handle);
+  return *event != nullptr ? kSuccess : kInvalidHandle;
+}
+
+/// The event's last record, for the host to look at; null if there is none.
+Result find_record(EventHandle handle, std::shared_ptr<std::atomic_flag>* last) {
+  std::shared_ptr<EventTag> event;
+  RINGCOMM_TRY(find_event(handle, &event));
+  {
+    const std::lock_guard lock(capture_mutex());
+    if (event->capture != nullptr) return event->capture->spoil(kCapturedEvent);
+    *last = event->last;
   }
-  *stream = Handles<StreamTag>::all().find(handle);
-  return *stream != nullptr ? kSuccess : kInvalidHandle;
+  return check_unsafe_call();
 }
 
-void synchronize_context(Context context) {
-  for (const std::shared_ptr<StreamTag>& stream : Handles<StreamTag>::all().list())
-    if (stream->context == context) stream->synchronize();
+/// Makes the stream part of the capture that the event was recorded in.
+Result join(StreamTag& stream, const EventTag& event) {
+  if (event.capture->has_ended) return kCapturedEvent;
+  if (event.capture->is_invalidated) return kCaptureWasInvalidated;
+  if (stream.capture != nullptr && stream.capture != event.capture) {
+    stream.capture->is_invalidated = true;
+    return event.capture->spoil(kCaptureMerge);
+  }
+  if (stream.capture == nullptr) {
+    if (stream.context->null_stream == &stream) return event.capture->spoil(kCaptureImplicit);
+    stream.capture = event.capture;
+    stream.capture->streams.push_back(stream.weak_from_this());
+  }
+  stream.tails.insert(stream.tails.end(), event.after.begin(), event.after.end());
+  return kSuccess;
 }
+
+}  // namespace
 
 Result api::ctx_synchronize() {
   Context context = nullptr;
@@ -132,8 +161,8 @@ Result api::ctx_synchronize() {
 Result api::stream_create(StreamHandle* stream, unsigned flags) {
   Context context = nullptr;
   RINGCOMM_TRY(require_context(&context));
-  if (stream == nullptr || flags > kStreamNonBlocking) return kInvalidValue;
-  *stream = Handles<StreamTag>::all().add(std::make_shared<StreamTag>(context, flags));
+  if (flags != kStreamNonBlocking) return kNotSupported;
+  *stream = Handles<StreamTag>::all().add(std::make_shared<StreamTag>(context));
   return kSuccess;
 }
 
@@ -141,7 +170,8 @@ Result api::stream_destroy(StreamHandle stream) {
   RINGCOMM_TRY(require_initialized());
   const std::shared_ptr<StreamTag> removed = Handles<StreamTag>::all().remove(stream);
   if (removed == nullptr) return kInvalidHandle;
-  invalidate_capture(*removed);
+  const std::lock_guard lock(capture_mutex());
+  if (removed->capture != nullptr) removed->capture->is_invalidated = true;
   removed->close();
   return kSuccess;
 }
@@ -149,8 +179,7 @@ Result api::stream_destroy(StreamHandle stream) {
 Result api::stream_synchronize(StreamHandle handle) {
   std::shared_ptr<StreamTag> stream;
   RINGCOMM_TRY(find_stream(handle, &stream));
-  RINGCOMM_TRY(check_not_capturing(*stream));
-  RINGCOMM_TRY(check_unsafe_call());
+  RINGCOMM_TRY(check_unsafe_call(stream.get()));
   stream->synchronize();
   return kSuccess;
 }
@@ -158,9 +187,73 @@ Result api::stream_synchronize(StreamHandle handle) {
 Result api::stream_query(StreamHandle handle) {
   std::shared_ptr<StreamTag> stream;
   RINGCOMM_TRY(find_stream(handle, &stream));
-  RINGCOMM_TRY(check_not_capturing(*stream));
-  RINGCOMM_TRY(check_unsafe_call());
+  RINGCOMM_TRY(check_unsafe_call(stream.get()));
   return stream->is_idle() ? kSuccess : kErrorNotReady;
+}
+
+Result api::launch_host_func(StreamHandle handle, void (*function)(void*), void* data) {
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(handle, &stream));
+  return submit(*stream, [=] { function(data); });
+}
+
+Result api::event_create(EventHandle* event, unsigned flags) {
+  Context context = nullptr;
+  RINGCOMM_TRY(require_context(&context));
+  if ((flags & ~kEventDisableTiming) != 0) return kNotSupported;
+  *event = Handles<EventTag>::all().add(std::make_shared<EventTag>(context));
+  return kSuccess;
+}
+
+Result api::event_destroy(EventHandle event) {
+  RINGCOMM_TRY(require_initialized());
+  return Handles<EventTag>::all().remove(event) != nullptr ? kSuccess : kInvalidHandle;
+}
+
+Result api::event_record(EventHandle handle, StreamHandle stream_handle) {
+  std::shared_ptr<EventTag> event;
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(stream_handle, &stream));
+  RINGCOMM_TRY(find_event(handle, &event));
+  if (event->context != stream->context) return kInvalidHandle;
+  const std::lock_guard lock(capture_mutex());
+  if (stream->capture != nullptr && stream->capture->is_invalidated) return kCaptureWasInvalidated;
+  event->capture = stream->capture;
+  event->after = stream->tails;
+  if (stream->capture != nullptr) return kSuccess;
+  event->last = std::make_shared<std::atomic_flag>();
+  stream->enqueue([record = event->last] {
+    record->test_and_set();
+    record->notify_all();
+  });
+  return kSuccess;
+}
+
+Result api::event_query(EventHandle handle) {
+  std::shared_ptr<std::atomic_flag> last;
+  RINGCOMM_TRY(find_record(handle, &last));
+  return last == nullptr || last->test() ? kSuccess : kErrorNotReady;
+}
+
+Result api::event_synchronize(EventHandle handle) {
+  std::shared_ptr<std::atomic_flag> last;
+  RINGCOMM_TRY(find_record(handle, &last));
+  if (last != nullptr) last->wait(false);
+  return kSuccess;
+}
+
+Result api::stream_wait_event(StreamHandle stream_handle, EventHandle handle, unsigned flags) {
+  std::shared_ptr<EventTag> event;
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(stream_handle, &stream));
+  RINGCOMM_TRY(find_event(handle, &event));
+  if (flags != 0) return kInvalidValue;
+  const std::lock_guard lock(capture_mutex());
+  if (event->capture != nullptr) return join(*stream, *event);
+  if (event->last == nullptr) return kSuccess;
+  if (stream->capture != nullptr) return stream->capture->spoil(kCaptureIsolation);
+  stream->enqueue([record = event->last] { record->wait(false); }, /*is_wait=*/true);
+  return kSuccess;
 }
 
 }  // namespace ringcomm::emulator

@@ -7,14 +7,34 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "emulator/device.h"
-#include "emulator/handles.h"
 
 namespace ringcomm::emulator {
 
-struct Capture;
+/// A step of a graph, and the steps that it depends on, which come before it.
+struct Node {
+  std::function<void()> work;
+  std::vector<std::size_t> after;
+};
+
+/// The work that streams submit between cuStreamBeginCapture and cuStreamEndCapture.
+struct Capture {
+  unsigned long long id = 0;  // never 0, nor another's
+  int mode = kCaptureGlobal;
+  bool is_invalidated = false;
+  bool has_ended = false;
+  std::vector<Node> nodes;
+  std::vector<std::weak_ptr<StreamTag>> streams;  // the origin, and what events have joined to it
+
+  /// Ends what is captured with an error; returns that of the call that did it.
+  Result spoil(Result why) {
+    is_invalidated = true;
+    return why;
+  }
+};
 
 /// A hardware queue of a GPU. It starts the work of its streams in the order of submission. Work
 /// that cannot start yet, because it is behind other work of its stream, blocks all later work; so
@@ -23,7 +43,6 @@ struct HardwareQueue {
   std::atomic<std::uint64_t> num_taken = 0;
   std::atomic<std::uint64_t> num_passed = 0;
 
-  std::uint64_t take_ticket() { return num_taken++; }
   void wait_for_turn(std::uint64_t ticket) {
     for (std::uint64_t passed; (passed = num_passed) != ticket;) num_passed.wait(passed);
   }
@@ -38,7 +57,7 @@ struct HardwareQueue {
 /// Work that a thread of its own runs one by one, in the order of submission.
 struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
  public:
-  StreamTag(Context of, unsigned with_flags);
+  explicit StreamTag(Context of);
 
   /// A wait keeps the stream's hardware queue until it is over.
   void enqueue(std::function<void()> work, bool is_wait = false);
@@ -49,23 +68,22 @@ struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
   void close();
 
   const Context context;
-  const unsigned flags;
 
   // Guarded by capture_mutex().
   std::shared_ptr<emulator::Capture> capture;  // none while it is not capturing
-  std::vector<int> tails;                      // nodes that the next one depends on
+  std::vector<std::size_t> tails;              // nodes that the next one depends on
 
  private:
   void run();
 
-  std::mutex mutex_;
-  std::condition_variable has_news_;
   struct Item {
     std::function<void()> work;
     bool is_wait;
     std::uint64_t ticket;
   };
-  emulator::HardwareQueue* const hardware_;  // null: one of its own
+  std::mutex mutex_;
+  std::condition_variable has_news_;
+  const std::shared_ptr<emulator::HardwareQueue> hardware_;
   std::deque<Item> queue_;
   std::uint64_t num_enqueued_ = 0;
   std::uint64_t num_done_ = 0;
@@ -75,12 +93,23 @@ struct ringcomm::cuda::StreamTag : std::enable_shared_from_this<StreamTag> {
 
 namespace ringcomm::emulator {
 
-/// The stream of this handle; 0 and 1 are the null stream of the current context. Names what is
-/// wrong with the handle, the context, or a null stream that a capture forbids, and then ends that
-/// capture unless `only_asks`.
-Result find_stream(StreamHandle handle, std::shared_ptr<StreamTag>* stream, bool only_asks = false);
+/// The stream of this handle; null is that of the current context.
+Result find_stream(StreamHandle handle, std::shared_ptr<StreamTag>* stream);
 
 /// Waits for all streams of a context.
 void synchronize_context(Context context);
+
+// ---- captures
+
+/// Guards every Capture, and the capture that streams and events belong to.
+std::mutex& capture_mutex();
+
+/// Gives the work to the stream, or to the graph that it captures; there it may run many times.
+Result submit(StreamTag& stream, std::function<void()> work);
+
+/// An error, which also ends what is captured, if a capture forbids this thread what might wait for
+/// the device: allocation, queries, synchronization. So it is if the stream itself is in a capture.
+Result check_unsafe_call(StreamTag* stream = nullptr);
+bool is_capturing(StreamTag& stream);
 
 }  // namespace ringcomm::emulator

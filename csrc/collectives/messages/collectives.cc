@@ -1,15 +1,14 @@
 #include "collectives/messages/collectives.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstddef>
 #include <cstring>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
-#include <vector>
 
-#include "collectives/collective.h"
-#include "collectives/messages/ring.h"
+#include "collectives/trace.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
@@ -22,15 +21,16 @@ namespace {
 // with its share.
 constexpr std::size_t kRingMinBytes = std::size_t{1} << 20;
 
-// all_reduce: with two ranks the ring has the same number of steps as two_shot, and overlaps them.
-// With more ranks it has more steps, and if ranks share cores, each step waits for a core.
-std::size_t all_reduce_ring_min_bytes(int world_size) {
-  return world_size == 2 ? std::size_t{512} << 10 : std::size_t{4} << 20;
-}
-
-// Where one_shot ends: it sends N/2 times the bytes of two_shot, and saves one of its two steps.
-std::size_t one_shot_max_bytes(int world_size) {
-  return (std::size_t{512} << 10) / static_cast<std::size_t>(world_size);
+// one_shot sends N/2 times the bytes of two_shot, and saves one of its two steps. With two ranks
+// the ring has the steps of two_shot, and overlaps them. With more it has more, and if ranks share
+// cores, each step waits for a core.
+Algorithm choose_all_reduce_of_messages(std::size_t num_bytes, int world_size,
+                                        std::size_t one_shot_max_bytes) {
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  if (one_shot_max_bytes == 0) one_shot_max_bytes = kMiB / 2 / static_cast<std::size_t>(world_size);
+  if (num_bytes <= one_shot_max_bytes) return Algorithm::kOneShot;
+  return num_bytes < (world_size == 2 ? kMiB / 2 : 4 * kMiB) ? Algorithm::kTwoShot
+                                                             : Algorithm::kRing;
 }
 
 // The bytes of the whole call; the same on every rank.
@@ -45,272 +45,544 @@ std::size_t total_bytes(const Collective& call, int world_size) {
   return elems * element_bytes(call.dtype);
 }
 
-Algorithm choose_all_reduce_of_messages(std::size_t num_bytes, int world_size,
-                                        std::size_t limit_bytes) {
-  if (num_bytes <= (limit_bytes != 0 ? limit_bytes : one_shot_max_bytes(world_size)))
-    return Algorithm::kOneShot;
-  return num_bytes < all_reduce_ring_min_bytes(world_size) ? Algorithm::kTwoShot : Algorithm::kRing;
+// Up to here one message step between leaders beats two in which every rank has its part, with two
+// hosts (0.9 to 7 ms against 12 at 1 MiB, and still 24 against 29 at 16 MiB, over Gloo on one busy
+// machine). It sends H/2 times the bytes, all of them by one rank: less where hosts are more.
+std::size_t leader_max_bytes(int num_hosts) {
+  return (std::size_t{2} << 20) / static_cast<std::size_t>(num_hosts);
 }
 
-// Calls body(to, from) for all peers: data goes to the next ranks first, and comes from the
-// previous.
-template <class Body>
-void for_each_distance(const MessageEngine& engine, const Body& body) {
-  const int world_size = engine.world_size();
-  for (int distance = 1; distance < world_size; ++distance)
-    body((engine.rank() + distance) % world_size,
-         (engine.rank() + world_size - distance) % world_size);
+// The maximum of other ranks' data that a rank stages at a time; larger buffers are cut into
+// pieces. The latency of a message is small next to what it takes on a fast network.
+constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
+
+// What `values` has for a rank or a host.
+template <class Values>
+auto& of(Values& values, int number) {
+  return values[static_cast<std::size_t>(number)];
 }
 
-std::uint64_t move_directly(MessageEngine& engine, const Collective& call,
-                            const CallHeader& header) {
-  if (call.root >= 0) greet_neighbours(engine, header);
-  std::uint64_t sent_bytes = 0;
-  MessageExchange exchange(engine, header);
-  for_each_distance(engine, [&](int to, int) { sent_bytes += exchange.send_part(call, to); });
-  for_each_distance(engine, [&](int, int from) { exchange.recv_part(call, from); });
-  exchange.finish();
-  const auto given = part_given(call, engine.rank(), engine.rank());
-  const auto taken = part_taken(call, engine.rank(), engine.rank());
-  if (given && taken && given->num_elems > 0 && given->data != taken->data)
-    std::memmove(taken->data, given->data, given->num_elems * element_bytes(call.dtype));
-  return sent_bytes;
+// Of a broadcast or all_gather: between two ranks either form is the same message, and in one piece
+// it starts once.
+bool takes_chain(std::size_t num_bytes, int num_ranks) {
+  return num_bytes >= kRingMinBytes && num_ranks > 2;
 }
 
-// Down a binomial tree.
-std::uint64_t tree_broadcast(MessageEngine& engine, const Collective& call,
-                             const CallHeader& header) {
-  greet_neighbours(engine, header);
-  const int world_size = engine.world_size();
-  const int place = (engine.rank() - call.root + world_size) % world_size;  // the root's is 0
-  const auto rank_at = [&](int other) { return (other + call.root) % world_size; };
-  const void* data = place == 0 ? call.inputs[0] : call.outputs[0];
-  MessageExchange exchange(engine, header);
-  int bit = 1;
-  for (; bit < world_size && (place & bit) == 0; bit <<= 1) {
+// One collective of one rank. A rank is a number in the group; a local rank is a number among its
+// host's ranks, and only calls of run_local() use it. Over messages alone every rank is a host.
+class HostsCollective {
+ public:
+  HostsCollective(const MessageGroup& group, const HostsView& hosts, const Collective& call,
+                  const CallHeader& header, const WaitLimits& limits)
+      : hosts_(hosts),
+        local_(hosts.local_ranks.size() > 1 ? group.local : nullptr),
+        messages_(group.messages),
+        call_(call),
+        header_(header),
+        limits_(limits),
+        deadline_(deadline_after(limits.timeout)),
+        rank_(hosts.rank),
+        world_size_(hosts.table.world_size()),
+        element_bytes_(element_bytes(call.dtype)),
+        traffic_{.algorithm = header.algorithm} {}
+
+  Traffic run() {
+    dispatch();
+    return traffic_;
   }
-  if (place != 0) {
-    exchange.recv(rank_at(place - bit), call.outputs[0], call.num_bytes());
-    exchange.finish();
-  }
-  std::uint64_t sent_bytes = 0;
-  for (bit >>= 1; bit > 0; bit >>= 1) {
-    if (place + bit >= world_size) continue;
-    exchange.send(rank_at(place + bit), data, call.num_bytes());
-    sent_bytes += call.num_bytes();
-  }
-  exchange.finish();
-  return sent_bytes;
-}
 
-// A large broadcast or reduce, in slices along the chain of ranks: from the root to the rank before
-// it, or from the rank after the root to the root. Each rank passes a slice on; in a reduce it adds
-// its part, with one rounding per hop, receives into one slot, and sums and sends from another.
-//
-// A sum's slot is free again when the next rank has posted its receive, which only waits for that
-// rank's later slots. So no rank waits in a circle.
-std::uint64_t run_chain(MessageEngine& engine, const Collective& call, const CallHeader& header) {
-  greet_neighbours(engine, header);
-  const int world_size = engine.world_size();
-  const int next = (engine.rank() + 1) % world_size;
-  const int previous = (engine.rank() + world_size - 1) % world_size;
-  const bool reduces = call.op == OpKind::kReduce;
-  const bool is_first = reduces ? previous == call.root : engine.rank() == call.root;
-  const bool is_last = reduces ? engine.rank() == call.root : next == call.root;
-  const std::size_t bytes = element_bytes(call.dtype);
-  const std::size_t num_slots = engine.cut().num_slots;
-  const std::size_t slice_elems = engine.cut().slot_bytes / bytes;
-  const std::size_t num_slices = ringcomm::num_slices(call.num_elems, slice_elems);
-  const std::size_t slots_bytes = num_slots * slice_elems * bytes;
-  std::byte* received_slots = reduces && !is_first ? engine.stage(slots_bytes) : nullptr;
-  std::byte* sum_slots = reduces && !is_first && !is_last ? engine.stage(slots_bytes) : nullptr;
-  const auto slice_at = [&](std::size_t idx) {
-    return slice_of({0, call.num_elems}, idx, slice_elems);
-  };
-  const auto place_in = [&](std::byte* slots, std::size_t idx) {
-    return slots != nullptr ? slots + idx % num_slots * slice_elems * bytes
-                            : at(call.outputs[0], slice_at(idx).begin_elems, bytes);
-  };
-  std::vector<std::optional<MessageEngine::Handle>> receives(num_slots), sends(num_slots);
-  std::size_t num_posted = 0;
-  for (std::size_t idx = 0; idx < num_slices; ++idx) {
-    const ElemRange slice = slice_at(idx);
-    if (auto& send = sends[idx % num_slots]) engine.wait(*std::exchange(send, std::nullopt));
-    const std::byte* data = nullptr;
-    if (is_first || reduces) data = at(call.inputs[0], slice.begin_elems, bytes);
-    if (!is_first) {
-      for (; num_posted < std::min(idx + num_slots, num_slices); ++num_posted)
-        receives[num_posted % num_slots] =
-            engine.irecv(previous, MessageTags::kChain, place_in(received_slots, num_posted),
-                         slice_at(num_posted).num_elems * bytes);
-      engine.wait(*receives[idx % num_slots]);
-      const void* sources[] = {place_in(received_slots, idx), data};
-      data = place_in(sum_slots, idx);
-      if (reduces)
-        reduce_op_of(call).combine(place_in(sum_slots, idx), nullptr, sources, 2, slice.num_elems,
-                                   is_last ? divisor_of(call, world_size) : 1);
+  // ---- The same call everywhere.
+
+  // Compares the calls of this host's ranks, and their sizes: whole tables of shares, or the pairs
+  // of ranks on this host. Pairs on two hosts are compared when the data arrives. All ranks of the
+  // host throw the same Mismatched, and none returns before all have arrived.
+  void agree() {
+    if (local_size() == 1) return;
+    // A record: the header, and for every rank the elements given to it and expected from it.
+    constexpr std::size_t kHeaderWords = sizeof(CallHeader) / sizeof(std::uint64_t);
+    static_assert(sizeof(CallHeader) % sizeof(std::uint64_t) == 0);
+    const std::size_t record_words = kHeaderWords + 2 * static_cast<std::size_t>(world_size_);
+    std::vector<std::uint64_t> mine(record_words), all(record_words * hosts_.local_ranks.size());
+    std::memcpy(mine.data(), &header_, sizeof(header_));
+    for (int peer = 0; peer < world_size_; ++peer) {
+      const auto given = part_given(call_, rank_, peer), taken = part_taken(call_, rank_, peer);
+      const std::size_t entry = kHeaderWords + 2 * static_cast<std::size_t>(peer);
+      mine[entry] = given ? given->num_elems : 0;
+      mine[entry + 1] = taken ? taken->num_elems : 0;
     }
-    if (sum_slots != nullptr)
-      sends[idx % num_slots] =
-          engine.isend(next, MessageTags::kChain, data, slice.num_elems * bytes);
-    else if (!is_last)
-      engine.post_send(next, MessageTags::kChain, data, slice.num_elems * bytes);
-  }
-  for (const auto& send : sends)
-    if (send) engine.wait(*send);
-  return is_last ? 0 : call.num_bytes();
-}
+    const void* inputs[] = {mine.data()};
+    std::vector<void*> outputs;
+    for (std::size_t local = 0; local < hosts_.local_ranks.size(); ++local)
+      outputs.push_back(all.data() + local * record_words);
+    run_local({.op = OpKind::kAllGather,
+               .num_elems = record_words * sizeof(std::uint64_t),
+               .inputs = inputs,
+               .outputs = outputs.data()},
+              false);
 
-// By dissemination: in step s a rank receives from the rank 2^s before it.
-std::uint64_t barrier(MessageEngine& engine, const CallHeader& header) {
-  const int world_size = engine.world_size();
-  MessageExchange exchange(engine, header);
-  for (int distance = 1; distance < world_size; distance *= 2) {
-    exchange.recv((engine.rank() + world_size - distance) % world_size, nullptr, 0);
-    exchange.send((engine.rank() + distance) % world_size, nullptr, 0);
+    const auto bytes_of = [&](int local, int peer, bool is_given) {
+      const std::size_t entry = kHeaderWords + 2 * static_cast<std::size_t>(peer) + !is_given;
+      return all[static_cast<std::size_t>(local) * record_words + entry] * element_bytes_;
+    };
+    const auto header_from = [&](int local) {
+      CallHeader theirs;
+      std::memcpy(&theirs, of(outputs, local), sizeof(theirs));
+      return theirs;
+    };
+    const auto fail = [&](int local, const std::string& difference) {
+      throw Mismatched{
+          .peer = global(local), .theirs = header_from(local), .difference = difference};
+    };
+    for (int local = 0; local < local_size(); ++local)
+      if (!is_compatible(header_from(local), header_)) fail(local, "");
+    for (int from = 0; from < local_size(); ++from)
+      for (int to = 0; to < local_size(); ++to) {
+        const std::uint64_t given = bytes_of(from, global(to), true);
+        const std::uint64_t expected = bytes_of(to, global(from), false);
+        if (given != expected)
+          fail(from, size_difference(global(from), given, global(to), expected));
+      }
+    const bool is_given = call_.op == OpKind::kReduceScatter;
+    if (!is_given && call_.op != OpKind::kAllGather) return;
+    for (int local = 1; local < local_size(); ++local)
+      for (int owner = 0; owner < world_size_; ++owner) {
+        const std::uint64_t theirs = bytes_of(local, owner, is_given);
+        const std::uint64_t firsts = bytes_of(0, owner, is_given);
+        if (theirs != firsts)
+          fail(local, table_difference(static_cast<std::size_t>(owner), global(local), theirs,
+                                       global(0), firsts));
+      }
+  }
+
+  // The leaders exchange headers by dissemination, and each compares the other's: in step s with
+  // the host 2^s before it. A rank that returns knows that all ranks have arrived at this call.
+  void barrier() {
+    MessageExchange exchange(messages_, header_);
+    for (int distance = 1; hosts_.local_rank == 0 && distance < num_hosts(); distance *= 2) {
+      exchange.recv(leader_at(num_hosts() - distance), nullptr, 0);
+      exchange.send(leader_at(distance), nullptr, 0);
+      exchange.finish();
+    }
+    run_local({.op = OpKind::kBarrier});
+  }
+
+ private:
+  void dispatch() {
+    switch (call_.op) {
+      case OpKind::kBarrier:
+        return barrier();
+      case OpKind::kAllReduce:
+        return all_reduce();
+      case OpKind::kReduceScatter:
+        return reduce_scatter(MessageShares::of_call(call_, rank_, world_size_));
+      case OpKind::kAllGather:
+        copy_own(call_.num_elems, call_.inputs[0], call_.outputs[rank_]);
+        return all_gather(MessageShares::of_call(call_, rank_, world_size_));
+      case OpKind::kReduce:
+        meet();
+        return is_ring() ? chain() : reduce();
+      case OpKind::kBroadcast:
+        return broadcast();
+      case OpKind::kGather:
+      case OpKind::kScatter:
+      case OpKind::kAllToAll:
+        return move();
+      default:
+        throw std::invalid_argument(std::string(name_of(call_.op)) + " is not a collective");
+    }
+  }
+
+  bool is_ring() const { return header_.algorithm == Algorithm::kRing; }
+
+  // Before a call in which a rank may send and not receive. Over messages alone one step is enough:
+  // where two neighbours differ, one of them tells all.
+  void meet() {
+    if (hosts_.is_flat())
+      greet_neighbours(messages_, header_);
+    else
+      barrier();
+  }
+
+  int num_hosts() const { return hosts_.num_hosts(); }
+  int local_size() const { return static_cast<int>(hosts_.local_ranks.size()); }
+  int global(int local) const { return of(hosts_.local_ranks, local); }
+  int leader_at(int distance) const {
+    return hosts_.table.leader_of((hosts_.host + distance) % num_hosts());
+  }
+  std::size_t bytes(std::size_t num_elems) const { return num_elems * element_bytes_; }
+  void count_sent(std::uint64_t num_bytes) { traffic_.sent_bytes += num_bytes; }
+  void send(MessageExchange& exchange, int peer, const void* data, std::size_t num_elems) {
+    exchange.send(peer, data, bytes(num_elems));
+    count_sent(bytes(num_elems));
+  }
+
+  void copy_own(std::size_t num_elems, const void* input, void* output) const {
+    if (num_elems > 0 && input != output) std::memmove(output, input, bytes(num_elems));
+  }
+
+  // ---- Through one rank of each host, or directly to the root.
+
+  void all_reduce() {
+    const bool is_short = call_.num_bytes() <= leader_max_bytes(num_hosts());
+    if (header_.algorithm == Algorithm::kOneShot ||
+        (header_.algorithm == Algorithm::kHierarchical && is_short)) {
+      reduce();
+      return broadcast_inside(0, call_.outputs[0]);
+    }
+    const MessageShares shares = MessageShares::of_call(call_, rank_, world_size_);
+    if (is_ring()) return ring(shares, {});
+    reduce_scatter(shares);
+    all_gather(shares);
+  }
+
+  void ring(const MessageShares& shares, const RingHalves& halves) {
+    greet_neighbours(messages_, header_, shares.table());
+    count_sent(run_message_ring(messages_, shares, halves));
+  }
+
+  void chain() {
+    count_sent(run_message_chain(messages_, call_, hosts_.representatives(call_.root)));
+  }
+
+  // To the root, or in a short all_reduce to all leaders: one rank of each host has its sum, and
+  // sends it to those that add them up in the order of the hosts.
+  void reduce() {
+    const std::vector<int> ranks = hosts_.representatives(call_.root);
+    const int representative = of(ranks, hosts_.host);
+    const bool receives = rank_ == (call_.root < 0 ? representative : call_.root);
+    const std::size_t max_elems =
+        std::clamp<std::size_t>(kStagingBytes / ranks.size() / element_bytes_, 1,
+                                std::max<std::size_t>(1, call_.num_elems));
+    std::vector<std::byte*> sums(ranks.size());  // by host
+    for (int host = 0; host < num_hosts(); ++host)
+      if (host != hosts_.host ? receives : local_ != nullptr && rank_ == representative)
+        of(sums, host) = messages_.stage(bytes(max_elems));
+    MessageExchange exchange(messages_, header_);
+    // One piece at least, because headers are exchanged even without data.
+    const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(call_.num_elems, max_elems));
+    for (std::size_t idx = 0; idx < num_pieces; ++idx) {
+      const ElemRange piece = slice_of({0, call_.num_elems}, idx, max_elems);
+      const void* input = at(call_.inputs[0], piece.begin_elems, element_bytes_);
+      if (local_ != nullptr) {
+        void* output = of(sums, hosts_.host);
+        run_local({.op = OpKind::kReduce,
+                   .dtype = call_.dtype,
+                   .reduction = undivided(call_.reduction),
+                   .root = hosts_.table.local_rank_of(representative),
+                   .num_elems = piece.num_elems,
+                   .inputs = &input,
+                   .outputs = &output});
+        input = output;
+      }
+      if (rank_ != representative) continue;
+      for (const int host : hosts_.other_hosts) {
+        const int peer = of(ranks, host);
+        if (receives) exchange.recv(peer, of(sums, host), bytes(piece.num_elems));
+        if (call_.root < 0 || peer == call_.root) send(exchange, peer, input, piece.num_elems);
+      }
+      exchange.finish();
+      if (!receives || piece.num_elems == 0) continue;
+      std::vector<const void*> sources(sums.begin(), sums.end());
+      of(sources, hosts_.host) = input;
+      reduce_op_of(call_).combine(at(call_.outputs[0], piece.begin_elems, element_bytes_), nullptr,
+                                  sources.data(), num_hosts(), piece.num_elems,
+                                  divisor_of(call_, world_size_));
+    }
+  }
+
+  void broadcast() {
+    meet();
+    const std::vector<int> ranks = hosts_.representatives(call_.root);
+    const int representative = of(ranks, hosts_.host);
+    if (rank_ == representative)
+      takes_chain(call_.num_bytes(), num_hosts()) ? chain() : broadcast_down_tree(ranks);
+    broadcast_inside(hosts_.table.local_rank_of(representative),
+                     rank_ == call_.root ? call_.inputs[0] : call_.outputs[0]);
+  }
+
+  // A binomial one.
+  void broadcast_down_tree(const std::vector<int>& ranks) {
+    const int num_ranks = num_hosts();
+    const int root = hosts_.table.host_of(call_.root);
+    const int place = (hosts_.host - root + num_ranks) % num_ranks;  // the root's is 0
+    const auto rank_at = [&](int other) { return of(ranks, (other + root) % num_ranks); };
+    MessageExchange exchange(messages_, header_);
+    int bit = 1;
+    while (bit < num_ranks && (place & bit) == 0) bit <<= 1;
+    if (place != 0) {
+      exchange.recv(rank_at(place - bit), call_.outputs[0], call_.num_bytes());
+      exchange.finish();
+    }
+    for (bit >>= 1; bit > 0; bit >>= 1) {
+      if (place + bit >= num_ranks) continue;
+      send(exchange, rank_at(place + bit), place == 0 ? call_.inputs[0] : call_.outputs[0],
+           call_.num_elems);
+    }
     exchange.finish();
   }
-  return 0;
-}
 
-std::uint64_t all_gather_directly(MessageEngine& engine, const CallHeader& header,
-                                  const MessageShares& shares) {
-  const std::size_t own_bytes = shares.num_bytes(engine.rank());
-  MessageExchange exchange(engine, header);
-  for_each_distance(engine, [&](int to, int from) {
-    exchange.recv(from, shares.of(from).output, shares.num_bytes(from));
-    exchange.send(to, shares.of(engine.rank()).output, own_bytes);
-  });
-  exchange.finish();
-  return static_cast<std::uint64_t>(engine.world_size() - 1) * own_bytes;
-}
-
-std::uint64_t all_reduce(MessageEngine& engine, const Collective& call, const CallHeader& header) {
-  if (header.algorithm == Algorithm::kOneShot)
-    return reduce_directly(engine, header,
-                           MessageShares::of_whole(call, engine.rank(), engine.world_size()));
-  const MessageShares shares = MessageShares::of_buffer(call, engine.world_size());
-  const bool is_ring = header.algorithm == Algorithm::kRing;
-  if (is_ring && !engine.cut().is_rank_ordered) {
-    greet_neighbours(engine, header);
-    return ring_all_reduce(engine, shares);
+  void broadcast_inside(int local_root, const void* from) {
+    const void* inputs[] = {from};
+    run_local({.op = OpKind::kBroadcast,
+               .dtype = call_.dtype,
+               .element_name = call_.element_name,
+               .root = local_root,
+               .num_elems = call_.num_elems,
+               .inputs = inputs,
+               .outputs = call_.outputs});
   }
-  const std::uint64_t sent_bytes = reduce_directly(engine, header, shares);
-  return sent_bytes +
-         (is_ring ? ring_all_gather(engine, shares) : all_gather_directly(engine, header, shares));
-}
 
-std::uint64_t reduce(MessageEngine& engine, const Collective& call, const CallHeader& header) {
-  if (header.algorithm == Algorithm::kRing) return run_chain(engine, call, header);
-  greet_neighbours(engine, header);
-  return reduce_directly(
-      engine, header, MessageShares::of_whole(call, engine.rank(), engine.world_size()), call.root);
-}
+  // gather, scatter and all_to_all.
+  void move() {
+    if (call_.root >= 0) meet();
+    MessageExchange exchange(messages_, header_);
+    for (const int host : hosts_.other_hosts)
+      for (const int peer : hosts_.table.ranks_on(host))
+        if (auto part = part_given(call_, rank_, peer)) {
+          // What is in place is copied before it is received into.
+          if (call_.op == OpKind::kAllToAll && part->data == call_.outputs[peer] &&
+              part->num_elems > 0)
+            part->data = std::memcpy(messages_.stage(bytes(part->num_elems)), part->data,
+                                     bytes(part->num_elems));
+          send(exchange, peer, part->data, part->num_elems);
+        }
+    for (const int host : hosts_.other_hosts)
+      for (const int peer : hosts_.table.ranks_on(host))
+        if (const auto taken = part_taken(call_, rank_, peer))
+          exchange.recv(peer, taken->data, bytes(taken->num_elems));
+    if (call_.root < 0 || hosts_.table.host_of(call_.root) == hosts_.host) move_inside();
+    exchange.finish();
+  }
 
-// A reduce_scatter or all_gather.
-std::uint64_t run_shares(MessageEngine& engine, const Collective& call, const CallHeader& header) {
-  const bool reduces = call.op == OpKind::kReduceScatter;
-  const auto shares_of = reduces ? MessageShares::of_reduce_scatter : MessageShares::of_all_gather;
-  const MessageShares shares = shares_of(call, engine.rank(), engine.world_size());
-  if (header.algorithm != Algorithm::kRing)
-    return reduces ? reduce_directly(engine, header, shares)
-                   : all_gather_directly(engine, header, shares);
-  greet_neighbours(engine, header, shares.table());
-  return reduces ? ring_reduce_scatter(engine, shares) : ring_all_gather(engine, shares);
-}
+  // The call as this host's ranks see it: the others' shares left out.
+  void move_inside() {
+    if (local_ == nullptr) {
+      const auto given = part_given(call_, rank_, rank_);
+      return copy_own(given->num_elems, given->data, part_taken(call_, rank_, rank_)->data);
+    }
+    Collective local = call_;
+    if (call_.root >= 0) local.root = hosts_.table.local_rank_of(call_.root);
+    std::vector<const void*> inputs;
+    std::vector<void*> outputs;
+    std::vector<std::size_t> input_elems, output_elems;
+    for (const int peer : hosts_.local_ranks) {
+      if (const auto given = part_given(call_, rank_, peer)) {
+        inputs.push_back(given->data);
+        input_elems.push_back(given->num_elems);
+      }
+      if (const auto taken = part_taken(call_, rank_, peer)) {
+        outputs.push_back(taken->data);
+        output_elems.push_back(taken->num_elems);
+      }
+    }
+    local.inputs = inputs.data();
+    local.outputs = outputs.data();
+    // One buffer is that of num_elems.
+    local.input_elems = inputs.size() > 1 ? input_elems.data() : nullptr;
+    local.output_elems = outputs.size() > 1 ? output_elems.data() : nullptr;
+    run_local(local);
+  }
+
+  // ---- By all ranks: each chunk crosses the network once per host.
+
+  // The elements of a piece of all chunks. Two pieces are staged at the same time. Over messages
+  // alone there is nothing to do in a host meanwhile, and an all_gather stages nothing.
+  std::size_t piece_elems(const MessageShares& shares, OpKind op) const {
+    const std::size_t most_elems = std::max<std::size_t>(1, shares.max_elems());
+    if (hosts_.is_flat() && op == OpKind::kAllGather) return most_elems;
+    return std::clamp<std::size_t>(
+        kStagingBytes / (2 * static_cast<std::size_t>(world_size_) * element_bytes_), 1,
+        most_elems);
+  }
+
+  // Calls post(exchange, k) for all pieces in order, and complete(exchange, k) once piece k + 1 is
+  // posted: messages are on their way while this host's ranks work on another piece.
+  template <class Post, class Complete>
+  void in_pieces(std::size_t num_elems, std::size_t max_elems, const Post& post,
+                 const Complete& complete) {
+    // One at least, because headers are exchanged even without data.
+    const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(num_elems, max_elems));
+    MessageExchange exchanges[] = {{messages_, header_}, {messages_, header_}};
+    for (std::size_t idx = 0; idx <= num_pieces; ++idx) {
+      if (idx < num_pieces) post(exchanges[idx % 2], idx);
+      if (idx > 0) complete(exchanges[(idx - 1) % 2], idx - 1);
+    }
+  }
+
+  // Leaves this rank's chunk, reduced over all ranks, in its output. The ranks of a host reduce
+  // what they have for each rank, its courier sends that, and the owner adds up the hosts in their
+  // order: one rounding inside a host, and one between them.
+  void reduce_scatter(const MessageShares& shares) {
+    if (is_ring()) return ring(shares, {.has_all_gather = false});
+    const std::size_t max_elems = piece_elems(shares, OpKind::kReduceScatter);
+    // Two halves, each with room for what comes from each host, and what is sent in each round.
+    const std::size_t num_sent = local_ != nullptr ? hosts_.rounds.size() : 0;
+    const std::size_t num_slots = num_sent + static_cast<std::size_t>(num_hosts());
+    std::byte* const staging = messages_.stage(2 * num_slots * bytes(max_elems));
+    const auto slot = [&](std::size_t idx, std::size_t number) {
+      return staging + (idx % 2 * num_slots + number) * bytes(max_elems);
+    };
+    const auto received = [&](std::size_t idx, int host) {
+      return slot(idx, num_sent + static_cast<std::size_t>(host));
+    };
+    const auto post = [&](MessageExchange& exchange, std::size_t idx) {
+      for (const int host : hosts_.other_hosts)
+        exchange.recv(hosts_.courier_of(rank_, host), received(idx, host),
+                      bytes(shares.slice(rank_, idx, max_elems).num_elems));
+      for (std::size_t round = 0; round < hosts_.rounds.size(); ++round) {
+        const std::vector<int>& owners = hosts_.rounds[round];
+        run_for(OpKind::kReduceScatter, owners, shares, max_elems, idx, slot(idx, round));
+        const int owner = of(owners, hosts_.local_rank);
+        if (owner < 0) continue;
+        const ElemRange part = shares.slice(owner, idx, max_elems);
+        send(exchange, owner, local_ != nullptr ? slot(idx, round) : shares.input(owner, part),
+             part.num_elems);
+      }
+    };
+    const auto complete = [&](MessageExchange& exchange, std::size_t idx) {
+      const ElemRange own = shares.slice(rank_, idx, max_elems);
+      std::byte* output = shares.output(rank_, own);
+      run_for(OpKind::kReduceScatter, hosts_.local_ranks, shares, max_elems, idx, output);
+      exchange.finish();
+      if (own.num_elems == 0) return;
+      std::vector<const void*> sources;
+      for (int host = 0; host < num_hosts(); ++host) sources.push_back(received(idx, host));
+      of(sources, hosts_.host) = local_ != nullptr ? output : shares.input(rank_, own);
+      shares.op->combine(output, nullptr, sources.data(), num_hosts(), own.num_elems,
+                         shares.divisor);
+    };
+    in_pieces(shares.max_elems(), max_elems, post, complete);
+  }
+
+  // Every rank's chunk is in its own output before, and in all ranks' after. A rank sends its chunk
+  // to its courier on each other host, and the ranks there copy it.
+  void all_gather(const MessageShares& shares) {
+    if (is_ring()) return ring(shares, {.has_reduce_scatter = false});
+    const std::size_t max_elems = piece_elems(shares, OpKind::kAllGather);
+    const auto post = [&](MessageExchange& exchange, std::size_t idx) {
+      const ElemRange own = shares.slice(rank_, idx, max_elems);
+      for (const auto& owners : hosts_.rounds) {
+        const int owner = of(owners, hosts_.local_rank);
+        if (owner < 0) continue;
+        const ElemRange theirs = shares.slice(owner, idx, max_elems);
+        exchange.recv(owner, shares.output(owner, theirs), bytes(theirs.num_elems));
+      }
+      for (const int host : hosts_.other_hosts)
+        send(exchange, hosts_.courier_of(rank_, host), shares.output(rank_, own), own.num_elems);
+      run_for(OpKind::kAllGather, hosts_.local_ranks, shares, max_elems, idx, nullptr);
+    };
+    const auto complete = [&](MessageExchange& exchange, std::size_t idx) {
+      exchange.finish();
+      for (const auto& owners : hosts_.rounds)
+        run_for(OpKind::kAllGather, owners, shares, max_elems, idx, nullptr);
+    };
+    in_pieces(shares.max_elems(), max_elems, post, complete);
+  }
+
+  // A collective of piece `idx` of the owners' chunks, one for each rank of this host: each rank
+  // reduces its owner's into `to`, or all copy all.
+  void run_for(OpKind op, const std::vector<int>& owners, const MessageShares& shares,
+               std::size_t max_elems, std::size_t idx, std::byte* to) {
+    if (local_ == nullptr) return;
+    const bool reduces = op == OpKind::kReduceScatter;
+    std::vector<void*> parts;
+    std::vector<std::size_t> elems;
+    for (const int owner : owners) {
+      const ElemRange part = owner < 0 ? ElemRange{} : shares.slice(owner, idx, max_elems);
+      parts.push_back(owner < 0 ? nullptr
+                      : reduces ? const_cast<std::byte*>(shares.input(owner, part))
+                                : shares.output(owner, part));
+      elems.push_back(part.num_elems);
+    }
+    if (std::ranges::all_of(elems, [](std::size_t n) { return n == 0; })) return;
+    const void* input[] = {of(parts, hosts_.local_rank)};
+    void* output[] = {to};
+    run_local({.op = op,
+               .dtype = call_.dtype,
+               .reduction = undivided(call_.reduction),
+               .num_elems = of(elems, hosts_.local_rank),
+               .inputs = reduces ? parts.data() : input,
+               .outputs = reduces ? output : parts.data(),
+               .input_elems = reduces ? elems.data() : nullptr,
+               .output_elems = reduces ? nullptr : elems.data()});
+  }
+
+  // ---- Inside this host.
+
+  // Runs a part of the call by this host's ranks, if there are several, which `call` numbers from
+  // 0. Throws Stopped and Mismatched with the group's numbers. Counts the bytes if `is_data`.
+  void run_local(const Collective& call, bool is_data = true) {
+    if (local_ == nullptr) return;
+    CallHeader header = header_of(call, header_.seq, local_size());
+    local_->plan(call, header);
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
+    const WaitLimits limits{
+        .timeout = std::clamp(left, std::chrono::milliseconds(1), limits_.timeout),
+        .is_interrupted = limits_.is_interrupted};
+    const trace::Span traced([&] {
+      return trace::Event{.num_bytes = call.num_bytes(),
+                          .kind = trace::Kind::kPart,
+                          .name = trace::name_number(name_of(call.op)),
+                          .algorithm = trace::name_number(name_of(header.algorithm))};
+    });
+    try {
+      const Traffic traffic = local_->run(call, header, limits);
+      if (!is_data) return;
+      traffic_.sent_bytes += traffic.sent_bytes;
+      traffic_.copied_bytes += traffic.copied_bytes;
+    } catch (Stopped& stopped) {
+      if (stopped.peer >= 0) stopped.peer = global(stopped.peer);
+      throw;
+    } catch (Mismatched& mismatched) {
+      mismatched.peer = global(mismatched.peer);
+      throw;
+    }
+  }
+
+  const HostsView& hosts_;
+  Carrier* local_;  // null where this rank is alone on its host
+  MessageEngine& messages_;
+  const Collective& call_;
+  const CallHeader& header_;
+  const WaitLimits& limits_;
+  std::chrono::steady_clock::time_point deadline_;
+  int rank_;
+  int world_size_;
+  std::size_t element_bytes_;
+  Traffic traffic_;
+};
 
 }  // namespace
-
-std::uint64_t reduce_directly(MessageEngine& engine, const CallHeader& header,
-                              const MessageShares& shares, int root) {
-  const int rank = engine.rank();
-  const std::size_t bytes = shares.element_bytes;
-  const bool receives = root < 0 || rank == root;
-  const std::size_t num_staged = engine.num_staged();
-  // Larger shares are reduced in pieces, because all ranks' parts are staged at the same time.
-  const std::size_t max_elems =
-      std::clamp<std::size_t>(engine.cut().num_slots * engine.cut().slot_bytes / bytes, 1,
-                              std::max<std::size_t>(1, shares.max_elems()));
-  std::vector<std::byte*> parts(static_cast<std::size_t>(engine.world_size()));
-  const auto part = [&](int peer) -> std::byte*& { return parts[static_cast<std::size_t>(peer)]; };
-  if (receives)
-    for_each_distance(engine, [&](int peer, int) { part(peer) = engine.stage(max_elems * bytes); });
-  std::uint64_t sent_bytes = 0;
-  MessageExchange exchange(engine, header);
-  // One piece at least, because headers are exchanged even without data.
-  const std::size_t num_pieces =
-      std::max<std::size_t>(1, num_slices(shares.max_elems(), max_elems));
-  for (std::size_t idx = 0; idx < num_pieces; ++idx) {
-    const ElemRange own = shares.slice(rank, idx, max_elems);
-    for_each_distance(engine, [&](int to, int from) {
-      if (receives) exchange.recv(from, part(from), own.num_elems * bytes);
-      if (root >= 0 && to != root) return;
-      const ElemRange theirs = shares.slice(to, idx, max_elems);
-      exchange.send(to, shares.input(to, theirs), theirs.num_elems * bytes);
-      sent_bytes += theirs.num_elems * bytes;
-    });
-    if (!receives) continue;
-    exchange.finish();
-    std::vector<const void*> sources(parts.begin(), parts.end());
-    sources[static_cast<std::size_t>(rank)] = shares.input(rank, own);
-    if (own.num_elems > 0)
-      shares.op->combine(shares.output(rank, own), nullptr, sources.data(), engine.world_size(),
-                         own.num_elems, shares.divisor);
-  }
-  exchange.finish();
-  engine.unstage(num_staged);
-  return sent_bytes;
-}
 
 void plan_message_collective(int world_size, const Collective& call,
                              const CommunicatorOptions& options, CallHeader& header) {
   const std::size_t num_bytes = total_bytes(call, world_size);
-  const bool is_large = num_bytes >= kRingMinBytes;
+  bool is_ring = false;
   header.algorithm = Algorithm::kDirect;
-  switch (call.op) {
-    case OpKind::kAllReduce:
-      header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
-      if (header.algorithm == Algorithm::kAuto)
-        header.algorithm =
-            choose_all_reduce_of_messages(num_bytes, world_size, options.one_shot_max_bytes);
-      break;
-    case OpKind::kReduce:
-    case OpKind::kReduceScatter:
-      if (is_large && !options.is_rank_ordered) header.algorithm = Algorithm::kRing;
-      break;
-    case OpKind::kAllGather:
-    case OpKind::kBroadcast:
-      // Between two ranks either form is the same message; in one piece it starts once.
-      if (is_large && world_size > 2) header.algorithm = Algorithm::kRing;
-      break;
-    default:
-      break;
+  if (call.op == OpKind::kAllReduce) {
+    header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
+    if (header.algorithm == Algorithm::kAuto)
+      header.algorithm =
+          choose_all_reduce_of_messages(num_bytes, world_size, options.one_shot_max_bytes);
+    // The ring does not reduce in rank order; two_shot does.
+    if (header.algorithm == Algorithm::kRing && options.is_rank_ordered)
+      header.algorithm = Algorithm::kTwoShot;
+  } else if (call.op == OpKind::kReduce || call.op == OpKind::kReduceScatter) {
+    is_ring = num_bytes >= kRingMinBytes && !options.is_rank_ordered;
+  } else if (call.op == OpKind::kAllGather || call.op == OpKind::kBroadcast) {
+    is_ring = takes_chain(num_bytes, world_size);
   }
+  if (is_ring) header.algorithm = Algorithm::kRing;
 }
 
-std::uint64_t run_message_collective(MessageEngine& engine, const Collective& call,
-                                     const CallHeader& header) {
-  switch (call.op) {
-    case OpKind::kBarrier:
-      return barrier(engine, header);
-    case OpKind::kAllReduce:
-      return all_reduce(engine, call, header);
-    case OpKind::kReduce:
-      return reduce(engine, call, header);
-    case OpKind::kReduceScatter:
-    case OpKind::kAllGather:
-      return run_shares(engine, call, header);
-    case OpKind::kBroadcast:
-      return header.algorithm == Algorithm::kRing ? run_chain(engine, call, header)
-                                                  : tree_broadcast(engine, call, header);
-    case OpKind::kGather:
-    case OpKind::kScatter:
-    case OpKind::kAllToAll:
-      return move_directly(engine, call, header);
-    default:
-      break;
-  }
-  throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+Traffic run_message_collective(const MessageGroup& group, const Collective& call,
+                               const CallHeader& header, const WaitLimits& limits) {
+  HostsCollective by_hosts(group, group.hosts, call, header, limits);
+  by_hosts.agree();
+  if (header.algorithm == Algorithm::kHierarchical || group.hosts.is_flat()) return by_hosts.run();
+  by_hosts.barrier();
+  return HostsCollective(group, group.flat, call, header, limits).run();
 }
 
 }  // namespace ringcomm

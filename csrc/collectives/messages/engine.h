@@ -3,12 +3,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <list>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "collectives/carrier.h"
@@ -25,7 +23,6 @@ struct MessageTags {
   static constexpr int kData = kEnvelope + 1;
   static constexpr int kReduceScatter = kEnvelope + 2;
   static constexpr int kAllGather = kEnvelope + 3;
-  static constexpr int kChain = kEnvelope + 4;
 
   /// Data of so many bytes at most has a tag of its size, so its receive may be posted before the
   /// envelope is checked: a message of another size does not match it.
@@ -45,60 +42,31 @@ struct MessageTags {
   static constexpr int kFirstLong = MessageTransport::kMaxTag - static_cast<int>(kNumLong);
 
   static constexpr bool is_internal(std::uint64_t tag) { return tag >> 32U != 0; }
-  /// The transport's tag for a tag of a send or receive. Kinds of internal messages differ in bits
-  /// 32 and 33. The messages of a kind are numbered; two that are about 500,000 apart share a tag
-  /// and are in order.
+  /// The transport's tag for a tag of a send or receive. Internal ones are numbered; two of a pair
+  /// that are a million apart share a tag and are in order.
   static constexpr int of(std::uint64_t tag) {
-    if (!is_internal(tag)) return static_cast<int>(tag);
-    return kFirstInternal +
-           static_cast<int>(((tag >> 33U) * (kNumInternal / 2) + tag % (kNumInternal / 2)) %
-                            kNumInternal);
+    return is_internal(tag) ? kFirstInternal + static_cast<int>(tag % kNumInternal)
+                            : static_cast<int>(tag);
   }
 };
 
-/// The state in which collectives of one group run over messages, one after another, on one thread
-/// at a time.
-///
-/// Messages and staging memory belong to the engine and not to the functions that use them: an
-/// exception must not free what the transport still reads or writes.
+/// The messages and staging memory of the collective that runs; one after another, on one thread at
+/// a time. They belong to the engine and not to the functions that use them: an exception must not
+/// free what the transport still reads or writes.
 class MessageEngine {
  public:
-  /// The slices of collectives. Equal on all ranks.
-  struct Cut {
-    std::uint32_t num_slots = 2;  ///< receives of a ring that are posted ahead
-    /// Of one message of a ring. A message costs much more than a slot in shared memory.
-    std::size_t slot_bytes = 1 << 20;
-    bool is_rank_ordered = false;  ///< reductions go from left to right over the ranks
-  };
-
   struct Posted {
     MessageTransport::MessagePtr message;
-    int peer;  // in the whole group
+    int peer;
   };
   /// A message that has been started and not been waited for.
   using Handle = std::list<Posted>::iterator;
 
   /// `transport` must live as long.
-  MessageEngine(MessageTransport& transport, const Cut& cut);
+  explicit MessageEngine(MessageTransport& transport) : transport_(transport) {}
 
-  int rank() const { return rank_; }
-  int world_size() const { return static_cast<int>(ranks_.size()); }
-  /// The rank in the whole group, of which a part may be at work (among()).
-  int whole_rank(int peer) const { return ranks_[static_cast<std::size_t>(peer)]; }
-  const Cut& cut() const { return cut_; }
-
-  /// Runs `body`, in which the group consists of `ranks`, this one among them, in their order.
-  /// Stopped and Mismatched have the numbers of the whole group nevertheless.
-  template <class Body>
-  auto among(const std::vector<int>& ranks, const Body& body) {
-    struct Restore {
-      MessageEngine& engine;
-      std::vector<int> ranks;
-      ~Restore() { engine.renumber(std::move(ranks)); }
-    } const restore{*this, std::exchange(ranks_, {})};
-    renumber(ranks);
-    return body();
-  }
+  int rank() const { return transport_.rank(); }
+  int world_size() const { return transport_.world_size(); }
 
   /// Starts an operation; `operation` must live until finish() or drop().
   void begin(MessageMembers::Operation& operation) { operation_ = &operation; }
@@ -108,51 +76,37 @@ class MessageEngine {
   /// Returns when the message is done, and forgets it. Throws Stopped naming the peer.
   void wait(Handle message);
 
-  /// A send that is waited for in finish(), or after many more of its kind.
-  void post_send(int peer, int tag, const void* data, std::size_t num_bytes);
-
-  /// Memory until unstage(), finish() or drop(), aligned for any element.
+  /// Memory until finish() or drop(), aligned for any element.
   std::byte* stage(std::size_t num_bytes);
-  std::size_t num_staged() const { return staging_.size(); }
-  /// Frees what was staged after the first `num_staged`: no message uses it any more.
-  void unstage(std::size_t num_staged) { staging_.resize(num_staged); }
 
-  /// Ends the operation: waits for all sends. Throws as wait() does.
+  /// Ends the operation: waits for all messages left. Throws as wait() does.
   void finish();
   /// Ends an operation that failed; the transport has been aborted.
   void drop();
 
  private:
-  void renumber(std::vector<int> ranks);
-
   MessageTransport& transport_;
-  Cut cut_;
-  std::vector<int> ranks_;  // those of the whole group that are at work
-  int rank_ = 0;            // this one's place there
   MessageMembers::Operation* operation_ = nullptr;
   std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this engine
   std::list<Posted> posted_;
-  std::deque<Handle> sends_;  // of post_send()
 };
 
-/// Precedes data that one rank sends to another, with its call and size. A message must fit its
-/// receive, and the envelope always does, so it is checked before long data is received. Small data
-/// is part of it.
+/// Precedes data that one rank sends to another, with its call and size: a message must fit its
+/// receive, and the envelope always does. Small data is part of it.
 struct MessageEnvelope {
   CallHeader header;
   std::uint64_t num_bytes;
-  // A page in total: two ranks of one machine copy it in about 1 us, while a separate message costs
-  // about 100 us.
+  // A page in total, copied in about 1 us; a separate message costs about 100 us.
   std::array<std::byte, 4096 - sizeof(CallHeader) - sizeof(std::uint64_t)> data;
 
   bool is_whole() const { return num_bytes <= sizeof(data); }
 };
 
-/// Direct transfers from one rank to another, any number at the same time.
+/// Direct transfers from one rank to another, any number at the same time. May be used again after
+/// finish().
 ///
-/// In every collective a rank first receives an envelope from the previous rank and checks it. So
-/// different calls are detected even if their communication patterns have nothing in common. An
-/// exchange may be used again after finish().
+/// In every collective a rank first receives an envelope from the previous rank. So different calls
+/// are detected even if their communication patterns have nothing in common.
 class MessageExchange {
  public:
   MessageExchange(MessageEngine& engine, const CallHeader& header)
@@ -161,12 +115,8 @@ class MessageExchange {
   /// Starts a transfer. `data` is read until finish().
   void send(int peer, const void* data, std::size_t num_bytes);
   /// Fills `data` until finish() returns, which waits for the peers in the order of these calls.
+  /// Where both are to be posted, receives come first: Gloo then sends without a round trip.
   void recv(int peer, void* data, std::size_t num_bytes);
-  /// The transfers of a gather, scatter or all_to_all between this rank and `peer`, where there is
-  /// one. The first returns the bytes sent. all_to_all may be in place if all sends, which then
-  /// copy, come before the receives.
-  std::size_t send_part(const Collective& call, int peer);
-  void recv_part(const Collective& call, int peer);
   /// Returns when all transfers have ended. Throws Stopped, and Mismatched if a peer made a
   /// different call or sends a different size.
   void finish();
@@ -182,7 +132,7 @@ class MessageExchange {
   };
 
   MessageEnvelope& free_envelope();
-  void check(const Incoming& incoming) const;
+  void open(Incoming& incoming);
 
   MessageEngine& engine_;
   const CallHeader& header_;
@@ -192,9 +142,8 @@ class MessageExchange {
   std::size_t num_used_ = 0;                 // the first of them are in use until finish()
 };
 
-/// Exchanges headers between neighbours of the ring, for collectives whose first data goes to other
-/// ranks. Also compares `table`, if given, which must be equal on all ranks. Throws Mismatched for
-/// a difference.
+/// Exchanges headers between neighbours of the ring of all ranks, for collectives whose first data
+/// goes to other ranks, and `table`, which must be equal on all ranks. Throws Mismatched.
 void greet_neighbours(MessageEngine& engine, const CallHeader& header,
                       const std::vector<std::uint64_t>& table = {});
 

@@ -4,23 +4,20 @@
 #include <cstdlib>
 
 #include "core/errors.h"
-#include "transport/wait_limits.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 namespace {
 
-// How late the watchdog may end a wait.
-constexpr std::chrono::milliseconds kLookInterval{20};
-// It reads the store at every fifth look: how long a rank may take to notice that another one has
-// failed.
-constexpr int kLooksPerQuestion = 5;
-// After this many looks with nothing to watch, it sleeps until the next operation wakes it, which
+constexpr std::chrono::milliseconds kLookInterval{20};  // how late a wait may end
+constexpr int kLooksPerQuestion = 5;                    // to the store: has another rank failed?
+// After so many looks with nothing to watch, the watchdog sleeps until an operation wakes it, which
 // costs that operation some microseconds.
 constexpr int kIdleLooks = 50;
 // Messages that a process sent before its end arrive within so many looks on the same machine: half
 // a second, or more on a busy machine, where any time may pass without a thread's turn.
 constexpr int kLooksForLastWords = 25;
-// A store that is unreachable for this long is treated as lost.
+// A store that is unreachable for this long is lost.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
 // How long a live rank that has closed its connection may take to report why, and the reason for an
 // abort to get here after the abort.
@@ -29,27 +26,17 @@ constexpr std::chrono::milliseconds kReasonGrace{2000};
 }  // namespace
 
 MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
-    : rank_(ranks.rank()), store_(store.clone()), processes_(ranks.processes()) {
+    : rank_(ranks.rank()), store_(store.clone()), address_(ranks.mine().bootstrap_address) {
+  processes_ = ranks.processes();
   // How often this rank has made a group over this store: the same on all ranks, and what tells
   // this group's keys from those of one that was destroyed before.
   const std::int64_t generation =
       store.add("ringcomm/messages/generation/" + std::to_string(rank_), 1);
   prefix_ = "ringcomm/messages/" + std::to_string(generation) + "/";
-  const auto key_of = [this](int rank) { return prefix_ + "rank/" + std::to_string(rank); };
-  store.set(key_of(rank_), ranks.mine().to_text());
-  for (int peer = 0; peer < ranks.world_size(); ++peer) {
-    records_.push_back(RankRecord::from_text(ranks.wait_for(key_of(peer), peer)));
-    const RankRecord& theirs = records_.back();
-    if (theirs.options != ranks.mine().options)
-      throw Error({.kind = ErrorKind::kMismatch,
-                   .rank = peer,
-                   .pid = theirs.pid,
-                   .host = theirs.host,
-                   .op = "init"},
-                  "ringcomm: rank " + std::to_string(rank_) + " and rank " + std::to_string(peer) +
-                      " made the group with different options: {" + ranks.mine().options +
-                      "} and {" + theirs.options + "}");
-  }
+  const std::string key = prefix_ + "rank/";
+  store.set(key + std::to_string(rank_), "");
+  for (int peer = 0; peer < ranks.world_size(); ++peer)
+    static_cast<void>(ranks.wait_for(key + std::to_string(peer), peer));
 }
 
 void MessageMembers::leave() {
@@ -61,8 +48,6 @@ void MessageMembers::leave() {
   }
 }
 
-// ---- What this rank knows of the others.
-
 Stop MessageMembers::state_of(int) const {
   const std::lock_guard lock(mutex_);
   return reason_.has_value() ? Stop::kAborted : Stop::kNone;
@@ -72,7 +57,7 @@ Stop MessageMembers::state_of(int) const {
 bool MessageMembers::is_alive(int rank) const {
   // If a rank is a thread of this process, the process does not tell whether the rank lives.
   const std::string& address = process_of(rank).bootstrap_address;
-  return !address.empty() && address != record_of(rank_).bootstrap_address && !has_died(rank);
+  return !address.empty() && address != address_ && !has_died(rank);
 }
 
 // Whether `rank` has destroyed its side of the group.
@@ -162,13 +147,13 @@ MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point 
                              members.watch_operations();
                              return true;
                            });
-  place_ = members.operations_.insert(members.operations_.end(), this);
+  members.operations_.insert(this);
   members.watch_->wake();
 }
 
 MessageMembers::Operation::~Operation() {
   const std::lock_guard lock(members_.mutex_);
-  members_.operations_.erase(place_);
+  members_.operations_.erase(this);
 }
 
 void MessageMembers::Operation::await(int peer) {
@@ -204,7 +189,7 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
 
 bool MessageMembers::is_gone(int peer) const {
   if (peer != MessageTransport::kAnySource) return peer >= 0 && has_died(peer);
-  for (int rank = 0; rank < static_cast<int>(records_.size()); ++rank)
+  for (int rank = 0; rank < static_cast<int>(processes_.size()); ++rank)
     if (rank != rank_ && !has_died(rank)) return false;
   return true;
 }
@@ -232,14 +217,12 @@ void MessageMembers::watch_operations() {
 }
 
 void MessageMembers::look_patiently() {
-  if (is_store_gone_) return;
   try {
-    look();
+    look();  // not at the store of a group that has ended
     store_fails_since_ = Clock::time_point::max();
   } catch (const std::exception& error) {
     store_fails_since_ = std::min(store_fails_since_, Clock::now());
     if (Clock::now() - store_fails_since_ < kStoreGrace) return;
-    is_store_gone_ = true;
     keep({.kind = ErrorKind::kSystem,
           .origin = rank_,
           .culprit = -1,

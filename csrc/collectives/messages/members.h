@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,41 +18,29 @@
 #include "core/arch.h"
 #include "transport/membership.h"
 #include "transport/messages/message_transport.h"
-#include "transport/peer_table.h"
+#include "transport/process.h"
 #include "transport/shm/rendezvous.h"
-#include "transport/watch_thread.h"
 
 namespace ringcomm {
 
 /// The membership of a group that exchanges messages, and the watchdog of their waits.
 ///
-/// The abort state is in the group's store; the processes of ranks on this machine are watched. The
-/// watchdog ends the waits that nothing else would end: at an operation's deadline, when another
-/// rank aborts the group, and when the peer's process has ended without closing the connection
-/// (exec() may pass it on). Its thread starts with the first operation and sleeps while there is
-/// none.
+/// The abort state is in the group's store. The watchdog ends the waits that nothing else would
+/// end: at an operation's deadline, when another rank aborts the group, and when the peer's process
+/// has ended without closing the connection (exec() may pass it on). It sleeps without operations.
 class MessageMembers final : public Membership {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// Collective, after `ranks` has found them: every rank publishes its record for this very group
-  /// and reads the others'. Throws what `ranks` does, and Error of kMismatch where options differ.
+  /// Collective, after `ranks` has found them: returns when all have come to this very group.
+  /// Throws what `ranks` does.
   MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks);
-  ~MessageMembers() override = default;
   MessageMembers(const MessageMembers&) = delete;
   MessageMembers& operator=(const MessageMembers&) = delete;
 
-  /// The result of `make`, a part of making the group. Where that throws, the other ranks hear of
-  /// it: they may have made the group already, and wait for this rank.
-  template <class Make>
-  auto told_if_it_fails(const Make& make) -> decltype(make()) {
-    try {
-      return make();
-    } catch (const std::exception& error) {
-      tell(error);
-      throw;
-    }
-  }
+  /// A part of making the group has failed here. The other ranks hear of it: they may have made the
+  /// group already, and wait for this rank.
+  void tell(const std::exception& error);
   /// Called with the reason when the group ends; set once, before anything may end it.
   void on_abort(std::function<void()> callback) { on_abort_ = std::move(callback); }
   /// The messages that end with the group; set once, before the first of them. `transport` must
@@ -67,10 +55,6 @@ class MessageMembers final : public Membership {
   /// close. After the last operation.
   void leave();
 
-  const PeerProcess& process_of(int rank) const override {
-    return *processes_[static_cast<std::size_t>(rank)];
-  }
-  const std::string& host_of(int rank) const override { return record_of(rank).host; }
   /// Others are in the store, which takes its time.
   Stop state_of(int rank) const override;
   /// Known once a wait for the rank has ended because it has left.
@@ -105,14 +89,11 @@ class MessageMembers final : public Membership {
     bool is_orphan_ = false;
     int num_looks_gone_ = 0;   // of the watchdog, in which the peer was gone
     Stop stop_ = Stop::kNone;  // why the watchdog ended it
-    std::list<Operation*>::iterator place_;
   };
 
  private:
   static constexpr int kNobody = -2;
 
-  const RankRecord& record_of(int rank) const { return records_[static_cast<std::size_t>(rank)]; }
-  void tell(const std::exception& error);
   void keep(const AbortReason& reason);
   bool is_alive(int rank) const;
   bool has_left(int rank);
@@ -124,9 +105,8 @@ class MessageMembers final : public Membership {
 
   int rank_;
   std::unique_ptr<KeyValueStore> store_;
-  std::vector<RankRecord> records_;
-  PeerProcesses processes_;
-  std::string prefix_;  // of this group's keys: the store may hold those of an earlier group
+  std::string address_;  // of this rank's process
+  std::string prefix_;   // of this group's keys: the store may hold those of an earlier group
   std::function<void()> on_abort_;
   MessageTransport* transport_ = nullptr;
   std::atomic<std::int64_t> num_calls_ = 0;
@@ -135,11 +115,10 @@ class MessageMembers final : public Membership {
   mutable std::condition_variable has_reason_;
   std::optional<AbortReason> reason_;
   std::map<int, std::int64_t> num_calls_of_;  // of the ranks known to have left
-  std::list<Operation*> operations_;
+  std::set<Operation*> operations_;
 
-  int num_looks_ = 0;  // the watchdog's, as the next ones
+  int num_looks_ = 0;  // the watchdog's, as the next one
   Clock::time_point store_fails_since_ = Clock::time_point::max();
-  bool is_store_gone_ = false;
   std::optional<WatchThread> watch_;  // last: it uses all of the above
 };
 

@@ -1,26 +1,21 @@
-#include "collectives/messages/p2p.h"
+#include "collectives/p2p.h"
 
 #include <algorithm>
 #include <array>
-#include <condition_variable>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <list>
 #include <map>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "collectives/messages/engine.h"
-#include "collectives/p2p.h"
+#include "collectives/messages/members.h"
+#include "transport/messages/message_transport.h"
 #include "transport/process.h"
-#include "transport/wait_limits.h"
 
 namespace ringcomm {
 namespace {
@@ -31,9 +26,8 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::size_t kMaxThreads = 32;
 
 // A user's message is an envelope of fixed size with its length, which contains short data; the tag
-// is the user's. Long data follows in a second message with its own tag. So different sizes are an
-// error instead of corruption, and a receive from any source knows the sender of the second
-// message.
+// is the user's. Long data follows with a tag of its own. So different sizes are an error instead
+// of corruption, and a receive from any source knows the sender of the second message.
 struct Envelope {
   std::uint64_t num_bytes = 0;
   std::int32_t data_tag = 0;
@@ -46,8 +40,6 @@ struct Item {
   Item(const P2pOpPtr& operation, MessageMembers& members)
       : op(operation), watched(members, operation->deadline) {}
 
-  bool is_send() const { return op->kind == P2pOp::Kind::kSend; }
-
   P2pOpPtr op;
   Envelope envelope;
   MessageMembers::Operation watched;
@@ -55,36 +47,50 @@ struct Item {
   MessageTransport::MessagePtr data_message;
 };
 
-// A transport's messages can be waited for but not polled. So threads wait: one for each lane,
-// which is the messages of one peer, tag and direction and completes in order. The lanes posted
-// first have threads, and each thread that waits for an operation may add one.
-//
-// A receive from any source fails when all other ranks have left. The transport does not report
-// that, so a thread per peer waits for a message that is never sent.
+// A transport's messages can be waited for but not polled. So threads wait: one for each lane, the
+// messages of one peer, tag and direction. The lanes posted first have threads, and each caller
+// that waits may add one. A receive from any source fails when all other ranks have left: a thread
+// per peer waits for a message that is never sent.
 class MessageP2p final : public PointToPoint {
  public:
   MessageP2p(MessageTransport& transport, MessageMembers& members, Failure& failure, Stats& stats)
-      : transport_(transport),
+      : PointToPoint(failure, stats, transport.rank(), transport.world_size()),
+        transport_(transport),
         members_(members),
-        failure_(failure),
-        stats_(stats),
-        num_long_sends_(static_cast<std::size_t>(transport.world_size())) {}
+        num_long_sends_(static_cast<std::size_t>(world_size_)) {}
   ~MessageP2p() override { close({}); }
-  MessageP2p(const MessageP2p&) = delete;
-  MessageP2p& operator=(const MessageP2p&) = delete;
 
-  void post(const P2pOpPtr& op) override {
-    check_peer(*op, transport_.rank(), transport_.world_size());
+  void close(const Interrupted& is_interrupted) override {
+    Lock lock(mutex_);
+    if (is_stopping_) return;
+    while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == P2pOp::Kind::kSend) {
+      has_news_.wait_for(lock, kPollInterval);
+      abort_if(lock, is_interrupted);
+    }
+    is_stopping_ = true;
+    const bool must_abort = !lanes_.empty() || !guards_.empty();
+    lock.unlock();
+    if (must_abort) transport_.abort();
+    lock.lock();
+    has_news_.wait(lock, [this] { return lanes_.empty(); });
+    lock.unlock();
+    has_work_.notify_all();
+    for (BackgroundThread& thread : threads_) thread.join();
+    for (BackgroundThread& thread : guard_threads_) thread.join();
+  }
+
+ private:
+  // By direction (sends first), peer and tag.
+  using Lanes = std::map<std::tuple<P2pOp::Kind, int, std::uint64_t>, std::list<Item>>;
+
+  void start(const P2pOpPtr& op) override {
     if (!MessageTags::is_internal(op->tag) &&
         op->tag >= static_cast<std::uint64_t>(MessageTransport::kFirstReservedTag))
       throw std::invalid_argument("tags over the p2p transport must be 0 to " +
                                   std::to_string(MessageTransport::kFirstReservedTag - 1) +
                                   ", got " + std::to_string(static_cast<std::int32_t>(op->tag)));
-    failure_.check_not_inherited();  // before the lock, which may have been held at the fork
     const Lock lock(mutex_);
-    failure_.rethrow_if_any();
-    if (is_stopping_) std::rethrow_exception(orphaned(*op, transport_.rank()));
-    op->deadline = deadline_after(op->timeout);
+    check_open(*op);
     // All steps that may fail come before the message starts, because from then on the transport
     // uses the caller's memory.
     std::list<Item> items;
@@ -92,10 +98,13 @@ class MessageP2p final : public PointToPoint {
     if (threads_.empty()) start_thread();
     if (op->peer < 0) guard_sources();
     const auto lane = lanes_.try_emplace({op->kind, op->peer, op->tag}).first;
-    start(items.back());
+    try {
+      start_message(items.back());
+    } catch (...) {  // Unsupported
+      if (lane->second.empty()) lanes_.erase(lane);
+      throw;
+    }
     lane->second.splice(lane->second.end(), items);
-    ++num_items_;
-    if (op->kind == P2pOp::Kind::kSend) ++num_sends_;
     if (lane->second.size() == 1) {
       ready_.push_back(lane);
       need_thread(kMaxThreads);
@@ -103,9 +112,8 @@ class MessageP2p final : public PointToPoint {
     end_orphans();
   }
 
-  bool wait(const P2pOpPtr& op, Clock::time_point deadline,
-            const Interrupted& is_interrupted) override {
-    failure_.check_not_inherited();
+  bool await(const P2pOpPtr& op, Clock::time_point deadline,
+             const Interrupted& is_interrupted) override {
     Lock lock(mutex_);
     if (!op->is_done) hurry(*op);
     while (!op->is_done && Clock::now() < deadline) {
@@ -115,38 +123,14 @@ class MessageP2p final : public PointToPoint {
     return op->is_done;
   }
 
-  void close(const Interrupted& is_interrupted) override {
-    Lock lock(mutex_);
-    if (is_stopping_) return;
-    while (num_sends_ > 0) {
-      has_news_.wait_for(lock, kPollInterval);
-      abort_if(lock, is_interrupted);
-    }
-    is_stopping_ = true;
-    const bool must_abort = num_items_ > 0 || !guards_.empty();
-    lock.unlock();
-    if (must_abort) transport_.abort();
-    lock.lock();
-    has_news_.wait(lock, [this] { return num_items_ == 0; });
-    lock.unlock();
-    has_work_.notify_all();
-    for (BackgroundThread& thread : threads_) thread.join();
-    for (BackgroundThread& thread : guard_threads_) thread.join();
-  }
-
- private:
-  using Lock = std::unique_lock<std::mutex>;
-  // By direction, peer and tag.
-  using Lanes = std::map<std::tuple<P2pOp::Kind, int, std::uint64_t>, std::list<Item>>;
-
   // In the order of the calls, with the lock held: messages of a lane match in that order. Throws
   // Unsupported before anything has started.
-  void start(Item& item) {
+  void start_message(Item& item) {
     const P2pOp& op = *item.op;
     Envelope& envelope = item.envelope;
     auto* bytes = reinterpret_cast<std::byte*>(&envelope);
     const int tag = MessageTags::of(op.tag);
-    if (!item.is_send()) {
+    if (!op.is_send()) {
       item.envelope_message = transport_.irecv(op.peer, tag, bytes, sizeof(envelope));
       return;
     }
@@ -196,7 +180,7 @@ class MessageP2p final : public PointToPoint {
     Lock lock(mutex_);
     for (;;) {
       if (ready_.empty()) {
-        if (is_stopping_ && num_items_ == 0) return;
+        if (is_stopping_ && lanes_.empty()) return;
         ++num_idle_;
         has_work_.wait(lock);
         --num_idle_;
@@ -209,15 +193,13 @@ class MessageP2p final : public PointToPoint {
       lock.unlock();
       complete(item);
       lock.lock();
-      lane->second.pop_front();
+      lane->second.pop_front();  // the messages end before `done` may free their memory
       if (lane->second.empty())
         lanes_.erase(lane);
       else
         ready_.push_back(lane);
-      tell(lock, op);
-      if (op->kind == P2pOp::Kind::kSend) --num_sends_;
-      --num_items_;
-      has_news_.notify_all();
+      op->is_done = true;
+      conclude(lock, {&op, 1});
     }
   }
 
@@ -225,7 +207,7 @@ class MessageP2p final : public PointToPoint {
   void complete(Item& item) {
     try {
       wait_for(item, *item.envelope_message, item.op->peer);
-      if (!item.is_send()) open(item);
+      if (!item.op->is_send()) open(item);
       if (item.data_message != nullptr) wait_for(item, *item.data_message, item.op->peer);
     } catch (const std::exception&) {
       item.op->error = std::current_exception();
@@ -242,8 +224,7 @@ class MessageP2p final : public PointToPoint {
       const Lock lock(mutex_);  // waiting threads read it
       op.peer = item.envelope_message->source();
     }
-    if (envelope.num_bytes != op.num_bytes)
-      raise_misfit(failure_, op, envelope.num_bytes, transport_.rank());
+    if (envelope.num_bytes != op.num_bytes) raise_misfit(op, envelope.num_bytes);
     if (!envelope.is_whole())
       item.data_message = transport_.irecv(op.peer, envelope.data_tag, op.data, op.num_bytes);
     else if (op.num_bytes > 0)
@@ -256,38 +237,22 @@ class MessageP2p final : public PointToPoint {
     if (end == MessageEnd::kDone) return;
     {
       const Lock lock(mutex_);
-      if (is_stopping_) std::rethrow_exception(orphaned(*item.op, transport_.rank()));
+      if (is_stopping_) std::rethrow_exception(orphaned(*item.op));
     }
     // For a receive from any source, all other ranks have ended.
     const bool is_orphan = peer < 0 && item.watched.stop_of(end, peer) == Stop::kPeerDied;
-    if (is_orphan) peer = (transport_.rank() + 1) % transport_.world_size();
+    if (is_orphan) peer = (rank_ + 1) % world_size_;
     failure_.raise_stopped(item.watched.stop_of(end, peer), peer, activity_of(*item.op),
                            end == MessageEnd::kFailed ? message.failure() : "");
-  }
-
-  // The operation is done. Without the lock while its callback runs.
-  void tell(Lock& lock, const P2pOpPtr& op) {
-    const bool is_send = op->kind == P2pOp::Kind::kSend;
-    op->is_done = true;
-    if (op->error == nullptr)
-      for (Stats* stats : {&stats_, &Stats::process_wide()})
-        stats->count(is_send ? OpKind::kSend : OpKind::kRecv, Algorithm::kDirect,
-                     is_send ? op->num_bytes : 0);
-    const auto done = std::exchange(op->done, nullptr);
-    has_news_.notify_all();
-    lock.unlock();
-    if (done) done();
-    lock.lock();
   }
 
   // One message and one thread for each peer. If a thread cannot be started, the next call
   // continues there.
   void guard_sources() {
-    const auto num_peers = static_cast<std::size_t>(transport_.world_size() - 1);
+    const auto num_peers = static_cast<std::size_t>(world_size_ - 1);
     guard_threads_.reserve(num_peers);
     while (guard_threads_.size() < num_peers) {
-      const int peer = (transport_.rank() + 1 + static_cast<int>(guard_threads_.size())) %
-                       transport_.world_size();
+      const int peer = (rank_ + 1 + static_cast<int>(guard_threads_.size())) % world_size_;
       if (guards_.size() == guard_threads_.size())
         guards_.push_back(transport_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
       guard_threads_.push_back(
@@ -304,34 +269,21 @@ class MessageP2p final : public PointToPoint {
   // Ends receives from any source if no rank is left to send. The watchdog does, a moment later,
   // because what has been sent may be on its way through this process.
   void end_orphans() {
-    if (num_gone_ < transport_.world_size() - 1) return;
+    if (num_gone_ < world_size_ - 1) return;
     for (auto& [key, items] : lanes_)
       if (std::get<1>(key) < 0)
         for (Item& item : items) item.watched.no_source_is_left();
   }
 
-  void abort_if(Lock& lock, const Interrupted& is_interrupted) {
-    lock.unlock();
-    if (is_interrupted && is_interrupted())
-      failure_.abort("interrupted by a signal in a send or receive");
-    lock.lock();
-  }
-
   MessageTransport& transport_;
   MessageMembers& members_;
-  Failure& failure_;
-  Stats& stats_;
 
-  std::mutex mutex_;  // guards all below
+  // The lock guards what follows.
   Lanes lanes_;
   std::deque<Lanes::iterator> ready_;  // with something to wait for, and no thread that does
   std::vector<std::uint32_t> num_long_sends_;  // by peer
-  std::size_t num_items_ = 0;
-  std::size_t num_sends_ = 0;  // of the items
-  std::size_t num_idle_ = 0;   // threads
-  bool is_stopping_ = false;
+  std::size_t num_idle_ = 0;                   // threads
   std::condition_variable has_work_;
-  std::condition_variable has_news_;
   std::vector<BackgroundThread> threads_;
   std::byte guarded_byte_ = {};
   // One for each peer that a receive from any source waits for.

@@ -1,11 +1,9 @@
 #include "collectives/messages/shares.h"
 
 #include <algorithm>
-#include <cstring>
-
-#include "collectives/collective.h"
 
 namespace ringcomm {
+
 namespace {
 
 MessageShares without_shares(const Collective& call, int world_size) {
@@ -18,48 +16,31 @@ MessageShares without_shares(const Collective& call, int world_size) {
 
 }  // namespace
 
-MessageShares MessageShares::of_buffer(const Collective& call, int world_size) {
+MessageShares MessageShares::of_call(const Collective& call, int rank, int world_size) {
   MessageShares result = without_shares(call, world_size);
   const ChunkLayout layout(call.num_elems, world_size);
-  for (int rank = 0; rank < world_size; ++rank) {
-    const ElemRange chunk = layout.chunk(rank);
-    result.shares.push_back({at(call.inputs[0], chunk.begin_elems, result.element_bytes),
-                             at(call.outputs[0], chunk.begin_elems, result.element_bytes),
-                             chunk.num_elems});
-  }
-  return result;
-}
-
-MessageShares MessageShares::of_reduce_scatter(const Collective& call, int rank, int world_size) {
-  MessageShares result = without_shares(call, world_size);
-  for (int peer = 0; peer < world_size; ++peer)
-    result.shares.push_back({at(call.inputs[peer], 0, 1),
-                             peer == rank ? static_cast<std::byte*>(call.outputs[0]) : nullptr,
-                             call.input_share(peer)});
-  return result;
-}
-
-MessageShares MessageShares::of_all_gather(const Collective& call, int rank, int world_size) {
-  MessageShares result = without_shares(call, world_size);
   for (int peer = 0; peer < world_size; ++peer) {
-    auto* output = static_cast<std::byte*>(call.outputs[peer]);
-    result.shares.push_back({output, output, call.output_share(peer)});
+    const ElemRange chunk = layout.chunk(peer);
+    if (call.op == OpKind::kReduceScatter)
+      result.shares.push_back({at(call.inputs[peer], 0, 1),
+                               peer == rank ? at(call.outputs[0], 0, 1) : nullptr,
+                               call.input_share(peer)});
+    else if (call.op == OpKind::kAllGather)
+      result.shares.push_back(
+          {at(call.outputs[peer], 0, 1), at(call.outputs[peer], 0, 1), call.output_share(peer)});
+    else
+      result.shares.push_back({at(call.inputs[0], chunk.begin_elems, result.element_bytes),
+                               at(call.outputs[0], chunk.begin_elems, result.element_bytes),
+                               chunk.num_elems});
   }
-  const std::size_t own_bytes = result.num_bytes(rank);
-  if (own_bytes > 0 && call.inputs[0] != call.outputs[rank])
-    std::memcpy(call.outputs[rank], call.inputs[0], own_bytes);
   return result;
 }
 
 MessageShares MessageShares::of_whole(const Collective& call, int rank, int world_size) {
   MessageShares result = without_shares(call, world_size);
   for (int peer = 0; peer < world_size; ++peer)
-    if (call.root < 0 || peer == call.root)
-      result.shares.push_back({at(call.inputs[0], 0, 1),
-                               peer == rank ? static_cast<std::byte*>(call.outputs[0]) : nullptr,
-                               call.num_elems});
-    else
-      result.shares.emplace_back();
+    result.shares.push_back({at(call.inputs[0], 0, 1),
+                             peer == rank ? at(call.outputs[0], 0, 1) : nullptr, call.num_elems});
   return result;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collectives/collective.h"
+#include "collectives/ring.h"
 #include "core/chunk_layout.h"
 #include "reduce/reduce_op.h"
 
@@ -15,24 +16,18 @@ namespace ringcomm {
 /// algorithm treats all_reduce, which splits one buffer, and reduce_scatter and all_gather, which
 /// have one buffer per rank, the same way.
 struct MessageShares {
-  struct Share {
-    const std::byte* input = nullptr;
-    std::byte* output = nullptr;  ///< null if this rank has no room for it
-    std::size_t num_elems = 0;
-  };
+  using Share = RingChunk;
 
   std::vector<Share> shares;  ///< by rank
   std::size_t element_bytes = 0;
   const ReduceOp* op = nullptr;  ///< null where nothing is reduced
   int divisor = 1;
 
-  /// All chunks in one buffer.
-  static MessageShares of_buffer(const Collective& call, int world_size);
-  /// A chunk for each rank, and this rank's own result.
-  static MessageShares of_reduce_scatter(const Collective& call, int rank, int world_size);
-  /// This rank's own chunk, and room for each rank's; copies the one into the other.
-  static MessageShares of_all_gather(const Collective& call, int rank, int world_size);
-  /// The whole buffer for each rank that gets the result: the root, or all.
+  /// The shares of a reduce_scatter (a chunk for each rank, and this rank's own result) or an
+  /// all_gather (room for each rank's chunk, whose own one is to be copied there first), or all
+  /// chunks of the one buffer of another call.
+  static MessageShares of_call(const Collective& call, int rank, int world_size);
+  /// The whole buffer for each rank.
   static MessageShares of_whole(const Collective& call, int rank, int world_size);
 
   const Share& of(int rank) const { return shares[static_cast<std::size_t>(rank)]; }

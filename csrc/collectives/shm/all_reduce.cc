@@ -26,7 +26,7 @@ void reduce_staged(Engine& engine, const Collective& call, bool stages, bool red
   const int world_size = engine.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
   const ReduceOp& op = reduce_op_of(call);
-  std::vector<const void*> sources(static_cast<std::size_t>(world_size));
+  const void** sources = engine.sources();
   const auto input = [&](const ElemRange& piece) {
     return at(call.inputs[0], piece.begin_elems, bytes);
   };
@@ -39,10 +39,9 @@ void reduce_staged(Engine& engine, const Collective& call, bool stages, bool red
         if (!reduces) return;
         // In the order of the ranks on every rank, so that all get the same bits.
         for (int peer = 0; peer < world_size; ++peer)
-          sources[static_cast<std::size_t>(peer)] =
-              peer == engine.rank() ? input(piece) : engine.wait(peer);
-        op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources.data(),
-                   world_size, piece.num_elems, divisor_of(call, world_size));
+          sources[peer] = peer == engine.rank() ? input(piece) : engine.wait(peer);
+        op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources, world_size,
+                   piece.num_elems, divisor_of(call, world_size));
       });
 }
 
@@ -80,8 +79,7 @@ class TwoShot {
         world_size_(engine.world_size()),
         layout_(call.num_elems, world_size_),
         input_bytes_(element_bytes(call.dtype)),
-        output_bytes_(input_bytes_),
-        sources_(static_cast<std::size_t>(world_size_)) {
+        output_bytes_(input_bytes_) {
     if (call.update == nullptr) return;
     update_.emplace(call, rank_, world_size_);
     output_bytes_ = update_->param_bytes();
@@ -131,18 +129,18 @@ class TwoShot {
 
   void reduce_own(const ElemRange& piece) {
     const ElemRange slice = slice_of_rank(rank_, piece);
+    const void** sources = engine_.sources();
     for (int peer = 0; peer < world_size_; ++peer)
-      sources_[static_cast<std::size_t>(peer)] =
-          peer == rank_ ? at(call_.inputs[0], slice.begin_elems, input_bytes_)
-                        : staged_for(engine_.wait(peer), rank_, piece);
+      sources[peer] = peer == rank_ ? at(call_.inputs[0], slice.begin_elems, input_bytes_)
+                                    : staged_for(engine_.wait(peer), rank_, piece);
     std::byte* region = engine_.open();
     std::byte* output = at(call_.outputs[0], slice.begin_elems, output_bytes_);
     const bool is_streaming = engine_.store_kinds().kind() == host::StoreKind::kStreaming;
     std::byte* also_to = is_streaming ? nullptr : region;
     if (update_)
-      update_->run(sources_.data(), world_size_, slice, also_to);
+      update_->run(sources, world_size_, slice, also_to);
     else
-      reduce_op_of(call_).combine(output, also_to, sources_.data(), world_size_, slice.num_elems,
+      reduce_op_of(call_).combine(output, also_to, sources, world_size_, slice.num_elems,
                                   divisor_of(call_, world_size_));
     if (is_streaming)
       engine_.stage(region, output, slice.num_elems * output_bytes_);
@@ -170,7 +168,6 @@ class TwoShot {
   std::size_t input_bytes_;   // of one element
   std::size_t output_bytes_;  // of one element
   std::optional<OwnerUpdate> update_;
-  std::vector<const void*> sources_;
 };
 
 }  // namespace
@@ -209,16 +206,16 @@ std::uint64_t all_reduce_shared(Engine& engine, const Collective& call) {
     return outputs[static_cast<std::size_t>((rank + distance) % world_size)];
   };
   const std::size_t block_elems = kBlockBytes / bytes;
-  std::vector<const void*> sources(inputs.size());
+  const void** sources = engine.sources();
   for (std::size_t i = 0; i < num_slices(own.num_elems, block_elems); ++i) {
     // A failed peer may have returned to its caller, which may reuse the buffer.
     Engine::check(engine.group().state_of(rank));
     const ElemRange block = slice_of({0, own.num_elems}, i, block_elems);
     const std::size_t offset_bytes = block.begin_elems * bytes;
-    for (std::size_t peer = 0; peer < sources.size(); ++peer)
+    for (std::size_t peer = 0; peer < inputs.size(); ++peer)
       sources[peer] = inputs[peer] + offset_bytes;
     std::byte* result = output_of(0) + offset_bytes;
-    op.combine(result, output_of(1) + offset_bytes, sources.data(), world_size, block.num_elems,
+    op.combine(result, output_of(1) + offset_bytes, sources, world_size, block.num_elems,
                divisor_of(call, world_size));
     for (int distance = 2; distance < world_size; ++distance)
       std::memcpy(output_of(distance) + offset_bytes, result, block.num_elems * bytes);

@@ -1,5 +1,3 @@
-#include <vector>
-
 #include "collectives/collective.h"
 #include "collectives/shm/collectives.h"
 
@@ -68,7 +66,7 @@ std::uint64_t reduce_scatter(Engine& engine, const Collective& call) {
   const int world_size = engine.world_size();
   const std::size_t bytes = element_bytes(call.dtype);
   const ReduceOp& op = reduce_op_of(call);
-  std::vector<const void*> sources(static_cast<std::size_t>(world_size));
+  const void** sources = engine.sources();
   // Of the slice for `target` in the region of another rank, which has none for itself; a shared
   // input has one for every rank.
   const auto offset_elems = [&](int target, int of, const ElemRange& piece) {
@@ -86,11 +84,11 @@ std::uint64_t reduce_scatter(Engine& engine, const Collective& call) {
       },
       [&](const ElemRange& piece) {
         for (int peer = 0; peer < world_size; ++peer)
-          sources[static_cast<std::size_t>(peer)] =
-              peer == rank ? at(call.inputs[rank], piece.begin_elems, bytes)
-                           : at(engine.wait(peer), offset_elems(rank, peer, piece), bytes);
-        op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources.data(),
-                   world_size, piece.num_elems, divisor_of(call, world_size));
+          sources[peer] = peer == rank
+                              ? at(call.inputs[rank], piece.begin_elems, bytes)
+                              : at(engine.wait(peer), offset_elems(rank, peer, piece), bytes);
+        op.combine(at(call.outputs[0], piece.begin_elems, bytes), nullptr, sources, world_size,
+                   piece.num_elems, divisor_of(call, world_size));
       });
   return num_peers_of(engine) * call.num_bytes();
 }

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "collectives/collective.h"
-#include "collectives/shm/p2p.h"
 #include "transport/shm/shared_arena.h"
 
 namespace ringcomm {
@@ -91,12 +90,8 @@ ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table,
       scope_(group_),
       engine_(group_, scope_) {}
 
-std::size_t ShmCarrier::shared_bytes(int world_size) {
-  return shm::SegmentLayout(world_size, {}).num_bytes();
-}
-
 std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
-  return std::make_unique<P2pEngine>(group_, failure, stats);
+  return make_shm_p2p(group_, failure, stats);
 }
 
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
@@ -116,7 +111,8 @@ Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
                         const WaitLimits& limits) {
   group_.note_call(header.seq);
   scope_.begin(limits);
-  engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
+  engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()),
+                              group_.rank() == 0);
   engine_.take_copied_bytes();  // of a call that failed
   try {
     Traffic traffic = run_explained(call, header);
@@ -160,7 +156,7 @@ BufferNote ShmCarrier::note_of(const Collective& call) const {
 }
 
 // Ranks do not know whether the peers' buffers are shared, so the first phase tells: a rank with
-// shared buffers adds a note to its header and stages no data. All ranks read all notes and make
+// shared buffers publishes a note in place of data. All ranks read all notes and make
 // the same decision. If all buffers are shared, the collective runs on them; if some are, it is
 // staged from the second phase on; if none are, it has run as usual. docs/design/shared_buffers.md
 Traffic ShmCarrier::run_or_share(const Collective& call, const CallHeader& header) {

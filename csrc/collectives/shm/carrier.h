@@ -6,7 +6,7 @@
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/shm/collectives.h"
-#include "transport/peer_table.h"
+#include "transport/membership.h"
 #include "transport/shm/group.h"
 #include "transport/shm/rendezvous.h"
 
@@ -19,9 +19,6 @@ class ShmCarrier final : public Carrier {
   /// Collective over the ranks on the host of `rank`, which have been found. Throws Error.
   ShmCarrier(shm::Rendezvous& rendezvous, const PeerTable& peer_table, int rank,
              const CommunicatorOptions& options);
-
-  /// Bytes of memory that the ranks of a group share.
-  static std::size_t shared_bytes(int world_size);
 
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;

@@ -20,13 +20,6 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kFetchSlice{100};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-CallHeader header_at(const std::byte* place) {
-  CallHeader header;
-  std::memcpy(&header, place, header.told_bytes());
-  if (header.has_update) std::memcpy(&header, place, header.told_bytes());
-  return header;
-}
-
 // Sizes of shares that may differ are compared by ShareExchange.
 bool is_compatible(const CallHeader& mine, const CallHeader& theirs) {
   if (mine.is_uneven || has_private_sizes(mine.op)) return is_same_call(mine, theirs);
@@ -35,54 +28,48 @@ bool is_compatible(const CallHeader& mine, const CallHeader& theirs) {
 
 }  // namespace
 
-void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
-  timed_ = nullptr;
+void StoreKindChooser::begin(OpKind op, std::size_t num_bytes, bool decides) {
+  class_ = nullptr;
   kind_ = StoreKind::kCached;
+  is_timed_ = false;
   if (num_bytes < kMinBytes) return;
   const auto class_idx =
       std::min<std::size_t>(std::bit_width(num_bytes / kMinBytes) - 1, kNumClasses - 1);
-  timed_ = &classes_[static_cast<std::size_t>(op)][class_idx];
-  kind_ = timed_->is_streaming() ? StoreKind::kStreaming : StoreKind::kCached;
+  class_ = &classes_[static_cast<std::size_t>(op)][class_idx];
+  kind_ = class_->is_next_streaming ? StoreKind::kStreaming : StoreKind::kCached;
+  if (!decides) return;
+  is_timed_ = true;
   begin_ = Clock::now();
+  // The calls of a trial run one call after they are decided on, and are over when the second call
+  // of the next cycle begins.
+  auto& [best_us, num_calls, is_kept, is_next] = *class_;
+  const std::uint32_t idx = num_calls++ % kCycleCalls;
+  const float other_us = best_us[is_kept ? 0 : 1];
+  if (idx == 1 && other_us > 0 && other_us < kMargin * best_us[is_kept ? 1 : 0]) is_kept = !is_kept;
+  if (idx == kCycleCalls - kTrialCalls) best_us[is_kept ? 0 : 1] = 0;
+  is_next = is_kept != (idx >= kCycleCalls - kTrialCalls);
+}
+
+void StoreKindChooser::pause() {
+  if (is_timed_) pause_ = Clock::now();
+}
+
+void StoreKindChooser::resume() {
+  if (is_timed_) begin_ += Clock::now() - pause_;
 }
 
 void StoreKindChooser::end() {
-  if (timed_ == nullptr) return;
-  record(*timed_, std::chrono::duration<float, std::micro>(Clock::now() - begin_).count());
-}
-
-void StoreKindChooser::record(SizeClass& size_class, float elapsed_us) {
-  if (!size_class.is_warm) {
-    size_class.is_warm = true;
-    // The other kind is tried after as many calls as it takes to measure this one.
-    size_class.num_calls = kKeptCalls - kTrialCalls;
-    return;
-  }
-  float& best_us = size_class.best_us[size_class.is_streaming() ? 1 : 0];
-  const bool is_fresh = best_us == 0 || (size_class.is_trial && size_class.num_calls == 0);
-  const bool is_slow = !is_fresh && elapsed_us > kSuspicious * best_us;
-  best_us = is_fresh ? elapsed_us : std::min(elapsed_us, best_us * kForget);
-  size_class.num_slow = is_slow ? size_class.num_slow + 1 : 0;
-  ++size_class.num_calls;
-
-  if (!size_class.is_trial) {
-    if (size_class.num_calls < kKeptCalls && size_class.num_slow < kSlowCalls) return;
-    // Slow for several calls, so its best time is out of date.
-    if (size_class.num_slow >= kSlowCalls) best_us = elapsed_us;
-  } else {
-    if (size_class.num_calls < kTrialCalls) return;
-    const float kept_us = size_class.best_us[size_class.is_streaming_kept ? 1 : 0];
-    if (best_us < kMargin * kept_us) size_class.is_streaming_kept = !size_class.is_streaming_kept;
-  }
-  size_class.is_trial = !size_class.is_trial;
-  size_class.num_calls = 0;
-  size_class.num_slow = 0;
+  if (!is_timed_) return;
+  const float elapsed_us = std::chrono::duration<float, std::micro>(Clock::now() - begin_).count();
+  float& best_us = class_->best_us[kind_ == StoreKind::kStreaming ? 1 : 0];
+  best_us = best_us == 0 ? elapsed_us : std::min(elapsed_us, best_us * kForget);
 }
 
 Engine::Engine(shm::Group& group, shm::WaitScope& scope)
     : group_(group),
       arch_(scope, group),
       board_(arch_, group.board(), group.rank()),
+      sources_(static_cast<std::size_t>(group.world_size())),
       notes_(static_cast<std::size_t>(group.world_size())),
       memories_(static_cast<std::size_t>(group.world_size())) {}
 
@@ -96,26 +83,36 @@ void Engine::begin(const CallHeader& header, const BufferNote& note) {
 std::byte* Engine::open() {
   std::byte* region = nullptr;
   check(board_.open(region));
-  if (first_ != First::kOver) {
-    first_ = First::kOpen;
-    std::memcpy(region, header_, header_->told_bytes());
-    std::memcpy(region + kNoteOffsetBytes, &note_of(rank()), sizeof(BufferNote));
-  }
-  return region + kHeaderBytes;
+  if (first_ == First::kClosed) first_ = First::kOpen;
+  return region;
 }
 
 bool Engine::publish() {
-  if (first_ == First::kClosed) open();
-  board_.publish();
-  if (first_ == First::kOver) return true;
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank()) continue;
-    const std::byte* place = wait(peer) - kHeaderBytes;
-    const CallHeader theirs = header_at(place);
-    if (!is_compatible(*header_, theirs)) throw Mismatched{peer, theirs};
-    std::memcpy(&notes_[static_cast<std::size_t>(peer)], place + kNoteOffsetBytes,
-                sizeof(BufferNote));
+  if (first_ == First::kOver) {
+    board_.publish();
+    return true;
   }
+  const BufferNote& mine = note_of(rank());
+  if (first_ == First::kClosed) {
+    std::byte* region = open();
+    if (mine.is_given()) std::memcpy(region, &mine, sizeof(mine));
+  }
+  // Directly before the publication: peers poll the line that this writes.
+  const Told told{mine.is_given(), store_kinds_.is_next_streaming(), *header_};
+  std::memcpy(board_.beside(rank()), &told, told.num_bytes());
+  board_.publish();
+  store_kinds_.pause();
+  for (int distance = 1; distance < world_size(); ++distance) {
+    const int peer = (rank() + distance) % world_size();
+    const std::byte* region = wait(peer);
+    const Told told = told_by(peer);
+    if (!is_compatible(*header_, told.header)) throw Mismatched{peer, told.header};
+    BufferNote& note = notes_[static_cast<std::size_t>(peer)];
+    note = {};
+    if (told.has_note) std::memcpy(&note, region, sizeof(note));
+    if (peer == 0) store_kinds_.follow(told.is_next_streaming);
+  }
+  store_kinds_.resume();
   first_ = First::kOver;
   return !has_notes();
 }
@@ -124,11 +121,21 @@ const std::byte* Engine::wait(int peer) {
   if (is_sharing()) return find_shared(peer, note_of(peer).input, 0, shared_bytes_);
   const std::byte* region = nullptr;
   check(board_.wait(peer, region));
-  return region + kHeaderBytes;
+  return region;
+}
+
+Engine::Told Engine::told_by(int peer) {
+  const std::byte* place = board_.beside(peer);
+  Told told;
+  std::memcpy(&told, place, told.num_bytes());
+  if (told.header.has_update) std::memcpy(&told, place, sizeof(told));
+  return told;
 }
 
 CallHeader Engine::header_of(int rank) {
-  return rank == this->rank() ? *header_ : header_at(wait(rank) - kHeaderBytes);
+  if (rank == this->rank()) return *header_;
+  static_cast<void>(wait(rank));
+  return told_by(rank).header;
 }
 
 bool Engine::has_notes() const { return std::ranges::any_of(notes_, &BufferNote::is_given); }
@@ -143,7 +150,7 @@ std::byte* Engine::find_shared(int rank, const shm::ArenaLocation& location,
                                  .offset_bytes = location.offset_bytes + offset_bytes};
   if (rank == this->rank()) return shm::SharedArena::instance().address_of(place);
   auto& memory = memories_[static_cast<std::size_t>(rank)];
-  if (memory == nullptr) memory = shm::PeerMemory::of(group_.process_of(rank).bootstrap_address);
+  if (memory == nullptr) memory = group_.process_of(rank).memory();
   for (;;) {
     if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;
     check(arch_.stopped(rank));  // its process has stopped or ended

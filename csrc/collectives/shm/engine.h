@@ -44,8 +44,8 @@ class TracedArch final : public shm::HostArch {
 };
 static_assert(Arch<TracedArch>);
 
-/// The locations of a rank's buffers in memory that its peers can map. Published with the call's
-/// header, and not compared. A rank that publishes locations stages no data in its first phase.
+/// The locations of a rank's buffers in memory that its peers can map. Published in the region of
+/// the first phase, in place of data.
 struct BufferNote {
   shm::ArenaLocation input = {};
   shm::ArenaLocation output = {};
@@ -53,20 +53,30 @@ struct BufferNote {
   bool is_given() const { return input.is_somewhere(); }
 };
 
-/// Chooses how staged bytes are stored, while running.
+/// Chooses how staged bytes are stored, while running; one choice for all ranks.
 ///
 /// If the cores of two ranks share a cache, plain stores are 2 times faster; otherwise non-temporal
 /// stores are 2 to 3 times faster (docs/experiments.md, "stores"). Virtual machines switch between
 /// the two cases several times a minute, and no counter shows it. So the collectives themselves are
 /// timed: each size class of each operation times both kinds, keeps the faster, and tries the other
-/// one periodically, or soon if the kept one has become much slower.
+/// one periodically. Rank 0 measures and decides; it tells the kind of the class's next call in
+/// each call, so that no rank's trial disturbs another's time.
 ///
-/// A collective's time includes waiting for late ranks. So the shortest recent times are compared,
-/// which have no such wait.
+/// The wait for late ranks at the beginning does not count. Of the other times the shortest recent
+/// ones are compared.
 class StoreKindChooser {
  public:
-  /// Starts timing a collective of `num_bytes` per rank; decides the kind until end().
-  void begin(OpKind op, std::size_t num_bytes);
+  /// Starts a collective of `num_bytes` per rank; decides its kind until the next one.
+  void begin(OpKind op, std::size_t num_bytes, bool decides);
+  /// What rank 0 tells.
+  bool is_next_streaming() const { return class_ != nullptr && class_->is_next_streaming; }
+  /// What rank 0 told.
+  void follow(bool is_next_streaming) {
+    if (class_ != nullptr) class_->is_next_streaming = is_next_streaming;
+  }
+  /// On rank 0, stops and continues the time of the collective.
+  void pause();
+  void resume();
   void end();
 
   host::StoreKind kind() const { return kind_; }
@@ -79,37 +89,31 @@ class StoreKindChooser {
   static constexpr int kNumClasses = 16;  // powers of two, starting at kMinBytes
   // Trying the slower kind for 3 calls of 64 costs 5-10 % at most, and a change of the machine is
   // found within 64 calls.
-  static constexpr std::uint32_t kKeptCalls = 61;
+  static constexpr std::uint32_t kCycleCalls = 64;
   static constexpr std::uint32_t kTrialCalls = 3;
-  static constexpr std::uint32_t kSlowCalls = 4;  // in a row that are suspicious
-  static constexpr float kSuspicious = 1.6F;      // times slower than the best of late
-  static constexpr float kForget = 1.03F;         // per call, how the best of late grows old
+  static constexpr float kForget = 1.03F;  // per call, how a best time grows old
   static constexpr float kMargin = 0.93F;  // of the kept kind's time that the other must reach
 
   struct SizeClass {
-    std::array<float, 2> best_us = {0, 0};  // by StoreKind; 0 until measured
+    std::array<float, 2> best_us = {0, 0};                    // by StoreKind; 0: not measured
+    std::uint32_t num_calls = kCycleCalls - 2 * kTrialCalls;  // the first trial comes soon
     bool is_streaming_kept = false;
-    bool is_trial = false;
-    std::uint32_t num_calls = 0;  // since the trial began or ended
-    std::uint32_t num_slow = 0;   // in a row
-    bool is_warm = false;         // the first call touches fresh pages, and tells nothing
-
-    bool is_streaming() const { return is_streaming_kept != is_trial; }
+    bool is_next_streaming = false;
   };
 
-  static void record(SizeClass& size_class, float elapsed_us);
-
   std::array<std::array<SizeClass, kNumClasses>, kNumOpKinds> classes_;
+  SizeClass* class_ = nullptr;  // of the current collective, if its kind matters
   host::StoreKind kind_ = host::StoreKind::kCached;
-  SizeClass* timed_ = nullptr;
-  Clock::time_point begin_;
+  bool is_timed_ = false;
+  Clock::time_point begin_;  // later by the time that does not count
+  Clock::time_point pause_;
 };
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
 ///
-/// Each collective starts with a board phase whose region begins with the call's header, and checks
-/// every peer's header before it reads a byte of data. So every rank detects a different call, with
-/// any algorithm and without an extra message: the header is in the line of the first data.
+/// Each collective starts with a board phase that tells the call's header beside its cursor. A rank
+/// checks every peer's header before it reads a byte of data. So every rank detects a different
+/// call, with any algorithm and without an extra message or cache line.
 class Engine {
  public:
   using Arch = TracedArch;
@@ -122,7 +126,7 @@ class Engine {
   Arch& arch() { return arch_; }
 
   /// Bytes of data that one phase can carry.
-  std::size_t phase_bytes() const { return board_.region_bytes() - kHeaderBytes; }
+  std::size_t phase_bytes() const { return board_.region_bytes(); }
 
   /// Starts a collective: its first phase will carry the header, which must live until its end, and
   /// the note.
@@ -181,6 +185,9 @@ class Engine {
   /// Copies what a peer staged, or this rank's own share, into a result of `result_bytes` in all.
   void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes);
 
+  /// Room for a pointer for each rank.
+  const void** sources() { return sources_.data(); }
+
   /// For what an algorithm stages or copies by itself.
   void count_copied(std::size_t num_bytes) { copied_bytes_ += num_bytes; }
   /// The bytes counted since the last call.
@@ -192,11 +199,20 @@ class Engine {
   }
 
  private:
-  // The space of the header and the note before every region: whole lines, so that data is aligned
-  // for any vector.
-  static constexpr std::size_t kNoteOffsetBytes = kLineBytes;
-  static constexpr std::size_t kHeaderBytes = 2 * kLineBytes;
-  static_assert(sizeof(CallHeader) <= kNoteOffsetBytes);
+  // What a rank tells beside the cursor of the first phase: with it, it fits a line of 64 bytes
+  // unless the call updates weights.
+  struct Told {
+    bool has_note = false;
+    bool is_next_streaming = false;  // of rank 0: the kind of stores in the next such call
+    CallHeader header;
+
+    std::size_t num_bytes() const { return offsetof(Told, header) + header.told_bytes(); }
+  };
+  static_assert(sizeof(Told) <= sizeof(Cursor::beside));
+  static_assert(sizeof(Cursor::value) + offsetof(Told, header) + offsetof(CallHeader, update) <=
+                64);
+
+  Told told_by(int peer);
 
   // Of the first phase.
   enum class First : std::uint8_t { kClosed, kOpen, kOver };
@@ -208,8 +224,9 @@ class Engine {
   std::uint64_t copied_bytes_ = 0;
   const CallHeader* header_ = nullptr;
   First first_ = First::kOver;
-  std::size_t shared_bytes_ = 0;   // of each rank's input; 0 where data is staged
-  std::vector<BufferNote> notes_;  // of the current call, by rank
+  std::size_t shared_bytes_ = 0;  // of each rank's input; 0 where data is staged
+  std::vector<const void*> sources_;
+  std::vector<BufferNote> notes_;                           // of the current call, by rank
   std::vector<std::shared_ptr<shm::PeerMemory>> memories_;  // by rank; null until needed
 };
 

@@ -63,10 +63,8 @@ class MemoryLinks {
         op_.combine(to, also_to, sources, 2, part.num_elems,
                     part.is_last ? divisor_of(call_, engine_.world_size()) : 1);
     };
-    Engine::check(part.is_last ? recv_reduce_copy_send(from_previous_, to_next_, part.output,
-                                                       part.input, part.input_bytes, combine)
-                               : recv_reduce_send(from_previous_, to_next_, part.input,
-                                                  part.input_bytes, combine));
+    Engine::check(recv_reduce_send(from_previous_, to_next_, part.is_last ? part.output : nullptr,
+                                   part.input, part.input_bytes, combine));
     engine_.count_copied(part.is_last ? part.output_bytes : part.input_bytes);
   }
 

@@ -231,11 +231,10 @@ class ShareExchange {
   void reduce(std::size_t piece_idx) {
     const ElemRange part = slice(rank_, rank_, piece_idx);  // the same from every rank
     if (part.num_elems == 0) return;
-    std::vector<const void*> sources;
-    for (int from = 0; from < world_size_; ++from)
-      sources.push_back(received(from, part, piece_idx));
+    const void** sources = engine_.sources();
+    for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part, piece_idx);
     reduce_op_of(call_).combine(at(output(rank_), part.begin_elems, element_bytes_), nullptr,
-                                sources.data(), world_size_, part.num_elems,
+                                sources, world_size_, part.num_elems,
                                 divisor_of(call_, world_size_));
   }
 

@@ -1,7 +1,10 @@
 #include "cuda/bindings/device_group.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Logging.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,12 +13,16 @@
 #include <thread>
 
 #include "bindings/python_errors.h"
-#include "cuda/messages/carrier.h"
+#include "core/errors.h"
+#include "cuda/collectives/engine.h"
+#include "cuda/messages/engine.h"
 
 namespace ringcomm {
 namespace {
 
-// How long a device may take to end aborted work, before its memory is leaked.
+using CarrierPtr = std::unique_ptr<cuda::DeviceCarrier>;
+
+// Of a device, to end aborted work, before its memory is leaked.
 constexpr std::chrono::seconds kAbortPatience{10};
 // How long the watchdogs of this rank and others may take to report why a call failed.
 constexpr std::chrono::seconds kFailurePatience{2};
@@ -34,6 +41,28 @@ SharedDeviceMemory to_memory(std::shared_ptr<const cuda::Loan> loan) {
             for (const c10::Stream& stream : streams) handles.push_back(handle_of(stream));
             loan->give_back(handles);
           }};
+}
+
+// Null on all ranks, with the reason, if the ranks cannot map each other's memory.
+CarrierPtr make_engine(Communicator& communicator, const GroupOptions& options, c10::Device device,
+                       std::string& reason) {
+  if (communicator.world_size() == 1)
+    reason = "a group of one";
+  else if (!is_of_driver(device))
+    reason = "not a CUDA device";
+  else if (options.engine.transport == "p2p")
+    reason = "the transport is p2p";
+  if (!reason.empty()) return nullptr;
+  const std::string name = "ringcomm: group " + options.group_name;
+  try {
+    return cuda::Engine::make(
+        communicator, device.index(),
+        {.timeout = std::min(options.timeout, kLongestTimeout), .is_interrupted = is_interrupted},
+        [name](const std::string& error) { LOG(ERROR) << name << " failed: " << error; });
+  } catch (const cuda::Unavailable& unavailable) {
+    reason = unavailable.what();
+    return nullptr;
+  }
 }
 
 }  // namespace
@@ -58,7 +87,7 @@ cuda::DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
       if (known == device) return *carrier;
   }
   // Without the lock: it waits for other ranks.
-  std::unique_ptr<cuda::DeviceCarrier> made;
+  CarrierPtr made;
   try {
     made = make_carrier(*communicator(), device);
   } catch (const std::exception&) {
@@ -68,6 +97,33 @@ cuda::DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   const std::lock_guard lock(mutex_);
   if (is_aborted_) made->abort();
   return *carriers_.emplace_back(device, std::move(made)).second;
+}
+
+CarrierPtr DeviceGroup::make_carrier(Communicator& communicator, c10::Device device) const {
+  const c10::DeviceGuard guard(device);
+  // The faster one first; the other takes every group.
+  std::string reason;
+  CarrierPtr carrier = make_engine(communicator, *options_, device, reason);
+  std::string not_by;
+  if (carrier == nullptr) {
+    not_by = "not by cuda_ipc: " + reason;
+    try {
+      carrier = make_message_device_carrier(store_, communicator, *options_, device);
+    } catch (c10::Error& error) {
+      error.add_context(not_by);
+      throw;
+    } catch (const Error& error) {
+      throw Error(error.info(), std::string(error.what()) + "; " + not_by);
+    }
+    not_by = "; " + not_by;
+  }
+  const pybind11::gil_scoped_acquire acquired;
+  pybind11::module_::import("logging")
+      .attr("getLogger")("ringcomm")
+      .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", options_->group_name,
+                    communicator.rank(), communicator.world_size(), device.str(),
+                    carrier->description() + not_by);
+  return carrier;
 }
 
 SharedDeviceMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
@@ -193,7 +249,6 @@ void DeviceGroup::drain() {
   }
 }
 
-// Messages with one rank need not wait for those with another.
 c10::Stream DeviceGroup::own_stream(c10::Device device, int peer) {
   const std::pair key(device.index(), peer);
   auto found = streams_.find(key);
@@ -204,8 +259,8 @@ c10::Stream DeviceGroup::own_stream(c10::Device device, int peer) {
   return found->second;
 }
 
-// Releases completed uses. The device is queried only for uses that still hold tensors. Among the
-// others, if nothing else references them, the last one of each stream is sufficient.
+// Releases completed uses. The device is queried only for those that still hold tensors. Of the
+// others that nothing else references, the last one of each stream is sufficient.
 void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
   const std::lock_guard lock(mutex_);
   for (const auto& earlier : uses_)
@@ -230,8 +285,7 @@ void DeviceGroup::ending_on_failure(const std::function<std::string()>& what,
   try {
     enqueue();
   } catch (const std::exception& error) {
-    // If ranks make different calls, their data may end in an error before the hosts have compared
-    // the headers, which tells more.
+    // The hosts may still compare headers, which tells more.
     await_reason([&] { return num_checks_ > 0; });
     // The other ranks have continued, so the group ends.
     end(what() + ": " + error.what());
@@ -262,13 +316,14 @@ void DeviceGroup::run(const TensorCall& item, cuda::DeviceCarrier& carrier,
                     });
 }
 
-c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCallInfo info,
-                                                    const std::vector<at::Tensor>& inputs,
-                                                    std::vector<at::Tensor> kept,
-                                                    const Body& body) {
+WorkPtr DeviceGroup::enqueue(c10::Device device, const CallInfo& info, const Tensors& inputs,
+                             Tensors kept, Tensors results, const Body& body) {
+  std::optional<std::chrono::milliseconds> barrier_timeout;  // the host waits for a barrier
+  if (info.op_type == c10d::OpType::BARRIER) barrier_timeout = info.timeout;
+  kept.insert(kept.end(), results.begin(), results.end());
   auto work = c10::make_intrusive<DeviceWork>(weak_from_this(), rank_, info.op_type, info.title,
-                                              inputs, info.results, communicator()->next_seq(),
-                                              info.barrier_timeout);
+                                              inputs, std::move(results),
+                                              communicator()->next_seq(), barrier_timeout);
   with_python_errors([&] {
     const std::lock_guard order(order_);
     check();
@@ -277,7 +332,6 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
     const c10::StreamGuard guard(stream);
     const DeviceContext context(device);
     if (stream != home) DeviceEvent::record(home).block(stream);
-    kept.insert(kept.end(), info.results.begin(), info.results.end());
     cuda::DeviceCarrier& used = carrier(device);
     const cuda::StreamPlace place = place_of(stream);
     std::shared_ptr<const cuda::Event> end;
@@ -297,18 +351,18 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
     keep(use);
     work->set_enqueued(use);
   });
-  if (info.barrier_timeout && !info.is_async) work->wait();
+  if (barrier_timeout && !info.is_async) work->wait();
   return work;
 }
 
-c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vector<TensorCall> calls,
-                                                  DeviceCallInfo info) {
-  std::vector<at::Tensor> inputs, kept;
+WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
+                           Tensors results) {
+  Tensors inputs, kept;
   for (TensorCall& item : calls) {
     item.link();
     take_tensors(item, kept, inputs);
   }
-  return enqueue(device, std::move(info), inputs, std::move(kept),
+  return enqueue(device, info, inputs, std::move(kept), std::move(results),
                  [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
                    for (const TensorCall& item : calls) run(item, carrier, place);
                    return !calls.empty() && !calls.back().finish;
@@ -317,18 +371,17 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vecto
 
 // A rank without room for a peer's messages and that peer both refuse them. Messages with other
 // ranks are sent, because those ranks may already wait for them.
-c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
-                                                     std::vector<DeviceMessageCall> calls,
-                                                     DeviceCallInfo info) {
-  std::vector<at::Tensor> inputs, kept;
+WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, Tensors results) {
+  Tensors inputs, kept;
   std::vector<cuda::P2pMessage> messages;
-  if (calls.size() == 1) info.peer = calls[0].message.peer;
-  for (auto& [_, message, item] : calls) {
-    messages.push_back({.data = static_cast<std::byte*>(message.data),
-                        .num_bytes = message.num_bytes,
-                        .tag = message.tag,
-                        .peer = static_cast<std::int16_t>(message.peer),
-                        .is_send = message.is_send});
+  if (calls.size() == 1) info.peer = calls[0].info.peer;
+  for (auto& [each, item] : calls) {
+    const bool is_send = item.call.op == OpKind::kSend;
+    messages.push_back({.data = static_cast<std::byte*>(item.message_data()),
+                        .num_bytes = item.call.num_elems,
+                        .tag = each.tag,
+                        .peer = static_cast<std::int16_t>(each.peer),
+                        .is_send = is_send});
     take_tensors(item, kept, inputs);
   }
   std::set<int> refused;
@@ -339,14 +392,14 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
     std::erase_if(messages, is_refused);
     if (!messages.empty()) carrier.exchange(messages, place);
     bool is_last = !messages.empty();
-    for (const DeviceMessageCall& call : calls) {
-      if (!call.item.finish || is_refused(call.message)) continue;
+    for (const DeviceMessage& call : calls) {
+      if (!call.item.finish || is_refused(call.info)) continue;
       call.item.finish();
       is_last = false;
     }
     return is_last;
   };
-  auto work = enqueue(device, std::move(info), inputs, std::move(kept),
+  auto work = enqueue(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
                       [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
                         carrier.check_messages(messages);
                         bool is_last = false;

@@ -20,7 +20,6 @@
 #include "bindings/devices.h"
 #include "collectives/communicator.h"
 #include "cuda/bindings/device_work.h"
-#include "cuda/collectives/device_carrier.h"
 
 namespace ringcomm {
 
@@ -32,10 +31,9 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
               std::weak_ptr<Communicator> communicator, int rank, int world_size);
   ~DeviceGroup() override;
 
-  c10::intrusive_ptr<c10d::Work> start(c10::Device device, std::vector<TensorCall> calls,
-                                       DeviceCallInfo info) override;
-  c10::intrusive_ptr<c10d::Work> exchange(c10::Device device, std::vector<DeviceMessageCall> calls,
-                                          DeviceCallInfo info) override;
+  WorkPtr start(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
+                Tensors results) override;
+  WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) override;
   void connect(c10::Device device) override { carrier(device); }
   Algorithm algorithm_of(const Collective& call, c10::Device device) override;
   std::map<std::string, std::string> transports() override;
@@ -50,8 +48,8 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   void check();
   /// Ends the group.
   void end(const std::string& why);
-  /// A call of this group has ended on a device without having done all: throws why, which other
-  /// threads and ranks may be about to tell, or else ends the group for `detail`.
+  /// A call has ended on a device without having done all: throws why, which other threads and
+  /// ranks may be about to tell, or else ends the group for `detail`.
   [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
   /// Whether another rank has failed; between hosts, this reads the store.
   bool has_another_given_up();
@@ -59,16 +57,15 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
  private:
   /// The carrier of a device. The first call makes it and is collective over the group.
   cuda::DeviceCarrier& carrier(c10::Device device);
-  /// Kernels in memory that all ranks have mapped, or, where they cannot map it, messages. Takes
-  /// the GIL, and blocks. Throws Error, and ValueError if neither supports the device.
+  /// Kernels in memory that all ranks have mapped, or else messages. Takes the GIL, and blocks.
+  /// Throws Error, and ValueError if neither supports the device.
   std::unique_ptr<cuda::DeviceCarrier> make_carrier(Communicator& communicator,
                                                     c10::Device device) const;
   /// Whether the last that it has enqueued was the carrier's.
   using Body = std::function<bool(cuda::DeviceCarrier&, const cuda::StreamPlace&)>;
 
-  c10::intrusive_ptr<c10d::Work> enqueue(c10::Device device, DeviceCallInfo info,
-                                         const std::vector<at::Tensor>& inputs,
-                                         std::vector<at::Tensor> kept, const Body& body);
+  WorkPtr enqueue(c10::Device device, const CallInfo& info, const Tensors& inputs, Tensors kept,
+                  Tensors results, const Body& body);
   void run(const TensorCall& item, cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place);
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device, int peer);

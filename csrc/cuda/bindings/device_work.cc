@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "bindings/python_errors.h"
-#include "bindings/work.h"
 #include "cuda/bindings/device_group.h"
 
 namespace ringcomm {

@@ -20,17 +20,15 @@ namespace ringcomm {
 
 class DeviceGroup;
 
-/// The tensors that a call on a device uses, and the event of its end. The event of an aborted call
-/// looks like that of a complete call, so it only counts if nothing has failed by then.
-/// Thread-safe.
+/// The tensors that a call on a device uses, and the event of its end, which only counts if nothing
+/// has failed by then: an aborted call ends with it, too. Thread-safe.
 class DeviceUse {
  public:
   using Outcomes = std::vector<cuda::DeviceCarrier::Outcome>;
 
   /// `end` is after the work enqueued on `stream`. Allocators reuse freed memory for later work on
-  /// `home`, the current stream at the call. Captured work ends when its graph runs and cannot be
-  /// queried, so it counts as complete at once. `carrier` must live until give_up(); `outcomes` are
-  /// those that it has given.
+  /// `home`, the current stream at the call. Captured work cannot be queried, and counts as
+  /// complete at once. `carrier` must live until give_up(); `outcomes` are its.
   DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured, DeviceEvent end,
             std::vector<at::Tensor> tensors, const cuda::DeviceCarrier& carrier, Outcomes outcomes);
 
@@ -42,15 +40,14 @@ class DeviceUse {
   /// Whether it was seen to be over.
   bool is_known_to_be_over();
   bool has_tensors();
-  /// Makes the device's current stream wait, and releases the tensors if that orders later users of
-  /// their memory.
+  /// Makes the current stream wait; releases the tensors if that orders later users of their
+  /// memory.
   void block_current_stream();
   /// The group has ended: work that is not known to be complete counts as broken.
   void give_up();
   /// Another rank had failed by the time this ended.
   void doubt();
-  /// Whether the device is through without having done all of it, as far as is_over() has seen, and
-  /// the error that its outcome was, which may be empty.
+  /// The error, which may be empty, if the device is known not to have done all of it.
   std::optional<std::string> failure();
 
  private:
@@ -84,7 +81,7 @@ class DeviceWork final : public c10d::Work {
   /// Whether it has not failed yet.
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  /// Makes the current stream wait. With a timeout, and for a barrier, the host waits too. Throws
+  /// Makes the current stream wait; with a timeout, and for a barrier, the host as well. Throws
   /// CollectiveTimeoutError, or the error that ended the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(kNoTimeout); }

@@ -4,8 +4,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <cstdlib>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "cuda/collectives/events.h"
 #include "cuda/driver/driver.h"
@@ -15,13 +17,23 @@
 namespace ringcomm {
 
 /// Whether this is a device of the driver: CUDA, or an emulator of its driver.
-bool is_of_driver(c10::Device device);
+inline bool is_of_driver(c10::Device device) {
+  const char* driver = std::getenv("RINGCOMM_CUDA_DRIVER");
+  return device.is_cuda() || (device.is_privateuseone() && driver != nullptr && *driver != '\0');
+}
 /// The same, where there is a driver.
-bool has_driver_for(c10::Device device);
+inline bool has_driver_for(c10::Device device) {
+  return is_of_driver(device) && cuda::has_driver();
+}
 
-cuda::StreamHandle handle_of(const c10::Stream& stream);
+inline cuda::StreamHandle handle_of(const c10::Stream& stream) {
+  return static_cast<cuda::StreamHandle>(stream.native_handle());
+}
 /// Of a device of the driver; empty for others. With the DeviceContext of the stream's device.
-cuda::StreamPlace place_of(const c10::Stream& stream);
+inline cuda::StreamPlace place_of(const c10::Stream& stream) {
+  if (!has_driver_for(stream.device())) return {};
+  return cuda::StreamPlace::of(handle_of(stream));
+}
 
 /// Makes the context of a device of the driver current while it lives; does nothing for others.
 class DeviceContext {
@@ -34,21 +46,30 @@ class DeviceContext {
   std::optional<cuda::ContextGuard> guard_;
 };
 
-/// A point in a device's stream: an event of cuda::EventPool for devices of the driver, and a torch
-/// event for others.
+/// A point in a device's stream: of cuda::EventPool, or of torch for devices without the driver.
 class DeviceEvent {
  public:
-  /// Records an event after the work that the stream holds now. With the DeviceContext of its
-  /// device.
-  static DeviceEvent record(const c10::Stream& stream);
+  /// After the work that the stream holds now. With the DeviceContext of its device.
+  static DeviceEvent record(const c10::Stream& stream) {
+    if (has_driver_for(stream.device()))
+      return DeviceEvent(cuda::EventPool::of(stream.device_index()).record(handle_of(stream)));
+    c10::Event event(stream.device_type());
+    event.record(stream);
+    return DeviceEvent(std::move(event));
+  }
   /// One that the engine of a device of the driver has recorded.
   explicit DeviceEvent(std::shared_ptr<const cuda::Event> event) : of_driver_(std::move(event)) {}
 
   /// Makes a stream wait. With the DeviceContext of its device.
-  void block(const c10::Stream& stream) const;
-  /// Whether the stream has passed it; not for one that was recorded in a capture. Other streams
-  /// may be captured meanwhile, by this thread or another.
-  bool is_over() const;
+  void block(const c10::Stream& stream) const {
+    of_driver_ != nullptr ? of_driver_->block(handle_of(stream)) : of_torch_->block(stream);
+  }
+  /// Whether the stream has passed it, which is not captured; other streams may be.
+  bool is_over() const {
+    if (of_driver_ == nullptr) return of_torch_->query();
+    const cuda::RelaxedCapture relaxed;
+    return of_driver_->is_over();
+  }
 
  private:
   explicit DeviceEvent(c10::Event event) : of_torch_(std::move(event)) {}

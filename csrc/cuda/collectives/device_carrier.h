@@ -8,14 +8,12 @@
 #include <vector>
 
 #include "collectives/carrier.h"
-#include "cuda/collectives/events.h"
 #include "cuda/collectives/lent_memory.h"
-#include "cuda/kernels/call.h"
 
 namespace ringcomm::cuda {
 
-/// Runs the collectives of a group's tensors on one device. Everything is ordered by streams; the
-/// host does not wait. One thread at a time, except plan() and what says so.
+/// Runs the collectives of a group's tensors on one device, in the order of streams; the host does
+/// not wait. One thread at a time, except plan() and what says so.
 class DeviceCarrier {
  public:
   /// The error of work that was enqueued; null while it has none.
@@ -28,22 +26,20 @@ class DeviceCarrier {
   /// Sets the algorithm of a header from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
-  /// Throw std::invalid_argument where a collective at this place, or such messages, cannot be
-  /// enqueued at all: it ends nothing then.
+  /// Throw std::invalid_argument for what cannot be enqueued; the group goes on then.
   virtual void check_collective(const StreamPlace&) const {}
   virtual void check_messages(const std::vector<P2pMessage>&) const {}
-  /// Whether messages with `peer` can be enqueued now. The answer is the same on both ranks and
-  /// valid as long as the group. Throws Error.
+  /// Whether messages with `peer` can be enqueued: the same on both ranks, for the group's life.
+  /// Throws Error.
   virtual bool has_room_for_messages(int) { return true; }
 
   /// Enqueues one collective, with the device's context and the place's stream current; all ranks
   /// enqueue in the same order.
   virtual Traffic enqueue(const Collective& call, const CallHeader& header,
                           const StreamPlace& place) = 0;
-  /// Sends and receives that must not wait for each other: two ranks that both send before they
-  /// receive, in the order of one stream, would deadlock.
+  /// Sends and receives that must not wait for each other: two ranks may both send first.
   virtual void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) = 0;
-  /// The event after the last of these two calls, on its stream, if the carrier has recorded one.
+  /// The event after the last of these two calls, if the carrier has recorded one.
   virtual std::shared_ptr<const Event> last_end() const { return nullptr; }
   /// Of what was enqueued since the last call of this function and can fail by itself.
   virtual std::vector<Outcome> take_outcomes() { return {}; }
@@ -51,19 +47,17 @@ class DeviceCarrier {
   /// Whether its data has headers, so that kernels detect different calls.
   virtual bool finds_mismatches() const { return false; }
 
-  /// Memory in which peers read and write the buffers of collectives where they are. Collective;
-  /// null where the carrier has none.
+  /// Memory in which peers access the buffers of collectives. Collective; null if there is none.
   virtual std::shared_ptr<const Loan> lend(std::size_t) { return nullptr; }
   virtual bool can_lend() const { return false; }
   /// The same, in memory of earlier tensors; later work at the place runs after their last use.
-  /// Null if the group has no more memory. Collective; only if can_lend().
+  /// Null if the group has no more. Collective; only if can_lend().
   virtual std::shared_ptr<const Loan> borrow(std::size_t, const StreamPlace&) { return nullptr; }
 
-  /// Whether work may end without being complete, because this rank or another one has failed. Work
-  /// that ended while this was false is complete. The group's failure gives the reason soon after.
-  /// From any thread.
+  /// Whether work may end without being complete, because a rank has failed. Work that ended while
+  /// this was false is complete. From any thread.
   virtual bool may_have_given_up() const noexcept = 0;
-  /// Permanently ends enqueued work, whether or not its peers arrived. From any thread.
+  /// Ends enqueued work for ever. From any thread.
   virtual void abort() noexcept = 0;
 };
 

@@ -3,23 +3,58 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
+#include <limits>
 #include <new>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
-#include "core/chunk_layout.h"
 #include "core/errors.h"
+#include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
-#include "transport/peer_table.h"
+#include "transport/membership.h"
+#include "transport/shm/bootstrap.h"
 
 namespace ringcomm::cuda {
 namespace {
 
-using Text = RecordText<256>;
+constexpr std::chrono::milliseconds kFetchTimeout{10'000};
+
+// The signature that every rank writes into its own part and checks in the others'.
+std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
+
+// A file descriptor that other ranks' processes can fetch while this object lives.
+class Offer {
+ public:
+  explicit Offer(shm::UniqueFd fd) {
+    static std::atomic<int> num_offers = 0;
+    key_ = shm::Bootstrap::instance().address() + "/cuda/" + std::to_string(num_offers++);
+    shm::Bootstrap::instance().offer(key_, std::move(fd));
+  }
+  ~Offer() { shm::Bootstrap::instance().withdraw(key_); }
+  Offer(const Offer&) = delete;
+  Offer& operator=(const Offer&) = delete;
+
+  const std::string& key() const { return key_; }
+  // Fetches what a rank's process offers.
+  static shm::UniqueFd fetch(const RankPlace& place, int rank, const std::string& key) {
+    shm::UniqueFd fd =
+        shm::Bootstrap::instance().fetch(place.bootstrap_address.str(), key, kFetchTimeout);
+    if (!fd)
+      throw Error({.kind = ErrorKind::kSystem, .rank = rank},
+                  "ringcomm: rank " + std::to_string(rank) + " did not hand over its memory");
+    return fd;
+  }
+
+ private:
+  std::string key_;
+};
 
 int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   int value = 0;
@@ -48,14 +83,191 @@ constexpr const char* kNoRoom =
 
 }  // namespace
 
-unsigned MessageBlocks::with(int peer, const std::function<void()>& look) {
-  const auto [lower, higher] = std::minmax(rank_, peer);
-  std::atomic<std::uint32_t>& word = words_.pair_blocks[lower][higher];
+struct Segment::Part {
+  RecordText<160> offer_key;
+  std::uint64_t num_bytes = 0;
+  RecordText<256> problem;
+};
+
+Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
+                 const std::vector<RankPlace>& places, std::size_t num_bytes,
+                 MappedHostMemory& word)
+    : device_(device),
+      num_bytes_(num_bytes),
+      word_(word),
+      theirs_(places.size()),
+      parts_(places.size()) {
+  std::optional<Offer> offer;  // until all have mapped it
+  Part mine;
+  mine.problem = attempt([&] {
+    own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, HandleKind::kFd);
+    mine.num_bytes = own_->num_bytes();
+    parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
+    const std::uint64_t value = signature(exchange.rank());
+    std::memcpy(word_.host(), &value, sizeof value);
+    copy_and_wait(own_->data(), word_.device(), sizeof value, "write to memory of the GPU");
+    mine.offer_key = RecordText<160>(offer.emplace(own_->export_fd()).key());
+  });
+  const std::vector<Part> parts = exchange.all_gather(mine);
+  check_problems(parts);
+  agree(exchange, attempt([&] {
+          for (int peer = 0; peer < exchange.world_size(); ++peer) {
+            const auto idx = static_cast<std::size_t>(peer);
+            if (peer != exchange.rank()) map(peer, places[idx], parts[idx]);
+          }
+        }));
+  // Zeroed, including the signatures, before any rank uses it.
+  agree(exchange, attempt([&] {
+          clear_and_wait(own_->data(), own_->num_bytes(), "clear memory of the GPU");
+        }));
+}
+
+void Segment::map(int peer, const RankPlace& place, const Part& part) {
+  const auto idx = static_cast<std::size_t>(peer);
+  theirs_[idx] = std::make_shared<DeviceMemory>(device_, part.num_bytes,
+                                                Offer::fetch(place, peer, part.offer_key.str()));
+  parts_[idx] = theirs_[idx]->data();
+  copy_and_wait(word_.device(), parts_[idx], sizeof(std::uint64_t), "read another rank's memory");
+  std::uint64_t value = 0;
+  std::memcpy(&value, word_.host(), sizeof value);
+  if (value != signature(peer))
+    throw Error({.kind = ErrorKind::kSystem, .rank = peer},
+                "ringcomm: the memory that rank " + std::to_string(peer) +
+                    " handed over is not the memory that it has written to");
+}
+
+DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
+    : exchange_(exchange), device_(device) {
+  if (exchange.world_size() > kMaxRanks)
+    throw Unavailable("a group of " + std::to_string(exchange.world_size()) +
+                      " ranks is larger than " + std::to_string(kMaxRanks));
+  find_places();
+  check_problems(places_);
+  read_facts();
+  reserve_blocks();
+  staging_.layout = make_staging_layout(facts_);
+  share_host_memory();
+  segment_ = make_segment(staging_.layout.num_bytes());
+  for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
+  description_ = describe();
+}
+
+std::string DeviceGroup::describe() const {
+  char megabytes[32];
+  std::snprintf(megabytes, sizeof megabytes, "%.1f",
+                static_cast<double>(staging_.layout.num_bytes()) / (1 << 20));
+  return "cuda_ipc by file descriptors: " + std::to_string(facts_.max_ranks_per_device) +
+         " ranks on a GPU" +
+         (facts_.takes_turns
+              ? (why_turns_ == kNoMps ? ", taking turns (no MPS)" : ", taking turns (no room)")
+          : facts_.max_ranks_per_device > 1 ? ", side by side"
+                                            : "") +
+         ", " + std::to_string(staging_.layout.num_blocks) + " blocks, " + megabytes +
+         " MiB of staging each";
+}
+
+void DeviceGroup::find_places() {
+  RankPlace mine;
+  mine.host_id = RecordText<64>(host_id());
+  mine.pid = ::getpid();
+  mine.problem = attempt([&] {
+    mine.bootstrap_address = RecordText<112>(shm::Bootstrap::instance().address());
+    check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
+    mine.num_multiprocessors = attribute_of(device_, kMultiprocessorCount);
+    mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
+    if (attribute_of(device_, kVirtualMemoryManagementSupported) == 0 ||
+        attribute_of(device_, kHandleTypePosixFdSupported) == 0)
+      throw std::runtime_error("the GPU does not share memory by file descriptors");
+    Kernels::of(device_);  // a device that cannot run them is found out before any memory is shared
+    reservation_ = std::make_unique<BlockReservation>(mine.device,
+                                                      max_waiting_blocks(mine.num_multiprocessors));
+    mine.free_blocks = reservation_->num_free();
+  });
+  places_ = exchange_.all_gather(mine);
+}
+
+void DeviceGroup::read_facts() {
+  facts_.world_size = exchange_.world_size();
+  facts_.min_multiprocessors = places_[0].num_multiprocessors;
+  for (std::size_t rank = 0; rank < places_.size(); ++rank) {
+    const RankPlace& place = places_[rank];
+    if (place.host_id.str() != places_[0].host_id.str())
+      throw Unavailable("rank 0 and rank " + std::to_string(rank) + " are on different hosts");
+    facts_.min_multiprocessors = std::min(facts_.min_multiprocessors, place.num_multiprocessors);
+    int sharing = 0;
+    for (const RankPlace& other : places_) {
+      if (other.device != place.device) continue;
+      ++sharing;
+      // Processes whose contexts the driver gives the GPU in turns.
+      if (other.pid != place.pid && !(place.has_mps && other.has_mps)) facts_.takes_turns = true;
+    }
+    facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
+    facts_.free_blocks = std::min(facts_.free_blocks, place.free_blocks);
+  }
+  facts_.is_on_one_device = facts_.max_ranks_per_device == facts_.world_size;
+  if (facts_.takes_turns) why_turns_ = kNoMps;
+}
+
+// Another group may reserve blocks after this rank has counted them. All ranks then try again with
+// half as many. Without any, no kernel of the group ever waits.
+void DeviceGroup::reserve_blocks() {
+  while (!facts_.takes_turns) {
+    const unsigned num_blocks = blocks_that_fit(facts_);
+    if (num_blocks == 0) {
+      facts_.takes_turns = true;
+      why_turns_ = kNoRoom;
+      return;
+    }
+    bool has_reserved = true;
+    agree(exchange_, attempt([&] {
+            if (cuda::reserves_blocks(facts_, exchange_.rank()))
+              has_reserved = reservation_->reserve(static_cast<int>(num_blocks));
+          }));
+    const std::vector<std::uint8_t> all = exchange_.all_gather(std::uint8_t{has_reserved});
+    if (std::find(all.begin(), all.end(), 0) == all.end()) return;
+    agree(exchange_, attempt([&] { reservation_->release_all(); }));  // before any looks for others
+    facts_.free_blocks = std::min(facts_.free_blocks, reservation_->capacity()) / 2;
+  }
+}
+
+std::unique_ptr<Segment> DeviceGroup::make_segment(std::size_t num_bytes) {
+  return std::make_unique<Segment>(exchange_, device_, places_, num_bytes, *words_for_copies_);
+}
+
+// Rank 0 makes it; each rank has a control block of its own besides.
+void DeviceGroup::share_host_memory() {
+  std::optional<Offer> offer;
+  struct Record {
+    RecordText<160> key;
+    RecordText<256> problem;
+  } mine;
+  mine.problem = attempt([&] {
+    control_ = std::make_unique<MappedHostMemory>(device_, sizeof(Control));
+    new (control_->host()) Control;
+    words_for_copies_ =
+        std::make_unique<MappedHostMemory>(device_, kMaxRanks * sizeof(std::uint64_t));
+    if (exchange_.rank() != 0) return;
+    shm::UniqueFd fd = shm::create_memfd(sizeof(GroupWords), "ringcomm-cuda");
+    host_memory_ = shm::SharedMemory(fd.get(), sizeof(GroupWords));
+    mine.key = RecordText<160>(offer.emplace(std::move(fd)).key());
+  });
+  const std::string key = exchange_.all_gather(mine)[0].key.str();
+  if (mine.problem.str().empty() && exchange_.rank() != 0)
+    mine.problem = attempt([&] {
+      const shm::UniqueFd fd = Offer::fetch(places_[0], 0, key);
+      host_memory_ = shm::SharedMemory::of_peer(fd.get());
+    });
+  agree(exchange_, mine.problem);  // all have it, before it is offered no longer
+}
+
+unsigned DeviceGroup::blocks_of_messages(int peer, const std::function<void()>& look) {
+  const auto [lower, higher] = std::minmax({exchange_.rank(), peer});
+  std::atomic<std::uint32_t>& word = words().pair_blocks[lower][higher];
   std::uint32_t seen = kUndecided;
   if (word.compare_exchange_strong(seen, kDeciding)) {
     unsigned num_blocks = 0;
     try {
-      num_blocks = reserve(peer);
+      num_blocks = reserve_for_messages(peer);
     } catch (...) {
       word = kDecided;
       throw;
@@ -70,174 +282,25 @@ unsigned MessageBlocks::with(int peer, const std::function<void()>& look) {
   return seen - kDecided;
 }
 
-unsigned MessageBlocks::reserve(int peer) {
-  const RankPlace& own = places_[static_cast<std::size_t>(rank_)];
+unsigned DeviceGroup::reserve_for_messages(int peer) {
+  const RankPlace& own = places_[static_cast<std::size_t>(exchange_.rank())];
   const RankPlace& theirs = places_[static_cast<std::size_t>(peer)];
   std::vector<std::unique_ptr<BlockReservation>> reservations;
-  reservations.push_back(std::make_unique<BlockReservation>(own.device, own.max_waiting_blocks));
-  if (std::memcmp(&own.device, &theirs.device, sizeof own.device) != 0)
-    reservations.push_back(
-        std::make_unique<BlockReservation>(theirs.device, theirs.max_waiting_blocks));
-  int num_free = own.max_waiting_blocks;
-  for (const auto& reservation : reservations)
-    num_free = std::min(num_free, reservation->num_free());
+  int num_free = std::numeric_limits<int>::max();
+  for (const RankPlace* place : {&own, &theirs}) {
+    if (place == &theirs && theirs.device == own.device) break;
+    reservations.push_back(std::make_unique<BlockReservation>(
+        place->device, max_waiting_blocks(place->num_multiprocessors)));
+    num_free = std::min(num_free, reservations.back()->num_free());
+  }
   // Free places may be held for a moment by another rank's attempt to reserve more.
-  for (unsigned num_blocks = std::max(1u, blocks_per_lane_that_fit(layout_, num_free));
+  for (unsigned num_blocks = std::max(1u, blocks_per_lane_that_fit(staging_.layout, num_free));
        num_blocks > 0; num_blocks /= 2) {
     if (!reserve_in_all(reservations, 2 * num_blocks)) continue;
-    for (auto& reservation : reservations) reservations_.push_back(std::move(reservation));
+    std::ranges::move(reservations, std::back_inserter(message_reservations_));
     return num_blocks;
   }
   return 0;
-}
-
-struct DeviceGroup::Place {
-  DeviceUuid device = {};
-  RecordText<64> host_id;
-  RecordText<112> bootstrap_address;
-  std::int64_t pid = 0;
-  int num_multiprocessors = 0;
-  bool has_mps = false;
-  bool has_fds = false;
-  int free_blocks = 0;
-  Text problem;
-};
-
-DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device) : device_(device) {
-  if (exchange.world_size() > kMaxRanks)
-    throw Unavailable("a group of " + std::to_string(exchange.world_size()) +
-                      " ranks is larger than " + std::to_string(kMaxRanks));
-  const std::vector<Place> places = find_places(exchange);
-  check_problems(places);
-  read_facts(places);
-  reserve_blocks(exchange);
-  staging_.layout = make_staging_layout(facts_);
-  const bool have_fds =
-      std::all_of(places.begin(), places.end(), [](const Place& place) { return place.has_fds; });
-  kind_ = have_fds ? HandleKind::kFd : HandleKind::kIpc;
-  share_host_memory(exchange);
-  exports_ = std::make_unique<Exports>(words(), exchange.rank(), places_);
-  message_blocks_ =
-      std::make_unique<MessageBlocks>(words(), exchange.rank(), places_, staging_.layout);
-  try {
-    share_staging(exchange);
-  } catch (const Unavailable&) {
-    if (kind_ == HandleKind::kIpc) throw;
-    // All ranks are here with the same reason, and none has a part of the others' memory.
-    kind_ = HandleKind::kIpc;
-    share_staging(exchange);
-  }
-  description_ = describe();
-}
-
-std::string DeviceGroup::describe() const {
-  char megabytes[32];
-  std::snprintf(megabytes, sizeof megabytes, "%.1f",
-                static_cast<double>(staging_.layout.num_bytes()) / (1 << 20));
-  return std::string("cuda_ipc by ") + name_of(kind_) + ": " +
-         std::to_string(facts_.max_ranks_per_device) + " ranks on a GPU" +
-         (facts_.takes_turns
-              ? (why_turns_ == kNoMps ? ", taking turns (no MPS)" : ", taking turns (no room)")
-          : facts_.max_ranks_per_device > 1 ? ", side by side"
-                                            : "") +
-         ", " + std::to_string(staging_.layout.num_blocks) + " blocks, " + megabytes +
-         " MiB of staging each";
-}
-
-std::vector<DeviceGroup::Place> DeviceGroup::find_places(RecordExchange& exchange) {
-  Place mine;
-  mine.host_id = RecordText<64>(host_id());
-  mine.pid = ::getpid();
-  mine.problem = attempt([&] {
-    mine.bootstrap_address = RecordText<112>(shm::Bootstrap::instance().address());
-    check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
-    mine.num_multiprocessors = attribute_of(device_, kMultiprocessorCount);
-    mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
-    mine.has_fds = best_handle_kind(device_) == HandleKind::kFd;
-    Kernels::of(device_);  // a device that cannot run them is found out before any memory is shared
-    reservation_ = std::make_unique<BlockReservation>(mine.device,
-                                                      max_waiting_blocks(mine.num_multiprocessors));
-    mine.free_blocks = reservation_->num_free();
-  });
-  return exchange.all_gather(mine);
-}
-
-void DeviceGroup::read_facts(const std::vector<Place>& places) {
-  facts_.world_size = static_cast<int>(places.size());
-  facts_.min_multiprocessors = places[0].num_multiprocessors;
-  for (std::size_t rank = 0; rank < places.size(); ++rank) {
-    const Place& place = places[rank];
-    places_.push_back({place.device, place.bootstrap_address.str(), place.pid,
-                       max_waiting_blocks(place.num_multiprocessors)});
-    if (place.host_id.str() != places[0].host_id.str())
-      throw Unavailable("rank 0 and rank " + std::to_string(rank) + " are on different hosts");
-    facts_.min_multiprocessors = std::min(facts_.min_multiprocessors, place.num_multiprocessors);
-    int sharing = 0;
-    for (const Place& other : places) {
-      if (std::memcmp(&place.device, &other.device, sizeof place.device) != 0) continue;
-      ++sharing;
-      // Processes whose contexts the driver gives the GPU in turns.
-      if (other.pid != place.pid && !(place.has_mps && other.has_mps)) facts_.takes_turns = true;
-    }
-    facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
-    facts_.free_blocks = std::min(facts_.free_blocks, place.free_blocks);
-  }
-  facts_.is_on_one_device = facts_.max_ranks_per_device == facts_.world_size;
-  if (facts_.takes_turns) why_turns_ = kNoMps;
-}
-
-// Another group may reserve blocks after this rank has counted them. All ranks then try again with
-// half as many. Without any, no kernel of the group ever waits.
-void DeviceGroup::reserve_blocks(RecordExchange& exchange) {
-  while (!facts_.takes_turns) {
-    const unsigned num_blocks = blocks_that_fit(facts_);
-    if (num_blocks == 0) {
-      facts_.takes_turns = true;
-      why_turns_ = kNoRoom;
-      return;
-    }
-    bool has_reserved = true;
-    agree(exchange, attempt([&] {
-            if (cuda::reserves_blocks(facts_, exchange.rank()))
-              has_reserved = reservation_->reserve(static_cast<int>(num_blocks));
-          }));
-    const std::vector<std::uint8_t> all = exchange.all_gather(std::uint8_t{has_reserved});
-    if (std::find(all.begin(), all.end(), 0) == all.end()) return;
-    agree(exchange, attempt([&] { reservation_->release_all(); }));  // before any looks for others
-    facts_.free_blocks = std::min(facts_.free_blocks, reservation_->capacity()) / 2;
-  }
-}
-
-void DeviceGroup::share_staging(RecordExchange& exchange) {
-  segment_ = std::make_unique<Segment>(exchange, device_, places_, kind_,
-                                       staging_.layout.num_bytes(), *exports_, *word_);
-  for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
-}
-
-// Rank 0 makes it; each rank has a control block of its own besides.
-void DeviceGroup::share_host_memory(RecordExchange& exchange) {
-  std::optional<Offer> offer;
-  struct Record {
-    RecordText<160> key;
-    Text problem;
-  } mine;
-  mine.problem = attempt([&] {
-    control_ = std::make_unique<MappedHostMemory>(device_, sizeof(Control));
-    new (control_->host()) Control;
-    word_ = std::make_unique<MappedHostMemory>(device_, sizeof(std::uint64_t));
-    if (exchange.rank() != 0) return;
-    shm::UniqueFd fd = shm::create_memfd(sizeof(GroupWords), "ringcomm-cuda");
-    host_memory_ = shm::SharedMemory(fd.get(), sizeof(GroupWords));
-    mine.key = RecordText<160>(offer.emplace(std::move(fd)).key());
-  });
-  const std::string key = exchange.all_gather(mine)[0].key.str();
-  if (mine.problem.str().empty() && exchange.rank() != 0)
-    mine.problem = attempt([&] {
-      const shm::UniqueFd fd = Offer::fetch(places_[0], 0, key);
-      shm::check_sealed(fd.get());
-      host_memory_ = shm::SharedMemory(fd.get(), sizeof(GroupWords));
-    });
-  agree(exchange, mine.problem);  // all have it, before it is offered no longer
 }
 
 }  // namespace ringcomm::cuda

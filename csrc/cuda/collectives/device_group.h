@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cuda/collectives/record_exchange.h"
-#include "cuda/collectives/segment.h"
 #include "cuda/collectives/staging_plan.h"
 #include "cuda/driver/block_reservation.h"
 #include "cuda/driver/device_memory.h"
@@ -17,84 +16,88 @@
 
 namespace ringcomm::cuda {
 
-/// How many blocks the messages between two ranks of a group may have in each direction.
-///
-/// The first rank of a pair decides for both, and reserves the blocks of both. So messages without
-/// room are refused on both ranks, and no kernel waits for a message that its peer has refused. A
-/// decision is valid as long as the group.
-///
-/// On a GPU that both ranks share, the blocks of one rank are enough, because only one of the two
-/// ends of a direction waits.
-class MessageBlocks {
+/// Memory of which every rank of a group has a part on its device, and which all have mapped.
+class Segment {
  public:
-  /// What is passed by reference outlives this object.
-  MessageBlocks(GroupWords& words, int rank, const std::vector<RankPlace>& places,
-                const StagingLayout& layout)
-      : words_(words), rank_(rank), places_(places), layout_(layout) {}
+  /// Collective; `num_bytes` may differ between ranks. `word` belongs to the group: freeing host
+  /// memory waits for all work on the GPU. Throws Unavailable, with the same reason on all ranks,
+  /// if memory cannot be allocated or mapped, or has not its owner's signature.
+  Segment(RecordExchange& exchange, DeviceOrdinal device, const std::vector<RankPlace>& places,
+          std::size_t num_bytes, MappedHostMemory& word);
 
-  /// 0 where messages with `peer` are refused. `look` is called again and again while the peer
-  /// decides; what it throws ends the wait. By one thread at a time. Throws Error.
-  unsigned with(int peer, const std::function<void()>& look);
+  /// The local address of a rank's part; zeroed at first.
+  std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
+  /// The size of this rank's part.
+  std::size_t num_bytes() const { return num_bytes_; }
+  /// This rank's part alone, which may outlive the segment.
+  const std::shared_ptr<DeviceMemory>& own() const { return own_; }
 
  private:
-  unsigned reserve(int peer);
+  struct Part;  // a rank's record of its part
+  void map(int peer, const RankPlace& place, const Part& part);
 
-  GroupWords& words_;
-  int rank_;
-  const std::vector<RankPlace>& places_;
-  const StagingLayout& layout_;
-  std::vector<std::unique_ptr<BlockReservation>> reservations_;  ///< by this rank, for both
+  DeviceOrdinal device_;
+  std::size_t num_bytes_;
+  MappedHostMemory& word_;
+  std::shared_ptr<DeviceMemory> own_;
+  std::vector<std::shared_ptr<DeviceMemory>> theirs_;
+  std::vector<std::byte*> parts_;
 };
 
 /// The devices of a group's ranks, and the memory through which their kernels communicate: every
 /// rank's staging, mapped by all, and a piece of host memory.
 class DeviceGroup {
  public:
-  /// Collective. Throws Unavailable, with the same reason on all ranks, if device memory cannot be
-  /// shared; Error if a rank does not arrive.
+  /// Collective; `exchange` outlives it. Throws Unavailable, with the same reason on all ranks, if
+  /// device memory cannot be shared; Error if a rank does not arrive.
   DeviceGroup(RecordExchange& exchange, DeviceOrdinal device);
 
   DeviceOrdinal device() const { return device_; }
   const Staging& staging() const { return staging_; }
   Control& control() const { return *static_cast<Control*>(control_->host()); }
   Control* control_on_device() const { return static_cast<Control*>(control_->device()); }
-  /// Whether kernels of two ranks may never run at the same time, so that none may wait for
-  /// another.
+  /// Whether no kernel may wait for another rank's.
   bool takes_turns() const { return facts_.takes_turns; }
   /// Why, and what to do: the end of an error's text.
   const std::string& why_turns() const { return why_turns_; }
-  const std::vector<RankPlace>& places() const { return places_; }
-  HandleKind handle_kind() const { return kind_; }
-  MessageBlocks& message_blocks() const { return *message_blocks_; }
   GroupWords& words() const { return *reinterpret_cast<GroupWords*>(host_memory_.data()); }
-  Exports& exports() const { return *exports_; }
-  /// For Segments of the group.
-  MappedHostMemory& word() const { return *word_; }
-  /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
+  /// A number for each rank, between host and device; for one copy at a time.
+  MappedHostMemory& words_for_copies() const { return *words_for_copies_; }
   const std::string& description() const { return description_; }
 
+  /// Collective; throws as Segment's constructor.
+  std::unique_ptr<Segment> make_segment(std::size_t num_bytes);
+
+  /// The blocks of messages with `peer` in each direction; 0 where messages are refused.
+  ///
+  /// The first rank of a pair decides for both, for the life of the group, and reserves the blocks
+  /// of both: no kernel waits for a message that its peer has refused. On a GPU that both share the
+  /// blocks of one rank are enough, because only one of the two ends of a direction waits.
+  ///
+  /// `look` is called again and again while the peer decides; what it throws ends the wait. By one
+  /// thread at a time. Throws Error.
+  unsigned blocks_of_messages(int peer, const std::function<void()>& look);
+
  private:
-  struct Place;  // a rank's record of its device
-  std::vector<Place> find_places(RecordExchange& exchange);
-  void read_facts(const std::vector<Place>& places);
-  void reserve_blocks(RecordExchange& exchange);
-  void share_staging(RecordExchange& exchange);
-  void share_host_memory(RecordExchange& exchange);
+  void find_places();
+  void read_facts();
+  void reserve_blocks();
+  void share_host_memory();
+  unsigned reserve_for_messages(int peer);
   std::string describe() const;
 
+  RecordExchange& exchange_;
   DeviceOrdinal device_;
   DeviceFacts facts_;
   std::string why_turns_;
   /// For blocks of this group's collectives.
   std::unique_ptr<BlockReservation> reservation_;
   std::vector<RankPlace> places_;
-  HandleKind kind_ = HandleKind::kFd;
   std::unique_ptr<MappedHostMemory> control_;
-  std::unique_ptr<MappedHostMemory> word_;
+  std::unique_ptr<MappedHostMemory> words_for_copies_;
   shm::SharedMemory host_memory_;
-  std::unique_ptr<Exports> exports_;  // destroyed after everything else is closed
   Staging staging_;
-  std::unique_ptr<MessageBlocks> message_blocks_;
+  std::vector<std::unique_ptr<BlockReservation>> message_reservations_;
   std::unique_ptr<Segment> segment_;
   std::string description_;
 };

@@ -25,8 +25,18 @@ std::string describe_message(const std::uint32_t* words) {
 
 }  // namespace
 
-void CallBoard::note(std::uint64_t number, const HeaderWords& header) {
-  GroupWords::OfRank& mine = words_.ranks[rank_];
+DeviceWatch::DeviceWatch(Communicator& communicator, Control& control, GroupWords& words,
+                         std::chrono::milliseconds timeout,
+                         std::function<void(const std::string&)> report)
+    : communicator_(communicator),
+      control_(control),
+      words_(words),
+      timeout_(timeout),
+      report_(std::move(report)),
+      thread_("ringcomm-gpu", kPace, [this] { return goes_on(); }) {}
+
+void DeviceWatch::note_call(std::uint64_t number, const HeaderWords& header) {
+  GroupWords::OfRank& mine = words_.ranks[communicator_.rank()];
   GroupWords::Launch& entry = mine.launches[number % GroupWords::kNumLaunches];
   // A reader that sees the same even state before and after has read one entry: no word of the next
   // entry is visible before its odd state.
@@ -37,7 +47,8 @@ void CallBoard::note(std::uint64_t number, const HeaderWords& header) {
   mine.num_launches = number + 1;
 }
 
-bool CallBoard::read(int rank, std::uint64_t number, HeaderWords& header) const {
+// False where the entry is no longer, or not yet, there.
+bool DeviceWatch::read(int rank, std::uint64_t number, HeaderWords& header) const {
   const GroupWords::Launch& entry = words_.ranks[rank].launches[number % GroupWords::kNumLaunches];
   const std::uint64_t wanted = 2 * (number + 1);
   if (entry.number_and_state != wanted) return false;
@@ -46,14 +57,26 @@ bool CallBoard::read(int rank, std::uint64_t number, HeaderWords& header) const 
   return entry.number_and_state == wanted;
 }
 
-DeviceWatch::DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report)
-    : subject_(subject),
-      report_(std::move(report)),
-      thread_("ringcomm-gpu", kPace, [this] { return goes_on(); }) {}
+Activity DeviceWatch::activity_of(std::uint64_t number) const {
+  if (number == GroupFrame::kNoNumber)
+    return {.op = "a call", .description = "a message or a call of a graph", .timeout = timeout_};
+  Activity activity{.op = "a call",
+                    .seq = static_cast<std::int64_t>(number),
+                    .description = "a call on the GPU",
+                    .timeout = timeout_};
+  HeaderWords words;
+  if (!read(communicator_.rank(), number, words)) return activity;
+  CallHeader header = from_words(words.data());
+  header.seq = number;
+  activity.op = name_of(header.op);
+  activity.description = describe(header);
+  return activity;
+}
 
-void DeviceWatch::note_launch() { thread_.stay_awake(); }
-
-void DeviceWatch::end_waits() { __atomic_store_n(&subject_.control.abort, 1u, __ATOMIC_RELEASE); }
+Activity DeviceWatch::last_activity() const {
+  const std::uint64_t num = num_noted(communicator_.rank());
+  return activity_of(num > 0 ? num - 1 : 0);
+}
 
 bool DeviceWatch::goes_on() {
   try {
@@ -70,84 +93,54 @@ bool DeviceWatch::goes_on() {
 }
 
 void DeviceWatch::look() {
-  if (subject_.failure.has_failed()) {
-    // Another thread reported the failure and has thrown it.
-    end_waits();
-    return;
-  }
+  if (communicator_.failure().has_failed()) return end_waits();  // another thread has thrown it
   look_at_record();
   look_at_wait();
   compare_calls();
 }
 
-Activity DeviceWatch::activity_of(std::uint64_t number) const {
-  const bool is_known = number != GroupFrame::kNoNumber;
-  Activity activity{
-      .op = "a call",
-      .seq = is_known ? static_cast<std::int64_t>(number) : -1,
-      .description = is_known ? "a call on the GPU" : "a message or a call of a graph",
-      .timeout = subject_.timeout};
-  HeaderWords words;
-  if (!is_known || !subject_.calls.read(subject_.rank, number, words)) return activity;
-  CallHeader header = from_words(words.data());
-  header.seq = number;
-  activity.op = name_of(header.op);
-  activity.description = describe(header);
-  return activity;
-}
-
 void DeviceWatch::look_at_record() {
-  Control& control = subject_.control;
-  const std::uint32_t stop = __atomic_load_n(&control.stop, __ATOMIC_ACQUIRE);
+  const std::uint32_t stop = __atomic_load_n(&control_.stop, __ATOMIC_ACQUIRE);
   if (stop == 0) return;
-  const Activity activity = activity_of(control.launch);
-  if (stop == kMismatch) {
-    CallHeader theirs = from_words(control.theirs);
-    theirs.seq = control.launch;
-    subject_.failure.raise_mismatch(
-        control.peer, describe_difference(control.peer, theirs, activity.op), activity);
-  }
-  if (stop == kSizesDiffer)
-    subject_.failure.raise_mismatch(control.peer, describe_sizes(control.theirs), activity);
-  if (stop == kP2pDiffers)
-    subject_.failure.raise_mismatch(control.peer, describe_message(control.theirs), activity);
-  if (stop == kOverlap)
-    subject_.failure.raise_mismatch(
-        control.peer,
-        "two calls of this group ran at the same time on rank " + std::to_string(control.peer) +
-            ": a replayed graph is not ordered with calls on another stream; use one stream, or "
-            "an event between them",
-        activity);
-  subject_.failure.raise_stopped(static_cast<Stop>(stop), control.peer, activity);
+  const int peer = control_.peer;
+  const Activity activity = activity_of(control_.launch);
+  CallHeader theirs = from_words(control_.theirs);
+  theirs.seq = control_.launch;
+  const std::string difference =
+      stop == kMismatch      ? describe_difference(peer, theirs, activity.op)
+      : stop == kSizesDiffer ? describe_sizes(control_.theirs)
+      : stop == kP2pDiffers  ? describe_message(control_.theirs)
+      : stop == kOverlap
+          ? "two calls of this group ran at the same time on rank " + std::to_string(peer) +
+                ": a replayed graph is not ordered with calls on another stream; use "
+                "one stream, or an event between them"
+          : "";
+  if (!difference.empty()) communicator_.failure().raise_mismatch(peer, difference, activity);
+  communicator_.failure().raise_stopped(static_cast<Stop>(stop), peer, activity);
 }
 
 void DeviceWatch::look_at_wait() {
-  Control& control = subject_.control;
-  const std::uint32_t asked_at = __atomic_load_n(&control.asked_at, __ATOMIC_RELAXED);
+  const std::uint32_t asked_at = __atomic_load_n(&control_.asked_at, __ATOMIC_RELAXED);
   if (std::exchange(asked_at_, asked_at) == asked_at) return;
-  const int peer = __atomic_load_n(&control.awaited_peer, __ATOMIC_RELAXED);
-  const Stop stop = subject_.members.state_of(peer);
-  if (stop == Stop::kNone) return;
-  const std::uint64_t num_noted = subject_.calls.num_noted(subject_.rank);
-  subject_.failure.raise_stopped(stop, peer, activity_of(num_noted > 0 ? num_noted - 1 : 0));
+  const int peer = __atomic_load_n(&control_.awaited_peer, __ATOMIC_RELAXED);
+  const Stop stop = communicator_.members()->state_of(peer);
+  if (stop != Stop::kNone) communicator_.failure().raise_stopped(stop, peer, last_activity());
 }
 
 void DeviceWatch::compare_calls() {
-  const std::uint64_t mine = subject_.calls.num_noted(subject_.rank);
-  for (; num_compared_ < mine; ++num_compared_) {
-    HeaderWords own;
-    if (!subject_.calls.read(subject_.rank, num_compared_, own)) continue;
-    for (int peer = 0; peer < subject_.world_size; ++peer) {
-      if (peer == subject_.rank) continue;
-      if (subject_.calls.num_noted(peer) <= num_compared_)
-        return;  // it has not launched that call yet
-      HeaderWords theirs;
-      if (!subject_.calls.read(peer, num_compared_, theirs) || theirs == own) continue;
-      CallHeader header = from_words(theirs.data());
-      header.seq = num_compared_;
+  const int rank = communicator_.rank();
+  for (; num_compared_ < num_noted(rank); ++num_compared_) {
+    HeaderWords own, words;
+    if (!read(rank, num_compared_, own)) continue;
+    for (int peer = 0; peer < communicator_.world_size(); ++peer) {
+      if (peer == rank) continue;
+      if (num_noted(peer) <= num_compared_) return;  // it has not launched that call yet
+      if (!read(peer, num_compared_, words) || words == own) continue;
+      CallHeader theirs = from_words(words.data());
+      theirs.seq = num_compared_;
       const Activity activity = activity_of(num_compared_);
-      subject_.failure.raise_mismatch(peer, describe_difference(peer, header, activity.op),
-                                      activity);
+      communicator_.failure().raise_mismatch(peer, describe_difference(peer, theirs, activity.op),
+                                             activity);
     }
   }
 }

@@ -12,12 +12,7 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr std::chrono::microseconds kTurnPoll{20};
-
-std::size_t hash_of(const CallHeader& header) {
-  const std::uint64_t type =
-      static_cast<std::uint64_t>(header.dtype) * 16 + static_cast<std::uint64_t>(header.reduction);
-  return static_cast<std::size_t>((header.num_elems * 256 + type) * 0x9e3779b97f4a7c15u >> 32);
-}
+constexpr std::size_t kMostPlans = 16;
 
 }  // namespace
 
@@ -37,16 +32,8 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, const WaitLimit
       group_(std::make_unique<DeviceGroup>(exchange_, device)),
       kernels_(Kernels::of(device)),
       events_(EventPool::of(device)),
-      calls_(group_->words(), communicator.rank()),
       lent_(exchange_, *group_),
-      watch_({.control = group_->control(),
-              .calls = calls_,
-              .members = *communicator.members(),
-              .failure = communicator.failure(),
-              .rank = communicator.rank(),
-              .world_size = communicator.world_size(),
-              .timeout = limits.timeout},
-             std::move(report)) {}
+      watch_(communicator, group_->control(), group_->words(), limits.timeout, std::move(report)) {}
 
 Engine::~Engine() {
   try {
@@ -115,35 +102,35 @@ std::shared_ptr<const Loan> Engine::borrow(std::size_t num_bytes, const StreamPl
 // A program repeats its all_reduces with the same sizes, which differ in their buffers only and are
 // planned once. Other calls are planned each time, because their plans contain the buffers of all
 // ranks or the values of an optimizer step.
-PlannedCall& Engine::plan_call(const Collective& call, const CallHeader& header) {
-  const HeaderWords words = to_words(header);
+PlannedCall& Engine::plan_call(const Collective& call, const CallHeader& header,
+                               const HeaderWords& words) {
   const bool is_kept = call.op == OpKind::kAllReduce;
-  PlannedCall& planned = is_kept ? plans_[hash_of(header) % plans_.size()] : other_plan_;
-  if (is_kept && planned.kernel != nullptr && planned.header == words) {
-    planned.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
-    planned.call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
-    return planned;
+  if (const auto found = plans_.find(words); is_kept && found != plans_.end()) {
+    found->second.call.inputs[0] = static_cast<const std::byte*>(call.inputs[0]);
+    found->second.call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
+    return found->second;
   }
-  planned.kernel = nullptr;  // of nothing, should the rest throw
-  planned.header = words;
-  planned.call = {};
+  PlannedCall planned;
   static_cast<GroupFrame&>(planned.call) = frame();
   planned.plan = plan_launch(call, header, planned.call);
   planned.kernel = kernels_.find(planned.plan.kernel);
-  return planned;
+  if (!is_kept) return other_plan_ = std::move(planned);
+  if (plans_.size() >= kMostPlans) plans_.clear();
+  return plans_[words] = std::move(planned);
 }
 
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
                         const StreamPlace& place) {
   check_alive();
-  PlannedCall& planned = plan_call(call, header);
+  const HeaderWords words = to_words(header);
+  PlannedCall& planned = plan_call(call, header, words);
   lent_.collect();
   lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
   if (place.capture == 0) {
     planned.call.launch = num_launches_;
-    calls_.note(num_launches_++, planned.header);
+    watch_.note_call(num_launches_++, words);
   }
   if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
@@ -195,16 +182,15 @@ void Engine::look_at_peer(int peer, std::chrono::steady_clock::time_point deadli
   const Stop state = communicator_.members()->state_of(peer);
   const bool is_late = std::chrono::steady_clock::now() >= deadline;
   if (state != Stop::kNone || is_late)
-    communicator_.failure().raise_stopped(
-        state != Stop::kNone ? state : Stop::kTimeout, peer,
-        watch_.activity_of(num_launches_ > 0 ? num_launches_ - 1 : 0));
+    communicator_.failure().raise_stopped(state != Stop::kNone ? state : Stop::kTimeout, peer,
+                                          watch_.last_activity());
 }
 
 // ---- messages
 
 unsigned Engine::blocks_of_messages(int peer) {
   const auto deadline = deadline_after(limits_.timeout);
-  return group_->message_blocks().with(peer, [&] { look_at_peer(peer, deadline); });
+  return group_->blocks_of_messages(peer, [&] { look_at_peer(peer, deadline); });
 }
 
 bool Engine::has_room_for_messages(int peer) { return blocks_of_messages(peer) > 0; }

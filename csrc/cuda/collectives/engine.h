@@ -1,12 +1,10 @@
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -14,30 +12,25 @@
 #include "cuda/collectives/device_carrier.h"
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/device_watch.h"
-#include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
-#include "cuda/collectives/lent_memory.h"
 
 namespace ringcomm::cuda {
 
 /// A collective as it is launched.
 struct PlannedCall {
-  HeaderWords header = {};
   LaunchPlan plan;
   Function kernel = nullptr;
   KernelCall call;
 };
 
-/// Collectives on GPU tensors. Each call launches kernels on the caller's stream and returns
-/// without waiting for them, except if ranks take turns on a device: there no kernel may wait for
+/// Collectives on GPU tensors, by kernels. If ranks take turns on a device, no kernel may wait for
 /// another rank's, so a call is launched step by step, and all hosts wait for each step.
 ///
-/// Calls of a group run in the order in which they are made, also on different streams. A watchdog
-/// thread (DeviceWatch) detects failures on the device and ends the group.
+/// Calls of a group run in the order in which they are made, also on different streams.
 class Engine final : public DeviceCarrier {
  public:
-  /// Collective over the group. Throws Unavailable, Error. `limits` apply to each wait of this host
-  /// for another. `report` is called from another thread with the error that ended the group.
+  /// Collective over the group. Throws Unavailable, Error. `limits` are those of a wait for another
+  /// host. `report` is called from another thread with the error that ended the group.
   static std::unique_ptr<Engine> make(Communicator& communicator, DeviceOrdinal device,
                                       const WaitLimits& limits,
                                       std::function<void(const std::string&)> report);
@@ -53,8 +46,7 @@ class Engine final : public DeviceCarrier {
   bool has_room_for_messages(int peer) override;
   Traffic enqueue(const Collective& call, const CallHeader& header,
                   const StreamPlace& place) override;
-  /// Messages that check_messages() takes, with ranks that there is room for. With the device's
-  /// context current.
+  /// Of messages that check_messages() takes, with ranks that there is room for.
   void exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) override;
   std::shared_ptr<const Event> last_end() const override { return last_end_; }
   bool finds_mismatches() const override { return true; }
@@ -76,7 +68,8 @@ class Engine final : public DeviceCarrier {
   /// The part of the parameters that all kernels share.
   GroupFrame frame() const;
   /// Valid until the next call of this function. Throws as plan_launch().
-  PlannedCall& plan_call(const Collective& call, const CallHeader& header);
+  PlannedCall& plan_call(const Collective& call, const CallHeader& header,
+                         const HeaderWords& words);
   void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   std::uint64_t meet(std::uint64_t value);
   unsigned blocks_of_messages(int peer);
@@ -89,10 +82,8 @@ class Engine final : public DeviceCarrier {
   std::unique_ptr<DeviceGroup> group_;
   const Kernels& kernels_;
   EventPool& events_;
-  /// The last calls whose plans are used again, by a hash of their headers, and another one.
-  std::array<PlannedCall, 16> plans_;
-  PlannedCall other_plan_;
-  CallBoard calls_;
+  std::map<HeaderWords, PlannedCall> plans_;  // of all_reduces
+  PlannedCall other_plan_;                    // of the last other call
   LentMemory lent_;
   DeviceWatch watch_;
   std::uint64_t num_launches_ = 0;

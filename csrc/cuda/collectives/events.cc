@@ -4,24 +4,6 @@
 
 namespace ringcomm::cuda {
 
-Event::Event() { check(driver().event_create(&event_, kEventDisableTiming), "make an event"); }
-
-Event::~Event() { driver().event_destroy(event_); }
-
-void Event::record(StreamHandle stream) {
-  check(driver().event_record(event_, stream), "record an event");
-}
-
-void Event::block(StreamHandle stream) const {
-  check(driver().stream_wait_event(stream, event_, 0), "make a stream wait for an event");
-}
-
-bool Event::is_over() const {
-  const Result result = driver().event_query(event_);
-  if (result != kErrorNotReady) check(result, "ask whether an event is over");
-  return result == kSuccess;
-}
-
 EventPool& EventPool::of(DeviceOrdinal device) {
   return per_device<EventPool>(device, [] { return std::unique_ptr<EventPool>(new EventPool); });
 }
@@ -45,34 +27,34 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
 
 namespace {
 
-class SideStream {
- public:
-  SideStream() { check(driver().stream_create(&stream_, kStreamNonBlocking), "make a stream"); }
-  ~SideStream() { driver().stream_destroy(stream_); }
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
-
-  StreamHandle get() const { return stream_; }
-  void finish() const { check(driver().stream_synchronize(stream_), "wait for the GPU"); }
-
- private:
-  StreamHandle stream_ = nullptr;
-};
+template <class Enqueue>
+void run_aside(const Enqueue& enqueue, const char* what) {
+  StreamHandle stream = nullptr;
+  check(driver().stream_create(&stream, kStreamNonBlocking), "make a stream");
+  Result result = enqueue(stream);
+  if (result == kSuccess) result = driver().stream_synchronize(stream);
+  driver().stream_destroy(stream);
+  check(result, what);
+}
 
 DevicePtr address(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
 
 }  // namespace
 
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what) {
-  const SideStream stream;
-  check(driver().memcpy_async(address(to), address(from), num_bytes, stream.get()), what);
-  stream.finish();
+  run_aside(
+      [&](StreamHandle stream) {
+        return driver().memcpy_async(address(to), address(from), num_bytes, stream);
+      },
+      what);
 }
 
 void clear_and_wait(void* begin, std::size_t num_bytes, const char* what) {
-  const SideStream stream;
-  check(driver().memset_d8_async(address(begin), 0, num_bytes, stream.get()), what);
-  stream.finish();
+  run_aside(
+      [&](StreamHandle stream) {
+        return driver().memset_d8_async(address(begin), 0, num_bytes, stream);
+      },
+      what);
 }
 
 std::uint64_t capture_of(StreamHandle stream) {

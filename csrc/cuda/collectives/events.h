@@ -14,30 +14,36 @@ namespace ringcomm::cuda {
 /// A point in a stream. All functions throw Error and need the device's context to be current.
 class Event {
  public:
-  Event();
-  ~Event();
+  Event() { check(driver().event_create(&event_, kEventDisableTiming), "make an event"); }
+  ~Event() { driver().event_destroy(event_); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
   EventHandle get() const { return event_; }
-  void record(StreamHandle stream);
-  void block(StreamHandle stream) const;
-  /// Whether the stream has passed it. In a relaxed capture mode where a capture may be under way.
-  bool is_over() const;
+  void record(StreamHandle stream) {
+    check(driver().event_record(event_, stream), "record an event");
+  }
+  void block(StreamHandle stream) const {
+    check(driver().stream_wait_event(stream, event_, 0), "make a stream wait for an event");
+  }
+  /// Whether the stream has passed it. In a relaxed capture mode, if there may be a capture.
+  bool is_over() const {
+    const Result result = driver().event_query(event_);
+    if (result != kErrorNotReady) check(result, "ask whether an event is over");
+    return result == kSuccess;
+  }
 
  private:
   EventHandle event_ = nullptr;
 };
 
-/// The events of a device that are used again. Recording one costs one call of the driver. From any
-/// thread; kept as long as the process.
+/// The events of a device that are used again. From any thread; kept as long as the process.
 class EventPool {
  public:
   static EventPool& of(DeviceOrdinal device);
 
-  /// Records an event after the work that the stream holds now. The event is reused after its last
-  /// owner has released it; a stream that already waits for it keeps waiting for the earlier
-  /// recording.
+  /// Records an event after the work that the stream holds now. It is reused after its last owner
+  /// has released it; a stream that waits for it keeps waiting for the earlier recording.
   std::shared_ptr<Event> record(StreamHandle stream);
 
  private:
@@ -46,15 +52,14 @@ class EventPool {
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
-/// Copies, or clears, on a stream of its own, and blocks until it is done. `what` is what an error
-/// says cannot be done.
+/// Copy, or clear, on a stream of their own, and block; `what` is for an error.
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what);
 void clear_and_wait(void* begin, std::size_t num_bytes, const char* what);
 
 /// The number of the capture that a stream is part of; 0 if none.
 std::uint64_t capture_of(StreamHandle stream);
 
-/// A stream, and the capture that it is part of during one call; queried once per call.
+/// A stream, and the capture that it is part of during one call.
 struct StreamPlace {
   StreamHandle stream = nullptr;
   std::uint64_t capture = 0;
@@ -62,8 +67,8 @@ struct StreamPlace {
   static StreamPlace of(StreamHandle stream) { return {stream, capture_of(stream)}; }
 };
 
-/// Orders work as it is enqueued, also on different streams. Captured work is ordered only within
-/// its capture, because the user decides when the graph runs.
+/// Orders work as it is enqueued, also on different streams; captured work only within its capture,
+/// because the user decides when the graph runs.
 class StreamOrder {
  public:
   /// Makes the stream wait for the last recorded work, if that is on another stream.

@@ -25,12 +25,12 @@ RINGCOMM_EMBED(loss_kernels)
 namespace ringcomm::cuda {
 namespace {
 
-std::span<const void* const> built_in([[maybe_unused]] KernelModules::Of kernels) {
+std::span<const void* const> built_in([[maybe_unused]] KernelsOf kernels) {
 #ifdef RINGCOMM_CUDA_IMAGES
   static const void* const images[] = {ringcomm_image_collective_kernels,
                                        ringcomm_image_update_kernels, ringcomm_image_loss_kernels};
   const std::span all(images);
-  return kernels == KernelModules::Of::kGroups ? all.first(2) : all.last(1);
+  return kernels == KernelsOf::kGroups ? all.first(2) : all.last(1);
 #else
   return {};
 #endif
@@ -59,23 +59,25 @@ void check_residency(const char* name, Function kernel) {
 
 }  // namespace
 
-KernelModules::KernelModules(Of kernels) {
+std::vector<Module> load_kernels(KernelsOf kernels) {
+  std::vector<Module> modules;
   const char* path = std::getenv("RINGCOMM_CUDA_IMAGE");
   if (path == nullptr || *path == '\0') {
-    for (const void* image : built_in(kernels)) modules_.push_back(load(image));
-    return;
+    for (const void* image : built_in(kernels)) modules.push_back(load(image));
+    return modules;
   }
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> image((std::istreambuf_iterator<char>(file)), {});
   if (image.empty())
     throw Error({.kind = ErrorKind::kSystem},
                 std::string("ringcomm: RINGCOMM_CUDA_IMAGE: cannot read ") + path);
-  modules_.push_back(load(image.data()));
+  modules.push_back(load(image.data()));
+  return modules;
 }
 
-Function KernelModules::find(const char* name) const {
+Function find_kernel(const std::vector<Module>& modules, const char* name) {
   Function function = nullptr;
-  for (Module module : modules_)
+  for (Module module : modules)
     if (driver().module_get_function(&function, module, name) == kSuccess) return function;
   return nullptr;
 }
@@ -89,14 +91,15 @@ const Kernels& Kernels::of(DeviceOrdinal device) {
 // that waits for the one to be loaded: a deadlock. So all functions are loaded here.
 Kernels::Kernels(DeviceOrdinal device) {
   const ContextGuard guard(device);
-  const KernelModules modules(KernelModules::Of::kGroups);
-  if (modules.is_empty())
+  const RelaxedCapture relaxed;
+  const std::vector<Module> modules = load_kernels(KernelsOf::kGroups);
+  if (modules.empty())
     throw Error(
         {.kind = ErrorKind::kSystem},
         "ringcomm: this build has no kernels for GPUs, because nvcc was not found when it was "
         "built; put CUDA's nvcc on PATH and install ringcomm again");
   for (const char* name : kNames) {
-    functions_[name] = modules.find(name);
+    functions_[name] = find_kernel(modules, name);
     if (functions_[name] == nullptr)
       throw Error({.kind = ErrorKind::kSystem},
                   std::string("ringcomm: there is no kernel ") + name);

@@ -9,32 +9,23 @@
 
 namespace ringcomm::cuda {
 
-/// What nvcc has compiled: one image for each file of kernels, loaded onto a device for as long as
-/// the process lives. The device's context is current. Loading or finding a kernel may wait for the
-/// device, so do neither between calls.
-class KernelModules {
- public:
-  enum class Of { kGroups, kLosses };
+/// What nvcc has compiled: one image for each file of kernels.
+enum class KernelsOf { kGroups, kLosses };
 
-  /// Loads the images that were built in, or the file that RINGCOMM_CUDA_IMAGE names instead of
-  /// them. Throws Error where that cannot be read or an image cannot be loaded.
-  explicit KernelModules(Of kernels);
-
-  /// No kernel was built in, because there was no nvcc, and RINGCOMM_CUDA_IMAGE names no file.
-  bool is_empty() const { return modules_.empty(); }
-  /// Null where no image has a kernel of this name.
-  Function find(const char* name) const;
-
- private:
-  std::vector<Module> modules_;
-};
+/// Loads the images that were built in, or the file that RINGCOMM_CUDA_IMAGE names instead of them,
+/// onto the device whose context is current, for as long as the process lives; none where ringcomm
+/// was built without nvcc. This and find_kernel() may wait for the device, so call neither between
+/// calls. Throws Error where an image cannot be read or loaded.
+std::vector<Module> load_kernels(KernelsOf kernels);
+/// Null where no module has a kernel of this name.
+Function find_kernel(const std::vector<Module>& modules, const char* name);
 
 /// The kernels of this process on a device: loaded with the first group that uses it, and kept.
-/// Nothing changes after that, so that any thread may use them.
+/// From any thread.
 class Kernels {
  public:
-  /// Throws Error where ringcomm was built without them, the device is too old for them, or less
-  /// than kBlocksPerMultiprocessor blocks of one of them fit a multiprocessor.
+  /// Throws Error where there are none, the device is too old for them, or less than
+  /// kBlocksPerMultiprocessor blocks of one of them fit a multiprocessor.
   static const Kernels& of(DeviceOrdinal device);
 
   /// Throws Error if there is no kernel of this name.

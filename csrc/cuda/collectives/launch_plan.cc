@@ -19,31 +19,14 @@ namespace ringcomm::cuda {
 
 namespace {
 
-// Member by member: between them a struct has bytes that hold anything.
-template <class Visit>
-void visit_members(auto& header, const Visit& visit) {
-  visit(header.num_elems);
-  visit(header.root);
-  visit(header.op);
-  visit(header.dtype);
-  visit(header.reduction);
-  visit(header.algorithm);
-  visit(header.is_uneven);
-  visit(header.has_update);
-  visit(header.element_name);
-  visit(header.update.lr);
-  visit(header.update.weight_decay);
-  visit(header.update.grad_scale);
-  visit(header.update.coefficients);
-  visit(header.update.step);
-  visit(header.update.optimizer);
-  visit(header.update.param_dtype);
-  visit(header.update.is_nesterov);
-  visit(header.update.has_master);
-}
-
-constexpr std::size_t kMemberBytes = 8 + 4 + 6 + 16 + 3 * 8 + 24 + 4 + 4;
-static_assert(kMemberBytes <= sizeof(HeaderWords));
+// Between these two parts a header has bytes that hold anything.
+constexpr std::size_t kFirst = offsetof(CallHeader, num_elems);
+constexpr std::size_t kFirstBytes =
+    offsetof(CallHeader, element_name) + sizeof(ElementName) - kFirst;
+static_assert(kFirstBytes + sizeof(UpdateSpec) <= sizeof(HeaderWords));
+static_assert(kFirstBytes == 8 + 4 + 6 + 16 &&
+                  sizeof(UpdateSpec) == 6 * sizeof(double) + sizeof(std::uint32_t) + 4,
+              "has no gaps");
 
 // One word more of a digest: any difference in a word changes about half of the bits.
 std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
@@ -51,7 +34,7 @@ std::uint64_t digest_with(std::uint64_t digest, std::uint64_t word) {
   return digest ^ digest >> 29;
 }
 
-// The digest of size lists that must be equal on all ranks; the header has no room for the lists.
+// Of sizes that must be equal on all ranks, for which the header has no room.
 std::uint64_t digest_of_shares(const Collective& call, int world_size) {
   std::uint64_t digest = 1;
   for (int rank = 0; rank < world_size; ++rank)
@@ -64,21 +47,17 @@ std::uint64_t digest_of_shares(const Collective& call, int world_size) {
 
 HeaderWords to_words(const CallHeader& header) {
   HeaderWords words = {};
-  auto* at = reinterpret_cast<char*>(words.data());
-  visit_members(header, [&](const auto& member) {
-    std::memcpy(at, &member, sizeof member);
-    at += sizeof member;
-  });
+  auto* to = reinterpret_cast<char*>(words.data());
+  std::memcpy(to, reinterpret_cast<const char*>(&header) + kFirst, kFirstBytes);
+  std::memcpy(to + kFirstBytes, &header.update, sizeof header.update);
   return words;
 }
 
 CallHeader from_words(const std::uint32_t* words) {
   CallHeader header;
-  const auto* at = reinterpret_cast<const char*>(words);
-  visit_members(header, [&](auto& member) {
-    std::memcpy(&member, at, sizeof member);
-    at += sizeof member;
-  });
+  const auto* from = reinterpret_cast<const char*>(words);
+  std::memcpy(reinterpret_cast<char*>(&header) + kFirst, from, kFirstBytes);
+  std::memcpy(&header.update, from + kFirstBytes, sizeof header.update);
   return header;
 }
 
@@ -113,8 +92,7 @@ void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest
 
 namespace {
 
-// For an update without a collective: several loads per thread, and several blocks per slot of the
-// device.
+// For an update without a collective: several loads per thread, several blocks per multiprocessor.
 constexpr std::size_t kOwnUpdateElems = 8 << 10;
 constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
 
@@ -237,7 +215,6 @@ void plan_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& pl
 
 // ---- which kernel
 
-// What the choice among the algorithms of an operation depends on.
 struct Choice {
   const Collective& call;
   const CommunicatorOptions& options;
@@ -381,7 +358,7 @@ Buffer input_for(const Collective& call, const KernelCall& kernel_call, int rank
 }
 
 // Whether this rank's kernel writes to a buffer that a peer reads. Its own share of a move may be
-// in place, because it is not copied.
+// in place: it is not copied then.
 bool is_written(const Collective& call, const KernelCall& kernel_call, const Buffer& input) {
   const int own = kernel_call.rank;
   if (gathers(call.op)) return false;
@@ -397,8 +374,7 @@ bool is_written(const Collective& call, const KernelCall& kernel_call, const Buf
   return false;
 }
 
-// Whether no block has a second slice. For moves with different sizes a single rank cannot know
-// that.
+// Whether no block has a second slice; not known for moves with different sizes.
 bool is_short(const Collective& call, const LaunchPlan& plan, const KernelCall& kernel_call) {
   return !gathers(call.op) && kernel_call.num_slices > 0 &&
          kernel_call.num_slices <= plan.num_blocks;
@@ -441,12 +417,10 @@ void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const Pla
 
 // ---- messages
 
-namespace {
-
 // The lane of messages to one rank, or from one.
-int lane_of(const P2pMessage& message) { return 2 * message.peer + (message.is_send ? 1 : 0); }
-
-}  // namespace
+static int lane_of(const P2pMessage& message) {
+  return 2 * message.peer + (message.is_send ? 1 : 0);
+}
 
 void check_batch(const std::vector<P2pMessage>& messages) {
   if (messages.size() > P2pCall::kMaxMessages)

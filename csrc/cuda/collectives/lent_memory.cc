@@ -85,30 +85,26 @@ std::shared_ptr<const Loan> LentMemory::borrow(std::size_t num_bytes, const Stre
   }
 }
 
-// A row for all ranks, or kMaxSegments. Where there is none, what waits to be borrowed is dropped.
+// A row for all ranks; kMaxSegments if there is none, also without what waits to be borrowed.
 std::size_t LentMemory::make_room() {
-  take_returns();
-  close_unused();
-  std::size_t idx = choose_row();  // all ranks are here, and have closed what they could
-  free_closed();
-  if (idx < kMaxSegments) return idx;
-  drop_kept(kAll);
-  take_returns();
-  exchange_.all_gather(0);  // all have counted what they dropped
-  close_unused();
-  idx = choose_row();
-  free_closed();
-  return idx;
+  for (const bool is_last : {false, true}) {
+    take_returns();
+    if (is_last) exchange_.all_gather(0);  // all have counted what they dropped
+    free_unused();
+    const std::size_t idx = choose_row();
+    if (idx < kMaxSegments || is_last) return idx;
+    drop_kept(kAll);
+  }
+  return kMaxSegments;
 }
 
-// Whether no rank has dropped its part.
 bool LentMemory::has_all_parts(std::size_t idx) const { return row(idx).num_gone == 0; }
 
 // Among kept parts that fit and are less than twice as long, the one that was returned first. A
 // capture cannot wait for work outside it.
 std::size_t LentMemory::find_kept(std::size_t num_bytes, bool is_captured) const {
   std::size_t found = kMaxSegments;
-  for (std::size_t idx = 0; idx < num_rows_; ++idx) {
+  for (std::size_t idx = 0; idx < entries_.size(); ++idx) {
     const Entry& entry = entries_[idx];
     if (!entry.is_free || !has_all_parts(idx)) continue;
     const std::size_t there = entry.segment->num_bytes();
@@ -124,7 +120,7 @@ std::size_t LentMemory::find_kept(std::size_t num_bytes, bool is_captured) const
 // Drops parts that are too short, and those of which another rank has dropped its own. Keeps those
 // that are too long; otherwise calls that alternate between sizes would allocate each time.
 void LentMemory::drop_kept(std::size_t num_bytes) {
-  for (std::size_t idx = 0; idx < num_rows_; ++idx) {
+  for (std::size_t idx = 0; idx < entries_.size(); ++idx) {
     Entry& entry = entries_[idx];
     if (!entry.is_free) continue;
     if (entry.segment->num_bytes() >= num_bytes && has_all_parts(idx)) continue;
@@ -134,17 +130,14 @@ void LentMemory::drop_kept(std::size_t num_bytes) {
 }
 
 std::shared_ptr<const Loan> LentMemory::lend_in(std::size_t idx, std::size_t num_bytes) {
-  Entry& entry = entries_[idx];
-  auto segment = std::make_unique<Segment>(
-      exchange_, group_.device(), group_.places(), group_.handle_kind(),
-      std::max<std::size_t>(num_bytes, 1), group_.exports(), group_.word());
+  auto segment = group_.make_segment(std::max<std::size_t>(num_bytes, 1));
   agree(exchange_, attempt([&] { tell_kernels(idx, *segment); }));
   ++row(idx).num_users;
   exchange_.all_gather(0);  // no rank may treat the row as free before all have entered it
-  entry.segment = std::move(segment);
-  num_rows_ = std::max(num_rows_, idx + 1);
+  if (entries_.size() <= idx) entries_.resize(idx + 1);
+  entries_[idx].segment = std::move(segment);
   ++num_lent_;
-  return std::make_shared<Loan>(group_.device(), idx, entry.segment->own(), returns_);
+  return std::make_shared<Loan>(group_.device(), idx, entries_[idx].segment->own(), returns_);
 }
 
 // Rank 0 chooses the first row that no rank uses, or kMaxSegments.
@@ -161,11 +154,10 @@ void LentMemory::tell_kernels(std::size_t idx, const Segment& segment) {
   if (bases_ == nullptr)
     bases_ =
         std::make_unique<DeviceMemory>(group_.device(), kMaxSegments * row_bytes, HandleKind::kIpc);
-  if (base_row_ == nullptr)
-    base_row_ = std::make_unique<MappedHostMemory>(group_.device(), row_bytes);
+  const MappedHostMemory& words = group_.words_for_copies();
   for (std::size_t rank = 0; rank < world_size; ++rank)
-    static_cast<std::byte**>(base_row_->host())[rank] = segment.of(static_cast<int>(rank));
-  copy_and_wait(bases_->data() + idx * row_bytes, base_row_->device(), row_bytes,
+    static_cast<std::byte**>(words.host())[rank] = segment.of(static_cast<int>(rank));
+  copy_and_wait(bases_->data() + idx * row_bytes, words.device(), row_bytes,
                 "tell kernels of shared memory");
 }
 
@@ -173,10 +165,7 @@ void LentMemory::collect() {
   if (num_lent_ == 0) return;
   drop_kept(0);  // a peer may have dropped its part after this rank kept its own
   take_returns();
-  // Closing and freeing memory with IPC handles waits for all work on the device.
-  if (num_gone_ == 0 || group_.handle_kind() == HandleKind::kIpc) return;
-  close_unused();
-  free_closed();
+  free_unused();
 }
 
 void LentMemory::take_returns() {
@@ -200,35 +189,19 @@ void LentMemory::take_returns() {
     for (const auto& end : returned.ends)
       if (!end->is_over()) return false;
     entry.is_gone = true;
-    ++num_gone_;
     ++row(returned.row).num_gone;
     return true;
   });
 }
 
-void LentMemory::close_unused() {
+// The driver counts the ranks that have a part mapped.
+void LentMemory::free_unused() {
   const auto world_size = static_cast<std::uint32_t>(exchange_.world_size());
-  for (std::size_t idx = 0; idx < kMaxSegments; ++idx) {
-    Entry& entry = entries_[idx];
-    if (!entry.is_gone || entry.has_closed) continue;
-    if (row(idx).num_gone != world_size) continue;
-    entry.segment->close_others();
-    entry.has_closed = true;
-    --row(idx).num_users;
-  }
-}
-
-void LentMemory::free_closed() {
-  // The driver counts the users of memory that is shared by file descriptors.
-  const bool is_counted = group_.handle_kind() == HandleKind::kFd;
-  for (std::size_t idx = 0; idx < kMaxSegments; ++idx) {
-    Entry& entry = entries_[idx];
-    if (!entry.has_closed) continue;
-    if (!is_counted && row(idx).num_users != 0) continue;
-    group_.exports().drop(entry.segment->own());
-    entry = {};
+  for (std::size_t idx = 0; idx < entries_.size(); ++idx) {
+    if (!entries_[idx].is_gone || row(idx).num_gone != world_size) continue;
+    entries_[idx] = {};
     --num_lent_;
-    --num_gone_;
+    --row(idx).num_users;
   }
 }
 
@@ -259,7 +232,7 @@ void LentMemory::keep_for_graph(const void* data) {
 }
 
 std::uint64_t LentMemory::place_of(const std::byte* data, std::size_t num_bytes) const {
-  for (std::size_t idx = 0; idx < num_rows_ && num_lent_ > 0; ++idx) {
+  for (std::size_t idx = 0; idx < entries_.size() && num_lent_ > 0; ++idx) {
     const Entry& entry = entries_[idx];
     if (entry.segment == nullptr) continue;
     const std::byte* base = entry.segment->of(exchange_.rank());

@@ -1,19 +1,14 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "collectives/collective.h"
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/launch_plan.h"
-#include "cuda/collectives/record_exchange.h"
-#include "cuda/collectives/segment.h"
-#include "cuda/kernels/call.h"
 
 namespace ringcomm::cuda {
 
@@ -37,8 +32,8 @@ class Loan {
       : device_(device), row_(row), memory_(std::move(memory)), returns_(std::move(returns)) {}
 
   std::byte* data() const { return memory_->data(); }
-  /// Call it once, from any thread, when the tensor is destroyed: only the work that these streams
-  /// hold now still uses its memory. If the group has been destroyed, waits for the streams.
+  /// Call it once, from any thread: only the work that these streams hold now still uses the
+  /// memory. If the group has been destroyed, waits for the streams.
   void give_back(const std::vector<StreamHandle>& streams) const noexcept;
 
  private:
@@ -50,19 +45,15 @@ class Loan {
 
 /// Segments for users' tensors, in which peers access the buffers of collectives directly. A table
 /// on the device has the local address of each rank's part of each segment; a segment has the same
-/// row on all ranks.
+/// row on all ranks. One thread at a time.
 ///
-/// When a segment is freed: a rank's part is unused when its owner has returned it and the streams
-/// that used it have passed that point. A kernel accesses a peer's part only until that peer's
-/// kernel of the same call ends, so no rank uses the part afterwards. Each rank counts its unused
-/// parts in the group's host memory. When a segment's parts are all unused, each rank unmaps the
-/// others' parts; when all have done that, each frees its own. Parts that a graph has captured
-/// exist as long as the group.
+/// A rank's part is unused when its owner has returned it and the streams that used it have passed
+/// that point: a kernel accesses a peer's part only until that peer's kernel of the same call ends.
+/// Each rank counts its unused parts in the group's host memory. When a segment's parts are all
+/// unused, each rank frees it in its next call. Parts that a graph has captured exist as long as
+/// the group.
 ///
-/// Borrowed memory is reused instead of freed when it is returned: by this rank's streams, after
-/// the work that used it last. Peers access it only in kernels that end before this rank's kernels.
-///
-/// One thread at a time.
+/// Borrowed memory is reused instead, by this rank's streams, after the work that used it last.
 class LentMemory {
  public:
   static constexpr std::size_t kMaxSegments = GroupWords::kMaxSegments;
@@ -73,17 +64,15 @@ class LentMemory {
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
   /// The same, from returned parts if every rank has one that fits; `place` then waits for its last
-  /// use. Otherwise in a new segment, and ranks drop returned parts that were too small. Null if
-  /// the group has its maximum of segments, or a GPU has no memory for one. Collective.
+  /// use. Otherwise ranks drop returned parts that are too small. Null if the group has its maximum
+  /// of segments, or a GPU no memory for one.
   std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place);
-  /// Tells the kernel of a planned call which of its buffers are in segments. A segment that a
-  /// graph captures is never freed.
+  /// Tells the kernel of a planned call which of its buffers are in segments.
   void find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
                     KernelCall& kernel_call);
-  /// A captured graph uses this address: if it is in a segment, that stays as long as the group.
+  /// A graph uses this address: if it is in a segment, that stays as long as the group.
   void keep_for_graph(const void* data);
-  /// Frees segments that no rank uses, unless that would make the host wait for the device. Queries
-  /// the driver only for returned parts.
+  /// Frees segments that no rank uses.
   void collect();
 
  private:
@@ -91,9 +80,8 @@ class LentMemory {
     std::unique_ptr<Segment> segment;
     bool is_captured = false;
     bool is_gone = false;
-    bool has_closed = false;  // the others' parts
-    bool is_kept = false;     // to be borrowed again
-    bool is_free = false;     // of those, for the next; not before these have passed:
+    bool is_kept = false;  // to be borrowed again
+    bool is_free = false;  // of those, for the next; not before these have passed:
     std::vector<std::shared_ptr<const Event>> ends = {};
     std::uint64_t freed_at = 0;  // how many had been returned before
   };
@@ -107,22 +95,18 @@ class LentMemory {
   void drop_kept(std::size_t num_bytes);
   void tell_kernels(std::size_t row, const Segment& segment);
   void take_returns();
-  void close_unused();
-  void free_closed();
+  void free_unused();
   /// The place of a buffer; 0 if it is in no segment.
   std::uint64_t place_of(const std::byte* data, std::size_t num_bytes) const;
 
   RecordExchange& exchange_;
   DeviceGroup& group_;
-  std::array<Entry, kMaxSegments> entries_;
-  std::size_t num_rows_ = 0;  // of the entries, those that were ever in use
+  std::vector<Entry> entries_;  // by row, of the rows that were ever in use
   int num_lent_ = 0;
-  int num_gone_ = 0;                     // of those
   std::uint64_t num_returned_ = 0;       // of those to be borrowed again
   std::vector<Loan::Return> returning_;  // that streams have yet to pass
   std::shared_ptr<Loan::Returns> returns_;
-  std::unique_ptr<DeviceMemory> bases_;         // of all ranks' parts, for kernels
-  std::unique_ptr<MappedHostMemory> base_row_;  // kept, as giving it back waits for the GPU
+  std::unique_ptr<DeviceMemory> bases_;  // of all ranks' parts, for kernels
 };
 
 }  // namespace ringcomm::cuda

@@ -20,9 +20,8 @@ namespace ringcomm::cuda {
 
 /// Why a group's ranks cannot reach each other's GPU memory: the same text on all of them, so that
 /// all take the same other way.
-class Unavailable : public std::runtime_error {
- public:
-  explicit Unavailable(const std::string& reason) : std::runtime_error(reason) {}
+struct Unavailable : std::runtime_error {
+  using runtime_error::runtime_error;
 };
 
 /// Plain records of all ranks, by the group's own all_gather between hosts' memories.
@@ -102,12 +101,11 @@ struct GroupWords {
   static constexpr std::uint64_t kNumLaunches = 64;
   static constexpr std::size_t kMaxSegments = 256;
 
-  struct Launch {                                 ///< of CallBoard
+  struct Launch {                                 ///< of DeviceWatch
     std::atomic<std::uint64_t> number_and_state;  ///< 2 * (number + 1), odd while it is written
     std::atomic<std::uint32_t> header[kHeaderWords];
   };
   struct alignas(kLineBytes) OfRank {
-    std::atomic<std::uint32_t> has_closed;  ///< what it had opened of Exports
     std::atomic<std::uint64_t> num_launches;
     /// How often it has met the others (Engine), and a value that belongs to each of the last two.
     alignas(kLineBytes) std::atomic<std::uint64_t> num_turns;
@@ -120,16 +118,20 @@ struct GroupWords {
   };
 
   OfRank ranks[kMaxRanks];
-  std::atomic<std::uint32_t> pair_blocks[kMaxRanks][kMaxRanks];  ///< MessageBlocks
+  std::atomic<std::uint32_t> pair_blocks[kMaxRanks][kMaxRanks];  ///< of DeviceGroup
   OfSegment segments[kMaxSegments];
 };
 
-/// Where a rank is, as far as others need it to map its memory and to reserve blocks for it.
+/// A rank's record of its device and its process.
 struct RankPlace {
   DeviceUuid device = {};
-  std::string bootstrap_address;
+  RecordText<64> host_id;
+  RecordText<112> bootstrap_address;
   std::int64_t pid = 0;
-  int max_waiting_blocks = 0;  ///< of its GPU, for all groups (BlockReservation)
+  int num_multiprocessors = 0;
+  bool has_mps = false;
+  int free_blocks = 0;
+  RecordText<256> problem;
 };
 
 }  // namespace ringcomm::cuda

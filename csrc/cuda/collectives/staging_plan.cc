@@ -8,19 +8,17 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr int kMaxBlocks = 132;
-// For a rank with its own device: enough for its links, while most of the device is left for
-// computation.
+// For a rank with its own device: enough for its links.
 constexpr int kMaxBlocksAlone = 32;
 // For all ranks on a device together, so that its L2 cache holds the staging of collectives.
 constexpr std::size_t kStagingBytes = std::size_t{24} << 20;
 constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
-// The bytes that the threads of a block have in flight: 8 vectors of 16 bytes each. Half of it
-// doubles the synchronizations of a large call; twice of it adds a round of loads to every step
-// (tests/cpp/test_gpu_latency.cc).
+// What the threads of a block have in flight, 8 vectors each. Half of it doubles the hand-overs of
+// a large call; twice of it adds a round of loads to every step (tests/cpp/test_gpu_latency.cc).
 constexpr std::size_t kRegionBytes = 64 << 10;
 constexpr std::size_t kMinRegionBytes = 16 << 10;
 // Message slots use the remaining memory, at least 4 channels of two turns of a block's copy for
-// each of up to 8 ranks. The slots in use at a time fit the cache; all of them together need not.
+// each of up to 8 ranks; only the slots in use at a time need fit the cache.
 constexpr std::size_t kTurnBytes = 32 << 10;
 constexpr std::size_t kMaxSlotBytes = 4 * kTurnBytes;
 constexpr std::size_t kMinPeerBytes =
@@ -29,8 +27,7 @@ constexpr std::size_t kMaxFundedPeers = 8;
 constexpr int kMaxP2pChannels = 8;
 // The first group leaves half of a device's blocks to others.
 constexpr int kShareOfFirst = 2;
-// A further group, or a pair of ranks for its messages, reserves one part in this many of the free
-// places.
+// A further group, or a pair of ranks, reserves one part in this many of the free places.
 constexpr int kShareOfFurther = 3;
 constexpr int kShareOfMessages = 4;
 constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
@@ -50,8 +47,8 @@ int pair_blocks(int free_blocks) {
   return std::clamp(free_blocks / kShareOfMessages / 2, 1, kMaxP2pChannels);
 }
 
-// Slots for messages, up to whole pieces of memory: as many channels as the first pair of ranks
-// gets blocks, unless that makes slots shorter than a turn.
+// Slots for messages: as many channels as the first pair of ranks gets blocks, unless that makes
+// slots shorter than a turn.
 void cut_p2p(const DeviceFacts& facts, std::size_t wanted_bytes, StagingLayout& layout) {
   const std::size_t world = layout.world_size;
   const auto in_pieces = [](std::size_t num) { return num / kPieceBytes * kPieceBytes; };

@@ -9,15 +9,13 @@
 namespace ringcomm::cuda {
 
 /// Reserves places on a GPU for thread blocks that wait for other ranks, out of a fixed number for
-/// all groups of all processes of this user. If blocks waited for a block that cannot start, they
-/// would deadlock. So a process never launches more of them than it has reserved.
+/// all groups of all processes of this user: blocks that wait for one that cannot start would
+/// deadlock.
 ///
-/// A place is a byte of a file in /dev/shm, and is reserved by locking it. The system releases the
-/// locks of a process however it ends. The last process removes the file. If that process was
-/// killed, an empty file remains and is used again. If the file is removed while groups use it,
-/// this process makes no more groups on that GPU until those are destroyed.
-///
-/// All functions throw Error.
+/// A place is a locked byte of a file in /dev/shm. The system releases the locks of a process
+/// however it ends. The last process removes the file. If the file is removed while groups use it,
+/// this process makes no more groups on that GPU until those are destroyed. All functions throw
+/// Error.
 class BlockReservation {
  public:
   /// Of none at first. `capacity`: the places of the GPU.

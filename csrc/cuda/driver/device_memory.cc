@@ -21,6 +21,17 @@ MemAllocationProp prop_of(DeviceOrdinal device) {
   return prop;
 }
 
+template <class Free>
+void free_in_context(DeviceOrdinal device, const Free& free) {
+  try {
+    const ContextGuard guard(device);
+    const RelaxedCapture relaxed;
+    free();
+  } catch (const Error&) {
+    // The process is ending and the driver was unloaded before, which frees the memory.
+  }
+}
+
 std::size_t rounded_up(DeviceOrdinal device, std::size_t num_bytes) {
   std::size_t granularity = 0;
   const MemAllocationProp prop = prop_of(device);
@@ -30,21 +41,6 @@ std::size_t rounded_up(DeviceOrdinal device, std::size_t num_bytes) {
 }
 
 }  // namespace
-
-const char* name_of(HandleKind kind) {
-  return kind == HandleKind::kFd ? "file descriptors" : "IPC handles";
-}
-
-HandleKind best_handle_kind(DeviceOrdinal device) {
-  int has_virtual_memory = 0;
-  int has_fds = 0;
-  check(
-      driver().device_get_attribute(&has_virtual_memory, kVirtualMemoryManagementSupported, device),
-      "ask the GPU for its attributes");
-  check(driver().device_get_attribute(&has_fds, kHandleTypePosixFdSupported, device),
-        "ask the GPU for its attributes");
-  return has_virtual_memory != 0 && has_fds != 0 ? HandleKind::kFd : HandleKind::kIpc;
-}
 
 DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind)
     : device_(device), num_bytes_(num_bytes), kind_(kind), is_own_(true) {
@@ -95,13 +91,7 @@ void DeviceMemory::map() {
 }
 
 DeviceMemory::~DeviceMemory() {
-  try {
-    const ContextGuard guard(device_);
-    const RelaxedCapture relaxed;
-    release();
-  } catch (const Error&) {
-    // The process is ending and the driver was unloaded before, which frees the memory.
-  }
+  free_in_context(device_, [this] { release(); });
 }
 
 void DeviceMemory::release() noexcept {
@@ -140,13 +130,7 @@ MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) 
 }
 
 MappedHostMemory::~MappedHostMemory() {
-  try {
-    const ContextGuard guard(ordinal_);
-    const RelaxedCapture relaxed;
-    driver().mem_free_host(host_);
-  } catch (const Error&) {
-    // The process is ending and the driver was unloaded before, which frees the memory.
-  }
+  free_in_context(ordinal_, [this] { driver().mem_free_host(host_); });
 }
 
 }  // namespace ringcomm::cuda

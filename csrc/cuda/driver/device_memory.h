@@ -12,22 +12,16 @@ namespace ringcomm::cuda {
 /// How device memory is shared with other processes.
 enum class HandleKind : std::uint8_t {
   kFd,  ///< virtual memory management, by file descriptor
-  kIpc  ///< CUDA's older 64-byte handles, for devices or containers without file descriptors
+  kIpc  ///< cuMemAlloc's memory; its owner must not free it while another process has it open
 };
 
-const char* name_of(HandleKind kind);
-
-/// Memory of a device that other processes can map. It exists until its owner has freed it and
-/// every process has unmapped it.
-///
-/// With kFd the driver chooses the address, and only its own device may read and write it; a peer
-/// grants itself access when it maps the memory. All functions throw Error.
+/// Memory of a device that other processes can map. With kFd it exists until its owner has freed it
+/// and every process has unmapped it. All functions throw Error.
 class DeviceMemory {
  public:
   /// Allocates at least `num_bytes`, rounded up to the driver's granularity.
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind);
-  /// Maps another process's memory for `device`, from the result of export_fd() or ipc_handle()
-  /// there.
+  /// Maps memory for `device`, from the result of export_fd() or, of another process, ipc_handle().
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd);
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const IpcMemHandle& handle);
   ~DeviceMemory();
@@ -52,9 +46,6 @@ class DeviceMemory {
   DevicePtr address_ = 0;
   bool is_mapped_ = false;
 };
-
-/// The handle kind that the device supports; kFd if it does.
-HandleKind best_handle_kind(DeviceOrdinal device);
 
 /// Pinned host memory that kernels read and write directly.
 class MappedHostMemory {

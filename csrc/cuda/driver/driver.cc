@@ -57,11 +57,7 @@ const DriverApi& driver() {
   return found.api;
 }
 
-bool has_driver(std::string* reason) {
-  const Found& found = found_driver();
-  if (reason != nullptr) *reason = found.reason;
-  return found.reason.empty();
-}
+bool has_driver() { return found_driver().reason.empty(); }
 
 void check(Result result, const char* what) {
   if (result == kSuccess) return;
@@ -75,10 +71,8 @@ void check(Result result, const char* what) {
                   (text != nullptr ? std::string(", ") + text : std::string()));
 }
 
-namespace {
-
 // Primary contexts are counted; one that is in use stays for the life of the process.
-Context primary_context(DeviceOrdinal device) {
+static Context primary_context(DeviceOrdinal device) {
   static std::array<std::atomic<Context>, 64> contexts = {};
   std::atomic<Context>& known = contexts.at(static_cast<std::size_t>(device));
   Context context = known.load(std::memory_order_acquire);
@@ -87,8 +81,6 @@ Context primary_context(DeviceOrdinal device) {
   known.store(context, std::memory_order_release);  // every thread finds the same
   return context;
 }
-
-}  // namespace
 
 ContextGuard::ContextGuard(DeviceOrdinal device) {
   const Context context = primary_context(device);

@@ -9,21 +9,18 @@
 
 namespace ringcomm::cuda {
 
-/// The driver of this machine's GPUs: libcuda, opened at the first call and never closed.
-/// RINGCOMM_CUDA_DRIVER names another file, such as the emulator of the tests.
-///
-/// Throws Error (kSystem) with the reason if there is no driver or it is too old.
+/// The driver of this machine's GPUs: libcuda, or what RINGCOMM_CUDA_DRIVER names, opened at the
+/// first call. Throws Error (kSystem) with the reason if there is none or it is too old.
 const DriverApi& driver();
 
-/// Whether driver() would return, and if not, why.
-bool has_driver(std::string* reason = nullptr);
+/// Whether driver() would return.
+bool has_driver();
 
-/// Throws Error (kSystem) naming the function and CUDA's words unless `result` is success; `what`
-/// is what could not be done ("allocate 12 MiB of staging").
+/// Throws Error (kSystem) with CUDA's words unless `result` is success; `what` could not be done.
 void check(Result result, const char* what);
 
-/// Makes a device's primary context, which torch also uses, current while it lives. This is one
-/// driver call if it is current already, as on threads that use the device through torch.
+/// Makes a device's primary context, which torch also uses, current while it lives: one driver call
+/// if it is current already.
 class ContextGuard {
  public:
   explicit ContextGuard(DeviceOrdinal device);
@@ -36,9 +33,8 @@ class ContextGuard {
   bool is_changed_ = false;
 };
 
-/// While it lives, this thread may make calls that could wait for the device, such as an
-/// allocation, although another stream is being captured. None of these calls is part of the
-/// capture.
+/// While it lives, this thread may make calls that could wait for the device, such as allocations,
+/// although another stream is being captured.
 class RelaxedCapture {
  public:
   RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
@@ -50,9 +46,8 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-/// The T of a device. The first call creates it with `make` (which returns a unique_ptr); if `make`
-/// throws, the next call tries again. It is never destroyed, because threads may use it until the
-/// process ends.
+/// The T of a device, from the first call's `make` (a unique_ptr); if that throws, the next call
+/// tries again. Never destroyed: threads may use it until the process ends.
 template <class T, class Make>
 T& per_device(DeviceOrdinal device, const Make& make) {
   static auto& mutex = *new std::mutex;

@@ -11,9 +11,8 @@
 
 namespace ringcomm::cuda {
 
-/// The copies, sources and outputs of one step. `Tables` has those of two: a step's tables are
-/// written while those of the previous step are read, with the barrier of a publication between
-/// writing and reading.
+/// The copies, sources and outputs of one step. They are written while the previous step's are
+/// read; the barrier of a publication is between writing and reading.
 struct StepTables {
   Copy staged[kMaxRanks];
   Copy taken[kMaxRanks];
@@ -21,16 +20,16 @@ struct StepTables {
   std::byte* outputs[kMaxRanks];
   int num_outputs;
 };
-/// Whether the ranks have lent their buffers to a call. All ranks see the same headers, so all
-/// make the same decision.
+/// Whether the ranks have lent their buffers to a call: the same on all, which see the same
+/// headers.
 enum class Lending : std::uint8_t {
-  kUnknown,  ///< the call's first phase, which has the headers, is not complete yet
+  kUnknown,  ///< the first phase, which has the headers, is not complete yet
   kNone,
   kSome,
   kAll
 };
 
-/// The local addresses of the buffers that each rank has lent to this one; see PhaseHeader.
+/// The local addresses of the buffers that each rank has lent to this one.
 struct LentTables {
   Lending lending;
   const std::byte* inputs[kMaxRanks];
@@ -42,18 +41,17 @@ struct Tables {
   RINGCOMM_HD StepTables& of(std::uint32_t step) { return of_steps[step % 2]; }
 };
 
-/// The interface of a block of threads that runs collectives, in addition to the Arch of core.
-/// Kernels are written against it, and run on GPUs (gpu_block.cuh) and, in tests, on host threads.
+/// A block of threads that runs collectives: the Arch of core, and this. Kernels run on GPUs
+/// (gpu_block.cuh) and, in tests, on host threads.
 ///
-/// - thread_idx, num_threads, block_idx, num_blocks: where this thread is.
 /// - sync is the barrier of the block's threads.
 /// - agree is a barrier that returns the same value to all threads: kNone if all threads pass
 ///   kNone, or else one of the other Stops, with awaited_peer() of the thread that passed it.
 /// - tables is memory of the block, the same for all of its threads.
 /// - store_packet and load_packet move the two words of a Packet, each atomically, in no order.
-/// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0
-///   again; publish_word makes one of the control block, and all that this thread wrote before,
-///   visible to the host.
+/// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0.
+/// - publish_word makes a word of the control block, and all that this thread wrote before, visible
+///   to the host.
 /// - awaited_peer is the rank of the last stopped() or note_awaited().
 template <class B>
 concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,

@@ -11,8 +11,7 @@
 
 namespace ringcomm::cuda {
 
-/// User memory that all ranks of a group have mapped, in segments with a part for each rank. Peers
-/// access buffers in it directly.
+/// User memory that all ranks have mapped, in segments with a part for each rank.
 struct Lent {
   /// `bases[segment * world_size + rank]` is the local address of a rank's part of a segment.
   std::byte* const* bases = nullptr;
@@ -32,8 +31,8 @@ struct Lent {
   }
 };
 
-/// The part of the kernel parameters that describes the group. A captured graph replays with the
-/// same parameters, so nothing in them changes between calls.
+/// The group. A captured graph replays with the same parameters, so nothing in them changes between
+/// calls.
 struct GroupFrame {
   Staging staging;
   Control* control = nullptr;
@@ -45,10 +44,8 @@ struct GroupFrame {
   int world_size = 1;
 };
 
-/// One call of a collective, as one rank makes it.
-///
-/// Shares are for and from each rank, in bytes; of a call with one buffer the first pointer is
-/// that.
+/// One call of a collective, as one rank makes it: shares for and from each rank. Of a call with
+/// one buffer the first pointer is that.
 struct KernelCall : GroupFrame {
   std::uint32_t header[kHeaderWords] = {};
   std::uint64_t header_digest = 0;
@@ -58,17 +55,16 @@ struct KernelCall : GroupFrame {
   Reduction reduction = Reduction::kSum;
   int divisor = 1;  ///< of an average
   std::uint64_t num_elems = 0;
-  /// The chunks of a reduction; see Chunks. Computed by the host to save divisions in threads.
+  // Chunks of a reduction (see Chunks) or pieces of a move; the host does all divisions.
   std::uint64_t chunk_elems = 0;
-  std::uint64_t num_slices = 0;   ///< or pieces of a move; 0 if ranks may know different sizes
+  std::uint64_t num_slices = 0;   ///< 0 if ranks may know different sizes
   std::uint32_t slices_each = 0;  ///< of each block; the first `num_longer` have one more
   std::uint32_t num_longer = 0;
   std::uint32_t slice_elems = 0;
   std::uint32_t part_bytes = 0;
   Stride staged_stride;
   Stride taken_stride;
-  /// The steps of its phases that a launch runs, if ranks take turns instead of waiting for each
-  /// other in kernels; otherwise all.
+  /// The steps that a launch runs, if ranks take turns instead of waiting in kernels; else all.
   std::uint32_t first_step = 0;
   std::uint32_t last_step = ~0u;
 
@@ -97,15 +93,13 @@ struct P2pMessage {
   bool is_send;
 };
 
-/// Messages that wait only for messages of the same lane. A lane is the messages to one rank, or
-/// from one; they are contiguous and in order.
+/// Messages by lane: those to one rank, or from one, in order. They wait for no other lane's.
 struct P2pCall : GroupFrame {
   static constexpr int kMaxMessages = 128;
   static constexpr int kMaxLanes = 2 * kMaxRanks;
 
   unsigned blocks_per_lane = 1;
-  std::uint8_t first_of_lane[kMaxLanes + 1] =
-      {};  ///< of all messages; and where the last lane ends
+  std::uint8_t first_of_lane[kMaxLanes + 1] = {};  ///< and where the last lane ends
   P2pMessage messages[kMaxMessages] = {};
 };
 

@@ -10,8 +10,7 @@
 #include <cuda_fp16.h>
 #endif
 
-// How kernels accumulate elements: like the vectors of reduce/reduce_kernels.h, one element at a
-// time, with bitwise equal results.
+// How kernels accumulate elements: with the bits of reduce/reduce_kernels.h.
 
 namespace ringcomm::cuda {
 
@@ -49,7 +48,6 @@ RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
 #ifdef __CUDA_ARCH__
   return __half2float(__ushort_as_half(half));
 #else
-  // As in host/software_float16.h, which explains why this is exact.
   const std::uint32_t shifted = (half & 0x7fffu) << 13;
   const std::uint32_t exponent = shifted & 0x0f800000u;
   const std::uint32_t sign = (half & 0x8000u) << 16;

@@ -10,11 +10,11 @@
 namespace ringcomm::cuda {
 
 /// A block of threads of a GPU. What a thread has acquired is ordered before what the others do
-/// after the barrier, and what they did before a barrier is ordered before what one releases after
-/// it; docs/design/gpu_orders.md has the argument.
+/// after a barrier, and what they did before it before what one releases after it (docs/design/
+/// gpu_orders.md).
 class GpuBlock {
  public:
-  /// In memory that the threads of a block share.
+  // In memory that the threads of a block share.
   struct Clock {
     volatile std::uint32_t began;  ///< to wait; 0: not yet
     volatile std::uint32_t asked;
@@ -22,8 +22,7 @@ class GpuBlock {
   };
   struct Shared {
     Clock clock;
-    std::uint32_t
-        answers[2];  ///< used in turn: a thread that has not read one yet never sees the next
+    std::uint32_t answers[2];  ///< in turn: a thread that has not read one never sees the next
     std::uint32_t agreed;
     Tables tables;
   };

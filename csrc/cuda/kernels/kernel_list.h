@@ -7,10 +7,8 @@
 #include "cuda/kernels/send_recv.h"
 #include "cuda/kernels/update.h"
 
-// The list of all kernels. The host looks up their names in an image (cuda/collectives/kernels.h),
-// and one file per kind of machine instantiates their bodies.
-
-/// X(name, Call, body): `body` takes a block and a Call. Of what reduces elements:
+/// All kernels: X(name, Call, body), where `body` takes a block and a Call. The host looks their
+/// names up (cuda/collectives/kernels.h); one file per kind of machine instantiates their bodies.
 #define RINGCOMM_REDUCING_KERNELS(X, suffix, Reducer)                                          \
   X(ringcomm_one_shot_##suffix, KernelCall, (all_reduce_one_shot<Reducer>))                    \
   X(ringcomm_two_shot_##suffix, KernelCall, (reduce_gather<Reducer, ReduceShape::kAllReduce>)) \
@@ -19,7 +17,7 @@
   X(ringcomm_reduce_##suffix, KernelCall, (reduce_gather<Reducer, ReduceShape::kReduce>))      \
   X(ringcomm_ring_##suffix, KernelCall, (all_reduce_ring<Reducer>))
 
-/// float64, integers and booleans share one kernel of each: "any".
+/// float64, integers and booleans share one kernel of each: "any"; large ones are rare.
 #define RINGCOMM_REDUCTION_KERNELS(X)                                   \
   RINGCOMM_REDUCING_KERNELS(X, float16, TypedReducer<Float16Element>)   \
   RINGCOMM_REDUCING_KERNELS(X, bfloat16, TypedReducer<BFloat16Element>) \
@@ -42,7 +40,6 @@
   RINGCOMM_UPDATES(X, sgd, SgdStep) \
   RINGCOMM_UPDATES(X, adamw, AdamWStep) RINGCOMM_UPDATES(X, lomo, LomoStep)
 
-/// "where" is for benchmarks.
 #define RINGCOMM_OTHER_KERNELS(X)                    \
   X(ringcomm_move_same, KernelCall, (move<true>))    \
   X(ringcomm_move, KernelCall, (move<false>))        \

@@ -53,9 +53,8 @@ struct LossPlan {
   }
 };
 
-/// The smallest cluster that holds a row in registers and shared memory. None if the row is too
-/// long for eight blocks (512 KiB), or too short for one. A row that is not aligned to 16 bytes
-/// uses one more vector.
+/// The smallest cluster that holds a row in registers and shared memory. None for rows over 512
+/// KiB, or too short for one block. A row that is not aligned to 16 bytes uses one more vector.
 constexpr std::optional<LossPlan> plan_loss(std::int64_t row_bytes, bool is_aligned) {
   constexpr std::int64_t kMinRowBytes = 32 << 10;
   constexpr std::int64_t kMostVectors = kLossThreads * kVectorsPerThread;

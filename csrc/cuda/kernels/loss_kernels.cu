@@ -8,8 +8,7 @@
 
 namespace ringcomm::cuda {
 
-/// A block of a GPU cluster (sm_90 and later). Its shared memory begins with the barriers that
-/// loads arrive at.
+/// A block of a GPU cluster. Its shared memory begins with the barriers of LossShared.
 class GpuRowBlock {
  public:
   static constexpr unsigned kWarpThreads = 32;
@@ -164,7 +163,6 @@ class GpuRowBlock {
   std::uint64_t read_once_ = 0;
 };
 
-/// (body) without its parentheses.
 #define RINGCOMM_BARE(...) __VA_ARGS__
 
 /// One block for each multiprocessor: 128 registers a thread.

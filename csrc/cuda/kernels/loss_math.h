@@ -9,8 +9,7 @@
 #include "cuda/kernels/loss_call.h"
 #include "cuda/kernels/memory.h"
 
-// Numbers of loss_rows.h: elements in vectors of 16 bytes, and functions that a GPU has
-// instructions for.
+// Numbers of loss_rows.h: elements in vectors of 16 bytes, and functions that GPUs have.
 
 namespace ringcomm::cuda {
 
@@ -58,7 +57,7 @@ RINGCOMM_HD inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-/// Logits of a type: `kPerVector` of them in a vector. no_logits is a vector of -infinity.
+/// Logits of a type. no_logits is a vector of -infinity.
 struct BFloat16Logits {
   using Stored = std::uint16_t;
   static constexpr int kPerVector = 8;
@@ -127,8 +126,7 @@ struct FloatLogits {
   RINGCOMM_HD static float widened(Stored value) { return value; }
 };
 
-// ---- sums over the tokens of a call, by the threads of one block in one order: the same bits each
-// time, and in every block
+// ---- sums over tokens, by the threads of one block in one order: the same bits in every block
 
 /// The sum of one number of each thread, returned to all threads. `of_warps` is shared memory.
 template <class B>

@@ -3,51 +3,43 @@
 #include "cuda/kernels/loss_call.h"
 #include "cuda/kernels/loss_math.h"
 
-// cross_entropy_and_grad_ with one read and one write of the logits. A cluster of blocks has a row
-// in its shared memory, and each thread has the exponentials of its logits in registers until the
-// sum of all is known. Formulas are in docs/design/cross_entropy.md.
-//
-// A row is copied in whole vectors, so its first and last vector may contain elements of adjacent
-// rows. These count as -infinity and are not stored.
+// cross_entropy_and_grad_ with one read and one write of the logits (docs/design/cross_entropy.md).
+// A cluster of blocks has a row in its shared memory, and each thread has the exponentials of its
+// logits in registers until the sum of all is known. A row is copied in whole vectors; elements of
+// adjacent rows in its first and last one count as -infinity and are not stored.
 
 namespace ringcomm::cuda {
 
 RINGCOMM_HD constexpr LossPart no_part() { return {kLowestLogit, 0, 0}; }
-
-/// Special target columns: no gradient, and a gradient of NaN.
+// Target columns of rows without a gradient, and with a gradient of NaN.
 inline constexpr int kIgnoredTarget = -1;
 inline constexpr int kNoClass = -2;
 
-/// The part of a row that a block has: vectors from `at` on, the first of which begins with column
-/// `column`. That is less than 0 in the first block if the row begins within a vector.
+/// The part of a row that a block has: vectors from `at` on, the first of which begins with
+/// `column`, which is less than 0 if the row begins within a vector.
 struct LossSegment {
   std::byte* at;
   int column;
   unsigned num_vectors;
 };
 
-/// The factors from a row's exponentials to its gradient.
 struct LossFactors {
   float prob;    ///< times a thread's exponential,
   float smooth;  ///< less this,
   float target;  ///< and less this of the target
 };
 
-/// The interface of a block of threads that runs loss_rows.h: a place in a cluster of blocks with
-/// access to each other's shared memory, and asynchronous copies between global and shared memory.
-/// gpu_row_block.cuh implements it on GPUs; tests implement it with host threads.
+/// `B` is a block of threads of a cluster, with asynchronous copies: on GPUs GpuRowBlock, in tests
+/// host threads.
 ///
 /// - kVectorsPerThread times num_threads vectors are no less than a call's segment_vectors.
-/// - sync is the barrier of the block's threads. start() is a barrier of all threads of the
-///   cluster. Writes before a barrier are visible after it.
+/// - sync is the barrier of the block's threads, start() one of all threads of the cluster.
 /// - warp_max and warp_sum are over kWarpThreads threads side by side, and all of them get it.
-/// - shared is the block's shared memory. send stores a part at the same place of a block of the
-///   cluster, of one of kNumExchanges; await_parts returns to all threads of a block when every
-///   block of the cluster has sent it a part; it is called for each exchange in turn, like
-///   await_load.
-/// - load and store start a copy, and are called by thread 0 only. A load is complete when
-///   await_load of its slot and turn returns, which all threads call for every load in turn (0, 1,
-///   0, 1 and so on, for each slot). seal goes between the threads' writes to shared memory and a
+/// - send stores a part at the same place of a block of the cluster, of one of kNumExchanges;
+///   await_parts returns to all threads when every block of the cluster has sent a part.
+/// - load and store start a copy, by thread 0 only. await_load returns when the load of that slot
+///   and turn is complete; all threads call it for every load in turn (0, 1, 0, 1 for each slot),
+///   as await_parts for each exchange. seal goes between the threads' writes to shared memory and a
 ///   store of them. await_stores returns when all but the newest num_left stores have read their
 ///   source, and drain_stores when all are complete.
 template <class Logits, bool kSmooths, class B>
@@ -99,7 +91,7 @@ class LossRows {
     return reinterpret_cast<Vector*>(block_.shared() + kLossSharedBytes) +
            slot * call_.segment_vectors;
   }
-  // An element of a slot, by its bytes: as the compiler sees it, vectors of another type are there.
+  // An element of a slot, by its bytes: for the compiler, vectors of another type are there.
   RINGCOMM_HD Stored element_at(unsigned slot, int i) const {
     Stored element;
     __builtin_memcpy(&element, place_of(slot, i), sizeof element);
@@ -126,8 +118,7 @@ class LossRows {
     return target >= 0 && target < call_.num_classes ? static_cast<int>(target) : kNoClass;
   }
 
-  /// Every block adds the targets' weights up by itself, in one order, while its first rows are on
-  /// their way.
+  /// Every block adds the targets' weights up by itself, in one order, while its first rows load.
   RINGCOMM_HD double find_denominator() {
     double result = call_.num_items != nullptr ? *call_.num_items
                     : call_.counts_targets ? weight_of_targets(block_, call_, shared_words().counts)
@@ -175,8 +166,8 @@ class LossRows {
     block_.template await_stores<1>();
   }
 
-  /// Calls visit(column, i) for the i-th element of the slot, for this thread's vectors that are
-  /// not entirely in columns 0 to `end`.
+  /// Calls visit(column, i) for the elements i of this thread's vectors that are not entirely in
+  /// columns 0 to `end`.
   template <class Visit>
   RINGCOMM_HD void visit_partial(const LossSegment& segment, int end, const Visit& visit) const {
     const int num_whole = (end - segment.column) / kPerVector;
@@ -190,7 +181,7 @@ class LossRows {
     }
   }
 
-  /// The row's elements in vectors that others have a part of, which no copy of vectors may store.
+  /// The row's elements in vectors that other rows share, which no copy of vectors may store.
   RINGCOMM_HD void store_edges(std::int64_t row, unsigned slot, const LossSegment& segment) const {
     auto* const to = reinterpret_cast<Stored*>(call_.logits + row * call_.row_stride_bytes);
     visit_partial(segment, call_.width, [&](int column, int i) {
@@ -372,7 +363,6 @@ class LossRows {
   unsigned num_exchanges_ = 0;
 };
 
-/// The kernel of a type of logits. kSmooths: there is label smoothing.
 template <class Logits, bool kSmooths, class B>
 RINGCOMM_HD void loss_rows(B& block, const LossCall& call) {
   LossRows<Logits, kSmooths, B>(block, call).run();
@@ -380,8 +370,8 @@ RINGCOMM_HD void loss_rows(B& block, const LossCall& call) {
 
 }  // namespace ringcomm::cuda
 
-/// X(name, body): every kernel of losses; `body` takes a RowBlock and a LossCall. Those of rows
-/// are launched in clusters, the sum as one block.
+/// X(name, body): `body` takes a B and a LossCall. Rows are launched in clusters, the sum as one
+/// block.
 #define RINGCOMM_LOSS_KERNELS(X)                                           \
   X(ringcomm_loss_rows_bfloat16, (loss_rows<BFloat16Logits, false>))       \
   X(ringcomm_loss_rows_float32, (loss_rows<FloatLogits, false>))           \

@@ -12,12 +12,10 @@
 #define RINGCOMM_HOST_STORE(P, to, value) (*static_cast<P*>(to) = (value))
 #endif
 
-// How the threads of a block move bytes together.
-//
-// A thread hides memory latency by issuing several loads before it uses the first. The compiler
-// keeps that order only without a branch, or a store that may alias, between the loads. So each
-// conditional load or store of a vector is one predicated instruction, and all loads of a group
-// precede its first store.
+// How the threads of a block move bytes together. A thread hides memory latency by issuing several
+// loads before it uses the first. The compiler keeps that order only without a branch, or a store
+// that may alias, between the loads. So a conditional load or store is one predicated instruction,
+// and all loads of a group precede its first store.
 
 namespace ringcomm::cuda {
 
@@ -26,17 +24,16 @@ struct alignas(16) Vector {
   std::uint32_t words[4];
 };
 
-/// Whether what is loaded or stored should stay in the L2 cache: of staging memory, which peers
-/// read next, yes; of users' buffers, which a large call touches once, no. Only the order in which
-/// lines leave a full cache depends on it.
+/// Whether it should stay in a full L2 cache: staging, which peers read next, yes; users' buffers,
+/// which a large call touches once, no.
 enum class Cached : std::uint8_t { kNo, kYes };
 
 RINGCOMM_HD inline bool is_aligned(const void* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
-/// Returns the number, hidden from the optimizer. Otherwise the compiler keeps and increments a
-/// pointer for every load of a loop, in registers that are needed for data.
+/// The number, hidden from the compiler, which otherwise keeps a pointer for every load of a loop
+/// in registers that are needed for data.
 RINGCOMM_HD inline std::uint32_t opaque(std::uint32_t number) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(number));
@@ -44,8 +41,8 @@ RINGCOMM_HD inline std::uint32_t opaque(std::uint32_t number) {
   return number;
 }
 
-/// Goes between loads and their first use. Otherwise the assembler uses the first before it issues
-/// the last, and the warp then waits without issuing the others. For whole warps.
+/// Goes between loads and their first use, which the assembler otherwise moves before the last
+/// load. For whole warps.
 RINGCOMM_HD inline void end_of_loads() {
 #ifdef __CUDA_ARCH__
   __syncwarp();
@@ -62,8 +59,7 @@ RINGCOMM_HD inline std::uint32_t product_high(std::uint32_t a, std::uint32_t b) 
 }
 
 #ifdef __CUDA_ARCH__
-// A conditionally loaded register would have to keep its old value through the surrounding loops,
-// so it is set to zero first.
+// Zero first: otherwise the register would have to keep its old value through the loops.
 #define RINGCOMM_LOAD_VECTOR(load, v, from, is_wanted)                             \
   asm volatile(                                                                    \
       "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; "       \
@@ -130,8 +126,8 @@ RINGCOMM_HD inline void store_vector(std::byte* to, const Vector& v, bool is_wan
 #endif
 }
 
-/// The same for any size that one instruction moves. The pointers are read from memory, so the
-/// compiler cannot know that they are global; each access states it.
+/// The same for any size that one instruction moves. The compiler does not know that the pointers,
+/// which it reads from memory, are global; each access states it.
 template <Cached kCached, class P>
 RINGCOMM_HD inline P load_pack(const void* from, bool is_wanted = true) {
   P pack;
@@ -185,8 +181,7 @@ struct Copy {
   std::uint32_t num_vectors;  ///< of 16 bytes, in front; 0 where an address is not aligned
 };
 
-/// The distance between copies in a list of vectors, and the factor that replaces a division by it.
-/// Unused for a single copy.
+/// The distance between copies in a list, and the factor that replaces a division by it.
 struct Stride {
   std::uint32_t num_vectors = 0;
   std::uint32_t inverse = 0;
@@ -199,8 +194,8 @@ RINGCOMM_HD inline Copy copy_of(void* to, const void* from, std::size_t num_byte
           is_whole ? static_cast<std::uint32_t>(num_bytes / sizeof(Vector)) : 0};
 }
 
-/// Several copies as one list of vectors, distributed over the threads of a block: vector v of copy
-/// k has number k * stride + v. No copy is longer than the stride.
+/// Several copies as one list of vectors for the threads of a block: vector v of copy k has number
+/// k * stride + v. No copy is longer than the stride.
 class CopyList {
  public:
   RINGCOMM_HD CopyList(const Copy* copies, int num, const Stride& stride)
@@ -238,8 +233,7 @@ class CopyList {
   Stride stride_;
 };
 
-/// Vectors that a thread has in registers between memory and memory. `make kernel-sweep HELD=8`
-/// measures another number.
+/// Vectors that a thread has in registers. `make kernel-sweep HELD=8` measures another number.
 #ifndef RINGCOMM_HELD_VECTORS
 #define RINGCOMM_HELD_VECTORS 4
 #endif
@@ -270,7 +264,6 @@ class HeldVectors {
   Vector held_[kHeldVectors];
 };
 
-/// Units of a range, dealt to the threads of a block.
 template <class Unit, class B>
 RINGCOMM_HD void copy_units(const B& block, std::byte* to, const std::byte* from,
                             std::uint32_t num_units) {

@@ -4,9 +4,9 @@
 #include "cuda/kernels/memory.h"
 #include "cuda/kernels/phases.h"
 
-// Moves data without reduction, on boards, piece by piece: every rank stages its data for the
-// others and copies their data for it. all_gather, broadcast, gather, scatter and all_to_all differ
-// in the sizes per pair of ranks; a barrier has no data.
+// Moves data on boards, piece by piece: every rank stages its data for the others and copies
+// theirs. all_gather, broadcast, gather, scatter and all_to_all differ in the sizes per pair of
+// ranks; a barrier has no data.
 
 namespace ringcomm::cuda {
 
@@ -16,12 +16,11 @@ RINGCOMM_HD inline std::size_t move_part_bytes(const StagingLayout& layout, bool
   return layout.region_bytes / num_parts / sizeof(Vector) * sizeof(Vector);
 }
 
-/// KernelCall's inputs and input_bytes are this rank's data for each rank, outputs and output_bytes
-/// the destinations of the data from each rank, including itself.
+/// KernelCall's inputs are this rank's data for each rank, outputs the destinations of each rank's.
+/// With kIsShared a rank has the same data for all that receive from it, and stages it once.
 ///
-/// With kIsShared a rank has the same data for all ranks that receive from it, and stages it once.
-/// In step t a block waits until all ranks have ended step t - 1, stages piece t, copies piece t -
-/// 1, which all have staged, and publishes: one synchronization per piece.
+/// In step t a block waits until all ranks have ended step t - 1, stages piece t, copies piece
+/// t - 1, which all have staged, and publishes: one hand-over per piece.
 template <bool kIsShared, Block B>
 class Move {
  public:
@@ -90,8 +89,7 @@ class Move {
         call_.slices_each + (block_.block_idx() < call_.num_longer ? 1 : 0);
     return pieces > 0 ? pieces + 1 : 0;
   }
-  /// The same by a division, for sizes that the host does not know. There is at least one piece,
-  /// which has the headers.
+  /// The same for sizes that the host does not know. There is at least one piece, for the headers.
   RINGCOMM_HD std::uint32_t steps_of(std::uint64_t num_bytes) const {
     const auto pieces =
         static_cast<std::uint32_t>(num_bytes == 0 ? 1 : num_slices(num_bytes, part_bytes_));
@@ -110,8 +108,7 @@ class Move {
   RINGCOMM_HD CopyList list(const Copy* copies, int num) const {
     return {copies, num, call_.staged_stride};
   }
-  /// If all ranks lend their data: copies this rank's data directly from source to destination,
-  /// without staging.
+  /// If all ranks lend their data: copies it from source to destination.
   RINGCOMM_HD Stop take_lent() {
     RINGCOMM_ROLLED
     for (std::uint32_t step = 1; step < num_steps_; ++step) {
@@ -130,7 +127,7 @@ class Move {
     return phases_.rejoin();
   }
 
-  /// Prepares copy i of a piece: the data of the i-th rank, counted from this one, for this rank.
+  /// Copy i of a piece: from the i-th rank, counted from this one.
   RINGCOMM_HD void prepare_taking(StepTables& tables, int i, const ElemRange& bytes,
                                   const std::byte* from) {
     std::byte* const output =
@@ -145,8 +142,8 @@ class Move {
     return call_.rank == 0 ? 1 : 0;
   }
 
-  /// Whether each pair of ranks agrees on its sizes. All ranks check all pairs, so that all get the
-  /// same answer and the same number of pieces.
+  /// Whether each pair of ranks agrees on its sizes. All ranks check all pairs, so all get the same
+  /// answer and number of pieces.
   RINGCOMM_HD Stop compare_sizes(std::uint64_t& longest_bytes) {
     RINGCOMM_ROLLED
     for (int from = 0; from < call_.world_size; ++from) {
@@ -178,17 +175,6 @@ RINGCOMM_HD void move(B& block, const KernelCall& call) {
   run_collective<Move<kIsShared, B>>(block, call);
 }
 
-/// The multiprocessor that runs this block; 0 on a host.
-RINGCOMM_HD inline std::uint32_t multiprocessor() {
-#ifdef __CUDA_ARCH__
-  std::uint32_t idx;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(idx));
-  return idx;
-#else
-  return 0;
-#endif
-}
-
 /// A barrier that shows where a GPU places blocks that wait for other ranks: block b writes its
 /// multiprocessor to word b of the output, and waits for block b of all ranks.
 template <Block B>
@@ -198,8 +184,12 @@ class Where {
       : block_(block), call_(call), phases_(block, call) {}
 
   RINGCOMM_HD Stop run() {
+    std::uint32_t multiprocessor = 0;  // on a host
+#ifdef __CUDA_ARCH__
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+#endif
     if (block_.thread_idx() == 0)
-      reinterpret_cast<std::uint32_t*>(call_.outputs[0])[block_.block_idx()] = multiprocessor();
+      reinterpret_cast<std::uint32_t*>(call_.outputs[0])[block_.block_idx()] = multiprocessor;
     std::byte* region = nullptr;
     const Stop stop = phases_.open(region, false);
     return stop == Stop::kNone ? phases_.rejoin() : stop;

@@ -3,31 +3,15 @@
 #include "cuda/kernels/phases.h"
 #include "cuda/kernels/reducers.h"
 
-// all_reduce of small buffers by packets: every rank puts its data, with the call's header in
-// front, straight into every peer's memory, and reduces what arrives.
+// all_reduce of small buffers by packets: every rank puts the call's header and its data straight
+// into every peer's memory, and reduces what arrives.
 
 namespace ringcomm::cuda {
 
-/// The digest of a call's header, which every rank compares, and the header, which is read where it
-/// differs.
+/// The digest of a header, which every rank compares, and the header, which is read if it differs.
 inline constexpr int kHeaderPackets = 1 + kHeaderWords / 2;
 
-/// The packets of a block from and to each rank, in the call of which this is the number.
-struct PacketPlaces {
-  const KernelCall& call;
-  unsigned block;
-  std::uint32_t turn;
-
-  /// The address of the packets from `from` to `to`.
-  RINGCOMM_HD Packet* at(int to, int from) const {
-    const Staging& staging = call.staging;
-    return reinterpret_cast<Packet*>(
-        staging.of[to] +
-        staging.layout.packets_offset(block, turn, static_cast<std::uint32_t>(from)));
-  }
-};
-
-/// Waits for one packet. Each thread waits for its own, so each finds its own reason to stop.
+/// Waits for one packet; each thread for its own.
 template <Block B>
 RINGCOMM_HD Stop await_packet(B& block, const Packet& packet, std::uint32_t flag, int peer,
                               std::uint64_t& data) {
@@ -47,9 +31,8 @@ RINGCOMM_HD inline std::uint64_t header_data(const KernelCall& call, std::size_t
   return call.header[2 * (packet - 1)] | std::uint64_t{call.header[2 * (packet - 1) + 1]} << 32;
 }
 
-/// A block's part of the call. Item i of its work is to compare the digest of rank i's header, item
-/// world_size + i to reduce packet i: so all digests have arrived in the first turn of the threads
-/// (the first few turns with few threads), before anything is stored.
+/// A block's part. Item i of its work is to compare the digest of rank i's header, item world_size
+/// + i to reduce packet i: all digests have arrived before anything is stored.
 template <class Reducer, Block B>
 class OneShot {
  public:
@@ -62,8 +45,7 @@ class OneShot {
             call.staging.layout.packet_calls_offset(block.block_idx()))),
         calls_before_(number_),  // no other block's, and of this rank alone
         flag_(packet_flag(calls_before_ + 1)),
-        places_{call, block.block_idx(),
-                static_cast<std::uint32_t>(packet_turn(calls_before_ + 1))},
+        turn_(static_cast<std::uint32_t>(packet_turn(calls_before_ + 1))),
         num_bytes_(call.num_elems * reducer_.elem_bytes()) {
     const std::size_t all_packets = (num_bytes_ + kWordBytes - 1) / kWordBytes;
     const std::size_t most = call.staging.layout.packets_per_block - kHeaderPackets;
@@ -98,6 +80,14 @@ class OneShot {
   }
 
  private:
+  /// The packets of this block from `from` to `to`.
+  RINGCOMM_HD Packet* places(int to, int from) const {
+    const Staging& staging = call_.staging;
+    return reinterpret_cast<Packet*>(
+        staging.of[to] +
+        staging.layout.packets_offset(block_.block_idx(), turn_, static_cast<std::uint32_t>(from)));
+  }
+
   RINGCOMM_HD void put_all() {
     RINGCOMM_ROLLED
     for (std::size_t i = block_.thread_idx(); i < kHeaderPackets + num_packets_;
@@ -108,17 +98,16 @@ class OneShot {
       RINGCOMM_ROLLED
       for (int distance = 1; distance < call_.world_size; ++distance) {
         const int peer = (call_.rank + distance) % call_.world_size;
-        put_packet(block_, places_.at(peer, call_.rank)[i], data, flag_);
+        put_packet(block_, places(peer, call_.rank)[i], data, flag_);
       }
     }
   }
 
-  /// Waits for the digest of a rank's header. A thread that finds a different call reports it to
-  /// the host immediately, which ends the other threads' waits for data that may never arrive. The
-  /// header is after the digest.
+  /// A thread that finds a different call reports it to the host at once, which ends the other
+  /// threads' waits for data that may never arrive.
   RINGCOMM_HD Stop compare_digest(int rank) {
     if (rank == call_.rank) return Stop::kNone;
-    const Packet* packets = places_.at(call_.rank, rank);
+    const Packet* packets = places(call_.rank, rank);
     std::uint64_t data = 0;
     const Stop stop = await_packet(block_, packets[0], flag_, rank, data);
     if (stop != Stop::kNone || data == call_.header_digest) return stop;
@@ -165,7 +154,7 @@ class OneShot {
     return Stop::kNone;
   }
   RINGCOMM_HD const Packet& place(int rank, std::size_t packet) const {
-    return places_.at(call_.rank, rank)[kHeaderPackets + packet];
+    return places(call_.rank, rank)[kHeaderPackets + packet];
   }
 
   B& block_;
@@ -174,7 +163,7 @@ class OneShot {
   std::uint64_t& number_;
   std::uint64_t calls_before_;
   std::uint32_t flag_;
-  PacketPlaces places_;
+  std::uint32_t turn_;
   std::size_t num_bytes_;
   std::size_t begin_ = 0;
   std::size_t num_packets_ = 0;

@@ -19,8 +19,7 @@ RINGCOMM_HD void deal(const B& block, int num, const F& f) {
     f(i);
 }
 
-/// The part of tell() that one thread of a block runs; `word_of` returns the words of
-/// Control::theirs.
+/// The part of tell() that one thread runs; `word_of` returns the words of Control::theirs.
 template <Block B, class WordOf>
 RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
                             const WordOf& word_of) {
@@ -35,8 +34,7 @@ RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop
   block.publish_word(control.abort, 1);  // for the other blocks of this rank
 }
 
-/// Reports to the host that this kernel has failed, unless another block was faster. Not for
-/// Stop::kAborted, which the host knows.
+/// Reports to the host that this kernel has failed, unless another block was faster.
 template <Block B, class WordOf>
 RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
                       const WordOf& word_of) {
@@ -53,10 +51,9 @@ struct FewWords {
   }
 };
 
-/// While it exists, this kernel alone uses the resource of the word `busy`. Two kernels of a rank
-/// that run at the same time would mix their data, such as a replayed graph and an unordered call
-/// on another stream. The result of the atomic is read in check(), so that other loads overlap with
-/// it.
+/// Detects two kernels of a rank that run at the same time, such as a replayed graph and an
+/// unordered call on another stream, and would mix their data. The result of the atomic is read in
+/// check(), so that other loads overlap with it.
 template <Block B>
 class Claim {
  public:
@@ -85,8 +82,8 @@ class Phases {
         boards_(call.staging, block.block_idx()),
         board_(block, boards_, call.rank) {}
 
-  /// Waits until this rank's region of the coming phase may be filled. The call's first phase has
-  /// its header, too.
+  /// Waits until this rank's region of the coming phase may be filled; in the call's first one
+  /// writes the header.
   RINGCOMM_HD Stop open(std::byte*& region, bool is_first) {
     const Stop stop = board_.open(region);
     if (stop == Stop::kNone && is_first)
@@ -94,21 +91,20 @@ class Phases {
     return stop;
   }
 
-  /// The number of phases that this block of this rank has published, over all calls.
+  /// The phases that this block has published, over all calls.
   RINGCOMM_HD std::uint64_t phase() const { return board_.phase(); }
 
   RINGCOMM_HD void publish() { board_.publish(); }
   RINGCOMM_HD Stop rejoin() { return board_.rejoin(); }
 
-  /// Waits for all peers in the phase published last; in the call's first compares their headers
-  /// with this rank's.
+  /// Waits for all peers in the phase published last; in the call's first one compares headers.
   RINGCOMM_HD Stop wait_all(bool is_first) {
     if (const Stop stop = board_.wait_all(); stop != Stop::kNone) return stop;
     return is_first ? compare_headers() : Stop::kNone;
   }
 
-  /// Whether all ranks made this call, after all have published its first phase. If not, reports it
-  /// to the host and returns kAborted.
+  /// Whether all ranks made this call, after all have published its first phase. If not, reports
+  /// it to the host and returns kAborted.
   RINGCOMM_HD Stop compare_headers() {
     Stop stop = Stop::kNone;
     const int num_words = call_.world_size * kHeaderWords;
@@ -159,10 +155,6 @@ class Phases {
     return Stop::kNone;
   }
 
-  /// The region of `peer` in the last published phase.
-  RINGCOMM_HD const std::byte* region(int peer) const {
-    return boards_.region(peer, board_.phase() - 1);
-  }
   /// The region of a rank in any phase.
   RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
     return boards_.region(rank, phase);
@@ -194,11 +186,11 @@ class Phases {
 };
 
 /// Begins a step of a call that stages its data piece by piece: waits until all ranks have ended
-/// the step before, and stages this step's piece. In step 1 it compares the headers. If all ranks
-/// lend their buffers, nothing is staged from then on.
+/// the step before, and stages this step's piece. Step 1 compares the headers. If all ranks lend
+/// their buffers, nothing is staged from then on.
 ///
-/// `Steps` has staged(step, is_lent), which are the copies of a step, and none `is_lent`;
-/// prepare(step, phase), which fills in a step's tables; and compare(), of headers.
+/// `Steps` has staged(step, is_lent), the copies of a step, none `is_lent`; prepare(step, phase),
+/// which fills in a step's tables; and compare(), of headers.
 template <Block B, class Steps>
 RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases, Steps& steps,
                             std::uint32_t& step) {
@@ -230,7 +222,6 @@ RINGCOMM_HD Stop begin_step(B& block, const KernelCall& call, Phases<B>& phases,
   return Stop::kNone;
 }
 
-/// Reports to the host why this kernel has failed, if it has.
 template <Block B>
 RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop == Stop::kAborted && block.thread_idx() == 0)
@@ -239,9 +230,9 @@ RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer(), FewWords());
 }
 
-/// A block's part of a collective, which `Run` is made for. After a failure, peers may arrive
-/// before the hosts know. They must not take a later call's data for this one's, so no later kernel
-/// of the rank may get past open(): its own cursor is set to a phase that no peer reaches.
+/// A block's part of a collective. After a failure, peers may arrive before the hosts know. They
+/// must not take a later call's data for this one's, so no later kernel of the rank may get past
+/// open(): its own cursor is set to a phase that no peer reaches.
 template <class Run, Block B, class... Arguments>
 RINGCOMM_HD void run_collective(B& block, const KernelCall& call, const Arguments&... arguments) {
   const auto busy = [&]() -> std::uint32_t& {

@@ -9,12 +9,10 @@
 #include "cuda/kernels/reducers.h"
 
 // Reductions on boards, slice by slice: every rank stages the chunks that others own, each owner
-// reduces its part of all staged data and, if all ranks get the result, stages it for the others.
-// all_reduce, reduce_scatter, reduce, and reduce_scatter_update_all_gather.
+// reduces its part of all and, if all ranks get the result, stages that.
 
 namespace ringcomm::cuda {
 
-/// What happens to a reduction's chunks.
 enum class ReduceShape : std::uint8_t {
   kAllReduce,      ///< every rank gets all
   kUpdate,         ///< the same, with parameters that the chunk's owner has updated
@@ -26,11 +24,9 @@ constexpr bool gathers(ReduceShape shape) {
   return shape == ReduceShape::kAllReduce || shape == ReduceShape::kUpdate;
 }
 
-/// The chunks of a reduction: their owners, their addresses, and their slices, which fit a block's
-/// region.
-///
-/// Chunks of an all_reduce begin at multiples of 16 elements, so that they are as aligned as the
-/// buffer; those of the others are the caller's.
+/// The chunks of a reduction: their addresses, and their slices, which fit a block's region. Chunks
+/// of an all_reduce begin at multiples of 16 elements, so that they are as aligned as the buffer;
+/// those of the others are the caller's.
 template <ReduceShape kShape>
 class Chunks {
  public:
@@ -39,8 +35,8 @@ class Chunks {
                      std::size_t output_elem_bytes)
       : call_(call), input_elem_bytes_(input_elem_bytes), output_elem_bytes_(output_elem_bytes) {}
 
-  /// Sets the call's chunk_elems, slice_elems, num_slices, part_bytes and strides. Slices have the
-  /// same length, and the number of slices per block differs by at most one.
+  /// Sets the call's chunk_elems, slice_elems, num_slices, part_bytes and strides. The number of
+  /// slices per block differs by at most one.
   static void cut(KernelCall& call, std::size_t input_elem_bytes, std::size_t output_elem_bytes) {
     const auto world_size = static_cast<std::size_t>(call.world_size);
     call.chunk_elems =
@@ -65,8 +61,8 @@ class Chunks {
     std::size_t longest_elems = 0;
     for (int rank = 0; rank < call.world_size; ++rank)
       longest_elems = std::max(longest_elems, chunks.chunk(rank).num_elems);
-    // In a short call a slice is what a step copies in one turn of the threads: more steps, but
-    // each of them much shorter.
+    // In a short call a slice is what a step copies in one turn of the threads: more, shorter
+    // steps.
     const std::size_t num_copied = kShape == ReduceShape::kReduce ? 1 : num_staged;
     const std::size_t turn_elems =
         std::max(kHeldVectors * kMinSliceBytes / num_copied / widest / kAlignElems,
@@ -122,14 +118,13 @@ class Chunks {
   RINGCOMM_HD std::size_t output_offset(const ElemRange& elems) const {
     return elems.begin_elems * output_elem_bytes_;
   }
-  RINGCOMM_HD std::size_t input_bytes(const ElemRange& elems) const {
-    return elems.num_elems * input_elem_bytes_;
+  RINGCOMM_HD Copy copy_input(std::byte* to, int rank, const ElemRange& elems) const {
+    return copy_of(to, input(rank, elems), elems.num_elems * input_elem_bytes_);
   }
-  RINGCOMM_HD std::size_t output_bytes(const ElemRange& elems) const {
-    return elems.num_elems * output_elem_bytes_;
+  RINGCOMM_HD Copy copy_to_output(const ElemRange& elems, const std::byte* from) const {
+    return copy_of(output(elems), from, elems.num_elems * output_elem_bytes_);
   }
   /// The offset in `owner`'s region of its part of `rank`'s chunk; its own part is not staged.
-  /// kReduce has one part.
   RINGCOMM_HD std::size_t part_offset(int owner, int rank) const {
     if constexpr (kShape == ReduceShape::kReduce) return 0;
     return static_cast<std::size_t>(rank < owner ? rank : rank - 1) * call_.part_bytes;
@@ -154,7 +149,6 @@ class Chunks {
   std::size_t output_elem_bytes_;
 };
 
-/// The operation of the owner of elements: reduces them into the outputs.
 template <class Reducer>
 struct PlainOwner {
   Reducer reducer;
@@ -166,7 +160,7 @@ struct PlainOwner {
   }
 };
 
-/// A block's slices, one after the other, in one hand-over each. In step t a block
+/// A block's slices, in one hand-over each. In step t a block
 ///
 ///   loads the first of slice t, which is of its own rank and needs no wait
 ///   waits until all ranks have ended step t - 1
@@ -175,9 +169,8 @@ struct PlainOwner {
 ///   takes the results of slice t - 2 from their owners
 ///   publishes
 ///
-/// so that three slices are in flight, and a step reads only data that others wrote in the previous
-/// step. The addresses of a step are in the block's tables, which the threads fill in during the
-/// previous step, each for one rank.
+/// so that three slices are in flight, and a step reads only what others wrote in the previous one.
+/// Its addresses are in the block's tables, which the threads fill in during the previous step.
 template <ReduceShape kShape, class Owner, Block B>
 class ReduceGather {
  public:
@@ -213,8 +206,7 @@ class ReduceGather {
 
   // ---- for begin_step()
 
-  /// Prepares the copies and reductions of step `step`, in the phase with this number. The step's
-  /// tables are read after the block's next barrier.
+  /// Fills in the tables of a step, in the phase with this number: read after the next barrier.
   RINGCOMM_HD void prepare(std::uint32_t step, std::uint64_t phase) {
     StepTables& tables = block_.tables().of(step);
     deal(block_, call_.world_size, [&](int i) {
@@ -250,9 +242,8 @@ class ReduceGather {
     if (kShape == ReduceShape::kReduce && owner != call_.root) return;
     const int k = kShape == ReduceShape::kReduce ? 0 : owner < call_.rank ? owner : owner - 1;
     const ElemRange elems = slice(owner, slice_idx);
-    tables.staged[k] =
-        copy_of(phases_.region(call_.rank, phase) + chunks_.part_offset(call_.rank, owner),
-                chunks_.input(owner, elems), chunks_.input_bytes(elems));
+    tables.staged[k] = chunks_.copy_input(
+        phases_.region(call_.rank, phase) + chunks_.part_offset(call_.rank, owner), owner, elems);
   }
   RINGCOMM_HD void prepare_reducing(StepTables& tables, int rank, std::uint32_t slice_idx,
                                     std::uint64_t phase) {
@@ -272,8 +263,7 @@ class ReduceGather {
         owner > call_.rank ? owner - call_.rank - 1 : owner - call_.rank + call_.world_size - 1;
     const ElemRange elems = slice(owner, slice_idx);
     tables.taken[k] =
-        copy_of(chunks_.output(elems), phases_.region(owner, phase - 1) + chunks_.result_offset(),
-                chunks_.output_bytes(elems));
+        chunks_.copy_to_output(elems, phases_.region(owner, phase - 1) + chunks_.result_offset());
   }
 
   RINGCOMM_HD void reduce(std::uint32_t step) {
@@ -293,8 +283,8 @@ class ReduceGather {
     if (step < num_slices() + (kGathers ? 1 : 0)) phases_.publish();
   }
 
-  /// If all ranks lend their buffers, nothing is staged: each owner reduces its slices of this
-  /// block from all inputs into its output, and into all ranks' outputs if all get the result.
+  /// If all ranks lend their buffers, each owner reduces its slices from all inputs into its
+  /// output, or into all ranks' if all get the result.
   RINGCOMM_HD void begin_lent() {
     StepTables& tables = block_.tables().of(1);
     const LentTables& lent = block_.tables().lent;

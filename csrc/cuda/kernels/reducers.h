@@ -8,8 +8,8 @@
 #include "cuda/kernels/elements.h"
 #include "cuda/kernels/memory.h"
 
-// How the threads of a block reduce elements: eight bytes at a time, which is the data of a packet,
-// and in bulk.
+// How the threads of a block reduce elements: eight bytes at a time, the data of a packet, and in
+// bulk.
 
 namespace ringcomm::cuda {
 
@@ -39,8 +39,7 @@ RINGCOMM_HD inline void store_word(std::byte* to, std::size_t idx, std::size_t n
     store_pack<Cached::kYes>(to + begin + i, static_cast<std::uint8_t>(word >> (8 * i)));
 }
 
-/// Reduces integers, booleans and float64, which are rarely reduced in bulk. One kernel handles
-/// them all and branches on the type for every word.
+/// Reduces integers, booleans and float64: branches on the type for every word.
 class AnyReducer {
  public:
   RINGCOMM_HD AnyReducer(DType dtype, Reduction reduction)
@@ -95,8 +94,8 @@ class AnyReducer {
     });
   }
 
-  /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block, like ReduceOp::combine.
-  /// Both have num() and at(idx).
+  /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block. Both have num() and
+  /// at(idx).
   template <int kMaxVectors = 8, class B, class To, class Sources>
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
                            std::size_t num_elems, int divisor) const {
@@ -139,14 +138,12 @@ class AnyReducer {
   Kind kind_;
 };
 
-/// Several elements that one load brings.
 template <class Element, int kElems>
 struct alignas(kElems == 1 ? alignof(typename Element::Stored)
                            : kElems * sizeof(typename Element::Stored)) Pack {
   typename Element::Stored of[kElems];
 };
 
-/// The destinations of a result: one or two.
 struct Outputs {
   std::byte* to;
   std::byte* also_to = nullptr;
@@ -154,7 +151,6 @@ struct Outputs {
   RINGCOMM_HD std::byte* at(int output) const { return output == 0 ? to : also_to; }
 };
 
-/// The sources of a step, and the destinations of the result.
 struct TableSources {
   const StepTables& tables;
   int num_sources;
@@ -207,12 +203,9 @@ RINGCOMM_HD void store_sums(const To& outputs, std::uint32_t idx, const float* a
     store_vector<Cached::kYes>(outputs.at(o) + offset, vector, is_wanted);
 }
 
-/// Sums of elements of a type that is accumulated in fp32, such as gradients and activations. An
-/// average is a sum times the inverse of a power of two, which is exact: 2, 4 or 8 ranks.
-///
-/// A thread has kUnroll vectors of kSources sources under way at a time, and stores nothing before
-/// it has all of them, so that an output may be a source. Eight vectors fit the 64 registers that
-/// two blocks on a multiprocessor leave a thread.
+/// Sums, times the inverse of a power of two for an average, which is exact: of 2, 4 or 8 ranks. A
+/// thread has kUnroll vectors of kSources sources under way, and stores nothing before it has all
+/// of them, so that an output may be a source. Eight vectors fit 64 registers.
 template <class Element, int kSources, int kUnroll>
 struct ExactSums {
   static constexpr int kElems = sizeof(Vector) / sizeof(typename Element::Stored);
@@ -357,8 +350,8 @@ class TypedReducer {
                               std::uint32_t num_vectors, int divisor) {
     const bool is_power = (divisor & (divisor - 1)) == 0;
     const int num = is_power ? sources.num() : 0;
-    // Of a power of two the inverse: its exponent's opposite. Functions of <bit> are not for
-    // kernels: nvcc takes std::countr_zero for a constant, without a word.
+    // The inverse of a power of two. Functions of <bit> are not for kernels: nvcc takes
+    // std::countr_zero for a constant, without a word.
     const float scale =
         bits_as<float>((254u << 23) - bits_as<std::uint32_t>(static_cast<float>(divisor)));
     if (num == 2)

@@ -8,8 +8,7 @@
 #include "cuda/kernels/reducers.h"
 
 // all_reduce around a ring of links, several rings side by side: block b of every rank is channel
-// b, and has its own share of every chunk. What receives and sends in one step keeps a slice in the
-// caches.
+// b, and has its own share of every chunk. The schedule is that of collectives/ring.h.
 
 namespace ringcomm::cuda {
 
@@ -80,7 +79,7 @@ class Ring {
     const auto add = [&](int divisor) {
       return [this, divisor](std::byte* to, std::byte* also_to, const std::byte* received,
                              const std::byte* local, std::size_t num_bytes) {
-        // Next to the state of a ring, only half as many vectors fit the registers.
+        // Next to a ring's state only half as many vectors fit the registers.
         reducer_.template combine<4>(block_, Outputs{to, also_to}, PairSources{received, local},
                                      num_bytes / reducer_.elem_bytes(), divisor);
       };
@@ -89,12 +88,12 @@ class Ring {
     for (int step = 0; step < last_step; ++step) {
       const Span part = span(schedule_.reduce_scatter_recv_chunk(step), slice_idx);
       const Stop stop =
-          recv_reduce_send(from_previous_, to_next_, part.input, part.num_bytes, add(1));
+          recv_reduce_send(from_previous_, to_next_, nullptr, part.input, part.num_bytes, add(1));
       if (stop != Stop::kNone) return stop;
     }
     const Span own = span(schedule_.reduce_scatter_recv_chunk(last_step), slice_idx);
-    return recv_reduce_copy_send(from_previous_, to_next_, own.output, own.input, own.num_bytes,
-                                 add(call_.divisor));
+    return recv_reduce_send(from_previous_, to_next_, own.output, own.input, own.num_bytes,
+                            add(call_.divisor));
   }
 
   RINGCOMM_HD Stop all_gather(std::size_t slice_idx) {

@@ -6,14 +6,12 @@
 #include "cuda/kernels/phases.h"
 
 // Sends and receives: slices of a message go through the channels of a pair of ranks, which are
-// links in the receiver's staging memory. Messages of a pair arrive in the order in which they were
-// sent; each slice names its message.
+// links in the receiver's staging. Messages of a pair arrive in the order in which they were sent.
 //
 // All messages of a batch run in one kernel, each lane in its own blocks: separate kernels might
-// run one after the other, and two ranks that both send first would deadlock. The two ends of a
-// lane may have different numbers of blocks. Every block handles messages in order, and the
-// channels of a message in order, so the first unfinished one on either end never waits for a later
-// one.
+// run one after the other, and two ranks that both send first would deadlock. The ends of a lane
+// may have different numbers of blocks. Every block handles messages, and a message's channels, in
+// order, so the first unfinished one on either end never waits for a later one.
 
 namespace ringcomm::cuda {
 
@@ -71,7 +69,6 @@ RINGCOMM_HD Stop recv_channel(B& block, const P2pCall& call, const P2pMessage& m
   return Stop::kNone;
 }
 
-/// A block's part of its lane.
 template <Block B>
 RINGCOMM_HD Stop exchange_lane(B& block, const P2pCall& call) {
   const unsigned lane = block.block_idx() / call.blocks_per_lane;
@@ -83,9 +80,9 @@ RINGCOMM_HD Stop exchange_lane(B& block, const P2pCall& call) {
     RINGCOMM_ROLLED
     for (unsigned channel = first_channel; channel < slices.num_channels;
          channel += call.blocks_per_lane) {
-      // A thread may not yet see what another one has published for the channel's last message; the
-      // barrier at the end of the claim synchronizes them. After a failure the claim stays: a later
-      // kernel must not send its message as the rest of this one.
+      // The barrier at the claim's end shows all threads what one has published for the channel's
+      // last message. After a failure the claim stays: a later kernel must not send its message as
+      // the rest of this one.
       std::uint32_t& busy = call.staging.word_at(
           call.rank, call.staging.layout.busy_p2p_offset(static_cast<std::uint32_t>(message.peer),
                                                          message.is_send, channel));

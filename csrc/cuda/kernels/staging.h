@@ -16,27 +16,23 @@ inline constexpr int kMaxRanks = 32;
 /// Threads of a block of any kernel.
 inline constexpr int kBlockThreads = 512;
 
-/// Blocks of any kernel of a group that share a multiprocessor: launch bounds leave a thread 64
-/// registers. What fits a GPU is counted with it, and it is checked where kernels are loaded.
+/// Blocks of any kernel of a group that share a multiprocessor: a thread has 64 registers. Checked
+/// where kernels are loaded.
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
-/// Words of a call's header, as kernels compare them: collectives/collective.h's CallHeader with
-/// its number left out, filled up with zeros.
+/// Words of a call's header, as kernels compare them: CallHeader without the call's number.
 inline constexpr int kHeaderWords = 32;
 
-/// The words by which a rank's kernels and its host communicate, in host memory that both map. One
-/// for each rank of a group.
-///
-/// The host writes `abort`; kernels that see it stop waiting. The first block that fails fills in
-/// the record, `stop` last; the host's watchdog reads it.
+/// The words by which a rank's kernels and its host communicate, in host memory that both map. The
+/// host writes `abort`; kernels that see it stop waiting. The first block that fails fills in the
+/// record, `stop` last; the watchdog reads it.
 struct Control {
   std::uint32_t abort = 0;
   std::uint32_t stop = 0;  ///< a core Stop, or kMismatch; 0: nothing has happened
   std::int32_t peer = -1;  ///< the rank waited for, or that called something else
   std::uint64_t launch = 0;
-  /// A wait that does not end immediately polls for `abort`, and stores here the rank that it waits
-  /// for and the time of the poll, from a clock of its own. So the watchdog sees which kernels
-  /// wait.
+  /// A wait that does not end at once stores here the rank that it waits for, and the time of its
+  /// last poll for `abort` by a clock of its own.
   std::int32_t awaited_peer = -1;
   std::uint32_t asked_at = 0;
   std::uint32_t theirs[kHeaderWords] = {};  ///< with kMismatch: the peer's header
@@ -54,16 +50,14 @@ struct Control {
 
 /// In Control::stop: a peer made another call.
 inline constexpr std::uint32_t kMismatch = 100;
-/// Two ranks, theirs[0] and theirs[1], disagree on how much the first has for the second: bytes as
-/// two words each, the sender's and the receiver's.
+/// Ranks theirs[0] and theirs[1] disagree on the first's bytes for the second: two words of each.
 inline constexpr std::uint32_t kSizesDiffer = 101;
 /// A receive got a different message: its bytes as two words, its tag.
 inline constexpr std::uint32_t kP2pDiffers = 102;
 /// Two kernels of this rank used the same part of its staging at a time.
 inline constexpr std::uint32_t kOverlap = 103;
 
-/// Whether peers can use the buffers of a rank's call where they are: read what it has for them,
-/// and, in calls whose results peers write, write those.
+/// Whether peers can use the buffers of a rank's call where they are.
 enum class Lends : std::uint64_t {
   kNothing,  ///< it has nothing for any peer, and gets no result of a peer: it does as the others
   kNo,
@@ -73,8 +67,7 @@ enum class Lends : std::uint64_t {
 /// The header of the data of a call's first phase.
 struct alignas(kLineBytes) PhaseHeader {
   std::uint32_t header[kHeaderWords];  ///< compared with every peer's before its data is read
-  /// Whether peers may access this rank's buffers, and their places; see Lent. There is an input
-  /// for each rank.
+  /// Whether peers may access this rank's buffers, and their places (Lent): an input for each rank.
   Lends lends;
   std::uint64_t lent_inputs[kMaxRanks];
   std::uint64_t lent_output;
@@ -83,11 +76,8 @@ struct alignas(kLineBytes) PhaseHeader {
   std::uint64_t output_bytes[kMaxRanks];
 };
 
-/// The layout of the staging memory of every rank of a group: cursors, packets, regions, message
-/// slots.
-///
-/// A block works in its own part of each, regardless of the call's number of blocks, so that its
-/// cursors protect everything that it accesses.
+/// The layout of the staging of every rank: cursors, packets, regions, message slots. A block works
+/// in its own part of each, so that its cursors protect everything that it accesses.
 struct StagingLayout {
   std::uint32_t world_size = 1;
   std::uint32_t num_blocks = 1;         ///< of any call, at most
@@ -116,8 +106,8 @@ struct StagingLayout {
   RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::uint32_t block) const {
     return ring_offset(num_blocks) + std::size_t{block} * kLineBytes;
   }
-  /// Words that show whether a kernel is active: for each block of collectives, then for each
-  /// channel of messages to a rank and from one.
+  /// Words of Claim: for each block of collectives, then for each channel of messages to a rank and
+  /// from one.
   RINGCOMM_HD constexpr std::size_t busy_offset(std::uint32_t idx) const {
     return packet_calls_offset(num_packet_blocks) + std::size_t{idx} * sizeof(std::uint32_t);
   }
@@ -125,8 +115,8 @@ struct StagingLayout {
                                                     std::uint32_t channel) const {
     return busy_offset(num_blocks + (2 * peer + (is_send ? 1u : 0u)) * num_p2p_channels + channel);
   }
-  /// A link from `sender` to this rank: its tail, then slots. The head next to the tail belongs to
-  /// the link to `sender`, because this rank waits for it.
+  /// A link from `sender`: its tail, then slots. The head next to the tail is that of the link to
+  /// `sender`, for which this rank waits.
   RINGCOMM_HD constexpr std::size_t p2p_offset(std::uint32_t sender, std::uint32_t channel) const {
     return num_slices(busy_p2p_offset(world_size, false, 0), kLineBytes) * kLineBytes +
            std::size_t{sender * num_p2p_channels + channel} *
@@ -173,8 +163,8 @@ struct Staging {
   RINGCOMM_HD PhaseHeader& phase_header(int rank, unsigned block, std::uint64_t phase) const {
     return *reinterpret_cast<PhaseHeader*>(of[rank] + layout.phase_header_offset(block, phase));
   }
-  /// The link of a ring that ends at `to`. Its slots and its tail are in the memory of `to`, which
-  /// waits for the tail; the head is in the sender's memory.
+  /// The link of a ring that ends at `to`: slots and tail are in the memory of `to`, which waits
+  /// for the tail; the head is in the sender's.
   RINGCOMM_HD LinkGeometry ring_link(int from, int to, unsigned block) const {
     return {&reinterpret_cast<LinkCursors*>(of[to] + layout.ring_offset(block))->tail,
             &reinterpret_cast<LinkCursors*>(of[from] + layout.ring_offset(block))->head,
@@ -204,7 +194,7 @@ struct BlockBoards {
         region_bytes(all.layout.region_bytes) {}
 
   static constexpr bool kHasCopies = true;
-  RINGCOMM_HD Cursor& cursor(int reader, int writer) const {
+  RINGCOMM_HD Cursor& cursor(int reader, int writer, std::uint64_t /*phase*/) const {
     return staging.published(reader, writer, block);
   }
   RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {

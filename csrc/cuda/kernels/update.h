@@ -6,9 +6,8 @@
 #include "cuda/kernels/reducers.h"
 #include "reduce/update_op.h"
 
-// Optimizers' steps inside of a reduction: kernels/update_kernels.h, one element at a time,
-// with the same results to the last bit. Compiled without contraction, as there; fma() is what is
-// fused.
+// Optimizers' steps inside of a reduction, with the bits of kernels/update_kernels.h. Compiled
+// without contraction, as there; fma() is what is fused.
 
 namespace ringcomm::cuda {
 
@@ -50,8 +49,8 @@ struct LomoStep {
   }
 };
 
-/// Updates the parameters of a slice with its reduced gradient, which is rounded to its type in
-/// between and kept nowhere.
+/// Updates the parameters of a slice with its reduced gradient, which is rounded in between and
+/// kept nowhere.
 template <class Grad, class Param, class Step>
 struct UpdatingOwner {
   template <class B, class To, class Sources>
@@ -77,8 +76,7 @@ struct UpdatingOwner {
 
  private:
   static constexpr int kElems = 4;  ///< of fp32 states 16 bytes
-  /// The loads of gradients in flight, in addition to those of the states. More do not fit the
-  /// registers for fp32 gradients, with two states, or with fp32 parameters and one.
+  /// Loads of gradients in flight, besides those of the states: as many as fit the registers.
   static constexpr int kWideParam = sizeof(typename Param::Stored) == 4 ? 1 : 0;
   static constexpr bool kIsWide =
       sizeof(typename Grad::Stored) == 4 || Step::kNumStates + kWideParam > 1;
@@ -170,7 +168,6 @@ struct UpdatingOwner {
   }
 };
 
-/// The one gradient of a group of one.
 struct OwnGradient {
   const std::byte* grad;
   RINGCOMM_HD int num() const { return 1; }

@@ -1,24 +1,26 @@
-#include "cuda/messages/carrier.h"
-
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <mutex>
 #include <optional>
+#include <ranges>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/c10d_messages.h"
 #include "bindings/python_errors.h"
+#include "collectives/messages/shares.h"
 #include "core/arch.h"
-#include "cuda/messages/collectives.h"
+#include "cuda/collectives/launch_plan.h"
 #include "cuda/messages/engine.h"
-#include "transport/wait_limits.h"
-#include "transport/watch_thread.h"
+#include "cuda/messages/operators.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 namespace {
@@ -50,6 +52,7 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
   const std::string& description() const override { return description_; }
 
   void plan(const Collective& call, CallHeader& header) const override {
+    if (call.op == OpKind::kReduceUpdateGather) update_kernels(engine_.device());  // or throws
     plan_device_collective(engine_.world_size(), call, options_, header);
   }
 
@@ -77,8 +80,7 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
 
   std::vector<Outcome> take_outcomes() override { return engine_.take_outcomes(); }
 
-  // A rank that fails reports it before it aborts its messages, because its streams may still send
-  // incomplete data that completes this rank's receives.
+  // A rank reports that it fails before it aborts: its streams may still send incomplete data.
   bool may_have_given_up() const noexcept override {
     Membership* const members = communicator_.members();
     return engine_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
@@ -87,8 +89,7 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
   void abort() noexcept override { engine_.abort(); }
 
  private:
-  // NCCL connects ranks at the first message of a pair and at the first collective of a kind, and
-  // blocks the host until they have arrived. So this happens here, where all ranks arrive.
+  // NCCL blocks the host in the first use of a connection: here, where all ranks arrive.
   void connect() {
     try {
       in_order([&] {
@@ -108,9 +109,7 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
     }
   }
 
-  // Returns the bytes that were sent. An exception in a collective leaves messages incomplete and
-  // the ranks out of step, so the group ends: the failure is reported to the other ranks first,
-  // then the messages are aborted.
+  // Returns the bytes that were sent. After an exception messages are incomplete: the group ends.
   template <class Body>
   std::uint64_t in_order(const Body& body) {
     const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
@@ -123,21 +122,19 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
     return engine_.finish();
   }
 
-  // Call it when messages start, of a collective or, without `header`, of a user; if they are
-  // captured, they may start at any time from now on.
+  // Call it when messages start, of a collective or, without `header`, of a user.
   void watch(const std::optional<CallHeader>& header, bool is_captured) {
     if (!watch_) return;
     {
       const std::lock_guard lock(mutex_);
       last_ = header;
     }
-    if (is_captured) watch_->stay_awake();
+    if (is_captured) watch_->stay_awake();  // they may start at any time
     watch_->wake();
   }
 
   // The watchdog: ends the group when a rank dies or fails while messages are in flight, because
-  // the backend may wait for that rank without end. A rank that has left has ended its calls
-  // before; whether it made this one the hosts compare.
+  // the backend may wait for it without end. A rank that has left has ended its calls before.
   bool look_at_peers() {
     Membership& members = *communicator_.members();
     std::ignore = members.is_given_up(/*asks=*/++num_looks_ % kLooksPerQuestion == 0);
@@ -213,6 +210,64 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
                               "tensors on " + device.str());
 }
 
+// ---- headers
+
+// What a rank tells all others: the header of its call, then the elements that it has for each
+// rank, then those that it expects from each.
+using Record = std::vector<std::uint64_t>;
+constexpr std::size_t kHeader = cuda::kHeaderWords;
+
+Record record_of(const Collective& call, CallHeader header, int rank, int world_size) {
+  if (has_private_sizes(header.op) || header.is_uneven) {
+    header.num_elems = 0;
+    header.is_uneven = false;
+  }
+  const cuda::HeaderWords words = cuda::to_words(header);
+  Record record(words.begin(), words.end());
+  const auto add = [&](const std::optional<CallPart>& part) {
+    record.push_back(part ? part->num_elems : 0);
+  };
+  for (int to = 0; to < world_size; ++to) add(part_given(call, rank, to));
+  for (int from = 0; from < world_size; ++from) add(part_taken(call, rank, from));
+  return record;
+}
+
+void compare(Communicator::Steps& steps, const CallHeader& header, std::size_t rank,
+             std::size_t num_ranks, const Record& mine) {
+  const auto raise = [&](std::size_t peer, const std::string& difference) {
+    steps.raise_mismatch(name_of(header.op), static_cast<int>(peer), difference, describe(header));
+  };
+  std::vector<Record> all(num_ranks, Record(mine.size()));
+  const void* input = mine.data();
+  std::vector<void*> outputs;
+  for (Record& record : all) outputs.push_back(record.data());
+  steps.run({.op = OpKind::kAllGather,
+             .num_elems = mine.size() * sizeof mine[0],
+             .inputs = &input,
+             .outputs = outputs.data(),
+             .is_counted = false});
+  for (std::size_t peer = 0; peer < num_ranks; ++peer) {
+    cuda::HeaderWords words;
+    std::copy_n(all[peer].begin(), kHeader, words.begin());
+    if (std::ranges::equal(words, mine | std::views::take(kHeader))) continue;
+    CallHeader theirs = cuda::from_words(words.data());
+    theirs.seq = header.seq;
+    raise(peer, describe_difference(static_cast<int>(peer), theirs, name_of(header.op)));
+  }
+  const auto in_bytes = [&](std::uint64_t num_elems) {
+    return std::to_string(num_elems * element_bytes(header.dtype)) + " bytes";
+  };
+  for (std::size_t from = 0; from < num_ranks; ++from)
+    for (std::size_t to = 0; to < num_ranks; ++to) {
+      const std::uint64_t given = all[from][kHeader + to];
+      const std::uint64_t expected = all[to][kHeader + num_ranks + from];
+      if (given != expected)
+        raise(from == rank ? to : from, "rank " + std::to_string(from) + " has " + in_bytes(given) +
+                                            " for rank " + std::to_string(to) + ", which expects " +
+                                            in_bytes(expected));
+    }
+}
+
 }  // namespace
 
 std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
@@ -221,6 +276,18 @@ std::unique_ptr<cuda::DeviceCarrier> make_message_device_carrier(
   return std::make_unique<MessageDeviceCarrier>(
       communicator.world_size() > 1 ? make_backend(store, communicator, options, device) : nullptr,
       communicator, options, device);
+}
+
+void check_header(Communicator& communicator, const Collective& call, const CallHeader& header,
+                  std::chrono::milliseconds timeout, std::function<void(bool)> done) {
+  const int rank = communicator.rank(), world_size = communicator.world_size();
+  communicator.submit(
+      [=, mine = record_of(call, header, rank, world_size)](Communicator::Steps& steps) {
+        compare(steps, header, static_cast<std::size_t>(rank), static_cast<std::size_t>(world_size),
+                mine);
+      },
+      {.timeout = timeout, .is_interrupted = {}},
+      [done = std::move(done)](const std::exception_ptr& error) { done(error != nullptr); });
 }
 
 }  // namespace ringcomm

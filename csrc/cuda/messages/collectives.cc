@@ -1,4 +1,4 @@
-#include "cuda/messages/collectives.h"
+#include "collectives/messages/collectives.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -8,8 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/messages/collectives.h"
+#include "collectives/fused_update.h"
+#include "collectives/messages/shares.h"
+#include "collectives/ring.h"
 #include "core/chunk_layout.h"
+#include "cuda/messages/engine.h"
 #include "cuda/messages/operators.h"
 
 namespace ringcomm {
@@ -19,14 +22,12 @@ using Batch = DeviceEngine::Batch;
 using Part = DeviceEngine::Part;
 using Parts = DeviceEngine::Parts;
 
-// The most that a call stages for its pieces.
 constexpr std::size_t kMaxStagingBytes = std::size_t{64} << 20;
 // Pieces begin at multiples of this, so that an aligned buffer is copied 16 bytes at a time.
 constexpr std::size_t kElemsAlignment = 16;
 
 Part part(const void* data, std::size_t num_bytes) { return {const_cast<void*>(data), num_bytes}; }
 
-// An all_to_all between different ranks.
 template <class SentTo, class ReceivedFrom>
 Batch post_exchange(DeviceEngine& engine, const SentTo& sent_to,
                     const ReceivedFrom& received_from) {
@@ -40,8 +41,7 @@ Batch post_exchange(DeviceEngine& engine, const SentTo& sent_to,
   return engine.all_to_all(sent, received);
 }
 
-// Every rank gets the inputs of its share, in pieces, and reduces them: one piece is received while
-// another is reduced.
+// Every rank gets the inputs of its share, in pieces: one is received while another is reduced.
 void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
                          const MessageShares& shares) {
   const std::size_t most_elems = shares.max_elems();
@@ -86,6 +86,84 @@ void exchange_and_reduce(DeviceEngine& engine, const Collective& call,
   }
 }
 
+// The links of a ring as batches of a send to the next rank and a receive from the previous one.
+// What a step sends was received in the step before, so a batch is posted where its receive is
+// expected, after the sum is in the stream.
+class DeviceLinks {
+ public:
+  DeviceLinks(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+              const RingHalves& halves)
+      : engine_(engine),
+        shares_(shares),
+        reduce_(call.reduction, call.dtype, engine.device()),
+        schedule_(engine.rank(), engine.world_size()),
+        slice_elems_(DeviceEngine::kSlotBytes / shares.element_bytes),
+        batches_(DeviceEngine::kNumSlots) {
+    const std::size_t slots_bytes = depth() * slice_elems_ * shares.element_bytes;
+    if (shares.max_elems() == 0 || !halves.has_reduce_scatter) return;
+    received_ = engine.stage(slots_bytes);
+    if (!halves.has_all_gather) sums_ = engine.stage(slots_bytes);
+  }
+
+  const RingSchedule& schedule() const { return schedule_; }
+  std::size_t depth() const { return batches_.size(); }
+  bool sends_early() const { return false; }  // the receive of a batch must follow its send
+  std::size_t slice_elems() const { return slice_elems_; }
+  std::size_t input_element_bytes() const { return shares_.element_bytes; }
+  std::size_t output_element_bytes() const { return shares_.element_bytes; }
+  RingChunk chunk(int rank) const {
+    const MessageShares::Share& share = shares_.of(rank);
+    return {share.input, share.output, share.num_elems};
+  }
+
+  void expect(const RingPart& part) {
+    engine_.recv(part.is_gather ? part.output : place(received_, part), part.input_bytes,
+                 schedule_.previous());
+    batches_[slot_of(part)] = engine_.post();
+  }
+
+  void send(const RingPart& part) {
+    engine_.send(part.is_gather ? part.output : part.input, part.input_bytes, schedule_.next());
+  }
+
+  void reduce(const RingPart& part) {
+    engine_.wait(batches_[slot_of(part)]);
+    std::byte* sum = part.output != nullptr ? part.output : place(sums_, part);
+    reduce_.combine(sum, {place(received_, part), part.input}, part.num_elems,
+                    part.is_last ? shares_.divisor : 1);
+    if (part.is_sent) engine_.send(sum, part.input_bytes, schedule_.next());
+  }
+
+  void copy(const RingPart& part) {
+    engine_.wait(batches_[slot_of(part)]);
+    if (part.is_sent) engine_.send(part.output, part.output_bytes, schedule_.next());
+  }
+
+  void finish() {}
+
+ private:
+  std::size_t slot_of(const RingPart& part) const { return part.slice_idx % depth(); }
+  std::byte* place(std::byte* slots, const RingPart& part) const {
+    return slots + slot_of(part) * slice_elems_ * shares_.element_bytes;
+  }
+
+  DeviceEngine& engine_;
+  const MessageShares& shares_;
+  DeviceReduceOp reduce_;
+  RingSchedule schedule_;
+  std::size_t slice_elems_;
+  std::byte* received_ = nullptr;
+  std::byte* sums_ = nullptr;   // of partial sums that have no place in the output
+  std::vector<Batch> batches_;  // by slot
+};
+
+// Around the ring of collectives/ring.h.
+void device_ring(DeviceEngine& engine, const Collective& call, const MessageShares& shares,
+                 const RingHalves& halves) {
+  DeviceLinks links(engine, call, shares, halves);
+  Ring(links, halves).run();
+}
+
 void reduce_shares(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
                    const MessageShares& shares) {
   if (algorithm == Algorithm::kRing)
@@ -94,8 +172,8 @@ void reduce_shares(DeviceEngine& engine, const Collective& call, Algorithm algor
     exchange_and_reduce(engine, call, shares);
 }
 
-// This rank's own share is already in its output. The backend's own all_gather needs one buffer for
-// all outputs, which some ranks may not have.
+// This rank's own share is in its output. The backend's all_gather needs one buffer for all
+// outputs.
 void gather_shares(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
                    const MessageShares& shares) {
   if (algorithm == Algorithm::kRing)
@@ -104,39 +182,24 @@ void gather_shares(DeviceEngine& engine, const Collective& call, Algorithm algor
   engine.wait(post_exchange(engine, [&](int) { return of(engine.rank()); }, of));
 }
 
-void all_reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
-                bool is_rank_ordered) {
+void all_reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
   if (algorithm == Algorithm::kOneShot)  // every rank gets the whole buffers of all
     return exchange_and_reduce(engine, call,
                                MessageShares::of_whole(call, engine.rank(), engine.world_size()));
-  const MessageShares shares = MessageShares::of_buffer(call, engine.world_size());
-  if (algorithm == Algorithm::kRing && !is_rank_ordered)
+  const MessageShares shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
+  if (algorithm == Algorithm::kRing)
     return device_ring(engine, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
   exchange_and_reduce(engine, call, shares);
   gather_shares(engine, call, algorithm, shares);
 }
 
 void all_gather(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
-  MessageShares shares{.shares = {}, .element_bytes = element_bytes(call.dtype)};
-  for (int peer = 0; peer < engine.world_size(); ++peer) {
-    std::byte* const output = at(call.outputs[peer], 0, 1);
-    shares.shares.push_back({output, output, call.output_share(peer)});
-  }
+  const auto shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
   engine.copy(call.outputs[engine.rank()], call.inputs[0], shares.num_bytes(engine.rank()));
   gather_shares(engine, call, algorithm, shares);
 }
 
-// This rank's chunk of the buffers of all ranks.
-void reduce_own_chunk(DeviceEngine& engine, const Collective& call, Algorithm algorithm,
-                      void* reduced) {
-  MessageShares shares = MessageShares::of_buffer(call, engine.world_size());
-  for (MessageShares::Share& share : shares.shares) share.output = nullptr;
-  shares.shares[static_cast<std::size_t>(engine.rank())].output = at(reduced, 0, 1);
-  reduce_shares(engine, call, algorithm, shares);
-}
-
-// Gather and scatter, by messages, as NCCL's own are: parts of no bytes in an all_to_all are
-// messages, too.
+// Gather and scatter: parts of no bytes in an all_to_all would be messages, too.
 void exchange_with_root(DeviceEngine& engine, const Collective& call) {
   const int rank = engine.rank();
   const std::size_t bytes = element_bytes(call.dtype);
@@ -163,47 +226,32 @@ void reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
   const bool is_root = engine.rank() == call.root;
   Part own = chunk_of(engine.rank());
   if (!is_root) own.data = engine.stage(own.num_bytes);
-  reduce_own_chunk(engine, call, algorithm, own.data);
+  MessageShares shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
+  for (MessageShares::Share& share : shares.shares) share.output = nullptr;
+  shares.shares[static_cast<std::size_t>(engine.rank())].output = at(own.data, 0, 1);
+  reduce_shares(engine, call, algorithm, shares);
   if (!is_root) engine.send(own.data, own.num_bytes, call.root);
   for (int peer = 0; is_root && peer < engine.world_size(); ++peer)
     if (peer != call.root) engine.recv(chunk_of(peer).data, chunk_of(peer).num_bytes, peer);
   engine.wait(engine.post());
 }
 
-// The algorithm of a reduce_scatter or all_gather of chunks of `num_elems`.
-Algorithm algorithm_of_chunks(OpKind op, DType dtype, std::size_t num_elems, int world_size,
-                              const CommunicatorOptions& options) {
-  std::vector<std::size_t> sizes;
-  for (int rank = 0; rank < world_size; ++rank)
-    sizes.push_back(ChunkLayout(num_elems, world_size).chunk(rank).num_elems);
-  CallHeader header;
-  plan_message_collective(
-      world_size,
-      {.op = op, .dtype = dtype, .input_elems = sizes.data(), .output_elems = sizes.data()},
-      options, header);
-  return header.algorithm;
-}
-
-// A reduce_scatter, the update, and an all_gather.
 void reduce_update_gather(DeviceEngine& engine, const Collective& call,
                           const CommunicatorOptions& options) {
   const int world_size = engine.world_size();
-  const DType param_dtype = call.update->spec.param_dtype;
-  const ChunkLayout layout(call.num_elems, world_size);
-  const std::size_t own_elems = layout.chunk(engine.rank()).num_elems;
-  const auto plan = [&](OpKind op, DType dtype) {
-    return algorithm_of_chunks(op, dtype, call.num_elems, world_size, options);
+  const ElemRange own = ChunkLayout(call.num_elems, world_size).chunk(engine.rank());
+  std::byte* const grad = engine.stage(own.num_elems * element_bytes(call.dtype));
+  const auto update = [&] {
+    const std::size_t bytes = element_bytes(call.update->spec.param_dtype);
+    std::byte* const param = at(call.outputs[0], own.begin_elems, bytes);
+    update_chunk(call, grad, param, own.num_elems, engine.device());
   };
-  MessageShares params{.shares = {}, .element_bytes = element_bytes(param_dtype)};
-  for (int rank = 0; rank < world_size; ++rank) {
-    const ElemRange chunk = layout.chunk(rank);
-    std::byte* const data = at(call.outputs[0], chunk.begin_elems, params.element_bytes);
-    params.shares.push_back({data, data, chunk.num_elems});
-  }
-  std::byte* const grad = engine.stage(own_elems * element_bytes(call.dtype));
-  reduce_own_chunk(engine, call, plan(OpKind::kReduceScatter, call.dtype), grad);
-  update_chunk(call, grad, params.of(engine.rank()).output, own_elems, engine.device());
-  gather_shares(engine, call, plan(OpKind::kAllGather, param_dtype), params);
+  update_in_parts(call, engine.rank(), world_size, grad, update, [&](const Collective& part) {
+    CallHeader header;
+    plan_device_collective(world_size, part, options, header);
+    run_device_collective(engine, part, header.algorithm, options);
+    return Traffic{};
+  });
 }
 
 bool overlap(const Part& a, const Part& b) {
@@ -248,6 +296,8 @@ void run_alone(DeviceEngine& engine, const Collective& call) {
 
 void plan_device_collective(int world_size, const Collective& call,
                             const CommunicatorOptions& options, CallHeader& header) {
+  if (call.dtype == DType::kSoftmaxStats)
+    throw std::invalid_argument("softmax statistics are merged in one step on CPUs only");
   header.algorithm = Algorithm::kDirect;
   if (world_size > 1 && call.op != OpKind::kBroadcast)
     plan_message_collective(world_size, call, options, header);
@@ -264,13 +314,12 @@ void run_device_collective(DeviceEngine& engine, const Collective& call, Algorit
           [&](int peer) { return part(bytes + engine.world_size() + peer, 1); }));
     }
     case OpKind::kAllReduce:
-      return all_reduce(engine, call, algorithm, options.is_rank_ordered);
+      return all_reduce(engine, call, algorithm);
     case OpKind::kReduce:
       return reduce(engine, call, algorithm);
     case OpKind::kReduceScatter:
-      return reduce_shares(
-          engine, call, algorithm,
-          MessageShares::of_reduce_scatter(call, engine.rank(), engine.world_size()));
+      return reduce_shares(engine, call, algorithm,
+                           MessageShares::of_call(call, engine.rank(), engine.world_size()));
     case OpKind::kAllGather:
       return all_gather(engine, call, algorithm);
     case OpKind::kBroadcast: {

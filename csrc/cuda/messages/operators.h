@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "collectives/collective.h"
+#include "cuda/collectives/kernels.h"
 
-// Reductions and optimizers' steps by torch's operators, on any device and in the order of its
-// current stream.
+// Reductions by torch's operators, on any device and in the order of its current stream.
 
 namespace ringcomm {
 
@@ -31,9 +31,8 @@ class DeviceReduceOp {
                int divisor) const;
 
  private:
-  /// Whether comparisons of the signed type are not those of ours.
+  /// Whether comparisons of the signed type are not those of ours: the sign bit is flipped then.
   bool needs_flip() const;
-  at::Tensor flipped(const at::Tensor& array) const;
   /// In a type in which torch computes as we do.
   at::Tensor readable(const at::Tensor& array) const;
   void apply(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) const;
@@ -44,10 +43,10 @@ class DeviceReduceOp {
   c10::Device device_;
 };
 
-/// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: by ringcomm's
-/// kernel where it has one for the device, and by torch's operators where not. `grad` is reduced,
-/// and `param` where the call has the chunk. Formulas and order are those of reduce/update_op.h;
-/// only the kernel has their bits.
+/// The kernels of update_chunk(). Throws Error, NotImplementedError where the device has none.
+const cuda::Kernels& update_kernels(c10::Device device);
+/// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk, by ringcomm's
+/// kernel. `grad` is reduced, and `param` where the call has the chunk.
 void update_chunk(const Collective& call, const void* grad, void* param, std::size_t num_elems,
                   c10::Device device);
 

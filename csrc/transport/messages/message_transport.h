@@ -19,14 +19,12 @@ enum class [[nodiscard]] MessageEnd : std::uint8_t {
 /// A send or a receive on its way.
 class Message {
  public:
-  /// Returns when the transport no longer uses the message's buffer. Allowed once wait() has
-  /// returned kDone or kFailed, or abort() of the transport has returned. Not after kAborted alone:
-  /// a transport that is being aborted may still use the buffer.
+  /// Allowed once wait() has returned kDone or kFailed, or abort() of the transport has returned.
+  /// Not after kAborted alone: the transport may still use the buffer.
   virtual ~Message() = default;
 
-  /// Blocks until the message has ended, without a deadline: the caller's watchdog handles
-  /// deadlines, signals and other ranks' failures, and calls MessageTransport::abort(). One thread
-  /// may wait, once.
+  /// Blocks until the message has ended, without a deadline: the caller's watchdog ends waits by
+  /// MessageTransport::abort(). One thread may wait, once.
   virtual MessageEnd wait() = 0;
   /// The sender of a received message; only after wait() returned kDone.
   virtual int source() const = 0;
@@ -40,8 +38,7 @@ class Unsupported : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-/// Messages between the ranks of a group, for collectives and sends between hosts. Independent of
-/// torch; bindings/c10d_messages.h adapts any backend of torch.distributed.
+/// Messages between the ranks of a group. bindings/c10d_messages.h adapts any backend of torch.
 ///
 /// Messages of one sender, receiver and tag match in the order of their calls, and must be of equal
 /// size on both sides. Others may overtake each other. A send may wait for its receive to be posted

@@ -12,16 +12,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <cstdio>
 #include <exception>
-#include <set>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
+#include "core/annotations.h"
 #include "core/errors.h"
 #include "transport/process.h"
-#include "transport/wait_limits.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -31,89 +30,92 @@ constexpr const char* kWatchRequest = "watch";
 // What a process sends before it exits. Last words are printable, so they are never this.
 constexpr const char* kExitNote = "\x04";
 
+constexpr std::chrono::milliseconds kNow{0};
 constexpr std::chrono::milliseconds kAcceptRetry{10};
 constexpr std::chrono::milliseconds kLookInterval{50};
 // A peer that sends without end must not block the bootstrap's other work.
 constexpr int kMaxTextsAtOnce = 16;
 
-// Null until the first group, and again in a forked child: the thread does not survive a fork.
-std::atomic<Bootstrap*> current_bootstrap = nullptr;
-std::mutex creation_mutex;
+std::mutex current_mutex;
+Bootstrap* current = nullptr;  // again in a forked child, which has no such thread
 
 std::string random_name() {
   std::uint64_t random[2] = {};
   if (::getrandom(random, sizeof(random), 0) != sizeof(random)) throw_errno("getrandom");
-  char name[64];
-  std::snprintf(name, sizeof(name), "ringcomm-%016llx%016llx",
-                static_cast<unsigned long long>(random[0]),
-                static_cast<unsigned long long>(random[1]));
-  return name;
+  return "ringcomm-" + std::to_string(random[0]) + "-" + std::to_string(random[1]);
 }
 
+// None on kernels before 5.3, and of a hidden process: there the socket has to do.
 UniqueFd open_pidfd(pid_t pid) {
-#ifdef SYS_pidfd_open
-  if (pid > 0) return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-#endif
-  return UniqueFd();  // kernels before 5.3: the socket has to do
+  return pid > 0 ? UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) : UniqueFd();
 }
 
-// A connection over which `text` was sent to the bootstrap at `address`; none if that has ended.
-UniqueFd request(const std::string& address, const std::string& text) {
-  UniqueFd socket = connect_to(address);
-  if (!socket) return socket;
-  try {
-    send_text(socket.get(), text);
-  } catch (const Error&) {
-    socket.reset();  // since connect_to()
-  }
-  return socket;
-}
-
-// What has happened at a descriptor, as poll() reports it; nothing at an empty one.
-short events_of(const UniqueFd& fd) {
-  pollfd entry{.fd = fd.get(), .events = POLLIN | POLLRDHUP, .revents = 0};
-  return ::poll(&entry, 1, 0) > 0 ? entry.revents : short{0};
-}
-
-// The bootstrap's thread has no caller to throw to, so an error on a connection ends that
-// connection.
+// Whether the action threw no error: the bootstrap's thread has no caller to throw to.
 template <class Action>
 bool succeeds(const Action& action) noexcept {
   try {
-    return action();
+    action();
+    return true;
   } catch (const std::exception&) {
     return false;
   }
 }
 
+// A connection over which `text` was sent to the bootstrap at `address`; none if that has ended.
+UniqueFd request(const std::string& address, const std::string& text) {
+  UniqueFd socket = connect_to(address);
+  RINGCOMM_STEP("before a request");
+  if (socket && !succeeds([&] { send_message(socket.get(), text); })) socket.reset();
+  return socket;
+}
+
+pollfd entry_of(const UniqueFd& fd) {
+  return {.fd = fd.get(), .events = POLLIN | POLLRDHUP, .revents = 0};
+}
+
+// What has happened at a descriptor, as poll() reports it; nothing at an empty one.
+short events_of(const UniqueFd& fd) {
+  pollfd entry = entry_of(fd);
+  return ::poll(&entry, 1, 0) > 0 ? entry.revents : short{0};
+}
+
+// Whether the process has ended. Text that it sent before can still be read afterwards.
+bool has_ended(const UniqueFd& socket, const UniqueFd& pidfd, PeerProcess& process) {
+  const bool is_over = events_of(pidfd) != 0 || (events_of(socket) & ~POLLIN) != 0;
+  succeeds([&] {
+    for (int i = 0; i < kMaxTextsAtOnce; ++i) {
+      const auto message = recv_message(socket.get(), kNow);
+      if (!message || message->text.empty()) break;
+      if (message->text == kExitNote)
+        process.has_exited = true;
+      else
+        process.keep_last_words(message->text);
+    }
+  });
+  if (is_over) process.end(pidfd.get());
+  return is_over;
+}
+
 }  // namespace
 
 Bootstrap& Bootstrap::instance() {
-  if (Bootstrap* bootstrap = current_bootstrap.load(std::memory_order_acquire)) return *bootstrap;
-  const std::lock_guard lock(creation_mutex);
-  if (Bootstrap* bootstrap = current_bootstrap.load(std::memory_order_acquire)) return *bootstrap;
-  static std::once_flag registered;
-  std::call_once(registered, [] {
-    // Held across the fork, so that the child finds consistent tables and can create its own
-    // bootstrap.
-    ::pthread_atfork(
-        [] {
-          creation_mutex.lock();
-          if (Bootstrap* bootstrap = current_bootstrap.load()) bootstrap->mutex_.lock();
-        },
-        [] {
-          if (Bootstrap* bootstrap = current_bootstrap.load()) bootstrap->mutex_.unlock();
-          creation_mutex.unlock();
-        },
-        [] {
-          if (Bootstrap* bootstrap = current_bootstrap.exchange(nullptr))
-            bootstrap->close_all_in_child();
-          creation_mutex.unlock();
-        });
-  });
-  auto* bootstrap = new Bootstrap();
-  current_bootstrap.store(bootstrap, std::memory_order_release);
-  return *bootstrap;
+  const std::lock_guard lock(current_mutex);
+  // Both locks are held across a fork, so that the child finds consistent tables.
+  [[maybe_unused]] static const int registered = ::pthread_atfork(
+      [] {
+        current_mutex.lock();
+        if (current != nullptr) current->mutex_.lock();
+      },
+      [] {
+        if (current != nullptr) current->mutex_.unlock();
+        current_mutex.unlock();
+      },
+      [] {
+        if (Bootstrap* parents = std::exchange(current, nullptr)) parents->close_all_in_child();
+        current_mutex.unlock();
+      });
+  if (current == nullptr) current = new Bootstrap();
+  return *current;
 }
 
 Bootstrap::Bootstrap() : address_(random_name()), listener_(listen_at(address_)) {
@@ -128,9 +130,7 @@ Bootstrap::Bootstrap() : address_(random_name()), listener_(listen_at(address_))
   }
 }
 
-// Runs in a forked child, where the bootstrap's thread does not exist and the allocator may be
-// locked. So it closes descriptors, frees nothing, and leaves the object itself with its mutex
-// locked.
+// In a forked child the allocator may be locked: this frees nothing, and leaves the mutex locked.
 void Bootstrap::close_all_in_child() {
   listener_.reset();
   wake_event_.reset();
@@ -161,138 +161,90 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
     if (look) look();
     if (std::chrono::steady_clock::now() >= deadline) return UniqueFd();
   }
-  return recv_fd(socket.get(), std::chrono::milliseconds(0));
+  RINGCOMM_STEP("before memory is received");
+  return std::move(recv_message(socket.get(), kNow)->fd);
 }
 
-std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t pid) {
+std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t pid,
+                                              const std::string& host) {
   {
     const std::lock_guard lock(mutex_);
     if (const auto found = watches_.find(address); found != watches_.end())
       return found->second.process;
   }
-  Watch watch{.socket = request(address, kWatchRequest),
-              .pidfd = {},
-              .process = std::make_shared<PeerProcess>()};
-  if (!watch.socket) return nullptr;
-  const pid_t seen_pid = credentials_of_peer(watch.socket.get()).pid;
-  watch.process->bootstrap_address = address;
+  UniqueFd socket = request(address, kWatchRequest);
+  if (!socket) return nullptr;
+  const pid_t seen_pid = credentials_of_peer(socket.get()).pid;
+  Watch watch{std::move(socket), open_pidfd(seen_pid),
+              std::make_shared<PeerProcess>(seen_pid > 0 ? seen_pid : pid, host, address)};
   watch.process->is_pid_hidden = seen_pid == 0;
-  watch.process->pid = seen_pid > 0 ? seen_pid : pid;
-  watch.pidfd = open_pidfd(seen_pid);
-  std::shared_ptr<PeerProcess> process;
-  {
-    const std::lock_guard lock(mutex_);
-    // If another thread was faster, its watch is kept.
-    process = watches_.try_emplace(address, std::move(watch)).first->second.process;
-  }
-  wake();
-  return process;
+  const std::lock_guard lock(mutex_);
+  ::eventfd_write(wake_event_.get(), 1);  // the thread watches it, too
+  // If another thread was faster, its watch is kept.
+  return watches_.try_emplace(address, std::move(watch)).first->second.process;
 }
 
 void Bootstrap::say_last_words(const std::string& text) noexcept {
-  Bootstrap* bootstrap = current_bootstrap.load(std::memory_order_acquire);
-  if (bootstrap == nullptr) return;
-  // Also to those that the bootstrap's thread has not accepted yet.
-  while (succeeds([&] { return bootstrap->accept_connection(); })) {
-  }
-  const std::lock_guard lock(bootstrap->mutex_);
-  for (const UniqueFd& connection : bootstrap->connections_) try_send_text(connection.get(), text);
+  const std::lock_guard current_lock(current_mutex);
+  if (current == nullptr) return;
+  current->accept_all();  // its thread may not have
+  const std::lock_guard lock(current->mutex_);
+  for (const UniqueFd& connection : current->connections_)
+    std::ignore = ::send(connection.get(), text.data(), std::min(text.size(), kMaxTextBytes),
+                         MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 void Bootstrap::say_exit() noexcept { say_last_words(kExitNote); }
 
-void Bootstrap::wake() { ::eventfd_write(wake_event_.get(), 1); }
-
-void Bootstrap::call_while_idle(Task task) {
-  task_.store(task, std::memory_order_release);
-  wake();
-}
-
 void Bootstrap::run() {
   for (;;) {
-    std::vector<pollfd> entries;
-    const auto add = [&](const UniqueFd& fd) {
-      if (fd) entries.push_back({.fd = fd.get(), .events = POLLIN | POLLRDHUP, .revents = 0});
-    };
-    add(listener_);
-    add(wake_event_);
+    std::vector<pollfd> entries{entry_of(listener_), entry_of(wake_event_)};
     {
       const std::lock_guard lock(mutex_);
-      for (const auto& [address, watch] : watches_) {
-        add(watch.pidfd);
-        add(watch.socket);
-      }
-      for (const UniqueFd& connection : connections_) add(connection);
+      for (const auto& [address, watch] : watches_)
+        entries.insert(entries.end(), {entry_of(watch.pidfd), entry_of(watch.socket)});
+      for (const UniqueFd& connection : connections_) entries.push_back(entry_of(connection));
     }
-    const Task task = task_.load(std::memory_order_acquire);
-    const int timeout_ms = task != nullptr ? static_cast<int>(task().count()) : -1;
-    // It refuses more entries than RLIMIT_NOFILE, which may be lowered while they are open. Then
-    // each is looked at by itself.
-    const bool is_refused =
-        ::poll(entries.data(), entries.size(), timeout_ms) < 0 && errno != EINTR;
-    if (is_refused) std::this_thread::sleep_for(kLookInterval);
-    std::set<int> ready;
-    for (const pollfd& entry : entries)
-      if (is_refused || entry.revents != 0) ready.insert(entry.fd);
-
+    // It refuses more entries than a lowered RLIMIT_NOFILE. Each is looked at by itself below.
+    if (::poll(entries.data(), entries.size(), -1) < 0 && errno != EINTR)
+      std::this_thread::sleep_for(kLookInterval);
     eventfd_t count = 0;
     ::eventfd_read(wake_event_.get(), &count);
-    if (ready.contains(listener_.get())) succeeds([this] { return accept_connection(); });
+    accept_all();
     const std::lock_guard lock(mutex_);
-    std::erase_if(watches_, [&](const auto& item) {
-      const Watch& watch = item.second;
-      const bool is_ready = ready.contains(watch.socket.get()) || ready.contains(watch.pidfd.get());
-      return is_ready && !look_at(watch);
+    std::erase_if(watches_, [](const auto& item) {
+      const auto& [socket, pidfd, process] = item.second;
+      return has_ended(socket, pidfd, *process);
     });
-    std::erase_if(connections_, [&](const UniqueFd& connection) {
-      return ready.contains(connection.get()) && !succeeds([&] { return serve(connection.get()); });
+    std::erase_if(connections_, [this](const UniqueFd& connection) {
+      bool is_kept = false;
+      succeeds([&] { is_kept = serve(connection.get()); });
+      return !is_kept;
     });
   }
 }
 
-// False if the process has ended. Text that it sent before its end can still be read afterwards.
-bool Bootstrap::look_at(const Watch& watch) {
-  const bool has_ended = events_of(watch.pidfd) != 0 || (events_of(watch.socket) & ~POLLIN) != 0;
-  succeeds([&] {
-    std::string words;
-    for (int i = 0; i < kMaxTextsAtOnce; ++i) {
-      if (!recv_text(watch.socket.get(), std::chrono::milliseconds(0), words) || words.empty())
-        break;
-      if (words == kExitNote)
-        watch.process->has_exited = true;
-      else
-        watch.process->keep_last_words(words);
-    }
-    return true;
-  });
-  if (has_ended) watch.process->end(watch.pidfd.get());
-  return !has_ended;
-}
-
-// False if no connection is pending.
-bool Bootstrap::accept_connection() {
-  UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  if (!connection) {
-    // Probably out of descriptors. Without the pause poll() would return immediately until one is
-    // free.
-    if (errno != EAGAIN) std::this_thread::sleep_for(kAcceptRetry);
-    return false;
+void Bootstrap::accept_all() noexcept {
+  while (UniqueFd connection{::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)}) {
+    succeeds([&] {
+      if (!is_trusted_peer(connection.get())) return;
+      const std::lock_guard lock(mutex_);
+      connections_.push_back(std::move(connection));
+    });
   }
-  if (!is_trusted_peer(connection.get())) return true;
-  const std::lock_guard lock(mutex_);
-  connections_.push_back(std::move(connection));
-  return true;
+  // Probably out of descriptors: poll() would return immediately until one is free.
+  if (errno != EAGAIN) std::this_thread::sleep_for(kAcceptRetry);
 }
 
-// Answers one request, with the lock held. False if the connection can be closed.
+// Answers one request if there is one, with the lock held. False if the connection can be closed.
 bool Bootstrap::serve(int connection) {
-  std::string key;
-  // None at all if poll() was not asked, as where it refused.
-  if (!recv_text(connection, std::chrono::milliseconds(0), key)) return true;
-  if (key == kWatchRequest) return true;
+  const auto message = recv_message(connection, kNow);
+  if (!message || message->text == kWatchRequest) return true;
   // Where there is no such offer, the other end sees the end of the connection.
-  if (const auto found = offers_.find(key); found != offers_.end())
-    send_fd(connection, found->second.get());
+  if (const auto found = offers_.find(message->text); found != offers_.end()) {
+    RINGCOMM_STEP("before memory is sent");
+    send_message(connection, "memory", found->second.get());
+  }
   return false;
 }
 

@@ -13,12 +13,10 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
-#include <limits>
 
 #include "core/annotations.h"
 #include "core/errors.h"
 #include "transport/process.h"
-#include "transport/wait_limits.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -30,20 +28,15 @@
 namespace ringcomm::shm {
 namespace {
 
-constexpr std::size_t kMaxTextBytes = 256;
-
-// A socket, and `call` (bind or connect) on it with `name`, after which errno is 0 if that
-// succeeded.
-template <class Call>
-UniqueFd open_socket(const std::string& name, const Call& call) {
+// A socket, and `call` (bind or connect) on it with `name`; errno is 0 if that succeeded.
+UniqueFd open_socket(const std::string& name, int (*call)(int, const sockaddr*, socklen_t)) {
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!fd) throw_errno("socket(AF_UNIX)");
   sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
   if (name.size() > sizeof(address.sun_path) - 1)
     throw Error({.kind = ErrorKind::kSystem}, "ringcomm: a name of " + std::to_string(name.size()) +
                                                   " bytes is too long for an abstract Unix socket");
-  // A leading zero byte selects the abstract namespace: no file, and the name is freed with its
-  // last descriptor.
+  // A leading zero byte selects the abstract namespace, of names without files.
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto num_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   errno = 0;
@@ -51,20 +44,18 @@ UniqueFd open_socket(const std::string& name, const Call& call) {
   return fd;
 }
 
-// One byte of data, which a message must have, and a descriptor. The object points into itself, so
-// it must not be moved.
-struct DescriptorMessage {
-  DescriptorMessage() {
+// A text and room for one descriptor, as the system takes them; points into itself.
+struct Envelope {
+  Envelope(char* text, std::size_t num_bytes) : data{.iov_base = text, .iov_len = num_bytes} {
     header.msg_iov = &data;
     header.msg_iovlen = 1;
     header.msg_control = control.data();
-    header.msg_controllen = CMSG_LEN(sizeof(int));  // room for one
+    header.msg_controllen = CMSG_LEN(sizeof(int));
   }
-  DescriptorMessage(const DescriptorMessage&) = delete;
-  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
+  Envelope(const Envelope&) = delete;
+  Envelope& operator=(const Envelope&) = delete;
 
-  char byte = 1;
-  iovec data{.iov_base = &byte, .iov_len = 1};
+  iovec data;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr header{};
 };
@@ -86,6 +77,19 @@ SharedMemory::SharedMemory(int fd, std::size_t num_bytes) {
   data_ = {static_cast<std::byte*>(address), Unmap{num_bytes}};
 }
 
+SharedMemory SharedMemory::of_peer(int fd) {
+  constexpr int kWanted = F_SEAL_SHRINK | F_SEAL_GROW;
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kWanted) != kWanted)
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: the shared memory that a peer sent is not sealed against resizing, so "
+                "ringcomm did not create it; it is not used");
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) throw_errno("fstat of a memfd");
+  return status.st_size == 0 ? SharedMemory()
+                             : SharedMemory(fd, static_cast<std::size_t>(status.st_size));
+}
+
 void SharedMemory::Unmap::operator()(std::byte* data) const { ::munmap(data, num_bytes); }
 
 UniqueFd create_memfd(std::size_t num_bytes, const char* name) {
@@ -101,21 +105,6 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name) {
   return fd;
 }
 
-std::size_t size_of_memfd(int fd) {
-  struct stat status{};
-  if (::fstat(fd, &status) != 0) throw_errno("fstat of a memfd");
-  return static_cast<std::size_t>(status.st_size);
-}
-
-void check_sealed(int fd) {
-  constexpr int kWanted = F_SEAL_SHRINK | F_SEAL_GROW;
-  const int seals = ::fcntl(fd, F_GET_SEALS);
-  if (seals < 0 || (seals & kWanted) != kWanted)
-    throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: the shared memory that a peer sent is not sealed against resizing, so "
-                "ringcomm did not create it; it is not used");
-}
-
 bool& may_refuse_pages() {
   static bool may_refuse = [] {
     int policy = 0;
@@ -126,10 +115,7 @@ bool& may_refuse_pages() {
 }
 
 void reserve_pages(std::byte* begin, std::size_t num_bytes) {
-  if (may_refuse_pages()) populate_pages(begin, num_bytes);
-}
-
-void populate_pages(std::byte* begin, std::size_t num_bytes) {
+  if (!may_refuse_pages()) return;
   RINGCOMM_STEP("before pages are taken");
   const std::size_t skipped_bytes = reinterpret_cast<std::uintptr_t>(begin) % page_bytes();
   if (::madvise(begin - skipped_bytes, whole_pages(skipped_bytes + num_bytes),
@@ -171,14 +157,12 @@ ucred credentials_of_peer(int socket) {
 }
 
 bool is_readable(int socket, std::chrono::milliseconds timeout) {
-  pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
-  const auto deadline = deadline_after(timeout);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   for (;;) {
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    const auto left_ms = std::clamp<std::chrono::milliseconds::rep>(
-        left.count(), 0, std::numeric_limits<int>::max());
-    const int ready = ::poll(&entry, 1, static_cast<int>(left_ms));
+    pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
+    const int ready = ::poll(&entry, 1, std::max(0, static_cast<int>(left.count())));
     if (ready >= 0) return ready > 0;
     if (errno != EINTR) throw_errno("poll of a Unix socket");
   }
@@ -190,55 +174,43 @@ bool is_trusted_peer(int socket) {
   return uid == ::geteuid() || uid == 0;
 }
 
-void send_text(int socket, const std::string& text) {
-  RINGCOMM_STEP("before a request");
-  if (::send(socket, text.data(), text.size(), MSG_NOSIGNAL) < 0)
-    throw_errno("send on a Unix socket");
+void send_message(int socket, std::string text, int fd) {
+  Envelope envelope(text.data(), text.size());
+  if (fd < 0) {
+    envelope.header.msg_controllen = 0;
+  } else {
+    cmsghdr* header = CMSG_FIRSTHDR(&envelope.header);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
+  }
+  if (::sendmsg(socket, &envelope.header, MSG_NOSIGNAL) < 0) throw_errno("send on a Unix socket");
 }
 
-void try_send_text(int socket, const std::string& text) noexcept {
-  [[maybe_unused]] const ssize_t ignored = ::send(
-      socket, text.data(), std::min(text.size(), kMaxTextBytes), MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
-bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text) {
-  if (!is_readable(socket, timeout)) return false;
+std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout) {
+  if (!is_readable(socket, timeout)) return std::nullopt;
   std::array<char, kMaxTextBytes> buffer;
-  // MSG_TRUNC: the size of the message, also where it is larger than the buffer.
-  const ssize_t num_bytes = ::recv(socket, buffer.data(), buffer.size(), MSG_TRUNC);
-  const bool is_text = num_bytes > 0 && static_cast<std::size_t>(num_bytes) <= buffer.size();
-  text.assign(buffer.data(), is_text ? static_cast<std::size_t>(num_bytes) : 0);
-  return true;
-}
-
-void send_fd(int socket, int fd) {
-  RINGCOMM_STEP("before memory is sent");
-  DescriptorMessage message;
-  cmsghdr* header = CMSG_FIRSTHDR(&message.header);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
-  if (::sendmsg(socket, &message.header, MSG_NOSIGNAL) < 0)
-    throw_errno("sendmsg of a file descriptor");
-}
-
-UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout) {
-  RINGCOMM_STEP("before memory is received");
-  if (!is_readable(socket, timeout)) return UniqueFd();
-  DescriptorMessage message;
-  if (::recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) <= 0) return UniqueFd();
-  UniqueFd received;
-  if (cmsghdr* header = CMSG_FIRSTHDR(&message.header);
+  Envelope envelope(buffer.data(), buffer.size());
+  SocketMessage message;
+  const ssize_t num_bytes = ::recvmsg(socket, &envelope.header, MSG_CMSG_CLOEXEC);
+  if (num_bytes <= 0) return message;
+  if (cmsghdr* header = CMSG_FIRSTHDR(&envelope.header);
       header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
     int fd = -1;
     std::memcpy(&fd, CMSG_DATA(header), sizeof(int));
-    received.reset(fd);
+    message.fd.reset(fd);
   }
-  if ((message.header.msg_flags & MSG_CTRUNC) == 0) return received;
-  if (received) return UniqueFd();  // there were more
-  errno = EMFILE;
-  throw_errno("recvmsg of a file descriptor");
+  if ((envelope.header.msg_flags & MSG_CTRUNC) != 0) {
+    if (!message.fd) {
+      errno = EMFILE;
+      throw_errno("recvmsg of a file descriptor");
+    }
+    message.fd.reset();  // there were more
+  }
+  if ((envelope.header.msg_flags & MSG_TRUNC) == 0)
+    message.text.assign(buffer.data(), static_cast<std::size_t>(num_bytes));
+  return message;
 }
 
 }  // namespace ringcomm::shm

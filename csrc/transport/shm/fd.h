@@ -6,11 +6,12 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
-// File descriptors: memory that processes share, and the Unix sockets over which they pass it.
-// Everything here throws Error.
+// Memory that processes share, and the Unix sockets over which they pass it. All of it throws
+// Error.
 
 namespace ringcomm::shm {
 
@@ -40,15 +41,16 @@ class UniqueFd {
   int fd_ = -1;
 };
 
-/// A mapping of anonymous memory that other processes can map too.
-///
-/// A memfd instead of shm_open: it has no name, so a killed rank leaves nothing behind, and it is
-/// not limited by the size of /dev/shm (64 MB in containers by default).
+/// A mapping of anonymous memory that other processes can map too: of a memfd, which has no name,
+/// so a killed rank leaves nothing behind, and is not limited by the size of /dev/shm.
 class SharedMemory {
  public:
   SharedMemory() = default;
   /// Maps `num_bytes` of `fd`, which may be closed afterwards.
   SharedMemory(int fd, std::size_t num_bytes);
+  /// Maps all of what a peer has sent. Throws unless that is a memfd that no process can resize: an
+  /// access past the end of a mapping is a SIGBUS.
+  static SharedMemory of_peer(int fd);
 
   std::byte* data() const { return data_.get(); }
   std::size_t num_bytes() const { return data_.get_deleter().num_bytes; }
@@ -61,50 +63,40 @@ class SharedMemory {
   std::unique_ptr<std::byte[], Unmap> data_;
 };
 
-/// A new memfd of `num_bytes`, zeroed and sealed against resizing, so that no rank can make
-/// another's access fault. `name` is what /proc/PID/maps shows.
+/// A new memfd of `num_bytes`, zeroed and sealed against resizing. `name` is for /proc/PID/maps.
 UniqueFd create_memfd(std::size_t num_bytes, const char* name = "ringcomm");
-std::size_t size_of_memfd(int fd);
-/// Throws unless `fd`, which a peer has sent, is a memfd that no process can resize: an access past
-/// the end of a mapping is a SIGBUS.
-void check_sealed(int fd);
 
 /// Whether the system may refuse a page when it is first accessed, which is a SIGBUS: with
 /// vm.overcommit_memory=2. Tests set it.
 bool& may_refuse_pages();
-/// If the system may refuse the pages of `num_bytes` at `begin` later, takes them now. Does nothing
-/// elsewhere, where memory that is never used costs nothing.
+/// If the system may refuse the pages of `num_bytes` at `begin` later, takes them now.
 void reserve_pages(std::byte* begin, std::size_t num_bytes);
-/// The same on any system.
-void populate_pages(std::byte* begin, std::size_t num_bytes);
 
-// Sockets for sequenced packets, in the abstract namespace, whose names any user can take once they
-// are free. So both ends check that the other runs as the same user or root.
+// Sockets for sequenced packets, in the abstract namespace. Any user can take a name that is free,
+// so both ends check that the other runs as the same user or root.
 
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);
-/// A socket connected to `name`; none when no process listens there. Throws when the process that
-/// listens runs as another user.
+/// A socket connected to `name`; none when no process listens there. Throws for another user's.
 UniqueFd connect_to(const std::string& name);
 
 ucred credentials_of_peer(int socket);
 /// Whether the other end is a process of this one's user, or of root.
 bool is_trusted_peer(int socket);
 
-/// Whether a message, or the end of the connection, arrived in time.
+/// Whether a message, or the end of the connection, arrived in time (days at most).
 bool is_readable(int socket, std::chrono::milliseconds timeout);
 
-void send_text(int socket, const std::string& text);
-/// The same without a wait or an error: the text is truncated to the maximum size, and dropped if
-/// the other end is closed or does not read.
-void try_send_text(int socket, const std::string& text) noexcept;
-/// Receives one message; an empty text if the other end is closed or sent too much. False if none
-/// arrived in time.
-bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text);
+inline constexpr std::size_t kMaxTextBytes = 256;
 
-void send_fd(int socket, int fd);
-/// Receives the descriptor of one message; none if the other end is closed, sent anything else, or
-/// nothing arrived in time.
-UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout);
+struct SocketMessage {
+  std::string text;
+  UniqueFd fd;
+};
+/// Sends a text, which is not empty, and a descriptor unless `fd` is -1.
+void send_message(int socket, std::string text, int fd = -1);
+/// Nothing if none arrived in time. An empty text if the other end is closed or sent too much; no
+/// descriptor if it sent none or several.
+std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout);
 
 }  // namespace ringcomm::shm

@@ -8,13 +8,8 @@
 namespace ringcomm::shm {
 namespace {
 
-// A check for signals takes Python's GIL and may wait for another thread. So it is rare, and never
-// happens in waits that end immediately.
+// A check for signals takes Python's GIL: it is rare, and never in waits that end immediately.
 constexpr std::chrono::milliseconds kLookInterval{50};
-
-// How long ranks may take to fetch the memory of a group that another rank's death has ended: as
-// long as they may doubt that rank's record, and some more.
-constexpr std::chrono::milliseconds kFetchGrace{1500};
 
 template <class Word>
 Word load_acquire(const Word& word) {
@@ -65,11 +60,13 @@ RankControl& SegmentLayout::control(std::byte* base, int rank) const {
 }
 
 BoardGeometry SegmentLayout::board(std::byte* base) const {
+  const std::size_t board_bytes = whole_pages(config_.board_bytes);
   return {.world_size = world_size_,
-          .published = &control(base, 0).published,
-          .published_stride_bytes = whole_pages(sizeof(RankControl)),
-          .regions = base + boards_offset_bytes_,
-          .region_bytes = whole_pages(config_.board_bytes)};
+          .cursors = base + boards_offset_bytes_,
+          .cursor_stride_bytes = board_bytes,
+          .regions = base + boards_offset_bytes_ + sizeof(Cursor),
+          .region_stride_bytes = board_bytes,
+          .region_bytes = board_bytes - sizeof(Cursor)};
 }
 
 LinkGeometry SegmentLayout::ring_link(std::byte* base, int rank) const {
@@ -86,7 +83,6 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
       rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
                              ranks.begin())),
       layout_(world_size(), config),
-      host_(host_name()),
       memory_(rendezvous.share_memory(ranks, layout_.num_bytes())) {
   for (const int rank : ranks)
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
@@ -98,9 +94,14 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
     RINGCOMM_STEP("after a rank has joined");
     wait_until_joined(rendezvous);
   } catch (const Error& error) {
+    // Of the others some wait in the memory, and some have yet to fetch it: those find the reason
+    // in this rank's record.
     rendezvous.tell(error);
-    tell_and_wait_for_the_living(error);
-    join();  // if it had no memory: its peers learn of it here, and do not wait for it
+    abort({.kind = error.info().kind,
+           .origin = whole_rank(rank_),
+           .culprit = error.info().rank,
+           .text = error.what()});
+    join();  // if it had no memory: its peers do not wait for it
     throw;
   }
 }
@@ -108,8 +109,9 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
 // The pages that this rank writes, but for those of messages (reserve_p2p()).
 void Group::reserve_own_memory() {
   const BoardGeometry geometry = board();
-  reserve_pages(memory_.data(), static_cast<std::size_t>(geometry.regions - memory_.data()));
-  reserve_pages(geometry.region(rank_, 0), 2 * geometry.region_bytes);
+  reserve_pages(memory_.data(), static_cast<std::size_t>(geometry.cursors - memory_.data()));
+  reserve_pages(reinterpret_cast<std::byte*>(&geometry.cursor(rank_, rank_, 0)),
+                2 * geometry.cursor_stride_bytes);
   reserve_link(ring_link(rank_));
 }
 
@@ -123,9 +125,8 @@ void Group::join() {
   __atomic_store_n(&layout_.has_joined(memory_.data(), rank_), 1U, __ATOMIC_RELEASE);
 }
 
-// A rank that has not joined needs the others: rank 0 offers the memory, and of all of them it may
-// still read the records and watch the processes. So no rank returns, and may end, before all have
-// joined. Afterwards they need the memory alone.
+// A rank that has not joined needs the others' records, processes and rank 0's offer. So no rank
+// returns, and may end, before all have joined.
 void Group::wait_until_joined(Rendezvous& rendezvous) {
   for (Backoff backoff;; backoff.sleep()) {
     const bool is_aborted = state_of(rank_) == Stop::kAborted;
@@ -139,24 +140,6 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
     rendezvous.check_time(peer,
                           "rank " + std::to_string(peer) + " did not fetch the group's memory");
   }
-}
-
-// The others wait in the memory, or are about to fetch it: they find the reason in it.
-void Group::tell_and_wait_for_the_living(const Error& error) {
-  const ErrorKind kind = error.info().kind;
-  abort({.kind = kind,
-         .origin = whole_rank(rank_),
-         .culprit = error.info().rank,
-         .text = error.what()});
-  if (rank_ != 0 || (kind != ErrorKind::kPeerDied && kind != ErrorKind::kSystem)) return;
-  const auto deadline = deadline_after(kFetchGrace);
-  const auto is_to_come = [&] {
-    for (int rank = 1; rank < world_size(); ++rank)
-      if (!has_joined(rank) && !has_died(rank)) return true;
-    return false;
-  };
-  for (Backoff backoff; is_to_come() && std::chrono::steady_clock::now() < deadline;)
-    backoff.sleep();
 }
 
 Group::~Group() {
@@ -191,7 +174,9 @@ void Group::note_call(std::uint64_t seq) {
 }
 
 std::uint64_t Group::num_published(int rank) const {
-  return load_acquire(control(rank).published.value);
+  const BoardGeometry geometry = board();
+  return std::max(load_acquire(geometry.cursor(rank_, rank, 0).value),
+                  load_acquire(geometry.cursor(rank_, rank, 1).value));
 }
 
 int Group::missing_rank() const {

@@ -14,13 +14,12 @@
 #include "transport/shm/fd.h"
 #include "transport/shm/host_arch.h"
 #include "transport/shm/rendezvous.h"
-#include "transport/wait_limits.h"
 
 namespace ringcomm::shm {
 
-/// The sizes of a group's links. All ranks agree on them when the group is made.
+/// The sizes of a group's boards and links. All ranks agree on them when the group is made.
 struct SegmentConfig {
-  /// A region of a board: 1 MiB of data at least, and the header in front of it.
+  /// A region of a board, 1 MiB of data at least, and the cursor in front of it.
   std::size_t board_bytes = (std::size_t{1} << 20) + 4096;
   std::uint32_t ring_num_slots = 2;
   std::size_t ring_slot_bytes = std::size_t{256} << 10;
@@ -39,24 +38,21 @@ struct AbortRecord {
   char text[1024] = {};
 };
 
-/// Words that one rank writes and all others read. In pages of its own, which the rank touches
-/// first, so that they are on its NUMA node.
+/// Words that one rank writes and all others read. In pages of its own, touched first by the rank,
+/// and so on its NUMA node.
 struct RankControl {
-  Cursor published;  ///< of its board
-  Cursor doorbell;   ///< rung by peers: something on a point-to-point link changed
+  Cursor doorbell;  ///< rung by peers: something on a point-to-point link changed
   /// 1 from the destruction of its side of the group on.
   alignas(kLineBytes) std::uint32_t has_left = 0;
   std::uint64_t num_calls = 0;  ///< collectives that it has begun
 };
 
-/// The layout of the memory that a group shares. Every rank computes it from the group's size and
-/// configuration; no address is read from the memory itself.
+/// The layout of the memory that a group shares, which every rank computes:
 ///
 ///   abort record, has_joined of each rank | control of each rank | boards | ring links r -> r + 1
 ///   | point-to-point links of each ordered pair
 ///
-/// A zeroed segment is valid and empty. So no rank initializes it, and unused pages are never
-/// touched.
+/// A zeroed segment is valid and empty: no rank initializes it, and unused pages are never touched.
 class SegmentLayout {
  public:
   SegmentLayout(int world_size, const SegmentConfig& config);
@@ -82,12 +78,11 @@ class SegmentLayout {
   std::size_t num_bytes_;
 };
 
-/// The memory that the ranks of one group share, and the state of their processes. The memory is
-/// freed when the last rank unmaps it or dies.
+/// The memory that the ranks of one group share, and the state of their processes.
 class Group final : public Membership {
  public:
   /// Collective over `ranks`, those of one host, after find_ranks(); throws what Rendezvous does.
-  /// Errors and abort reasons use these numbers of the whole group, which may span several hosts.
+  /// Errors and abort reasons use these numbers, of a group that may span several hosts.
   Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const SegmentConfig& config);
   /// Tells the peers that this rank has left. They keep the memory.
   ~Group() override;
@@ -96,7 +91,7 @@ class Group final : public Membership {
 
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(ranks_.size()); }
-  /// The rank's number in the whole group, which may span several hosts.
+  /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   std::size_t num_bytes() const { return memory_.num_bytes(); }
 
@@ -112,20 +107,15 @@ class Group final : public Membership {
   /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.
   bool is_inherited() const { return generation_ != process_generation(); }
 
-  const PeerProcess& process_of(int rank) const override {
-    return *processes_[static_cast<std::size_t>(rank)];
-  }
-  const std::string& host_of(int) const override { return host_; }
   Stop state_of(int peer) const override;
   std::int64_t num_calls_of(int rank) const override;
   /// This rank begins collective `seq`.
   void note_call(std::uint64_t seq);
-  /// A rank that ended or left before it published as many phases as this rank, so that it cannot
-  /// complete the current collective; -1 if there is none. For collectives on boards only, because
-  /// all ranks publish the same phases.
+  /// A rank that ended or left before it published as many phases as this rank, and so cannot
+  /// complete the current collective (on boards: all ranks publish the same phases); -1 if none.
   int missing_rank() const;
   /// The rank at fault for a wait for `peer` that timed out: `peer`, or one that has published less
-  /// than this rank and `peer`, because `peer` may wait for it.
+  /// than this rank and `peer`.
   int late_rank(int peer) const;
 
   bool is_given_up(bool asks) noexcept override;
@@ -141,15 +131,12 @@ class Group final : public Membership {
   void reserve_own_memory();
   void join();
   void wait_until_joined(Rendezvous& rendezvous);
-  void tell_and_wait_for_the_living(const Error& error);
 
   std::vector<int> ranks_;  // in the whole group
   int rank_;
   SegmentLayout layout_;
-  std::string host_;
   int generation_ = process_generation();
   SharedMemory memory_;
-  PeerProcesses processes_;
 };
 
 /// The limits of the current operation, for the waits of its protocols.
@@ -160,7 +147,7 @@ class WaitScope final : public StopSource {
   explicit WaitScope(const Group& group) : group_(group) {}
 
   /// Starts an operation; `limits` must outlive it. Its time starts at the first wait that does not
-  /// end immediately, so most operations never read a clock.
+  /// end immediately: most operations read no clock.
   void begin(const WaitLimits& limits) {
     limits_ = &limits;
     has_waited_ = false;

@@ -2,45 +2,34 @@
 
 #include <chrono>
 #include <cstddef>
-#include <deque>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "core/errors.h"
 #include "transport/membership.h"
-#include "transport/peer_table.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/fd.h"
 
 namespace ringcomm::shm {
 
-/// This rank of a group, and what it expects of the group.
 struct GroupTerms {
   int rank = 0;
   int world_size = 1;
   /// The options that must be equal on all ranks, in readable form ("algorithm=auto num_slots=2").
   std::string options;
   std::string host_id = {};  ///< the host's identity; empty for host_id()
-  KnownProcesses known = {};
-  std::size_t shared_bytes = 0;  ///< of memory that all ranks share if one host has them; 0: none
-  bool is_one_host = true;       ///< whether another host is an error
+  PeerProcesses known = {};  ///< the ranks' processes, from another group; null or missing: unknown
+  bool shares_memory = true;  ///< whether ranks of one host will; implies that sockets reach them
+  bool is_one_host = true;    ///< whether another host is an error
 };
 
 /// How the ranks of a group find each other, and how the ranks of one host come to share memory.
 ///
 /// Every rank publishes a record in the store, reads the others', and starts watching the processes
-/// on its own machine. The first rank of each host offers the memory that its ranks share at its
-/// bootstrap, and stays until all have fetched it (Group). The store may hold records of an earlier
-/// group, so a record that does not fit is read again for a second before it is accepted. A record
-/// of another host fits if several hosts are allowed, so ranks must not move between hosts over one
-/// store.
-///
-/// Every wait checks at least every 50 ms the processes found so far, the deadline, and signals. A
-/// rank that dies is reported as soon as it is certain that it had not joined; one on another
-/// machine is only seen as missing at the deadline. A rank that fails adds the reason to its
-/// record, for the ranks that see its process end.
+/// on its own machine. The first rank of each host offers the memory that its ranks share. A record
+/// that does not fit may be of an earlier group, and is read again for a second. Every wait checks
+/// at least every 50 ms the processes found so far, the deadline, and signals.
 class Rendezvous {
  public:
   /// `store` must outlive this object.
@@ -50,19 +39,17 @@ class Rendezvous {
   Rendezvous(const Rendezvous&) = delete;
   Rendezvous& operator=(const Rendezvous&) = delete;
 
-  /// Collective, first. Throws Error: kTimeout naming a rank that does not appear, kPeerDied naming
-  /// one that ended, kInterrupted, kMismatch naming both sides' options, kSystem for a rank on
-  /// another host where that is an error.
+  /// Collective, first. Throws Error: kTimeout for a rank that does not appear, kPeerDied for one
+  /// that ended, kInterrupted, kMismatch for other options, kSystem for a host that may not be.
   PeerTable find_ranks();
   /// Collective over the ranks of a host (`ranks`, ascending), after find_ranks(): maps the memory
-  /// of the first of them. Throws the same, and kSystem if the memory cannot be mapped.
+  /// of the first of them. Throws the same.
   SharedMemory share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
-  /// Waits for the value that `peer` sets at `key`; every rank sets one when it joins. Throws like
-  /// find_ranks().
+  /// Waits for the value that `peer` sets at `key` when it joins. Throws like find_ranks().
   std::string wait_for(const std::string& key, int peer);
 
-  /// One check while this rank polls for something that exists only after all ranks have joined.
-  /// Throws Error: kPeerDied if any rank has ended, and like check_time().
+  /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
+  /// check_time().
   void look(int peer, const std::string& what);
   /// Throws Error: kPeerDied for a rank of another host than this one's, kInterrupted, or kTimeout
   /// that blames a stopped rank, or else `peer`, for `what` once time is up.
@@ -88,11 +75,9 @@ class Rendezvous {
     std::optional<Clock::time_point> doubted_since = {};  // when one was first seen that was not
   };
 
-  template <class Action>
-  auto tell_if_it_fails(const Action& action);
-  void offer_memory(std::size_t num_ranks, std::size_t num_bytes);
-  SharedMemory fetch_memory(const std::vector<int>& ranks, std::size_t num_bytes);
+  SharedMemory fetch_memory(int leader, std::size_t num_bytes);
 
+  Peer& peer_of(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& peer_of(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   const PeerProcess& process_of(int rank) const {
     return *processes_[static_cast<std::size_t>(rank)];
@@ -104,11 +89,8 @@ class Rendezvous {
   bool is_replaced();
   bool has_died(int peer);
   int dead_rank();
-  void look_while_missing(std::deque<int>& missing);
 
-  ErrorInfo info_of(int peer, ErrorKind kind) const;
-  std::string name_of(int peer) const;
-  std::string prefix() const;
+  [[noreturn]] void fail(ErrorKind kind, int peer, const std::string& text) const;
 
   KeyValueStore& store_;
   GroupTerms terms_;
@@ -119,8 +101,6 @@ class Rendezvous {
   std::vector<Peer> peers_;  // by rank
   PeerProcesses processes_;
   std::vector<int> sharing_;  // the ranks of this host, from share_memory() on
-  SharedMemory memory_;       // that this rank offers
-  std::string offer_key_;
 };
 
 }  // namespace ringcomm::shm

@@ -5,7 +5,8 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "core/errors.h"
@@ -16,24 +17,20 @@ namespace {
 
 constexpr std::size_t kLeastAlignment = 64;
 constexpr std::size_t kMinRegionBytes = std::size_t{64} << 20;
-// Free memory that is kept even if it is not used. More is kept for as long as it is used again and
-// again: a buffer of 100 MiB in every step would cost 0.4 s of page faults and returns per step.
+// Free memory beyond this returns to the system if it was free during a whole interval; what is
+// used in every step would cost page faults (docs/experiments.md, "the shared arena").
 constexpr std::size_t kMinKeptBytes = std::size_t{64} << 20;
-// Memory that was free during a whole interval returns to the system.
 constexpr std::chrono::seconds kTidyInterval{10};
-// At most this much in one go, so that allocations and the bootstrap's other work wait 20 ms.
+// At most this much in one go, so that allocations wait 20 ms.
 constexpr std::size_t kReturnBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kReturnPause{1};
-constexpr std::chrono::milliseconds kNever{-1};
-constexpr std::size_t kRegionEnd = std::numeric_limits<std::size_t>::max();
 
 [[noreturn]] void throw_out_of_memory(std::size_t num_bytes, const std::string& why) {
   throw OutOfMemory("can't allocate shared memory: you tried to allocate " +
                     std::to_string(num_bytes) + " bytes; " + why);
 }
 
-// A memfd may be larger than the machine's memory, and filling it kills the process. So sizes that
-// can never fit are refused, as by the system's allocator.
+// A memfd may be larger than the machine's memory, and filling it kills the process.
 void check_fits_machine(std::size_t num_bytes) {
   struct sysinfo info{};
   if (::sysinfo(&info) != 0) return;
@@ -47,66 +44,44 @@ void check_fits_machine(std::size_t num_bytes) {
                         "the limit is " + std::to_string(limit->value) + " (" + limit->file + ")");
 }
 
-struct PeerMemories {
-  std::mutex mutex;
-  std::map<std::string, std::weak_ptr<PeerMemory>> all;  // by the bootstrap's address
-};
-constinit PerProcess<PeerMemories> peer_memories;
-
-// A location comes from the peer, so it is checked.
-void check_inside(const ArenaLocation& location, std::size_t num_bytes, std::size_t region_bytes) {
-  if (location.offset_bytes > region_bytes || num_bytes > region_bytes - location.offset_bytes)
-    throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: a peer's buffer is not inside the memory that it shares");
-}
-
 }  // namespace
 
 std::optional<std::size_t> BlockList::allocate(std::size_t num_bytes, std::size_t alignment_bytes) {
   const auto aligned = [&](std::size_t offset) {
     return (offset + alignment_bytes - 1) & ~(alignment_bytes - 1);
   };
-  auto fit = free_.end();
-  for (auto range = free_.begin(); range != free_.end(); ++range) {
-    const auto [begin, range_bytes] = *range;
-    if (range_bytes < aligned(begin) - begin + num_bytes) continue;
-    if (fit == free_.end() || range_bytes < fit->second) fit = range;
+  auto fit = blocks_.end();
+  for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
+    const auto& [begin, found] = *block;
+    if (found.state != State::kFree || found.num_bytes < aligned(begin) - begin + num_bytes)
+      continue;
+    if (fit == blocks_.end() || found.num_bytes < fit->second.num_bytes) fit = block;
   }
-  if (fit == free_.end()) return std::nullopt;
-  const std::size_t offset = aligned(fit->first);
-  const std::size_t end = fit->first + fit->second;
-  if (offset > fit->first)
-    fit->second = offset - fit->first;
-  else
-    free_.erase(fit);
-  if (end > offset + num_bytes) free_.emplace(offset + num_bytes, end - offset - num_bytes);
-  used_.emplace(offset, num_bytes);
+  if (fit == blocks_.end()) return std::nullopt;
+  const std::size_t begin = fit->first, offset = aligned(begin);
+  const std::size_t end = begin + fit->second.num_bytes;
+  if (offset > begin) fit->second.num_bytes = offset - begin;
+  if (end > offset + num_bytes) blocks_[offset + num_bytes] = {end - offset - num_bytes};
+  blocks_[offset] = {num_bytes, State::kUsed};
   return offset;
 }
 
 std::size_t BlockList::deallocate(std::size_t offset) {
-  const auto block = used_.find(offset);
-  const std::size_t num_bytes = block->second;
-  if (num_bytes == 0) return 0;
-  used_.erase(block);
-  auto range = free_.emplace(offset, num_bytes).first;
-  if (const auto next = std::next(range);
-      next != free_.end() && next->first == offset + num_bytes) {
-    range->second += next->second;
-    free_.erase(next);
-  }
-  if (range == free_.begin()) return num_bytes;
-  if (const auto previous = std::prev(range); previous->first + previous->second == offset) {
-    previous->second += range->second;
-    free_.erase(range);
-  }
+  auto block = blocks_.find(offset);
+  if (block->second.state == State::kRetired) return 0;
+  const std::size_t num_bytes = block->second.num_bytes;
+  block->second.state = State::kFree;
+  const auto is_free = [](auto one) { return one->second.state == State::kFree; };
+  if (block != blocks_.begin() && is_free(std::prev(block))) --block;
+  for (auto next = std::next(block); next != blocks_.end() && is_free(next);
+       next = blocks_.erase(next))
+    block->second.num_bytes += next->second.num_bytes;
   return num_bytes;
 }
 
 void BlockList::retire(std::size_t offset) {
-  const auto next = used_.upper_bound(offset);
-  if (next == used_.begin()) return;
-  if (const auto block = std::prev(next); offset - block->first < block->second) block->second = 0;
+  Block& block = std::prev(blocks_.upper_bound(offset))->second;
+  if (block.state == State::kUsed) block.state = State::kRetired;
 }
 
 constinit PerProcess<SharedArena> SharedArena::arenas_;
@@ -139,9 +114,10 @@ void* SharedArena::allocate(std::size_t num_bytes) {
     region->blocks.deallocate(*offset);
     throw_out_of_memory(num_bytes, error.what());
   }
-  allocated_bytes_ += block_bytes;
-  kept_bytes_ -= std::min(kept_bytes_, block_bytes);
-  least_kept_bytes_ = std::min(least_kept_bytes_, kept_bytes_);
+  ++usage_.num_blocks;
+  usage_.allocated_bytes += block_bytes;
+  usage_.kept_bytes -= std::min(usage_.kept_bytes, block_bytes);
+  least_kept_bytes_ = std::min(least_kept_bytes_, usage_.kept_bytes);
   return block;
 }
 
@@ -151,11 +127,23 @@ void SharedArena::deallocate(void* block) {
   const std::lock_guard lock(mutex_);
   const std::size_t block_bytes =
       regions_[location.region_id - 1]->blocks.deallocate(location.offset_bytes);
-  allocated_bytes_ -= block_bytes;
-  kept_bytes_ += block_bytes;
-  if (interval_end_ || kept_bytes_ <= kMinKeptBytes) return;
-  begin_interval(Clock::now());
-  Bootstrap::instance().call_while_idle([] { return SharedArena::instance().tidy(Clock::now()); });
+  if (block_bytes == 0) return;  // retired
+  --usage_.num_blocks;
+  usage_.allocated_bytes -= block_bytes;
+  usage_.kept_bytes += block_bytes;
+  if (interval_end_ || usage_.kept_bytes <= kMinKeptBytes) return;
+  try {
+    if (!tidier_)
+      tidier_.emplace("ringcomm-tidy", WatchThread::Pace{.interval = kTidyInterval, .num_looks = 1},
+                      [this] {
+                        if (tidy(Clock::now())) tidier_->wake();
+                        return true;
+                      });
+    begin_interval(Clock::now());
+    tidier_->wake();
+  } catch (const std::system_error&) {
+    // No thread can start: the pages stay, until a later call starts one.
+  }
 }
 
 ArenaLocation SharedArena::locate(const void* data, std::size_t num_bytes) const {
@@ -180,85 +168,61 @@ void SharedArena::retire(const ArenaLocation& location) {
   regions_[location.region_id - 1]->blocks.retire(location.offset_bytes);
 }
 
-SharedArena::Usage SharedArena::usage() const {
-  const std::lock_guard lock(mutex_);
-  Usage usage{.allocated_bytes = allocated_bytes_,
-              .kept_bytes = kept_bytes_,
-              .num_regions = regions().size(),
-              .mapped_bytes = mapped_bytes_};
-  for (const auto& region : regions()) usage.num_blocks += region->blocks.num_blocks();
-  return usage;
-}
-
 SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
   const std::size_t idx = regions().size();
   const std::size_t region_bytes =
-      std::max({kMinRegionBytes, mapped_bytes_, whole_pages(num_bytes)});
+      std::max({kMinRegionBytes, usage_.mapped_bytes, whole_pages(num_bytes)});
   if (idx == kMaxRegions) throw_out_of_memory(num_bytes, "the address space is full");
   try {
     UniqueFd fd = create_memfd(region_bytes, "ringcomm-shared");
-    regions_[idx] = std::make_unique<Region>(SharedMemory(fd.get(), region_bytes));
+    regions_[idx].reset(new Region{SharedMemory(fd.get(), region_bytes)});
     Bootstrap::instance().offer(key_of(idx + 1), std::move(fd));
   } catch (const Error& error) {
     throw_out_of_memory(num_bytes, error.what());
   }
-  mapped_bytes_ += region_bytes;
+  usage_.mapped_bytes += region_bytes;
+  usage_.num_regions = idx + 1;
   num_regions_.store(idx + 1, std::memory_order_release);
   return *regions_[idx];
 }
 
 void SharedArena::begin_interval(Clock::time_point now) {
   interval_end_ = now + kTidyInterval;
-  least_kept_bytes_ = kept_bytes_;
+  least_kept_bytes_ = usage_.kept_bytes;
 }
 
-std::chrono::milliseconds SharedArena::tidy(Clock::time_point now) {
-  const std::lock_guard lock(mutex_);
-  if (return_region_ > 0 && return_pages()) return kReturnPause;
-  if (!interval_end_) return kNever;
-  if (now < *interval_end_)
-    return std::chrono::ceil<std::chrono::milliseconds>(*interval_end_ - now);
+bool SharedArena::tidy(Clock::time_point now) {
+  std::unique_lock lock(mutex_);
+  if (!interval_end_ || now < *interval_end_) return interval_end_.has_value();
+  if (least_kept_bytes_ > kMinKeptBytes) return_pages(lock);
   interval_end_.reset();
-  if (least_kept_bytes_ > kMinKeptBytes) {
-    return_region_ = regions().size();
-    return_end_ = kRegionEnd;
-    kept_bytes_ = 0;
-    return kReturnPause;
-  }
-  if (kept_bytes_ <= kMinKeptBytes) return kNever;
-  begin_interval(now);
-  return kTidyInterval;
+  if (usage_.kept_bytes > kMinKeptBytes) begin_interval(now);
+  return interval_end_.has_value();
 }
 
-// Returns the last free pages before return_end_ of return_region_; false if there are none.
-bool SharedArena::return_pages() {
-  for (; return_region_ > 0; --return_region_, return_end_ = kRegionEnd) {
-    const Region& region = *regions_[return_region_ - 1];
-    const auto& ranges = region.blocks.free_ranges();
-    for (auto next = ranges.lower_bound(return_end_); next != ranges.begin();) {
-      const auto [begin, num_bytes] = *--next;
+// Returns all free pages, those at the end of a region first.
+void SharedArena::return_pages(std::unique_lock<std::mutex>& lock) {
+  usage_.kept_bytes = 0;
+  for (const auto& region : regions()) {
+    const auto& blocks = region->blocks.blocks();
+    std::size_t returned_from = region->memory.num_bytes();
+    for (auto next = blocks.end(); next != blocks.begin();
+         next = blocks.lower_bound(returned_from)) {
+      const auto& [begin, block] = *std::prev(next);
       const std::size_t end =
-          std::min(begin + num_bytes, return_end_) / page_bytes() * page_bytes();
+          std::min(begin + block.num_bytes, returned_from) / page_bytes() * page_bytes();
       const std::size_t first_page =
           std::max(whole_pages(begin), end - std::min(end, kReturnBytes));
-      return_end_ = first_page;
-      if (end <= first_page) continue;
+      const bool has_pages = block.state == BlockList::State::kFree && end > first_page;
+      returned_from = has_pages ? first_page : begin;
+      if (!has_pages) continue;
       // A failure only leaves unused memory allocated.
-      ::madvise(region.memory.data() + first_page, end - first_page, MADV_REMOVE);
-      return true;
+      ::madvise(region->memory.data() + first_page, end - first_page, MADV_REMOVE);
+      lock.unlock();
+      std::this_thread::sleep_for(kReturnPause);
+      lock.lock();
     }
   }
-  return false;
-}
-
-std::shared_ptr<PeerMemory> PeerMemory::of(const std::string& bootstrap_address) {
-  PeerMemories& registry = peer_memories.get();
-  const std::lock_guard lock(registry.mutex);
-  std::erase_if(registry.all, [](const auto& item) { return item.second.expired(); });
-  std::weak_ptr<PeerMemory>& known = registry.all[bootstrap_address];
-  std::shared_ptr<PeerMemory> memory = known.lock();
-  if (memory == nullptr) known = memory = std::make_shared<PeerMemory>(bootstrap_address);
-  return memory;
 }
 
 std::byte* PeerMemory::find(const ArenaLocation& location, std::size_t num_bytes,
@@ -269,13 +233,15 @@ std::byte* PeerMemory::find(const ArenaLocation& location, std::size_t num_bytes
     const UniqueFd fd = Bootstrap::instance().fetch(
         bootstrap_address_, SharedArena::key_of(location.region_id), patience);
     if (!fd) return nullptr;
-    check_sealed(fd.get());
-    const std::size_t num_bytes_there = size_of_memfd(fd.get());
-    check_inside(location, num_bytes, num_bytes_there);
-    region = regions_.emplace(location.region_id, SharedMemory(fd.get(), num_bytes_there)).first;
+    region = regions_.emplace(location.region_id, SharedMemory::of_peer(fd.get())).first;
   }
-  check_inside(location, num_bytes, region->second.num_bytes());
-  return region->second.data() + location.offset_bytes;
+  const SharedMemory& memory = region->second;
+  // A location comes from the peer, so it is checked.
+  if (location.offset_bytes > memory.num_bytes() ||
+      num_bytes > memory.num_bytes() - location.offset_bytes)
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: a peer's buffer is not inside the memory that it shares");
+  return memory.data() + location.offset_bytes;
 }
 
 }  // namespace ringcomm::shm

@@ -201,7 +201,9 @@ class ShardedUnit:
             options = AllgatherOptions()
             options.asyncOp = False
             by_rank = [[pieces[rank] for pieces in outputs] for rank in range(world_size)]
-            self._group.allgather_coalesced(by_rank, inputs, options).wait()
+            work = self._group.allgather_coalesced(by_rank, inputs, options)
+            if work is not None:  # backends need none for a call that is over
+                work.wait()
 
 
 def _split(row: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:

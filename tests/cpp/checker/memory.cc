@@ -229,14 +229,22 @@ bool Memory::owns_link(const Owner& owner, int rank, std::uint64_t slot_idx) con
 }
 
 bool Memory::owns_region(const Owner& owner, int rank, std::uint64_t parity) const {
-  const int first_word = owner.tail_word_idx + (owner.has_copies ? 2 * num_ranks_ * rank : 0);
-  const std::uint64_t mine = seen_by(rank, first_word + 2 * rank);
-  if (rank != owner.writer) {  // in phase mine - 1, reading
-    return mine > 0 && (mine - 1) % 2 == parity && peek(first_word + 2 * owner.writer) >= mine;
-  }
+  // With copies, the reader's own cursors in rank order; else two of each rank. A cursor is two
+  // words.
+  const auto word_of = [&](int of, int idx) {
+    const int cursor_idx = owner.has_copies ? num_ranks_ * rank + of : 2 * of + idx;
+    return owner.tail_word_idx + 2 * cursor_idx;
+  };
+  const std::uint64_t mine =
+      std::max(seen_by(rank, word_of(rank, 0)), seen_by(rank, word_of(rank, 1)));
+  const auto has_published = [&](int peer) {
+    return std::max(peek(word_of(peer, 0)), peek(word_of(peer, 1))) >= mine;
+  };
+  if (rank != owner.writer)  // in phase mine - 1, reading
+    return mine > 0 && (mine - 1) % 2 == parity && has_published(owner.writer);
   if (mine % 2 != parity) return false;
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer != rank && peek(first_word + 2 * peer) < mine) return false;
+    if (peer != rank && !has_published(peer)) return false;
   }
   return true;
 }

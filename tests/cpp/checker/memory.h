@@ -78,8 +78,8 @@ class Memory {
   /// head.
   void own_as_link(std::byte* slots, int num_slots, int slot_blocks, const Cursor& tail,
                    const Cursor& head, int sender, int receiver);
-  /// All ranks read the two regions of `writer` at `regions`, according to the cursors (one per
-  /// rank). With copies, each reader has its own cursors, in rank order.
+  /// All ranks read the two regions of `writer` at `regions`, according to the cursors: two per
+  /// rank or, with copies, one per rank for each reader.
   void own_as_board(std::byte* regions, int region_blocks, const Cursor* published, int writer,
                     bool has_copies);
   void poke(const std::byte* block, std::uint64_t value) {
@@ -124,7 +124,7 @@ class Memory {
     bool is_link;
     int writer, reader;  // reader: links only
     int tail_word_idx,
-        head_word_idx;  // boards: tail is the cursor of rank 0, one cursor every two words
+        head_word_idx;  // boards: tail is the first cursor
     std::uint64_t num_slots;
     bool has_copies = false;
   };

@@ -31,8 +31,8 @@ ANNOUNCE = "    arch.add_seq_cst(cursor.sleepers, 1);\n"
 LOOK_AGAIN = "    const std::uint64_t seen = arch.load_seq_cst(cursor.value);\n"
 RECEIVED = "from.wait(received); stop != Stop::kNone) return stop;\n"
 OPEN_WAIT = "region = geometry_.region(rank_, phase_);\n    return wait_all();"
-OPEN_ALL = "cursor(rank_, peer); }, phase_);"
-WAIT_WAIT = "wait_at_least(arch_, geometry_.cursor(rank_, peer), phase_, peer)"
+OPEN_ALL = "cursor_of(peer); }, phase_);"
+WAIT_WAIT = "wait_at_least(arch_, cursor_of(peer), phase_, peer)"
 REJOIN = "publish();\n    return wait_all();"
 
 MUTANTS = (
@@ -152,8 +152,8 @@ MUTANTS = (
         "board_open_phase_early",
         "board_protocol.h",
         OPEN_ALL,
-        OPEN_ALL.replace("phase_)", "phase_ - (phase_ > 0))"),
-        (Run("board3_first", "unowned"), Run("board3_first", "race", (NO_OWNER,))),
+        OPEN_ALL.replace("phase_)", "phase_ - 2 * (phase_ > 1))"),  # a cursor counts in twos
+        (Run("board3_first", "unowned"), Run("board3_first", "wrong_data", (NO_OWNER,))),
     ),
     # With two ranks there is only one to ask.
     Mutant(
@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant(
         "copies_own_asked",
         "board_protocol.h",
-        "Cursor& { return geometry_.cursor(rank_, peer); }",
-        "Cursor& { return geometry_.cursor(rank_, rank_); }",
+        "Cursor& { return cursor_of(peer); }",
+        "Cursor& { return cursor_of(rank_); }",
         (Run("board3_copies", "unowned"), Run("board3_copies", "wrong_data", (NO_OWNER,))),
     ),
     Mutant(
@@ -220,6 +220,14 @@ MUTANTS = (
         "wake_sleepers(arch, cursor_of(reader));",
         "(void)reader;",
         (Run("board2_copies", "deadlock"),),
+    ),
+    # Looks where the peer publishes the next phase.
+    Mutant(
+        "board_wrong_cursor",
+        "board_protocol.h",
+        "geometry_.cursor(rank_, peer, phase_ - 1)",
+        "geometry_.cursor(rank_, peer, phase_)",
+        (Run("board2", "deadlock"), Run("lend2", "deadlock")),
     ),
     Mutant(
         "board_wrong_region",

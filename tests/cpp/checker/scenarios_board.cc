@@ -10,7 +10,9 @@ namespace {
 /// Boards of which each rank has cursors of its own, as a GPU's.
 struct CopiesGeometry : BoardGeometry {
   static constexpr bool kHasCopies = true;
-  Cursor& cursor(int reader, int writer) const { return published[reader * world_size + writer]; }
+  Cursor& cursor(int reader, int writer, std::uint64_t) const {
+    return reinterpret_cast<Cursor*>(cursors)[reader * world_size + writer];
+  }
 };
 
 /// Phases of boards: the ranks that write in each; all others read.
@@ -49,13 +51,18 @@ struct Phases {
 
   void lay_out(Memory& memory) {
     std::vector<std::string> names;
-    for (int reader = 0; reader < (has_copies ? num_ranks : 1); ++reader)
-      for (int rank = 0; rank < num_ranks; ++rank)
-        names.push_back("published " + std::to_string(rank) +
-                        (has_copies ? " to " + std::to_string(reader) : ""));
+    // By reader and writer, or by writer and the phase's parity.
+    for (int i = 0; i < num_ranks; ++i)
+      for (int j = 0; j < (has_copies ? num_ranks : 2); ++j)
+        names.push_back(has_copies
+                            ? "published " + std::to_string(j) + " to " + std::to_string(i)
+                            : "published " + std::to_string(i) + (j == 0 ? ", even" : ", odd"));
     Cursor* published = memory.add_cursors(static_cast<int>(names.size()), names);
-    std::byte* regions = memory.add_shared(2 * num_ranks * region_blocks, "regions");
-    geometry = {{num_ranks, published, sizeof(Cursor), regions, region_bytes()}};
+    geometry = {{.world_size = num_ranks,
+                 .cursors = reinterpret_cast<std::byte*>(published),
+                 .regions = memory.add_shared(2 * num_ranks * region_blocks, "regions"),
+                 .region_stride_bytes = region_bytes(),
+                 .region_bytes = region_bytes()}};
     inputs.clear();
     outputs.clear();
     for (int rank = 0; rank < num_ranks; ++rank) {

@@ -75,11 +75,11 @@ Stop ring_slice(CheckerArch& arch, SendLink<CheckerArch>& to, RecvLink<CheckerAr
   if (const Stop stop = send(arch, to, data, num_bytes); stop != Stop::kNone) return stop;
   for (int step = 0; step < last; ++step) {
     data = part(schedule.reduce_scatter_recv_chunk(step), num_bytes);
-    const Stop stop = recv_reduce_send(from, to, data, num_bytes, combine);
+    const Stop stop = recv_reduce_send(from, to, nullptr, data, num_bytes, combine);
     if (stop != Stop::kNone) return stop;
   }
   data = part(schedule.reduce_scatter_recv_chunk(last), num_bytes);
-  if (const Stop stop = recv_reduce_copy_send(from, to, data, data, num_bytes, combine);
+  if (const Stop stop = recv_reduce_send(from, to, data, data, num_bytes, combine);
       stop != Stop::kNone) {
     return stop;
   }
@@ -105,55 +105,9 @@ Stop ring_all_reduce(CheckerArch& arch, const Ring& ring, int rank) {
   return Stop::kNone;
 }
 
-/// A reduce-scatter alone, to reach recv_reduce_copy(): each rank ends with its own chunk.
-Stop ring_reduce_scatter(CheckerArch& arch, const Ring& ring, int rank) {
-  const RingSchedule schedule(rank, ring.num_ranks);
-  SendLink<CheckerArch> to(arch, ring.links[rank], schedule.next());
-  RecvLink<CheckerArch> from(arch, ring.links[schedule.previous()], schedule.previous());
-  const ChunkLayout layout(ring.num_elems, ring.num_ranks);
-  const auto combine = [&](std::byte* out, std::byte* also, const std::byte* received,
-                           const std::byte* local, std::size_t num_bytes) {
-    arch.combine(out, also, received, local, num_bytes);
-  };
-  const std::size_t count = num_slices(layout.max_chunk_elems(), ring.slot_elems);
-  for (std::size_t slice_idx = 0; slice_idx < count; ++slice_idx) {
-    const auto part = [&](int chunk_idx) {
-      return slice_of(layout.chunk(chunk_idx), slice_idx, ring.slot_elems);
-    };
-    arch.checkpoint(100 * slice_idx);
-    ElemRange range = part(schedule.reduce_scatter_send_chunk(0));
-    std::byte* data = ring.buffers[rank] + range.begin_elems * kBlockBytes;
-    if (const Stop stop = send(arch, to, data, range.num_elems * kBlockBytes); stop != Stop::kNone)
-      return stop;
-    for (int step = 0; step < schedule.num_steps(); ++step) {
-      arch.checkpoint(100 * slice_idx + static_cast<std::uint64_t>(step) + 1);
-      range = part(schedule.reduce_scatter_recv_chunk(step));
-      data = ring.buffers[rank] + range.begin_elems * kBlockBytes;
-      const std::size_t num_bytes = range.num_elems * kBlockBytes;
-      const Stop stop = step + 1 < schedule.num_steps()
-                            ? recv_reduce_send(from, to, data, num_bytes, combine)
-                            : recv_reduce_copy(from, data, data, num_bytes, combine);
-      if (stop != Stop::kNone) return stop;
-    }
-  }
-  return Stop::kNone;
-}
-
-std::string check_own_chunk(const Ring& ring, const Memory& memory, int rank) {
-  const ElemRange own = ChunkLayout(ring.num_elems, ring.num_ranks).chunk(rank);
-  for (std::size_t i = own.begin_elems; i < own.end_elems(); ++i) {
-    std::uint64_t sum = 0;
-    for (int other = 0; other < ring.num_ranks; ++other) sum += input_of(other, i);
-    const std::string fault = compare(memory, ring.buffers[rank] + i * kBlockBytes, sum);
-    if (!fault.empty()) return fault;
-  }
-  return {};
-}
-
 struct Kind {
   bool has_death = false;
   bool steps_on_payload = true;
-  bool is_reduce_scatter = false;
   Extent extent = {};
 };
 
@@ -162,9 +116,9 @@ Scenario ring(std::string name, Ring parameters, Kind kind) {
   const ChunkLayout layout(shape->num_elems, shape->num_ranks);
   Scenario scenario;
   scenario.name = std::move(name);
-  scenario.text = (kind.is_reduce_scatter ? "ring reduce-scatter, " : "ring all-reduce, ") +
-                  std::to_string(shape->num_ranks) + " ranks, " + std::to_string(shape->num_slots) +
-                  " slots, " + std::to_string(shape->num_elems) + " elements in " +
+  scenario.text = "ring all-reduce, " + std::to_string(shape->num_ranks) + " ranks, " +
+                  std::to_string(shape->num_slots) + " slots, " + std::to_string(shape->num_elems) +
+                  " elements in " +
                   std::to_string(num_slices(layout.max_chunk_elems(), shape->slot_elems)) +
                   " slices";
   scenario.num_ranks = shape->num_ranks;
@@ -172,19 +126,10 @@ Scenario ring(std::string name, Ring parameters, Kind kind) {
   scenario.has_death = kind.has_death;
   scenario.steps_on_payload = kind.steps_on_payload;
   scenario.setup = [shape](Memory& memory) { shape->lay_out(memory); };
-  if (kind.is_reduce_scatter) {
-    scenario.body = [shape](CheckerArch& arch, int rank) {
-      return ring_reduce_scatter(arch, *shape, rank);
-    };
-    scenario.check = [shape](const Memory& memory, int rank) {
-      return check_own_chunk(*shape, memory, rank);
-    };
-  } else {
-    scenario.body = [shape](CheckerArch& arch, int rank) {
-      return ring_all_reduce(arch, *shape, rank);
-    };
-    scenario.check = [shape](const Memory& memory, int rank) { return shape->check(memory, rank); };
-  }
+  scenario.body = [shape](CheckerArch& arch, int rank) {
+    return ring_all_reduce(arch, *shape, rank);
+  };
+  scenario.check = [shape](const Memory& memory, int rank) { return shape->check(memory, rank); };
   return scenario;
 }
 
@@ -197,11 +142,10 @@ std::vector<Scenario> ring_scenarios() {
       ring("ring2", {2, 2, 6, 1, {}, {}}, {}),
       ring("ring2_uneven", {2, 2, 3, 1, {}, {}}, {}),
       ring("ring2_death", {2, 2, 6, 1, {}, {}}, {.has_death = true}),
-      ring("ring2_reduce_scatter", {2, 2, 6, 1, {}, {}}, {.is_reduce_scatter = true}),
       ring("ring3", {3, 2, 3, 1, {}, {}}, {.steps_on_payload = false}),
       ring("ring4", {4, 2, 4, 1, {}, {}}, {.steps_on_payload = false, .extent = two_preemptions}),
-      ring("ring3_reduce_scatter_death", {3, 2, 3, 1, {}, {}},
-           {.has_death = true, .steps_on_payload = false, .is_reduce_scatter = true}),
+      ring("ring3_death", {3, 2, 3, 1, {}, {}},
+           {.has_death = true, .steps_on_payload = false, .extent = two_preemptions}),
       ring("ring4_walks", {4, 2, 8, 1, {}, {}}, {.has_death = true, .extent = walks}),
   };
 }

@@ -1,29 +1,25 @@
-#include "emulator/torch/memory.h"
-
+// Memory of tensors, and its copies.
 #include <c10/core/Event.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <string_view>
 #include <vector>
+
+#include "emulator/torch/device.h"
 
 namespace ringcomm::emulator {
 namespace {
 
-using cuda::check;
-using cuda::ContextGuard;
-using cuda::driver;
-
+constexpr unsigned char kPoison = 0xFF;
 constexpr std::size_t kMinBlockBytes = 512;
 
 struct Block {
-  cuda::DevicePtr address = 0;
+  void* data = nullptr;
   std::size_t capacity = 0;
   std::size_t num_bytes = 0;  // as asked for
   c10::Stream owner;
@@ -31,16 +27,6 @@ struct Block {
   bool is_captured = false;                    // a graph may use it at any time
   std::optional<c10::Event> released_by = {};  // for a freed block that is still in use
 };
-
-void* pointer_to(cuda::DevicePtr address) { return reinterpret_cast<void*>(address); }
-
-bool poisons() {
-  static const bool does = [] {
-    const char* text = std::getenv("RINGCOMM_EMULATOR_POISON");
-    return text == nullptr || std::string_view(text) != "0";
-  }();
-  return does;
-}
 
 /// Blocks are never returned to the driver, so a device keeps its maximum usage.
 class Heap {
@@ -56,34 +42,40 @@ class Heap {
   Block* take(std::size_t num_bytes, c10::Stream owner) {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    collect();
+    std::erase_if(pending_, [this](Block* freed) {
+      if (!freed->released_by->query()) return false;
+      freed->released_by.reset();
+      free_[freed->capacity].push_back(freed);
+      return true;
+    });
     const std::size_t capacity = std::bit_ceil(std::max(num_bytes, kMinBlockBytes));
     std::vector<Block*>& reusable = free_[capacity];
-    Block* block = nullptr;
-    if (!reusable.empty()) {
-      block = reusable.back();
-      reusable.pop_back();
-      block->owner = owner;
-    } else {
-      block = make(capacity, owner);
-    }
+    if (reusable.empty()) reusable.push_back(make(capacity, owner));
+    Block* block = reusable.back();
+    reusable.pop_back();
+    block->owner = owner;
     block->num_bytes = num_bytes;
     block->is_captured = is_capturing(owner);
-    allocated_bytes_ += num_bytes;
+    allocated_bytes += num_bytes;
     return block;
   }
 
   void give_back(Block* block) {
     const cuda::RelaxedCapture relaxed;
     const std::lock_guard lock(mutex_);
-    allocated_bytes_ -= block->num_bytes;
+    allocated_bytes -= block->num_bytes;
     block->users.push_back(block->owner);
     if (block->is_captured || std::ranges::any_of(block->users, is_capturing)) return;
     if (std::ranges::all_of(block->users, is_idle)) {
-      if (poisons()) std::memset(pointer_to(block->address), kPoison, block->capacity);
+      std::memset(block->data, kPoison, block->capacity);
       free_[block->capacity].push_back(block);
     } else {
-      release_in_order(block);
+      // On its own stream, so that no other stream waits.
+      const c10::Stream reclaim = reclaim_stream(block->owner.device_index());
+      for (const c10::Stream stream : block->users) wait_for_stream(reclaim, stream);
+      fill_bytes(block->data, kPoison, block->capacity, reclaim);
+      block->released_by.emplace(kEmulatedGpu).record(reclaim);
+      pending_.push_back(block);
     }
     block->users.clear();
   }
@@ -94,42 +86,20 @@ class Heap {
       block->users.push_back(stream);
   }
 
-  std::size_t allocated_bytes() {
-    const std::lock_guard lock(mutex_);
-    return allocated_bytes_;
-  }
+  std::atomic<std::size_t> allocated_bytes = 0;
 
  private:
   static Block* make(std::size_t capacity, c10::Stream owner) {
     const ContextGuard context(owner.device_index());
-    auto* block = new Block{.capacity = capacity, .owner = owner};
-    check(driver().mem_alloc(&block->address, capacity), "allocate memory for a tensor");
-    if (poisons()) std::memset(pointer_to(block->address), kPoison, capacity);
-    return block;
-  }
-
-  /// On its own stream, so that no other stream waits.
-  void release_in_order(Block* block) {
-    const c10::Stream reclaim = reclaim_stream(block->owner.device_index());
-    for (const c10::Stream stream : block->users) wait_for_stream(reclaim, stream);
-    if (poisons()) fill_bytes(pointer_to(block->address), kPoison, block->capacity, reclaim);
-    block->released_by.emplace(kEmulatedGpu).record(reclaim);
-    pending_.push_back(block);
-  }
-
-  void collect() {
-    std::erase_if(pending_, [this](Block* block) {
-      if (!block->released_by->query()) return false;
-      block->released_by.reset();
-      free_[block->capacity].push_back(block);
-      return true;
-    });
+    cuda::DevicePtr address = 0;
+    check(driver().mem_alloc(&address, capacity), "allocate memory for a tensor");
+    void* data = std::memset(reinterpret_cast<void*>(address), kPoison, capacity);
+    return new Block{.data = data, .capacity = capacity, .owner = owner};
   }
 
   std::mutex mutex_;
   std::map<std::size_t, std::vector<Block*>> free_;  // by capacity
   std::vector<Block*> pending_;
-  std::size_t allocated_bytes_ = 0;
 };
 
 void delete_block(void* context) {
@@ -137,23 +107,20 @@ void delete_block(void* context) {
   Heap::of(block->owner.device_index()).give_back(block);
 }
 
-class EmulatedGpuAllocator final : public c10::Allocator {
- public:
+struct EmulatedGpuAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t num_bytes) override {
     const c10::DeviceIndex device = current_device();
     const c10::Device owner(kEmulatedGpu, device);
-    if (num_bytes == 0) return {nullptr, nullptr, &delete_nothing, owner};
+    if (num_bytes == 0) return {nullptr, nullptr, [](void*) {}, owner};
     Block* block = Heap::of(device).take(num_bytes, current_stream(device));
-    return {pointer_to(block->address), block, &delete_block, owner};
+    return {block->data, block, &delete_block, owner};
   }
-
   void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
     copy_bytes(to, from, num_bytes, current_stream(current_device()));
   }
-
- private:
-  static void delete_nothing(void*) {}
 };
+
+cuda::DevicePtr address_of(const void* data) { return reinterpret_cast<cuda::DevicePtr>(data); }
 
 }  // namespace
 
@@ -169,23 +136,20 @@ void record_stream(const c10::DataPtr& memory, c10::Stream stream) {
   if (block->owner != stream) Heap::of(block->owner.device_index()).add_user(block, stream);
 }
 
+std::size_t allocated_bytes(c10::DeviceIndex device) { return Heap::of(device).allocated_bytes; }
+
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, c10::Stream stream) {
   if (num_bytes == 0) return;
   const ContextGuard context(stream.device_index());
-  check(
-      driver().memcpy_async(reinterpret_cast<cuda::DevicePtr>(to),
-                            reinterpret_cast<cuda::DevicePtr>(from), num_bytes, handle_of(stream)),
-      "copy a tensor");
+  check(driver().memcpy_async(address_of(to), address_of(from), num_bytes, handle_of(stream)),
+        "copy a tensor");
 }
 
 void fill_bytes(void* to, unsigned char value, std::size_t num_bytes, c10::Stream stream) {
   if (num_bytes == 0) return;
   const ContextGuard context(stream.device_index());
-  check(driver().memset_d8_async(reinterpret_cast<cuda::DevicePtr>(to), value, num_bytes,
-                                 handle_of(stream)),
+  check(driver().memset_d8_async(address_of(to), value, num_bytes, handle_of(stream)),
         "fill a tensor");
 }
-
-std::size_t allocated_bytes(c10::DeviceIndex device) { return Heap::of(device).allocated_bytes(); }
 
 }  // namespace ringcomm::emulator

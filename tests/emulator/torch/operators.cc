@@ -5,9 +5,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -20,8 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "emulator/torch/memory.h"
-#include "emulator/torch/streams.h"
+#include "emulator/torch/device.h"
 
 namespace ringcomm::emulator {
 namespace {
@@ -45,27 +47,17 @@ bool is_predictable(const c10::OperatorHandle& op) {
          !op.hasTag(at::Tag::dynamic_output_shape) && !op.hasTag(at::Tag::data_dependent_output);
 }
 
-/// Numbers are CPU tensors of no dimensions, which operators take as they are.
-bool is_number(const Tensor& tensor) { return tensor.is_cpu() && tensor.dim() == 0; }
+/// Numbers of Python, which are CPU tensors that nobody changes. Operators take them as they are.
+bool is_number(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
 
-/// The device of all tensors among the arguments but numbers.
-struct DeviceSearch {
-  std::optional<c10::Device> device;
-  bool is_one = true;
-
-  void see(const Tensor& tensor) {
-    if (is_number(tensor)) return;
-    is_one &= tensor.device().type() == kEmulatedGpu && tensor.layout() == at::kStrided &&
-              device.value_or(tensor.device()) == tensor.device();
-    device = tensor.device();
-  }
-};
-
-/// The arguments with `change` applied to each tensor; nothing where there is a device among them.
+/// The arguments with `change` applied to each tensor but numbers; nothing where there is a device
+/// among them.
 template <class Change>
 std::optional<Stack> with_tensors(c10::ArrayRef<c10::IValue> arguments, Change change) {
   const auto changed = [&](const Tensor& tensor) {
-    return tensor.defined() ? change(tensor) : tensor;
+    return tensor.defined() && !is_number(tensor) ? change(tensor) : tensor;
   };
   Stack stack;
   for (const c10::IValue& argument : arguments) {
@@ -89,18 +81,7 @@ std::optional<Stack> with_tensors(c10::ArrayRef<c10::IValue> arguments, Change c
 }
 
 Tensor shape_of(const Tensor& tensor) {
-  if (is_number(tensor)) return tensor;
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-}
-
-/// A copy for the stream, because the host may change its own tensor meanwhile.
-Tensor operand(const Tensor& tensor) {
-  if (!is_number(tensor)) return seen_by_host(tensor);
-  Tensor number = tensor.clone();
-  // Those of Python do not take part in type promotion as others do.
-  number.unsafeGetTensorImpl()->set_wrapped_number(
-      tensor.unsafeGetTensorImpl()->is_wrapped_number());
-  return number;
 }
 
 /// Calls the operator on meta tensors; nothing if it fails or changes an argument's shape.
@@ -176,23 +157,27 @@ void calculate(const c10::OperatorHandle& op, Stack operands, const std::vector<
 bool enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
-  DeviceSearch found;
+  std::optional<c10::Device> device;
+  bool is_one = true;
   const std::optional<Stack> operands = with_tensors(arguments, [&](const Tensor& tensor) {
-    found.see(tensor);
+    is_one &= tensor.device().type() == kEmulatedGpu && tensor.layout() == at::kStrided &&
+              device.value_or(tensor.device()) == tensor.device();
+    device = tensor.device();
     return tensor;
   });
-  if (!is_predictable(op) || !operands.has_value() || !found.device.has_value() || !found.is_one)
-    return false;
-  std::optional<Stack> results = make_results(op, arguments, *found.device);
+  if (!is_predictable(op) || !operands.has_value() || !device.has_value() || !is_one) return false;
+  std::optional<Stack> results = make_results(op, arguments, *device);
   if (!results.has_value()) return false;
 
   std::vector<Tensor> memory;
   for (const c10::IValue& result : *results)
     memory.push_back(result.toTensor().defined() ? seen_by_host(result.toTensor()) : Tensor());
-  launch_operator(current_stream(found.device->index()),
-                  [op, operands = *with_tensors(arguments, operand), memory] {
-                    calculate(op, operands, memory);
-                  });
+  launch(
+      current_stream(device->index()),
+      [op, operands = *with_tensors(arguments, seen_by_host), memory] {
+        calculate(op, operands, memory);
+      },
+      /*is_operator=*/true);
   torch::jit::drop(*stack, schema.arguments().size());
   for (c10::IValue& result : *results) stack->push_back(std::move(result));
   return true;
@@ -202,9 +187,7 @@ bool enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-thread_local bool is_in_fallback = false;
-
-c10::Stream stream_of(const Tensor& tensor) { return current_stream(index_of(tensor.device())); }
+c10::Stream stream_of(const Tensor& tensor) { return current_stream(tensor.get_device()); }
 
 Tensor empty_memory_format(c10::IntArrayRef size, std::optional<at::ScalarType> dtype,
                            std::optional<at::Layout>, std::optional<at::Device> device,
@@ -221,21 +204,17 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                            c10::dtype_or_default(dtype));
 }
 
-/// Whether the elements of both have the same order in memory, without gaps.
-bool have_same_layout(const Tensor& one, const Tensor& other) {
-  return one.dtype() == other.dtype() && one.sizes() == other.sizes() &&
-         one.strides() == other.strides() && one.is_non_overlapping_and_dense();
-}
-
 void copy_on_devices(const Tensor& from, const Tensor& to) {
   const c10::Stream from_stream = stream_of(from);
   const c10::Stream to_stream = stream_of(to);
   // As with CUDA: on the source's stream, in the order of both.
   if (to_stream != from_stream) wait_for_stream(from_stream, to_stream);
-  if (have_same_layout(from, to)) {
+  // Whether the elements of both have the same order in memory, without gaps.
+  if (from.dtype() == to.dtype() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
+      from.is_non_overlapping_and_dense()) {
     copy_bytes(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), from_stream);
   } else {
-    launch_host_function(from_stream, [from = seen_by_host(from), to = seen_by_host(to)] {
+    launch(from_stream, [from = seen_by_host(from), to = seen_by_host(to)] {
       const at::NoGradGuard no_grad;
       to.copy_(from);
     });
@@ -255,7 +234,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   if (from.is_cpu()) {
     upload(from, to);
-    if (!non_blocking && !is_in_fallback) synchronize(stream_of(to));
+    if (!non_blocking) synchronize(stream_of(to));
   } else if (to.is_cpu()) {
     synchronize(stream_of(from));
     to.copy_(seen_by_host(from));
@@ -275,13 +254,8 @@ at::Scalar local_scalar_dense(const Tensor& tensor) {
   return seen_by_host(tensor).item();
 }
 
-Tensor& fill(Tensor& tensor, const at::Scalar& value) {
-  if (tensor.numel() != 0) upload(at::full({}, value, tensor.options().device(at::kCPU)), tensor);
-  return tensor;
-}
-
 Tensor& zero(Tensor& tensor) {
-  if (!tensor.is_non_overlapping_and_dense()) return fill(tensor, 0);
+  if (!tensor.is_non_overlapping_and_dense()) return tensor.fill_(0);
   fill_bytes(tensor.mutable_data_ptr(), 0, tensor.nbytes(), stream_of(tensor));
   return tensor;
 }
@@ -289,19 +263,9 @@ Tensor& zero(Tensor& tensor) {
 const Tensor& resize(const Tensor& tensor, c10::IntArrayRef size,
                      std::optional<at::MemoryFormat> format) {
   if (tensor.sizes() == size && !format.has_value()) return tensor;
-  auto* impl = tensor.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(size);
-  if (format.has_value()) impl->empty_tensor_restride(*format);
-  const std::size_t num_bytes =
-      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                                       static_cast<std::size_t>(tensor.storage_offset()));
-  if (num_bytes > tensor.storage().nbytes())
-    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), num_bytes);
-  return tensor;
-}
-
-void record_tensor_stream(Tensor& tensor, c10::Stream stream) {
-  record_stream(tensor.storage().data_ptr(), stream);
+  const c10::DeviceGuard guard(tensor.device());
+  if (tensor.numel() != 0) synchronize(stream_of(tensor));
+  return at::native::resize_(tensor, size, format);
 }
 
 /// torch's own operators only, because ringcomm's CPU operators are not for GPUs.
@@ -309,13 +273,38 @@ void calculate_by_cpu_kernels(const c10::OperatorHandle& op, torch::jit::Stack* 
   TORCH_CHECK_NOT_IMPLEMENTED(op.operator_name().getNamespace() == "aten", op.operator_name(),
                               " has no implementation for emugpu");
   if (enqueue_operator(op, stack)) return;
-  const bool was_in_fallback = std::exchange(is_in_fallback, true);
-  struct Leave {
-    bool before;
-    ~Leave() { is_in_fallback = before; }
-  } const leave{was_in_fallback};
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
+
+// ---- what ATen asks of an accelerator
+
+struct EmulatedGpuHooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return num_devices() > 0; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return num_devices(); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { exchange_device(device); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return exchange_device(device);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return exchange_device(device);
+  }
+
+  void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t num_bytes) const override {
+    const c10::DeviceGuard guard(storage.device());
+    if (storage.nbytes() != 0 && num_bytes != 0) synchronize(current_stream(current_device()));
+    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), num_bytes);
+  }
+};
+
+const bool is_registered = [] {
+  c10::SetAllocator(kEmulatedGpu, &allocator());
+  at::RegisterPrivateUse1HooksInterface(new EmulatedGpuHooks());  // torch keeps it for good
+  return true;
+}();
 
 }  // namespace
 
@@ -335,9 +324,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
-  m.impl("fill_.Scalar", fill);
   m.impl("zero_", zero);
-  m.impl("record_stream", record_tensor_stream);
+  m.impl("record_stream", [](Tensor& tensor, c10::Stream stream) {
+    record_stream(tensor.storage().data_ptr(), stream);
+  });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +15,13 @@ import torch
 import torch.distributed as dist
 from ranks import in_ranks, run_ranks
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
-from ringcomm import Options, ops
+from ringcomm import MismatchError, Options, RingcommError, ops
 
 _ops = torch.ops.ringcomm
 
@@ -208,6 +214,8 @@ def test_refusals(rank: int) -> None:
         (lambda: ops.all_gather(torch.tensor(1.0)), ValueError, "scalar"),
         (lambda: ops.broadcast(ones(2), 5), ValueError, "5"),
         (lambda: ring_all_reduce_(x), ValueError, "requires grad"),
+        (lambda: ops.all_reduce(ones(2), dist.ReduceOp.SUM), RuntimeError, "'reduce_op'"),  # type: ignore[arg-type]
+        (lambda: ops.broadcast(ones(2), "0"), RuntimeError, "'src'"),  # type: ignore[arg-type]
     ]
     for call, kind, words in wrong:
         with pytest.raises(kind, match=words):
@@ -249,6 +257,164 @@ def test_over_another_backend(rank: int) -> None:
     del group
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+# ---- with and without torch's dispatcher
+
+
+class Noted(TorchDispatchMode):
+    """A mode that sees the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Sub(Tensor):
+    """A subclass of tensors, whose operators torch hands to it."""
+
+
+def profiled_names(body: Callable[[], Any]) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        body()
+    return {event.key for event in profiler.key_averages()}
+
+
+@in_ranks(2)
+def test_what_must_see_an_operator_does(rank: int) -> None:
+    """Eager calls skip the dispatcher, except where something besides the kernel would run."""
+    x, total = torch.full((3,), rank + 1.0), torch.full((3,), 3.0)
+    with Noted() as mode:
+        oracle.assert_equal(ops.all_reduce(x), total)
+        oracle.assert_equal(ops.all_gather(x[:1]), torch.tensor([1.0, 2.0]))
+    assert {"ringcomm.all_reduce.default", "ringcomm.all_gather.default"} <= set(mode.names)
+    sub = ops.all_reduce(x.as_subclass(Sub))
+    assert type(sub) is Sub
+    oracle.assert_equal(sub.as_subclass(Tensor), total)
+    assert "ringcomm::all_reduce" in profiled_names(lambda: ops.all_reduce(x))
+    with FakeTensorMode() as fakes:
+        fake = ops.all_reduce(fakes.from_tensor(x))
+        assert type(fake) is FakeTensor
+        assert fake.shape == x.shape
+    graph = make_fx(lambda t: ops.all_reduce(t) * 2)(x)
+    assert any("all_reduce" in str(node.target) for node in graph.graph.nodes)
+    with pytest.raises(RuntimeError, match="functorch transforms"):  # as torch says it
+        torch.func.grad(lambda t: ops.all_reduce(t).sum())(x)
+    negative = torch.view_as_complex(torch.full((3, 2), rank + 1.0)).conj().imag
+    assert negative.is_neg()
+    oracle.assert_equal(ops.all_reduce(negative), -total)
+    with torch.autocast("cpu"), torch.inference_mode():
+        result = ops.all_reduce(x)
+        assert result.is_inference()
+        oracle.assert_equal(result.clone(), total)
+    meta = ops.all_reduce(torch.nn.Parameter(x.clone()).detach())
+    assert not meta.requires_grad
+    parameter = torch.nn.Parameter(x.clone())
+    ops.all_reduce(parameter).sum().backward()
+    assert parameter.grad is not None
+    oracle.assert_equal(parameter.grad, torch.full((3,), 2.0))
+
+
+@in_ranks(2)
+def test_short_calls_write_and_count(rank: int) -> None:
+    """Sizes, types, layouts; the version of what is overwritten; in place; counters."""
+    for shape in ((), (0,), (5,), (3, 4), (300_000,)):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8):
+            x = torch.full(shape, rank + 1).to(dtype)
+            expected = torch.full(shape, 3).to(dtype) if dtype != torch.bool else x.clone()
+            oracle.assert_equal(ops.all_reduce(x), expected)
+            out = torch.empty_like(x)
+            version = out._version
+            assert ops.all_reduce(x, out=out) is out
+            assert out._version > version
+            oracle.assert_equal(out, expected)
+            assert ops.all_reduce(x, out=x) is x
+            oracle.assert_equal(x, expected)
+            y = torch.full(shape, rank + 1).to(dtype)
+            assert dist.all_reduce(y) is None
+            oracle.assert_equal(y, expected)
+    before = ringcomm.stats(dist.group.WORLD)["all_reduce", "one_shot"]["num_calls"]
+    ops.all_reduce(torch.ones(3), "max")
+    dist.all_reduce(torch.ones(3))
+    assert ringcomm.stats(dist.group.WORLD)["all_reduce", "one_shot"]["num_calls"] == before + 2
+    pair = torch.zeros(3, 2)
+    pair[:, 0] = rank
+    ops.all_reduce(pair[:, 0], out=pair[:, 1])  # strides
+    assert pair[:, 1].tolist() == [1, 1, 1]
+    complexes = torch.full((2,), complex(rank, 1))
+    oracle.assert_equal(ops.all_reduce(complexes), torch.full((2,), complex(1, 2)))
+    with pytest.raises(TypeError, match="cannot reduce Float8"):
+        ops.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+
+
+@in_ranks(2, fresh=True)
+@pytest.mark.parametrize("call", [dist.all_reduce, ops.all_reduce])
+def test_short_calls_that_differ_raise(rank: int, call: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(MismatchError, match=f"rank {1 - rank} called all_reduce"):
+        call(torch.ones(2 + rank))
+    with pytest.raises(MismatchError):  # the group has ended
+        ops.all_reduce(torch.ones(2))
+
+
+@in_ranks(2, fresh=True)
+def test_short_calls_end_at_a_signal(rank: int) -> None:
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: 1 // 0)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(ZeroDivisionError):
+            ops.all_reduce(torch.ones(2))
+        return
+    time.sleep(1)
+    # Rank 0 had given its part before it was interrupted.
+    oracle.assert_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(RingcommError, match="rank 0"):
+        ops.all_reduce(torch.ones(2))
+
+
+PythonGroup: Any = dist.ProcessGroup  # torch's stubs do not know that it can be subclassed
+
+
+class Forwarding(PythonGroup):
+    """A group written in Python, as wrappers of process groups are."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self.inner.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        return self.inner.broadcast(tensors, opts)
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        return self.inner._allgather_base(output, tensor, opts)
+
+
+@in_ranks(2, fresh=True)
+def test_a_group_in_python(rank: int) -> None:
+    """torch cannot hand "no work" from such a group to C++; the operators ask it for one."""
+    inner = dist.group.WORLD
+    assert inner is not None
+    forwarding = Forwarding(inner)
+    name: Any = "forwarding"
+    _register_process_group(name, forwarding)
+    try:
+        x = torch.full((3,), rank + 1.0)
+        oracle.assert_equal(_ops.all_reduce(x, "sum", "forwarding"), torch.full((3,), 3.0))
+        oracle.assert_equal(_ops.broadcast(x, 1, "forwarding"), torch.full((3,), 2.0))
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        assert forwarding.allreduce([x], options) is None
+        oracle.assert_equal(x, torch.full((3,), 3.0))
+    finally:
+        _unregister_process_group(name)
 
 
 # ---- torch.compile

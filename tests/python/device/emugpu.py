@@ -5,7 +5,9 @@ torch.Stream and torch.Event are of this device when it is the only accelerator.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,13 +85,47 @@ def hold(stream: torch.Stream) -> Any:
     return _extension().Hold(stream)
 
 
-def CUDAGraph() -> Any:  # noqa: N802
-    """With replay(), once graph() has filled it."""
-    return _extension().CapturedGraph()
+class CUDAGraph:
+    """Work that a stream was given once, in graph(), and that runs again with each replay().
+
+    On the same memory: what was allocated meanwhile is never used for anything else.
+    """
+
+    def __init__(self) -> None:
+        self._exec = ctypes.c_void_p()
+
+    def begin(self) -> None:
+        _call_driver("StreamBeginCapture_v2", _current_handle(), 0)
+
+    def end(self) -> None:
+        """Raises RuntimeError where the capture was spoilt."""
+        made = ctypes.c_void_p()
+        _call_driver("StreamEndCapture", _current_handle(), ctypes.byref(made))
+        _call_driver("GraphInstantiateWithFlags", ctypes.byref(self._exec), made, None)
+        _call_driver("GraphDestroy", made)
+
+    def replay(self) -> None:
+        _call_driver("GraphLaunch", self._exec, _current_handle())
+
+    def __del__(self) -> None:
+        if self._exec:
+            _call_driver("GraphExecDestroy", self._exec)
+
+
+def _current_handle() -> ctypes.c_void_p:
+    return ctypes.c_void_p(_extension().current_stream_handle())
+
+
+def _call_driver(name: str, *arguments: Any) -> None:
+    library = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
+    result, error = getattr(library, f"cu{name}")(*arguments), ctypes.c_char_p()
+    if result != 0:
+        library.cuGetErrorName(result, ctypes.byref(error))
+        raise RuntimeError(f"cu{name}: {(error.value or b'').decode()}")
 
 
 @contextmanager
-def graph(into: Any, *, stream: torch.Stream | None = None) -> Iterator[None]:
+def graph(into: CUDAGraph, *, stream: torch.Stream | None = None) -> Iterator[None]:
     """What runs in this context is captured instead of executed, by default on a new stream."""
     side = stream or torch.Stream(device="emugpu")
     synchronize()

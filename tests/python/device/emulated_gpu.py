@@ -21,7 +21,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,24 +66,23 @@ def build() -> tuple[Path, Path]:
     names = ("c10", "torch", "torch_cpu", "torch_python")
     libs = " ".join(f"-L{path}" for path in cpp_extension.library_paths())
     libs += "".join(f" -l{name}" for name in names)
+    driver = build_driver()
     with _locked():
-        _make(TESTS / "emulator", "library")
         _make(
             TESTS / "emulator" / "torch",
             f"OUT={out}",
             f"TORCH_FLAGS={flags}",
             f"TORCH_LIBS={libs}",
         )
-    driver = TESTS.parent / "build" / "emulator" / "plain" / "libcuda_emulator.so"
     return driver, out / f"{EXTENSION}.so"
 
 
 @functools.cache
-def build_toys() -> Path:
-    """Returns the emulator of CUDA's driver with toy kernels (emulator_driver.py), up to date."""
+def build_driver() -> Path:
+    """Returns the emulator of CUDA's driver, up to date."""
     with _locked():
-        _make(TESTS / "emulator", "toys")
-    return TESTS.parent / "build" / "emulator" / "plain" / "toy" / "libcuda_emulator.so"
+        _make(TESTS / "emulator", "library")
+    return TESTS.parent / "build" / "emulator" / "plain" / "libcuda_emulator.so"
 
 
 @functools.cache
@@ -125,7 +123,7 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     """Makes "emugpu" a device of this process's torch, and returns torch.emugpu.
 
     Before the driver is opened, so before anything of CUDA is asked for. Settings of the emulator
-    (tests/emulator/settings.h) and RINGCOMM_EMULATOR_POISON must be in the environment already.
+    (tests/emulator/settings.h) must be in the environment already.
     Adds the device to those of the backend "ringcomm", and registers "emup2p", whose
     messages and collectives behave as NCCL's.
 
@@ -158,13 +156,12 @@ def with_kernels() -> dict[str, str]:
 
 def driver_calls() -> Counter[str]:
     """How often this process has called each function of CUDA's driver."""
-    library = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
-    library.emulator_function_name.restype = ctypes.c_char_p
-    library.emulator_num_calls.restype = ctypes.c_longlong
-    names = iter(map(library.emulator_function_name, count()))
-    return Counter(
-        {name.decode(): library.emulator_num_calls(name) for name in iter(names.__next__, None)}
-    )
+    library, num_calls = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"]), ctypes.c_longlong()
+    library.emulator_function.restype = ctypes.c_char_p
+    calls: Counter[str] = Counter()
+    while (name := library.emulator_function(len(calls), ctypes.byref(num_calls))) is not None:
+        calls[name.decode()] = num_calls.value
+    return calls
 
 
 def _import_extension(path: Path) -> Any:

@@ -1,40 +1,43 @@
-"""CUDA's driver as the emulator has it, called without torch, with toy kernels.
+"""CUDA's driver as the emulator has it, called without torch.
 
 Tests of the emulator itself call run() with functions that get a Driver in each rank. What they
-rely on: toy kernels (tests/emulator/toy_kernels.cc), and results by CUDA's numbers. Rules of CUDA
-are tested with its own driver as well, on a GPU, with those kernels that toy_kernels.cu has.
+rely on: functions of the host as kernels, and results by CUDA's numbers. Rules of CUDA are tested
+with its own driver as well, on a GPU, where the driver calls those functions by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import struct
-import subprocess
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import buildconfig
-import cuda_kernels
 import emulated_gpu
 import ranks
 import torch.distributed as dist
 
-SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT = 0, 1, 2, 201
-MAP_FAILED, NO_PEER, INVALID_HANDLE, NOT_FOUND, NOT_READY = 205, 217, 400, 500, 600
+SUCCESS, INVALID_VALUE, OUT_OF_MEMORY = 0, 1, 2
+NO_PEER, INVALID_HANDLE, NOT_READY = 217, 400, 600
 NOT_SUPPORTED, CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_MERGE = 801, 900, 901, 902
-CAPTURE_UNJOINED, CAPTURE_ISOLATION, CAPTURED_EVENT, WRONG_THREAD = 904, 905, 907, 908
-GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+CAPTURE_UNJOINED, CAPTURE_ISOLATION, CAPTURED_EVENT = 904, 905, 907
+GLOBAL, RELAXED = 0, 2
 PIECE = 2 << 20  # what memory is cut in
-TOYS_OF_CUDA = ("add", "scale", "signal", "await")
-TOYS = (*TOYS_OF_CUDA, "meet", "threads", "pass", "take")
 LIMIT_MS = 30_000
 SHORT_MS = 300  # of waits that must not succeed
+IMAGE = b"RINGCOMM-EMULATED"
+
+
+class HostCall(ctypes.Structure):
+    """The parameter of the emulator's kernel that calls a function of the host in each block."""
+
+    _fields_ = (("function", ctypes.CFUNCTYPE(None, ctypes.c_void_p)), ("data", ctypes.c_void_p))
 
 
 class Handle(ctypes.Structure):
-    """Of memory or of an event, for other processes."""
+    """Of memory, for other processes."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
@@ -60,10 +63,13 @@ class Access(ctypes.Structure):
 class Driver:
     """The driver's functions without their "cu", on one device; `Driver.call` returns results."""
 
-    def __init__(self, device: int = 0) -> None:
+    def __init__(self, is_cuda: bool) -> None:
         self.library = ctypes.CDLL(os.environ["RINGCOMM_CUDA_DRIVER"])
+        self.is_cuda = is_cuda
+        self.kept: list[HostCall] = []
+        self.lock = threading.Lock()
         self.check("Init", 0)
-        self.use(device)
+        self.use(0)
 
     def call(self, name: str, *arguments: Any) -> int:
         function = getattr(self.library, f"cu{name}")
@@ -79,23 +85,20 @@ class Driver:
         return made.value
 
     def use(self, device: int) -> None:
-        self.device = device
         self.check("CtxSetCurrent", self.made("DevicePrimaryCtxRetain", device))
-        image = Path(os.environ["RINGCOMM_TEST_TOYS"]).read_bytes()
-        module = self.made("ModuleLoadData", ctypes.c_char_p(image))
-        self.toys = {
-            toy: self.made("ModuleGetFunction", module, ctypes.c_char_p(f"toy_{toy}".encode()))
-            for toy in os.environ["RINGCOMM_TEST_TOY_NAMES"].split()
-        }
+        if not self.is_cuda:
+            module = self.made("ModuleLoadData", ctypes.c_char_p(IMAGE))
+            name = ctypes.c_char_p(b"emulator_function")
+            self.kernel = self.made("ModuleGetFunction", module, name)
 
     def stream(self) -> int:
         return self.made("StreamCreate", 1)
 
-    def event(self, shared: bool = False) -> int:
-        return self.made("EventCreate", 6 if shared else 2)
+    def event(self) -> int:
+        return self.made("EventCreate", 2)
 
     def zeros(self, num_bytes: int = 4096) -> int:
-        """Memory of the host that kernels use by the same address."""
+        """Memory of the host that a GPU uses by the same address."""
         address = self.made("MemHostAlloc", num_bytes, 0)
         ctypes.memset(address, 0, num_bytes)
         return address
@@ -104,49 +107,46 @@ class Driver:
         """Memory of the device, which only an emulated one lets the host read."""
         return self.made("MemAlloc_v2", num_bytes)
 
+    def fill(self, data: int, value: int, stream: int) -> int:
+        """The first byte."""
+        return self.call("MemsetD8Async", data, value, 1, stream)
+
+    def copy(self, to: int, data: int, stream: int) -> int:
+        return self.call("MemcpyAsync", to, data, 4, stream)
+
     def launch(
-        self,
-        toy: str,
-        parameter: bytes,
-        stream: int,
-        blocks: int = 1,
-        threads: int = 64,
-        shared: int = 0,
-    ) -> int:
-        memory = ctypes.create_string_buffer(parameter, len(parameter))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
-        return self.call(
-            "LaunchKernel",
-            self.toys[toy],
-            blocks,
-            1,
-            1,
-            threads,
-            1,
-            1,
-            shared,
-            stream,
-            pointers,
-            None,
-        )
+        self, function: Callable[[], Any], stream: int, blocks: int = 1, shared: int = 0
+    ) -> None:
+        """A kernel of which each block calls the function; CUDA's driver calls it once."""
+        call = HostCall(HostCall._fields_[0][1](lambda data: function()), None)
+        self.kept.append(call)
+        if self.is_cuda:
+            self.check("LaunchHostFunc", stream, call.function, None)
+            return
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(call))
+        sizes = (blocks, 1, 1, 64, 1, 1, shared)
+        self.check("LaunchKernel", self.kernel, *sizes, stream, pointers, None)
 
-    def add(self, data: int, number: int, stream: int, num_elems: int = 1, **options: Any) -> int:
-        return self.launch(
-            "add", struct.pack("QqiI", data, num_elems, number, 0), stream, **options
-        )
+    def signal(self, flag: int, stream: int, **options: Any) -> None:
+        self.launch(lambda: put(flag, 1), stream, **options)
 
-    def scale(self, data: int, number: int, stream: int) -> int:
-        return self.launch("scale", struct.pack("QqiI", data, 1, number, 0), stream)
+    def wait_for(self, flag: int, stream: int, limit_ms: int = LIMIT_MS, **options: Any) -> None:
+        """Blocks that wait until the flag is 1: behind it count those that run and gave up."""
 
-    def signal(self, flag: int, stream: int, **options: Any) -> int:
-        return self.launch("signal", struct.pack("QII", flag, 1, 0), stream, **options)
+        def count(index: int) -> None:
+            with self.lock:
+                put(flag + 4 * index, number(flag, index) + 1)
 
-    def wait_for(self, flag: int, stream: int, limit_ms: int = LIMIT_MS, **options: Any) -> int:
-        """Blocks that spin until the flag is 1: num_running is behind it, then num_gave_up."""
-        counts = (flag + 4, flag + 8)
-        return self.launch(
-            "await", struct.pack("QIIQQ", flag, 1, limit_ms, *counts), stream, **options
-        )
+        def wait() -> None:
+            count(1)
+            end = time.monotonic() + limit_ms / 1000
+            while number(flag) != 1:
+                if time.monotonic() > end:
+                    return count(2)
+                time.sleep(0.0005)
+            return None
+
+        self.launch(wait, stream, **options)
 
     def synchronize(self, stream: int) -> None:
         self.check("StreamSynchronize", stream)
@@ -182,29 +182,14 @@ class Peer:
 
 
 def _in_rank(
-    rank: int, fn: Callable[..., Any], args: tuple[Any, ...], store: str, size: int
+    rank: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    store: str,
+    size: int,
+    is_cuda: bool,
 ) -> Any:
-    return fn(Driver(), Peer(store, rank, size), *args)
-
-
-def compile_toys(image: Path) -> None:
-    """Compiles the toy kernels for GPUs. Raises RuntimeError that says why they do not compile."""
-    nvcc = buildconfig.find_nvcc()
-    if nvcc is None:
-        raise RuntimeError("there is no nvcc to compile tests/emulator/toy_kernels.cu with")
-    archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_kernels.default_archs()]
-    source = emulated_gpu.TESTS / "emulator" / "toy_kernels.cu"
-    flags = ["-std=c++20", f"-I{emulated_gpu.TESTS}", "-fatbin", "-o", str(image)]
-    done = subprocess.run(
-        [str(nvcc), *archs, *flags, str(source)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=emulated_gpu.BUILD_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{source} does not compile:\n{done.stdout[-4000:]}")
+    return fn(Driver(is_cuda), Peer(store, rank, size), *args)
 
 
 def run(
@@ -220,15 +205,8 @@ def run(
 
     `is_cuda`: with CUDA's driver and a GPU instead of the emulator.
     """
-    toys = folder / "toys"
-    if is_cuda:
-        compile_toys(toys)
-    else:
-        toys.write_bytes(b"RINGCOMM-EMULATED")
     settings = {
-        "RINGCOMM_CUDA_DRIVER": "libcuda.so.1" if is_cuda else str(emulated_gpu.build_toys()),
-        "RINGCOMM_TEST_TOYS": str(toys),
-        "RINGCOMM_TEST_TOY_NAMES": " ".join(TOYS_OF_CUDA if is_cuda else TOYS),
+        "RINGCOMM_CUDA_DRIVER": "libcuda.so.1" if is_cuda else str(emulated_gpu.build_driver()),
         "RINGCOMM_EMULATOR_DEVICES": "2",
         "RINGCOMM_EMULATOR_SMS": "2",
         "RINGCOMM_EMULATOR_BOX": str(folder),
@@ -237,7 +215,7 @@ def run(
     return ranks.run_ranks(
         world_size,
         _in_rank,
-        *(fn, args, str(folder / "store"), world_size),
+        *(fn, args, str(folder / "store"), world_size, is_cuda),
         backend=None,
         env=[{**settings, **mine} for mine in own],
         fresh=True,

@@ -43,8 +43,8 @@ GRACE_S = 8.0
 class Gpus:
     """Ranks of one kind of device.
 
-    Emulated ones are on `num_devices`, under MPS or not; without `kernels` they exchange data over
-    "emup2p", whose messages and collectives behave as NCCL's.
+    Emulated ones are on `num_devices`, under MPS or not; without `kernels`, or file descriptors
+    (`fds`), they exchange data over "emup2p", whose messages and collectives behave as NCCL's.
     """
 
     kind: str
@@ -52,6 +52,7 @@ class Gpus:
     num_devices: int = 1
     mps: bool = True
     kernels: bool = True
+    fds: bool = True
 
     @property
     def is_cuda(self) -> bool:
@@ -108,12 +109,13 @@ class Gpus:
         else:
             num_devices = self.num_devices
             rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
+            rank_env["RINGCOMM_EMULATOR_VMM"] = str(int(self.fds))
             if self.world_size > 2:  # room for messages with several peers
                 rank_env["RINGCOMM_EMULATOR_SMS"] = "48"
             if self.kernels:
                 rank_env |= emulated_gpu.with_kernels()
-            else:  # slow, and what is free is poisoned
-                rank_env |= {"RINGCOMM_EMULATOR_POISON": "1", "RINGCOMM_EMULATOR_DELAY_US": "100"}
+            else:
+                rank_env["RINGCOMM_EMULATOR_DELAY_US"] = "100"
         return emulated_gpu.run_on_gpus(
             self.world_size,
             _call,
@@ -158,10 +160,18 @@ _two_on_one, _three_on_two, _in_turns, _messages = (
         (Gpus(EMULATED, 3, kernels=False), "emu3on1-p2p"),
     )
 )
+_messages_and_kernels = pytest.param(
+    Gpus(EMULATED, 3, fds=False),
+    marks=emulated_gpu.needs_emulated_gpu,
+    id="emu3on1-p2p-kernels",
+)
 on_cuda = pytest.mark.parametrize("gpus", [_real])
 on_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two])
 on_all_gpus = pytest.mark.parametrize(
     "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages]
+)
+on_gpus_with_kernels = pytest.mark.parametrize(
+    "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages_and_kernels]
 )
 # Of what takes its time and does not depend on the number of ranks.
 on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])

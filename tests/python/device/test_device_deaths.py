@@ -36,7 +36,6 @@ LATE_S = 0.5
 BOXES: dict[str, dict[str, str]] = {
     # With room for messages between all ranks.
     "two GPUs": {"RINGCOMM_EMULATOR_DEVICES": "2", "RINGCOMM_EMULATOR_SMS": "48"},
-    "ipc": {"RINGCOMM_EMULATOR_VMM": "0", "RINGCOMM_EMULATOR_SMS": "48"},
     "turns": {"RINGCOMM_EMULATOR_MPS": "0"},
     "one GPU": {},
     "messages": {},
@@ -145,13 +144,13 @@ def check_deaths(how: str, steps: Iterable[int]) -> int:
 
 
 # The first calls come before the default group; those of a group's creation come next.
-@pytest.mark.parametrize("how", ["two GPUs", "ipc", "turns"])
+@pytest.mark.parametrize("how", ["two GPUs", "turns"])
 def test_a_rank_that_dies_at_a_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, [40, 150, 230]) == 3
 
 
 @pytest.mark.skipif(os.environ.get("RINGCOMM_DEATHS") != "all", reason="minutes: make test-deaths")
-@pytest.mark.parametrize("how", ["two GPUs", "ipc", "turns"])
+@pytest.mark.parametrize("how", ["two GPUs", "turns"])
 def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, range(5, 2000, 7)) > 30
 
@@ -358,7 +357,7 @@ def check_leaving(rank: int, late: int) -> None:
     group = dist.new_group()
     use(group)
     tensor = torch.ones(1)
-    if "RINGCOMM_EMULATOR_VMM" in os.environ:
+    if "RINGCOMM_EMULATOR_MPS" not in os.environ:
         tensor = ringcomm.empty_shared(100_000, device=GPU, group=group)
         dist.all_reduce(tensor.fill_(1.0), group=group)
     if rank == late:
@@ -366,7 +365,7 @@ def check_leaving(rank: int, late: int) -> None:
         time.sleep(LATE_S)
     dist.destroy_process_group(group)
     use(None)
-    if rank != late and "RINGCOMM_EMULATOR_VMM" in os.environ:
+    if rank != late and "RINGCOMM_EMULATOR_MPS" not in os.environ:
         assert tensor.tolist() == [2.0] * 100_000
 
 
@@ -376,29 +375,11 @@ def check_freed_at_once(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     dist.destroy_process_group()
-    assert time.monotonic() - begin < 4.0  # the patience with ranks that live is 5 s
+    assert time.monotonic() - begin < 4.0
 
 
-@pytest.mark.parametrize(("how", "late"), [("ipc", 0), ("turns", 1)])
-def test_ranks_free_what_others_have_open_when_those_have_closed_it(how: str, late: int) -> None:
+@pytest.mark.parametrize(("how", "late"), [("two GPUs", 0), ("turns", 1)])
+def test_ranks_leave_at_different_times(how: str, late: int) -> None:
     """At once where the other has died."""
     run(check_leaving, late, how=how, world_size=2, may_die=())
     run(check_freed_at_once, how=how, world_size=2)
-
-
-def check_kept_open(rank: int) -> None:
-    group = dist.new_group()
-    use(group)
-    if rank == 0:
-        dist.destroy_process_group(group)  # gives up waiting, and frees nothing
-        emugpu.synchronize()
-        store().set("rank 0 has left", "yes")
-    else:
-        store().wait(["rank 0 has left"])
-        dist.destroy_process_group(group)
-    use(None)
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_leave_is_not_waited_for_for_ever() -> None:
-    run(check_kept_open, how="ipc", world_size=2, may_die=())

@@ -32,7 +32,6 @@ from ringcomm import _C, Options
 pytestmark = needs_emulated_gpu
 
 GPU = "emugpu"
-POISON = {"RINGCOMM_EMULATOR_POISON": "1"}
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,12 @@ class Box:
     env: dict[str, str] = field(default_factory=dict)
 
 
-NO_FDS = {"RINGCOMM_EMULATOR_VMM": "0"}
 BOXES = [
     Box("one GPU under MPS", ("cuda_ipc", "file descriptors", "3 ranks on a GPU, side by side")),
     Box("one GPU without MPS", ("taking turns",), env={"RINGCOMM_EMULATOR_MPS": "0"}),
     Box("two GPUs", ("2 ranks on a GPU",), num_devices=2),
     Box("a GPU for each", ("1 ranks on a GPU",), num_devices=3),
-    Box("no file descriptors", ("cuda_ipc by IPC handles",), env=NO_FDS),
-    Box("no shared memory", ("p2p over emup2p",), env={**NO_FDS, "RINGCOMM_EMULATOR_IPC": "0"}),
+    Box("no file descriptors", ("p2p over emup2p",), env={"RINGCOMM_EMULATOR_VMM": "0"}),
     Box(
         "no peer access",
         ("p2p over emup2p",),
@@ -174,7 +171,7 @@ def check_algorithms(rank: int) -> list[bytes]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_algorithms_over_messages(world_size: int) -> None:
-    results = run_on_gpus(world_size, check_algorithms, env=POISON)
+    results = run_on_gpus(world_size, check_algorithms)
     assert all(found == results[0] for found in results)
 
 
@@ -204,7 +201,7 @@ def check_roots_and_places(rank: int) -> None:
 
 
 def test_roots_and_places_over_messages() -> None:
-    run_on_gpus(3, check_roots_and_places, env=POISON)
+    run_on_gpus(3, check_roots_and_places)
 
 
 def test_what_carries_messages() -> None:
@@ -256,10 +253,8 @@ def check_capture(rank: int) -> None:
     assert z.tolist() == [float(world_size)] * 1000
 
 
-@pytest.mark.parametrize("vmm", ["1", "0"], ids=["fds", "ipc"])
-def test_calls_of_another_thread_leave_a_capture_whole(vmm: str) -> None:
-    env: dict[str, Any] = {**with_kernels(), "RINGCOMM_EMULATOR_VMM": vmm}
-    run_on_gpus(2, check_capture, env=env, fresh=True)
+def test_calls_of_another_thread_leave_a_capture_whole() -> None:
+    run_on_gpus(2, check_capture, env=with_kernels(), fresh=True)
 
 
 # ---- ringcomm.empty_shared

@@ -6,14 +6,13 @@ import ctypes
 import os
 import signal
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import emulated_gpu
 import emulator_driver as cuda
@@ -33,11 +32,11 @@ def streams(gpu: Driver, peer: Peer) -> None:
     assert gpu.call("EventQuery", event) == cuda.SUCCESS  # never recorded
     assert gpu.call("StreamWaitEvent", second, event, 0) == cuda.SUCCESS
     gpu.wait_for(flag, first)
-    gpu.add(data, 2, first)
-    gpu.scale(data, 5, first)
+    gpu.fill(data, 2, first)
+    gpu.copy(data + 4, data, first)
     gpu.check("EventRecord", event, first)
     gpu.check("StreamWaitEvent", second, event, 0)
-    gpu.scale(data, 3, second)
+    gpu.copy(data + 8, data + 4, second)
     assert gpu.call("EventQuery", event) == cuda.NOT_READY
     gpu.check("EventRecord", event, idle)  # again: what waits, waits for the old record
     gpu.check("EventSynchronize", event)
@@ -45,14 +44,14 @@ def streams(gpu: Driver, peer: Peer) -> None:
     gpu.check("EventDestroy_v2", event)
     put(flag, 1)
     gpu.synchronize(second)
-    assert number(data) == 30
+    assert number(data, 2) == 2
     assert gpu.call("EventQuery", event) == cuda.INVALID_HANDLE
 
 
 def freeing_waits(gpu: Driver, peer: Peer) -> None:
     stream, data, flag = gpu.stream(), gpu.memory(), gpu.zeros()
     gpu.wait_for(flag, stream)
-    gpu.add(data, 1, stream)
+    gpu.fill(data, 1, stream)
     timer = threading.Timer(0.02, put, (flag, 1))
     timer.start()
     gpu.check("MemFree_v2", data)
@@ -84,42 +83,43 @@ def graphs(gpu: Driver, peer: Peer) -> None:
     stream, side, data, flag = gpu.stream(), gpu.stream(), gpu.zeros(), gpu.zeros()
     fork, join = gpu.event(), gpu.event()
     begin(gpu, stream)
-    gpu.add(data, 1, stream)
+    gpu.fill(data, 7, stream)
     gpu.check("EventRecord", fork, stream)
     gpu.check("StreamWaitEvent", side, fork, 0)
     gpu.wait_for(flag, stream)  # for the other branch
-    gpu.scale(data, 10, side)
-    gpu.signal(flag, side)
+    gpu.copy(data + 4, data, side)
+    gpu.fill(flag, 1, side)
+    gpu.copy(data + 8, data + 4, side)
     gpu.check("EventRecord", join, side)
     gpu.check("StreamWaitEvent", stream, join, 0)
-    gpu.add(data, 5, stream)
+    gpu.copy(data + 12, data + 8, stream)
     graph = ended(gpu, stream)
-    assert number(data) == 0
     for _ in range(3):
-        put(flag, 0)
+        assert number(data, 3) == 0
         gpu.check("GraphLaunch", graph, stream)
         gpu.synchronize(stream)
-    assert number(data) == ((15 + 1) * 10 + 5 + 1) * 10 + 5
+        assert number(data, 3) == 7
+        ctypes.memset(data, 0, 16)
+        put(flag, 0)
     assert number(flag, 2) == 0  # none gave up
     begin(gpu, stream)
     gpu.check("EventRecord", fork, stream)
     gpu.check("StreamWaitEvent", side, fork, 0)
-    gpu.add(data, 1, side)
+    gpu.fill(data, 1, side)
     assert end(gpu, stream) == cuda.CAPTURE_UNJOINED
 
 
 def spoilt_captures(gpu: Driver, peer: Peer) -> None:
     """What ends a capture with an error, and leaves the stream usable."""
     stream, other, data = gpu.stream(), gpu.stream(), gpu.memory()
-    event, shared = gpu.event(), gpu.event(shared=True)
-    host = ctypes.c_uint64()
+    event, host = gpu.event(), ctypes.c_uint64()
 
     def after(expected: int, *spoil: Callable[[], int]) -> None:
         begin(gpu, stream)
         for step in spoil[:-1]:
             assert step() == cuda.SUCCESS
         assert spoil[-1]() == expected
-        assert gpu.add(data, 1, stream) == cuda.CAPTURE_INVALIDATED
+        assert gpu.fill(data, 1, stream) == cuda.CAPTURE_INVALIDATED
         assert end(gpu, stream) == cuda.CAPTURE_INVALIDATED
         gpu.synchronize(stream)
 
@@ -131,7 +131,6 @@ def spoilt_captures(gpu: Driver, peer: Peer) -> None:
     ):
         after(cuda.CAPTURE_UNSUPPORTED, partial(gpu.call, name, argument))
     after(cuda.CAPTURE_UNSUPPORTED, partial(gpu.call, "MemAlloc_v2", ctypes.byref(host), 16))
-    after(cuda.CAPTURE_UNSUPPORTED, partial(gpu.call, "EventRecord", shared, stream))
     record = partial(gpu.call, "EventRecord", event, stream)
     after(cuda.CAPTURED_EVENT, record, partial(gpu.call, "EventQuery", event))
     gpu.check("EventRecord", event, other)
@@ -144,7 +143,7 @@ def spoilt_captures(gpu: Driver, peer: Peer) -> None:
 
 
 def modes(gpu: Driver, peer: Peer) -> None:
-    """Which threads a capture keeps from what might wait for the device."""
+    """A capture keeps threads from what might wait for the device, unless one of both relaxes."""
     stream, event = gpu.stream(), gpu.event()
 
     def asks(mode: int) -> int:
@@ -154,18 +153,9 @@ def modes(gpu: Driver, peer: Peer) -> None:
         gpu.check("ThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
         return result
 
-    for mode, allows_itself, allows_others in (
-        (cuda.GLOBAL, False, False),
-        (cuda.THREAD_LOCAL, False, True),
-        (cuda.RELAXED, True, True),
-    ):
-        for asking, elsewhere, allowed in (
-            (cuda.GLOBAL, False, allows_itself),
-            (cuda.RELAXED, False, True),
-            (cuda.GLOBAL, True, allows_others),
-            (cuda.THREAD_LOCAL, True, True),
-            (cuda.RELAXED, True, True),
-        ):
+    for mode in (cuda.GLOBAL, cuda.RELAXED):
+        for asking, elsewhere in product((cuda.GLOBAL, cuda.RELAXED), (False, True)):
+            allowed = cuda.RELAXED in (mode, asking)
             begin(gpu, stream, mode)
             if elsewhere:
                 with ThreadPoolExecutor(1) as others:
@@ -181,16 +171,21 @@ def modes(gpu: Driver, peer: Peer) -> None:
 
 def blocks(gpu: Driver, peer: Peer) -> None:
     """Each block runs once; as many as fit run at once, of all streams of a GPU together."""
-    stream, other, data = gpu.stream(), gpu.stream(), gpu.zeros()
+    stream, other, ran = gpu.stream(), gpu.stream(), list[int]()
     for num_blocks in (1, 3, 5, 64):
-        gpu.add(data, 1, stream, num_elems=1000, blocks=num_blocks)
+        gpu.launch(partial(ran.append, num_blocks), stream, num_blocks)
     gpu.synchronize(stream)
-    assert [number(data, i) for i in range(1000)] == [4] * 1000
+    assert sorted(ran) == [1] + [3] * 3 + [5] * 5 + [64] * 64
     for num_blocks, limit_ms in ((4, cuda.LIMIT_MS), (5, cuda.SHORT_MS)):
-        meet = gpu.zeros()
-        gpu.launch("meet", struct.pack("QQII", meet, meet + 4, limit_ms, 0), stream, num_blocks)
+        flag = gpu.zeros()
+        gpu.wait_for(flag, stream, limit_ms, blocks=num_blocks)
+        end = time.monotonic() + limit_ms / 2000
+        while number(flag, 1) < num_blocks and time.monotonic() < end:
+            time.sleep(0.001)
+        put(flag, int(num_blocks == 4))
+        assert number(flag, 1) == 4
         gpu.synchronize(stream)
-        assert (number(meet, 1) == num_blocks) == (num_blocks == 4)
+        assert (number(flag, 1), number(flag, 2)) == (num_blocks, 5 * (num_blocks - 4))
     # One that fills a multiprocessor waits until one is empty.
     for num_waiting in (1, 2, 4):
         flag = gpu.zeros()
@@ -207,7 +202,7 @@ def shared_queue(gpu: Driver, peer: Peer, is_in_vain: bool) -> None:
     """What cannot start yet keeps back what comes later in its hardware queue."""
     first, second, flag, data = gpu.stream(), gpu.stream(), gpu.zeros(), gpu.zeros()
     gpu.wait_for(flag, first, cuda.SHORT_MS if is_in_vain else cuda.LIMIT_MS)
-    gpu.add(data, 1, first)  # behind the one that spins
+    gpu.fill(data, 1, first)  # behind the one that spins
     gpu.signal(flag, second)
     gpu.synchronize(first)
     gpu.synchronize(second)
@@ -217,20 +212,13 @@ def shared_queue(gpu: Driver, peer: Peer, is_in_vain: bool) -> None:
 def lazy_loading(gpu: Driver, peer: Peer) -> None:
     """To ask for a kernel for the first time waits for all that the device does."""
     stream, flag = gpu.stream(), gpu.zeros()
-    module = gpu.made("ModuleLoadData", ctypes.c_char_p(b"RINGCOMM-EMULATED"))
+    module = gpu.made("ModuleLoadData", ctypes.c_char_p(cuda.IMAGE))
     gpu.wait_for(flag, stream, cuda.SHORT_MS)
-    gpu.made("ModuleGetFunction", module, ctypes.c_char_p(b"toy_add"))
+    gpu.made("ModuleGetFunction", module, ctypes.c_char_p(b"emulator_function"))
     assert number(flag, 2) == 1  # it has given up meanwhile
     gpu.wait_for(flag, stream, cuda.SHORT_MS)
-    gpu.made("ModuleGetFunction", module, ctypes.c_char_p(b"toy_add"))
+    gpu.made("ModuleGetFunction", module, ctypes.c_char_p(b"emulator_function"))
     assert number(flag, 2) == 1
-
-
-def threads_of_blocks(gpu: Driver, peer: Peer) -> None:
-    slots, sums, stream = gpu.zeros(), gpu.zeros(), gpu.stream()
-    gpu.launch("threads", struct.pack("QQ", slots, sums), stream, 8)
-    gpu.synchronize(stream)
-    assert [number(sums, block) for block in range(8)] == [6] * 8
 
 
 def spins_for_another(gpu: Driver, peer: Peer, limit_ms: int) -> int:
@@ -250,20 +238,6 @@ def spins_for_another(gpu: Driver, peer: Peer, limit_ms: int) -> int:
     return number(flag, 2)
 
 
-def passes_on(gpu: Driver, peer: Peer, forgets: Sequence[bool]) -> int:
-    """Rank 0's kernel hands a number to rank 1's, which has looked before; what that one sees."""
-    stream = gpu.stream()
-    if peer.rank == 0:
-        data = gpu.memory(PIECE)
-        peer.tell(1, bytes(handle_of(gpu, data)))
-    else:
-        data = gpu.made("IpcOpenMemHandle_v2", Handle.from_buffer_copy(peer.hear(0)), 1)
-    parameter = struct.pack("QQiIII", data, data + 64, 7, forgets[peer.rank], cuda.LIMIT_MS, 0)
-    assert gpu.launch(("pass", "take")[peer.rank], parameter, stream) == cuda.SUCCESS
-    gpu.synchronize(stream)
-    return number(data, 1)
-
-
 def handle_of(gpu: Driver, address: int) -> Handle:
     handle = Handle()
     gpu.check("IpcGetMemHandle", ctypes.byref(handle), address)
@@ -275,7 +249,7 @@ def dies_in_a_kernel(gpu: Driver, peer: Peer) -> None:
     stream, flag = gpu.stream(), gpu.zeros()
     if peer.rank == 1:
         peer.hear(0)
-        gpu.add(flag, 1, stream)
+        gpu.signal(flag, stream)
         gpu.synchronize(stream)
         return
     gpu.wait_for(flag, stream)
@@ -299,32 +273,24 @@ def little_memory(gpu: Driver, peer: Peer) -> None:
 
 
 def opened(gpu: Driver, peer: Peer, is_closed: bool) -> None:
-    """Memory and an event by handles; what is freed while it is open ends its owner."""
-    stream, shared = gpu.stream(), gpu.event(shared=True)
+    """Memory by a handle; what is freed while it is open ends its owner."""
     if peer.rank == 0:
         data = gpu.memory(PIECE)
         small = Handle()  # it would hand out what others have in the same piece
         assert gpu.call("IpcGetMemHandle", ctypes.byref(small), gpu.memory()) == cuda.INVALID_VALUE
-        gpu.check("IpcGetEventHandle", ctypes.byref(small), shared)
-        gpu.add(data, 9, stream)
-        gpu.check("EventRecord", shared, stream)
-        peer.tell(1, bytes(handle_of(gpu, data)) + bytes(small))
+        put(data, 9)
+        peer.tell(1, bytes(handle_of(gpu, data)))
         peer.hear(1)
-        assert number(data) == 27
+        assert number(data, 1) == 9
         gpu.check("MemFree_v2", data)
-        gpu.check("EventDestroy_v2", shared)
         return
-    told = peer.hear(0)
-    data = gpu.made("IpcOpenMemHandle_v2", Handle.from_buffer_copy(told[:64]), 1)
-    event = gpu.made("IpcOpenEventHandle", Handle.from_buffer_copy(told[64:]))
-    gpu.check("StreamWaitEvent", stream, event, 0)
-    gpu.scale(data, 3, stream)
+    stream = gpu.stream()
+    data = gpu.made("IpcOpenMemHandle_v2", Handle.from_buffer_copy(peer.hear(0)), 1)
+    gpu.copy(data + 4, data, stream)
     gpu.synchronize(stream)
-    assert gpu.call("EventQuery", event) == cuda.SUCCESS
     assert gpu.call("MemFree_v2", data) == cuda.INVALID_VALUE  # it is another's
     if is_closed:
         gpu.check("IpcCloseMemHandle", data)
-        gpu.check("EventDestroy_v2", event)
     peer.tell(0)
     time.sleep(0.0 if is_closed else 1.0)
 
@@ -388,7 +354,6 @@ def test_one_process(rules: Callable[..., None], tmp_path: Path) -> None:
 
 
 def test_settings(tmp_path: Path) -> None:
-    run(threads_of_blocks, folder=tmp_path, env={"RINGCOMM_EMULATOR_THREADS": "3"})
     run(little_memory, folder=tmp_path, env={"RINGCOMM_EMULATOR_MEMORY": str(PIECE)})
     run(shared_queue, False, folder=tmp_path)
     run(shared_queue, False, folder=tmp_path, env={"RINGCOMM_EMULATOR_QUEUES": "2"})
@@ -419,22 +384,6 @@ def test_kernels_of_two_processes(
     assert found == [int(is_in_vain), 0]
 
 
-@pytest.mark.parametrize(
-    ("late", "forgets", "expected"),
-    [
-        ("0", (True, True), 7),  # the host's memory is stronger than a GPU's, and hides it
-        ("1", (False, False), 7),
-        ("1", (True, False), 0),
-        ("1", (False, True), 0),
-    ],
-)
-def test_plain_accesses_take_effect_late(
-    late: str, forgets: tuple[bool, bool], expected: int, tmp_path: Path
-) -> None:
-    env = {"RINGCOMM_EMULATOR_LATE": late}
-    assert run(passes_on, forgets, world_size=2, folder=tmp_path, env=env) == [expected] * 2
-
-
 def test_a_process_that_dies_in_a_kernel_gives_the_gpu_back(tmp_path: Path) -> None:
     env = {"RINGCOMM_EMULATOR_MPS": "0"}
     run(dies_in_a_kernel, world_size=2, folder=tmp_path, env=env, may_die=[0])
@@ -460,13 +409,12 @@ def test_descriptors(tmp_path: Path) -> None:
 
 def counts(gpu: Driver, peer: Peer) -> None:
     """By name, each call once."""
-    num_calls: Any = gpu.library.emulator_num_calls
-    before = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamQuery")
+    before = emulated_gpu.driver_calls()
     status, id_ = ctypes.c_int(), ctypes.c_uint64()
     written = ctypes.byref(status), ctypes.byref(id_)
     gpu.check("StreamGetCaptureInfo_v2", gpu.stream(), *written, None, None, None)
-    after = num_calls(b"cuStreamGetCaptureInfo_v2"), num_calls(b"cuStreamQuery")
-    assert after == (before[0] + 1, before[1])
+    made = emulated_gpu.driver_calls() - before
+    assert made == {"cuStreamCreate": 1, "cuStreamGetCaptureInfo_v2": 1}
 
 
 def test_calls_are_counted(tmp_path: Path) -> None:

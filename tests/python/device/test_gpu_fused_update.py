@@ -8,11 +8,22 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, device, in_gpu_ranks, on_all_gpus, on_gpu, on_gpus, on_one_gpu
+from emulated_gpu import needs_emulated_gpu
+from gpu_ranks import (
+    EMULATED,
+    Gpus,
+    device,
+    in_gpu_ranks,
+    on_gpu,
+    on_gpus,
+    on_gpus_with_kernels,
+    on_one_gpu,
+)
 from test_fused_update import TWO_SLICES
 from torch import Tensor
 from update_runs import BF16, F32, OPTIMIZERS, grad_of, sizes, start
 
+import ringcomm
 from ringcomm import ops
 from ringcomm.torch_names import reduce_scatter_single
 
@@ -99,7 +110,7 @@ def test_same_bits_as_the_parts(gpus: Gpus, name: str) -> None:
     assert all(found == results[0] for found in results)
 
 
-@in_gpu_ranks(on_all_gpus)
+@in_gpu_ranks(on_gpus_with_kernels)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_steps_are_those_of_the_host(rank: int, name: str) -> None:
     """The CPU's steps are tested against torch's: 2 ulp; here compilers may contract products."""
@@ -118,6 +129,18 @@ def test_steps_are_those_of_the_host(rank: int, name: str) -> None:
             for key, value in ours.state.items():
                 expected = host.state[key]
                 torch.testing.assert_close(value.cpu(), expected, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def check_refused(rank: int) -> None:
+    steps = Steps("adamw", 5000, (F32, F32, False), device())
+    with pytest.raises(ringcomm.RingcommError, match="this build has no kernels for GPUs"):
+        steps.fused(1)
+    dist.all_reduce(steps.param)  # the group goes on
+
+
+@needs_emulated_gpu
+def test_a_build_without_kernels_refuses() -> None:
+    Gpus(EMULATED, 3, kernels=False).run(check_refused, fresh=True)
 
 
 def spoilt(rank: int) -> None:

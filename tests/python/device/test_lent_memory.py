@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any
 
 import emugpu
 import emulated_gpu
@@ -50,8 +49,8 @@ def few_calls() -> None:
         dist.all_reduce(torch.ones(1))  # of the host: nobody goes on before all are here
 
 
-def check_freed(rank: int, by_calls: bool) -> None:
-    """When the last rank has dropped its part: by the next calls, or the next tensor."""
+def check_freed(rank: int) -> None:
+    """When the last rank has dropped its part, by the next calls."""
     few_calls()
     before = used_bytes()
     kept = [shared_sum(rank) for _ in range(3)]
@@ -60,10 +59,6 @@ def check_freed(rank: int, by_calls: bool) -> None:
     mine = kept[1] if rank == 1 else None
     del kept
     few_calls()
-    if not by_calls:
-        mine_too = ringcomm.empty_shared(10, device=GPU)
-        del mine_too
-        few_calls()
     left = used_bytes() - before
     assert NUM_BYTES <= left <= NUM_BYTES + 2 * TABLE_BYTES, left
     # Of rank 1 that one, of the others a new one: all in place, and right.
@@ -73,9 +68,6 @@ def check_freed(rank: int, by_calls: bool) -> None:
     assert total[-1].item() == sum(range(1, dist.get_world_size() + 1))
     del mine, new, total
     few_calls()
-    if not by_calls:
-        last = [ringcomm.empty_shared(10, device=GPU) for _ in range(2)]
-        del last
     assert used_bytes() <= before + 3 * TABLE_BYTES
 
 
@@ -140,18 +132,14 @@ def check_after_the_group(rank: int) -> None:
     assert used_bytes() <= before
 
 
-@pytest.mark.parametrize("vmm", ["1", "0"], ids=["fds", "ipc"])
 @pytest.mark.parametrize(
     "check",
     [check_many, check_pending, check_captured, check_after_the_group],
     ids=lambda check: check.__name__,
 )
-def test_lent_memory(check: Callable[[int], None], vmm: str) -> None:
-    env: dict[str, Any] = {**with_kernels(), "RINGCOMM_EMULATOR_VMM": vmm}
-    run_on_gpus(2, check, env=env)
+def test_lent_memory(check: Callable[[int], None]) -> None:
+    run_on_gpus(2, check, env=with_kernels())
 
 
-@pytest.mark.parametrize("vmm", ["1", "0"], ids=["fds", "ipc"])
-def test_memory_is_freed_when_all_ranks_have_dropped_it(vmm: str) -> None:
-    env: dict[str, Any] = {**with_kernels(), "RINGCOMM_EMULATOR_VMM": vmm}
-    run_on_gpus(3, check_freed, vmm == "1", env=env)
+def test_memory_is_freed_when_all_ranks_have_dropped_it() -> None:
+    run_on_gpus(3, check_freed, env=with_kernels())

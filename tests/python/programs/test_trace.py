@@ -170,10 +170,16 @@ def test_every_step_of_a_ring_is_there_once(env: str, world_size: int, tmp_path:
     assert len([e for e in events if e["ph"] in "stf"]) == world_size  # one arrow through all
 
 
-def test_a_ring_in_rank_order_passes_on_only(tmp_path: Path) -> None:
-    """Over messages. In shared memory two_shot runs, which has no steps."""
-    options = Options(algorithm="ring", deterministic="rank_order")
-    record(tmp_path, reduce_around_a_ring, 20, env=ENVS["p2p"], pg_options=options)
+def gather_around_a_ring(rank: int, num_elems: int) -> None:
+    world_size = dist.get_world_size()
+    parts = torch.empty(world_size * num_elems)
+    dist.all_gather_into_tensor(parts, torch.full((num_elems,), float(rank)))
+    assert torch.equal(parts, torch.arange(float(world_size)).repeat_interleave(num_elems))
+
+
+def test_a_ring_of_an_all_gather_passes_on_only(tmp_path: Path) -> None:
+    """Over messages, from 1 MiB in all."""
+    record(tmp_path, gather_around_a_ring, 100_000, env=ENVS["p2p"])
     for rank in range(3):
         found = of(merged(tmp_path)[0], "step", rank)
         names = [f"all_gather {what}" for what in ("first send", "step 0", "step 1")]

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <functional>
+
+#include "cuda/driver/driver.h"
+
+// The emulated GPUs as torch sees them: "emugpu", torch's private device type. Devices and streams
+// work like torch's CUDA: each thread has a current device and, on each device, a current stream,
+// initially the null stream. Further streams are from a pool and are never destroyed.
+
+namespace ringcomm::emulator {
+
+using cuda::check;
+using cuda::ContextGuard;
+using cuda::driver;
+
+inline constexpr c10::DeviceType kEmulatedGpu = c10::DeviceType::PrivateUse1;
+
+/// 0 without a driver.
+c10::DeviceIndex num_devices() noexcept;
+c10::DeviceIndex current_device();
+/// Throws c10::Error if there is no such device; -1 keeps the current one.
+c10::DeviceIndex exchange_device(c10::DeviceIndex device);
+
+c10::Stream current_stream(c10::DeviceIndex device);
+c10::Stream stream_from_pool(c10::DeviceIndex device);
+/// One that only the allocator uses.
+c10::Stream reclaim_stream(c10::DeviceIndex device);
+
+cuda::StreamHandle handle_of(c10::Stream stream);
+bool is_idle(c10::Stream stream);
+bool is_capturing(c10::Stream stream);
+void synchronize(c10::Stream stream);
+/// Makes `waiting` wait for what `stream` has been given so far.
+void wait_for_stream(c10::Stream waiting, c10::Stream stream);
+/// The stream calls `function` on its own thread and continues when that returns; an exception ends
+/// the process. A captured function is called at each launch of its graph. An operator is a kernel
+/// that fills a multiprocessor: it waits until one is free of others.
+void launch(c10::Stream stream, std::function<void()> function, bool is_operator = false);
+
+// Memory under the rules of torch's caching allocator: a tensor's memory belongs to the stream that
+// was current when it was made, and may be used anew as soon as that stream has done what it was
+// given before the tensor's end; streams on which it was recorded (Tensor.record_stream) are waited
+// for as well. No other stream is.
+//
+// Then the bytes become 0xFF at once: work that still uses them on a stream that was not recorded
+// reads NaN, or -1. New memory has the same content.
+
+/// Allocates on the current device, for its current stream.
+c10::Allocator& allocator();
+/// Makes the end of a tensor's memory wait for what `stream` has been given until then.
+void record_stream(const c10::DataPtr& memory, c10::Stream stream);
+/// The requested bytes of live tensors.
+std::size_t allocated_bytes(c10::DeviceIndex device);
+
+/// Copies bytes in the order of the stream; either side may be memory of the host, which stays
+/// until then.
+void copy_bytes(void* to, const void* from, std::size_t num_bytes, c10::Stream stream);
+/// Fills bytes in the order of the stream.
+void fill_bytes(void* to, unsigned char value, std::size_t num_bytes, c10::Stream stream);
+
+}  // namespace ringcomm::emulator
