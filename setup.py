@@ -57,11 +57,9 @@ def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
     """Returns one of the extensions."""
     from torch.utils import cpp_extension
 
-    with_torch = buildconfig.sources(*parts.with_torch)
-    if not with_torch:
+    if not buildconfig.sources(*parts.with_torch):
         raise buildconfig.BuildProblem(f"csrc has no source of {parts.name}: is it complete?")
-    found = buildconfig.sources(*parts.plain)
-    found += buildconfig.joined(with_torch, ROOT / "build" / f"joined{parts.name}")
+    found = buildconfig.units(parts, ROOT / "build" / f"joined{parts.name}")
     flags = buildconfig.cxx_flags()
     nvcc = buildconfig.find_nvcc()
     if parts.name == "_cuda" and nvcc is not None and wants_kernels():
@@ -71,7 +69,9 @@ def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
         f"ringcomm.{parts.name}",
         [str(path.relative_to(ROOT)) for path in found],
         include_dirs=[str(buildconfig.CSRC)],
-        depends=[str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *with_torch)],
+        depends=[
+            str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *parts.sources())
+        ],
         extra_compile_args={"cxx": flags},
         extra_link_args=[*buildconfig.LINK_FLAGS],
     )

@@ -224,45 +224,6 @@ def _update_lines(runs: list[Run]) -> list[str]:
     ]
 
 
-def _step_lines(runs: list[Run]) -> list[str]:
-    """What part of a step is communication, and how steps compare."""
-    first = runs[0][0]
-    backends = [name for name in _backends(runs) if name != "fake"]
-    rows = []
-    for run in runs:
-        found = [_by("backend", run)[name] for name in backends]
-        shares = [_mark(share_range(r["communication_share"]), r) for r in found]
-        rows.append([run[0]["system"], *shares, *map(comparison, found[1:])])
-    headers = ["system", *(f"communication over {name}" for name in backends)]
-    headers += [f"step, {name} / {backends[0]}" for name in backends[1:]]
-    return [
-        f"Training steps: {first['world_size']} ranks, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. Communication is"
-        " the time of a step minus that of a step that sends nothing (10–90 %):",
-        *grid(headers, 1, rows),
-    ]
-
-
-def _race_lines(runs: list[Run]) -> list[str]:
-    """Ratios of training steps: a row per system, with a column per number of tokens."""
-    records = [run[0] for run in runs]
-    first = records[0]
-    columns = {r["tokens"]: f"{r['rows_per_rank']} × {r['tokens_per_row']}" for r in records}
-    cells = {(r["system"], r["tokens"]): comparison(r) for r in records}
-    rows = [
-        [system, *(cells.get((system, tokens), "–") for tokens in columns)]
-        for system in dict.fromkeys(r["system"] for r in records)
-    ]
-    headers = ["system", *(f"{name}: {shape} per rank" for name, shape in columns.items())]
-    ours, theirs = first["backends"]
-    return [
-        f"Step time over {theirs} / step time over {ours}: {first['world_size']} ranks,"
-        f" {first['num_params']:,} parameters, {first['device']}. Median of pairs of consecutive"
-        " steps (10–90 %), each on its slowest rank:",
-        *grid(headers, 1, rows),
-    ]
-
-
 def _loss_lines(runs: list[Run]) -> list[str]:
     """Forward and backward: times, and memory beyond the logits."""
     first = runs[0][0]
@@ -364,8 +325,6 @@ LAYOUTS = {
         lambda r: r["op"] not in DETAILED_OPS and r["world_size"] == 2,
     ),
     "floor": Layout("floor", (), ("world_size", "bytes"), _floor_lines),
-    "races": Layout("races", ("world_size", "device", "size"), ("system", "tokens"), _race_lines),
-    "steps": Layout("steps", _STEPS, ("system",), _step_lines),
     "fused_update": Layout("fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines),
     "cross_entropy": Layout(
         "cross_entropy",
@@ -404,8 +363,6 @@ TITLES = {
     "collective": "Collectives",
     "operations": "Other collectives, by size",
     "floor": "Memory bandwidth as the floor",
-    "races": "Training steps over ringcomm and over Gloo",
-    "steps": "Communication as a share of a step",
     "fused_update": "Fused update",
     "cross_entropy": "Cross-entropy",
     "lomo": "LOMO",

@@ -190,8 +190,8 @@ def build_extension(python: str, for_tests: bool) -> None:
     if for_tests or (ROOT / "ringcomm" / f"_cuda{suffix}").exists():
         os.environ.setdefault("RINGCOMM_CUDA", "test")
     state = read_json(EXTENSION_STATE)
-    folders = [name for one in buildconfig.EXTENSIONS for name in (*one.plain, *one.with_torch)]
-    inputs = [*buildconfig.sources(*folders), *buildconfig.headers()]
+    inputs = [path for one in buildconfig.EXTENSIONS for path in one.sources()]
+    inputs += buildconfig.headers()
     inputs += buildconfig.sources("cuda/kernels", suffix=".cu")
     inputs.append(ROOT / "tools" / "cuda_kernels.py")
     install = digest([ROOT / name for name in INSTALL_INPUTS], python, found.get("torch", ""))

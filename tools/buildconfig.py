@@ -26,20 +26,32 @@ MACHINES = ("x86_64", "aarch64")
 
 @dataclass(frozen=True)
 class Extension:
-    """A module of ringcomm: folders of csrc without torch's headers, and folders with them."""
+    """A module of ringcomm: the folders of csrc that it consists of.
+
+    Attributes:
+        alone: their sources are compiled one by one: those of the SIMD levels cannot be joined.
+        joined: their sources are joined into NUM_JOINED units: they share most of their headers.
+        with_torch: these become one unit, because torch's headers take most of the time of one.
+    """
 
     name: str
-    plain: tuple[str, ...]
+    alone: tuple[str, ...]
+    joined: tuple[str, ...]
     with_torch: tuple[str, ...]
+
+    def sources(self) -> list[Path]:
+        """Returns all of its sources."""
+        return sources(*self.alone, *self.joined, *self.with_torch)
 
 
 # The first is communication on CPUs; the others link it.
 EXTENSIONS = (
-    Extension("_C", ("core", "reduce", "transport", "collectives"), ("bindings",)),
-    Extension("_kernels", ("kernels",), ("ops",)),
+    Extension("_C", ("reduce",), ("core", "transport", "collectives"), ("bindings",)),
+    Extension("_kernels", ("kernels",), (), ("ops",)),
     Extension(
         "_cuda",
         ("cuda/kernels", "cuda/driver", "cuda/collectives"),
+        (),
         ("cuda/bindings", "cuda/messages"),
     ),
 )
@@ -62,7 +74,7 @@ LINK_FLAGS = ("-pthread", "-Wl,-Bsymbolic-functions", "-Wl,-rpath,$ORIGIN")
 # A translation unit with torch headers takes about this much memory to compile.
 BYTES_PER_JOB = 2 << 30
 
-# Into how many files those with torch's headers are joined: the cores of a small machine.
+# Into how many units an extension's sources without torch's headers are joined.
 NUM_JOINED = 2
 
 _CXX20_PROBE = """
@@ -101,20 +113,24 @@ def sources(*folders: str, suffix: str = ".cc") -> list[Path]:
     return [path for name in folders for path in sorted((CSRC / name).rglob(f"*{suffix}"))]
 
 
-def joined(paths: list[Path], folder: Path) -> list[Path]:
-    """Returns a few files that include all the sources, each a number of them.
+def units(parts: Extension, folder: Path) -> list[Path]:
+    """Returns what to compile for an extension; writes the joined sources to the folder.
 
-    For sources with torch's headers, which take most of the time of compiling one: they are parsed
-    once for each of the few. Files that are as they should be are left alone, for ninja.
+    Their names make the longest the first to be compiled. Files that are as they should be are left
+    alone, for ninja.
     """
+    plain = sources(*parts.joined)
+    joined = {"1_torch": sources(*parts.with_torch)}
+    joined |= {f"{2 + idx}_plain": plain[idx::NUM_JOINED] for idx in range(NUM_JOINED)}
     folder.mkdir(parents=True, exist_ok=True)
-    result = []
-    for number in range(min(NUM_JOINED, len(paths))):
-        path = folder / f"{number}.cc"
-        text = "".join(f'#include "{source}"\n' for source in paths[number::NUM_JOINED])
+    result = sources(*parts.alone)
+    for name, paths in joined.items():
+        path = folder / f"{name}.cc"
+        text = "".join(f'#include "{source}"\n' for source in paths)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
-        result.append(path)
+        if paths:
+            result.append(path)
     return result
 
 
@@ -142,16 +158,20 @@ def cxx_flags() -> list[str]:
     """Returns the extension's flags; RINGCOMM_WERROR makes warnings errors."""
     werror = ["-Werror"] if is_set("RINGCOMM_WERROR") else []
     version = f'-DRINGCOMM_VERSION="{public_version()}"'
-    return [*CXX_FLAGS, version, *openmp_flags(), *werror]
+    return [*CXX_FLAGS, version, *gcc_flags(), *werror]
 
 
-def openmp_flags() -> list[str]:
-    """Returns what at::parallel_for, a template of OpenMP's pragmas, needs to have threads.
+def gcc_flags() -> list[str]:
+    """Returns the flags that only GCC has: nothing for clang.
 
-    For compiling only: the runtime is the one that torch has loaded, whose threads torch counts.
-    Not for clang, which needs another runtime: there the operators run in one thread.
+    at::parallel_for, a template of OpenMP's pragmas, needs -fopenmp to have threads: for compiling
+    only, since the runtime is the one that torch has loaded, whose threads torch counts. clang
+    needs another runtime: there the operators run in one thread. By default GCC frees memory from
+    some ten MiB on, which takes a tenth of the time.
     """
-    return [] if "__clang__" in _compiled("", "-dM", "-E").stdout else ["-fopenmp"]
+    if "__clang__" in _compiled("", "-dM", "-E").stdout:
+        return []
+    return ["-fopenmp", "--param=ggc-min-heapsize=524288"]
 
 
 def find_nvcc() -> Path | None:

@@ -12,8 +12,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <typeinfo>
 
 #include "bindings/process_group.h"
+#include "reduce/softmax_merge.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
 // autograd and wrappers are in ringcomm/ops, in the same order. They run over any backend of
@@ -29,12 +31,46 @@ namespace py = pybind11;
 namespace ringcomm {
 namespace {
 
+// Whether to ask the group for a work. Usually none is needed, since the operators wait; but a
+// subclass in Python cannot return none to C++: torch wraps it as a work that crashes.
+bool needs_work(const c10d::ProcessGroup& group) {
+  return typeid(group) != typeid(c10d::ProcessGroup);
+}
+
+void wait_for(const WorkPtr& work) {
+  if (work != nullptr) work->wait();
+}
+
 // A group's backend for the tensor's device; null where it has none.
 c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, const at::Tensor& tensor) {
   const auto type = tensor.device().type();
   const auto is_same = [&](const c10::Device& device) { return device.type() == type; };
   if (std::ranges::none_of(group.getDeviceTypes(), is_same)) return {};
   return group.getBackend(type);
+}
+
+// A group's backend for the tensor's device if it is ringcomm's. Null if it is another one, or if
+// the group is a subclass, whose calls may do more than forward to the backend.
+c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
+                                                       const at::Tensor& tensor) {
+  if (needs_work(group)) return {};
+  // Not torch's dynamic_intrusive_pointer_cast, which leaks objects of another class.
+  auto* const ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor).get());
+  if (ringcomm == nullptr) return {};
+  return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
+}
+
+// The same for operators that c10d has no name for; throws ValueError in place of null.
+c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
+                                                           const at::Tensor& tensor,
+                                                           const char* op) {
+  const auto group = c10d::resolve_process_group(group_name);
+  const auto ringcomm = find_ringcomm(*group, tensor);
+  if (ringcomm != nullptr) return ringcomm;
+  const auto other = backend_for(*group, tensor);
+  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
+                    tensor.device(), ", got one with ",
+                    other != nullptr ? other->getBackendName() : "none");
 }
 
 at::Tensor contiguous_copy(const at::Tensor& input) {
@@ -215,25 +251,41 @@ auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
 
 }  // namespace
 
-c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
-                                                       const at::Tensor& tensor) {
-  if (needs_work(group)) return {};
-  // Not torch's dynamic_intrusive_pointer_cast, which leaks objects of another class.
-  auto* const ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor).get());
-  if (ringcomm == nullptr) return {};
-  return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
+void reduce_update_gather(const std::string& group_name, const UpdateTensors& tensors,
+                          const UpdateSpec& spec, bool is_average) {
+  constexpr const char* kName = "reduce_scatter_update_all_gather_";
+  check_no_grad(tensors.param, kName, "");
+  ringcomm_group_of(group_name, tensors.param, kName)
+      ->reduce_update_gather(tensors, spec, is_average);
+  mark_written(tensors.param);
+  if (tensors.master.has_value()) mark_written(*tensors.master);
+  for (const auto& [name, state] : tensors.states)
+    if (state.has_value()) mark_written(*state);
 }
 
-c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
-                                                           const at::Tensor& tensor,
-                                                           const char* op) {
+// Backends without this reduction gather all ranks' stats on every rank, which merges them.
+std::pair<at::Tensor, int> merge_over_ranks(const at::Tensor& stats,
+                                            const std::string& group_name) {
   const auto group = c10d::resolve_process_group(group_name);
-  const auto ringcomm = find_ringcomm(*group, tensor);
-  if (ringcomm != nullptr) return ringcomm;
-  const auto other = backend_for(*group, tensor);
-  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
-                    tensor.device(), ", got one with ",
-                    other != nullptr ? other->getBackendName() : "none");
+  const int world_size = group->getSize();
+  at::Tensor merged = at::empty_like(stats);
+  if (const auto ringcomm = find_ringcomm(*group, stats)) {
+    ringcomm->all_reduce_into(stats, merged, c10d::ReduceOp::SUM, [](Collective& call) {
+      call.dtype = DType::kSoftmaxStats;
+      call.reduction = Reduction::kMerge;
+      call.num_elems /= kNumSoftmaxStats;
+    });
+    return {merged, world_size};
+  }
+  at::Tensor all = empty_with_rows(world_size * stats.size(0), stats);
+  at::Tensor own = stats;
+  wait_for(group->_allgather_base(all, own, {.asyncOp = needs_work(*group)}));
+  std::vector<const void*> parts;
+  for (int rank = 0; rank < world_size; ++rank)
+    parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());
+  host::find_reduce_op(Reduction::kMerge, DType::kSoftmaxStats)
+      ->combine(merged.data_ptr(), nullptr, parts.data(), world_size, stats.size(0), 1);
+  return {merged, world_size};
 }
 
 TORCH_LIBRARY(ringcomm, m) {

@@ -23,16 +23,6 @@ WorkPtr start_in_engine(const std::shared_ptr<Communicator>& communicator, const
 /// All works that were started in a coalesced block, as one.
 WorkPtr coalesced_work(int rank, std::vector<WorkPtr> works);
 
-/// The tensors of a reduce_scatter_update_all_gather: whole parameters and gradient, and this
-/// rank's shard of the state.
-struct UpdateTensors {
-  const at::Tensor& param;
-  const at::Tensor& grad;
-  std::optional<at::Tensor> master;
-  /// By name, in the order of ShardUpdate's states.
-  std::vector<std::pair<const char*, std::optional<at::Tensor>>> states;
-};
-
 /// A CPU tensor like torch.empty's, in memory that other processes of this host can map
 /// (shm::SharedArena). Throws torch's OutOfMemoryError.
 at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
@@ -168,24 +158,5 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   std::vector<DeviceMessage> coalesced_messages_;  // all on one device
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
 };
-
-// ---- for the operators of torch.ops.ringcomm
-
-/// Whether to ask the group for a work. Usually none is needed, since the operators wait; but a
-/// subclass in Python cannot return none to C++: torch wraps it as a work that crashes.
-inline bool needs_work(const c10d::ProcessGroup& group) {
-  return typeid(group) != typeid(c10d::ProcessGroup);
-}
-inline void wait_for(const WorkPtr& work) {
-  if (work != nullptr) work->wait();
-}
-/// A group's backend for the tensor's device if it is ringcomm's. Null if it is another one, or if
-/// the group is a subclass, whose calls may do more than forward to the backend.
-c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
-                                                       const at::Tensor& tensor);
-/// The same for operators that c10d has no name for; throws ValueError in place of null.
-c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
-                                                           const at::Tensor& tensor,
-                                                           const char* op);
 
 }  // namespace ringcomm

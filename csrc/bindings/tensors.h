@@ -5,8 +5,11 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <utility>
 #include <vector>
 
 #include "collectives/communicator.h"
@@ -104,5 +107,23 @@ inline std::size_t num_elems_of(const at::Tensor& tensor) {
 ElementName element_name(std::string_view text);
 /// Makes a backward pass fail that saved what the tensor was before.
 void mark_written(const at::Tensor& tensor);
+
+// ---- collectives of ringcomm._kernels, on a group by its name; they block
+
+/// The tensors of a reduce_scatter_update_all_gather: whole parameters and gradient, and this
+/// rank's shard of the state.
+struct UpdateTensors {
+  const at::Tensor& param;
+  const at::Tensor& grad;
+  std::optional<at::Tensor> master;
+  /// By name, in the order of ShardUpdate's states.
+  std::vector<std::pair<const char*, std::optional<at::Tensor>>> states;
+};
+
+/// `spec` lacks what follows from the tensors. Throws ValueError for another backend's group.
+void reduce_update_gather(const std::string& group_name, const UpdateTensors& tensors,
+                          const UpdateSpec& spec, bool is_average);
+/// All ranks' softmax stats, merged in rank order, and the number of ranks. Over any backend.
+std::pair<at::Tensor, int> merge_over_ranks(const at::Tensor& stats, const std::string& group_name);
 
 }  // namespace ringcomm

@@ -68,17 +68,6 @@ void run_alone(const Collective& call) {
   std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
 }
 
-// What `body` throws, or null.
-template <typename Body>
-std::exception_ptr error_of(const Body& body) {
-  try {
-    body();
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
-}
-
 trace::Event event_of(const Collective& call, const CallHeader& header, std::uint32_t group) {
   return {.seq = header.seq,
           .num_bytes = call.num_bytes(),

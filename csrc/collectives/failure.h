@@ -14,6 +14,17 @@
 
 namespace ringcomm {
 
+/// What `body` throws, or null.
+template <class Body>
+std::exception_ptr error_of(const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
 /// The operation that was running when something failed.
 struct Activity {
   std::string op;           ///< "all_reduce"

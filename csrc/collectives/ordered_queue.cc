@@ -10,8 +10,6 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::chrono::milliseconds kPollInterval{50};
-
 trace::Event wait_for_queue() {
   return {.kind = trace::Kind::kWait, .name = trace::name_number("queue")};
 }
@@ -42,7 +40,7 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
       continue;
     }
     if (!traced) traced.emplace(wait_for_queue);
-    const auto until = std::min(deadline, Clock::now() + kPollInterval);
+    const auto until = std::min(deadline, Clock::now() + kLookInterval);
     if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
       lock.unlock();
       poll();

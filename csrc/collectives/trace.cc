@@ -25,16 +25,6 @@ namespace {
 constexpr std::size_t kMaxThreads = 64;
 constexpr std::size_t kMaxNames = 255;
 
-struct FileHeader {
-  std::array<char, 8> magic;
-  std::uint64_t num_lost;  // events of threads without a buffer
-};
-
-struct ThreadHeader {
-  std::uint64_t num_events;  // ever written; event n is at n modulo the capacity
-  std::uint64_t alive_ns;
-};
-
 std::string json_text(const std::string& text) {
   std::string quoted = "\"";
   for (const char letter : text) {
@@ -53,6 +43,16 @@ std::string json_text(const std::string& text) {
 std::string json_text(std::uint64_t value) { return std::to_string(value); }
 
 }  // namespace
+
+struct FileHeader {
+  std::array<char, 8> magic;
+  std::uint64_t num_lost;  // events of threads without a buffer
+};
+
+struct ThreadHeader {
+  std::uint64_t num_events;  // ever written; event n is at n modulo the capacity
+  std::uint64_t alive_ns;
+};
 
 /// The ring buffer of one thread.
 struct Buffer {

@@ -14,11 +14,9 @@
 #include <numeric>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
 #include <vector>
 
-#include "bindings/process_group.h"
 #include "bindings/tensors.h"
 #include "kernels/softmax.h"
 #include "ops/softmax_stats.h"
@@ -26,9 +24,6 @@
 
 // torch.ops.ringcomm.*: the steps of cross_entropy. Fakes, autograd and the wrapper are in
 // ringcomm/ops/losses/cross_entropy.py, the formulas in docs/design/cross_entropy.md.
-
-// _allgather_base has a new name since torch 2.13, which 2.11 does not know.
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
 namespace ringcomm {
 namespace {
@@ -229,37 +224,10 @@ at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
 
 // ---- merge_softmax_stats
 
-// For backends without this reduction: gathers all ranks' stats on every rank and merges them in
-// rank order.
-at::Tensor gathered_and_merged(const at::Tensor& stats, c10d::ProcessGroup& group) {
-  at::Tensor own = stats;
-  at::Tensor all = at::empty({group.getSize() * stats.size(0), stats.size(1)}, stats.options());
-  wait_for(group._allgather_base(all, own, {.asyncOp = needs_work(group)}));
-  std::vector<const void*> parts;
-  for (int rank = 0; rank < group.getSize(); ++rank)
-    parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());
-  at::Tensor merged = at::empty_like(stats);
-  host::find_reduce_op(Reduction::kMerge, DType::kSoftmaxStats)
-      ->combine(merged.data_ptr(), nullptr, parts.data(), group.getSize(), stats.size(0), 1);
-  return merged;
-}
-
 at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group_name) {
   check_stats(stats, stats.dim() > 0 ? stats.size(0) - 1 : 0);
-  const auto group = c10d::resolve_process_group(group_name);
-  const auto ringcomm = find_ringcomm(*group, stats);
-  at::Tensor merged;
-  if (ringcomm != nullptr) {
-    merged = at::empty_like(stats);
-    ringcomm->all_reduce_into(stats, merged, c10d::ReduceOp::SUM, [](Collective& call) {
-      call.dtype = DType::kSoftmaxStats;
-      call.reduction = Reduction::kMerge;
-      call.num_elems /= kNumSoftmaxStats;
-    });
-  } else {
-    merged = gathered_and_merged(stats, *group);
-  }
-  check_shards(merged, group->getSize());
+  const auto [merged, world_size] = merge_over_ranks(stats, group_name);
+  check_shards(merged, world_size);
   return merged;
 }
 

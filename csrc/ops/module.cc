@@ -1,4 +1,4 @@
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/pybind11.h>
 
 #include <cstdint>
 

@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "bindings/process_group.h"
 #include "bindings/tensors.h"
 #include "ops/weight_update.h"
 #include "reduce/update_op.h"
@@ -23,7 +22,6 @@
 namespace ringcomm {
 namespace {
 
-constexpr const char* kFusedName = "reduce_scatter_update_all_gather_";
 constexpr const char* kLocalName = "optimizer_update_";
 
 using OptionalTensor = std::optional<at::Tensor>;
@@ -36,44 +34,34 @@ std::uint32_t checked_step(int64_t step, const char* prefix) {
 
 // ---- reduce_scatter_update_all_gather_
 
-void update_fused(const UpdateTensors& tensors, const UpdateSpec& spec, bool average,
-                  const std::string& group_name) {
-  check_no_grad(tensors.param, kFusedName, "");
-  ringcomm_group_of(group_name, tensors.param, kFusedName)
-      ->reduce_update_gather(tensors, spec, average);
-  mark_written(tensors.param);
-  if (tensors.master.has_value()) mark_written(*tensors.master);
-  for (const auto& [name, state] : tensors.states)
-    if (state.has_value()) mark_written(*state);
-}
-
 void fused_sgd(const at::Tensor& param, const at::Tensor& grad,
                const OptionalTensor& momentum_buffer, const OptionalTensor& master,
                const std::string& group_name, double lr, double momentum, double dampening,
                double weight_decay, bool nesterov, int64_t step, bool average, double grad_scale) {
-  update_fused({param, grad, master, {{"momentum_buffer", momentum_buffer}}},
-               {.lr = lr,
-                .weight_decay = weight_decay,
-                .grad_scale = grad_scale,
-                .coefficients = {momentum, dampening},
-                .step = checked_step(step, ""),
-                .optimizer = Optimizer::kSgd,
-                .is_nesterov = nesterov},
-               average, group_name);
+  reduce_update_gather(group_name, {param, grad, master, {{"momentum_buffer", momentum_buffer}}},
+                       {.lr = lr,
+                        .weight_decay = weight_decay,
+                        .grad_scale = grad_scale,
+                        .coefficients = {momentum, dampening},
+                        .step = checked_step(step, ""),
+                        .optimizer = Optimizer::kSgd,
+                        .is_nesterov = nesterov},
+                       average);
 }
 
 void fused_adamw(const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg,
                  const at::Tensor& exp_avg_sq, const OptionalTensor& master,
                  const std::string& group_name, double lr, double beta1, double beta2, double eps,
                  double weight_decay, int64_t step, bool average, double grad_scale) {
-  update_fused({param, grad, master, {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}}},
-               {.lr = lr,
-                .weight_decay = weight_decay,
-                .grad_scale = grad_scale,
-                .coefficients = {beta1, beta2, eps},
-                .step = checked_step(step, ""),
-                .optimizer = Optimizer::kAdamW},
-               average, group_name);
+  reduce_update_gather(group_name,
+                       {param, grad, master, {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}}},
+                       {.lr = lr,
+                        .weight_decay = weight_decay,
+                        .grad_scale = grad_scale,
+                        .coefficients = {beta1, beta2, eps},
+                        .step = checked_step(step, ""),
+                        .optimizer = Optimizer::kAdamW},
+                       average);
 }
 
 void fused_lomo(const at::Tensor& param, const at::Tensor& grad, const std::string& group_name,
@@ -81,14 +69,14 @@ void fused_lomo(const at::Tensor& param, const at::Tensor& grad, const std::stri
                 double grad_scale) {
   TORCH_CHECK_VALUE(!clip_value.has_value() || *clip_value > 0,
                     "ringcomm: clip_value must be positive or None, got ", clip_value.value_or(0));
-  update_fused({param, grad, std::nullopt, {}},
-               {.lr = lr,
-                .weight_decay = weight_decay,
-                .grad_scale = grad_scale,
-                .coefficients = {clip_value.value_or(0)},
-                .step = 1,  // without state, every step is like the first
-                .optimizer = Optimizer::kLomo},
-               average, group_name);
+  reduce_update_gather(group_name, {param, grad, std::nullopt, {}},
+                       {.lr = lr,
+                        .weight_decay = weight_decay,
+                        .grad_scale = grad_scale,
+                        .coefficients = {clip_value.value_or(0)},
+                        .step = 1,  // without state, every step is like the first
+                        .optimizer = Optimizer::kLomo},
+                       average);
 }
 
 // ---- optimizer_update_

@@ -136,16 +136,20 @@ class WatchThread {
 /// Replaces infinite timeouts: long enough not to matter, short enough to add to a clock.
 inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 
+/// How late a wait may notice a timeout, a death or an interruption. A check for signals takes
+/// Python's GIL: it is rare, and never in waits that end immediately.
+inline constexpr std::chrono::milliseconds kLookInterval{50};
+
 /// How long an operation may wait, and when it is interrupted.
 struct WaitLimits {
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};
-  /// Called by the waiting thread about every 50 ms; true ends the operation. May be empty.
+  /// Called by the waiting thread about every kLookInterval; true ends the operation. May be empty.
   std::function<bool()> is_interrupted;
 };
 
-/// Called about every 50 ms while the message transport connects, with a rank that has not arrived
-/// yet. Throws Error if that rank cannot arrive any more; the caller then checks a last time
-/// whether all have arrived, because one may have arrived and ended since.
+/// Called about every kLookInterval while the message transport connects, with a rank that has not
+/// arrived yet. Throws Error if that rank cannot arrive any more; the caller then checks a last
+/// time whether all have arrived, because one may have arrived and ended since.
 using LookForRanks = std::function<void(int missing)>;
 
 /// `timeout` from now; the end of time where the clock does not count that far.
@@ -158,12 +162,12 @@ inline std::chrono::steady_clock::time_point deadline_after(std::chrono::millise
 }
 
 /// Sleeps between two looks at something that other processes change: longer each time, up to
-/// 50 ms.
+/// kLookInterval.
 class Backoff {
  public:
   void sleep() {
     std::this_thread::sleep_for(pause_);
-    pause_ = std::min<std::chrono::microseconds>(2 * pause_, std::chrono::milliseconds(50));
+    pause_ = std::min<std::chrono::microseconds>(2 * pause_, kLookInterval);
   }
   void reset() { *this = {}; }
 

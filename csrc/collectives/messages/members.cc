@@ -9,8 +9,8 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::chrono::milliseconds kLookInterval{20};  // how late a wait may end
-constexpr int kLooksPerQuestion = 5;                    // to the store: has another rank failed?
+constexpr std::chrono::milliseconds kWatchInterval{20};  // how late a wait may end
+constexpr int kLooksPerQuestion = 5;                     // to the store: has another rank failed?
 // After so many looks with nothing to watch, the watchdog sleeps until an operation wakes it, which
 // costs that operation some microseconds.
 constexpr int kIdleLooks = 50;
@@ -142,7 +142,7 @@ MessageMembers::Operation::Operation(MessageMembers& members, Clock::time_point 
   const std::lock_guard lock(members.mutex_);
   if (!members.watch_)
     members.watch_.emplace("ringcomm-watch",
-                           WatchThread::Pace{.interval = kLookInterval, .num_looks = kIdleLooks},
+                           WatchThread::Pace{.interval = kWatchInterval, .num_looks = kIdleLooks},
                            [&members] {
                              members.watch_operations();
                              return true;

@@ -20,7 +20,6 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::chrono::milliseconds kPollInterval{50};
 // The maximum number of threads for lanes without a waiting caller; further lanes start when
 // another one ends.
 constexpr std::size_t kMaxThreads = 32;
@@ -64,7 +63,7 @@ class MessageP2p final : public PointToPoint {
     Lock lock(mutex_);
     if (is_stopping_) return;
     while (!lanes_.empty() && std::get<0>(lanes_.begin()->first) == P2pOp::Kind::kSend) {
-      has_news_.wait_for(lock, kPollInterval);
+      has_news_.wait_for(lock, kLookInterval);
       abort_if(lock, is_interrupted);
     }
     is_stopping_ = true;
@@ -117,7 +116,7 @@ class MessageP2p final : public PointToPoint {
     Lock lock(mutex_);
     if (!op->is_done) hurry(*op);
     while (!op->is_done && Clock::now() < deadline) {
-      has_news_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval));
+      has_news_.wait_until(lock, std::min(deadline, Clock::now() + kLookInterval));
       if (!op->is_done) abort_if(lock, is_interrupted);
     }
     return op->is_done;

@@ -20,12 +20,6 @@ constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 constexpr std::chrono::milliseconds kFetchSlice{100};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
-// Sizes of shares that may differ are compared by ShareExchange.
-bool is_compatible(const CallHeader& mine, const CallHeader& theirs) {
-  if (mine.is_uneven || has_private_sizes(mine.op)) return is_same_call(mine, theirs);
-  return mine == theirs;
-}
-
 }  // namespace
 
 void StoreKindChooser::begin(OpKind op, std::size_t num_bytes, bool decides) {
@@ -102,11 +96,15 @@ bool Engine::publish() {
   std::memcpy(board_.beside(rank()), &told, told.num_bytes());
   board_.publish();
   store_kinds_.pause();
+  // Sizes of shares that may differ are compared by ShareExchange.
+  const bool has_own_sizes = header_->is_uneven || has_private_sizes(header_->op);
   for (int distance = 1; distance < world_size(); ++distance) {
     const int peer = (rank() + distance) % world_size();
     const std::byte* region = wait(peer);
     const Told told = told_by(peer);
-    if (!is_compatible(*header_, told.header)) throw Mismatched{peer, told.header};
+    const bool is_same =
+        has_own_sizes ? is_same_call(*header_, told.header) : *header_ == told.header;
+    if (!is_same) throw Mismatched{peer, told.header};
     BufferNote& note = notes_[static_cast<std::size_t>(peer)];
     note = {};
     if (told.has_note) std::memcpy(&note, region, sizeof(note));

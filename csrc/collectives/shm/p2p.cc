@@ -23,26 +23,12 @@ constexpr std::chrono::milliseconds kGrace{1};
 // How often in a row the thread finds nothing to do before it sleeps for good. Until then no post
 // has to wake it: a thread woken for every message takes the core from the rank that waits.
 constexpr int kMaxIdleLooks = 100;
-constexpr std::chrono::milliseconds kPollInterval{50};
-// How late a time-out, a death or an interruption may be noticed.
-constexpr std::chrono::milliseconds kLookInterval{50};
 
 // A receive matched a message of a different size.
 struct SizeMismatch {
   P2pOpPtr receive;
   std::uint64_t sent_bytes;
 };
-
-// What `raise` throws.
-template <class Raise>
-std::exception_ptr error_of(const Raise& raise) {
-  try {
-    raise();
-  } catch (...) {
-    return std::current_exception();
-  }
-  return {};
-}
 
 // Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at all
 // peers.
@@ -390,7 +376,7 @@ class P2pEngine final : public PointToPoint {
       }
       ++num_waiting_;
       ring(rank_);  // the engine's thread hands over
-      has_news_.wait_for(lock, kPollInterval);
+      has_news_.wait_for(lock, kLookInterval);
       --num_waiting_;
       abort_if(lock, is_interrupted);
     }

@@ -32,7 +32,6 @@ constexpr const char* kExitNote = "\x04";
 
 constexpr std::chrono::milliseconds kNow{0};
 constexpr std::chrono::milliseconds kAcceptRetry{10};
-constexpr std::chrono::milliseconds kLookInterval{50};
 // A peer that sends without end must not block the bootstrap's other work.
 constexpr int kMaxTextsAtOnce = 16;
 

@@ -8,9 +8,6 @@
 namespace ringcomm::shm {
 namespace {
 
-// A check for signals takes Python's GIL: it is rare, and never in waits that end immediately.
-constexpr std::chrono::milliseconds kLookInterval{50};
-
 template <class Word>
 Word load_acquire(const Word& word) {
   return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
