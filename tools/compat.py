@@ -6,7 +6,7 @@ ignore. The wheel of torch is installed without the CUDA packages that it names,
 gigabytes: tools/stand_ins.py makes what takes their place. RINGCOMM_TORCH_INDEX names an index of
 wheels for CPUs instead.
 
-Usage: python tools/compat.py [VERSION...]   (default: 2.11 and the newest of pip)
+Usage: python tools/compat.py [VERSION...]   (default: 2.11 and "newest", the newest of pip)
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gpu_machine import copy_sources
 
 HOME = ROOT / ".cache" / "compat"
 OLDEST = "2.11"
+NEWEST = "newest"
 # Each system once, features in pairs, schedules of pipelines, meshes, and torch's private names.
 TESTS = (
     "programs/test_torch_names.py",
@@ -115,8 +116,9 @@ def torch_folder(version: str) -> Path:
     return found
 
 
-def find_version(prefix: str) -> str:
-    """A version that has an environment now: the newest of pip for an empty prefix."""
+def find_version(wanted: str) -> str:
+    """A version that has an environment now and begins as wanted, or is the newest of pip."""
+    prefix = "" if wanted == NEWEST else wanted
     try:
         if not prefix:
             # What pip would install, which its configuration may limit.
@@ -163,7 +165,7 @@ def runs(version: str) -> bool:
 def main() -> int:
     """Returns 0 if all passes, or if offline outside CI with nothing cached."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("versions", nargs="*", metavar="VERSION", default=[OLDEST, ""])
+    parser.add_argument("versions", nargs="*", metavar="VERSION", default=[OLDEST, NEWEST])
     options = parser.parse_args()
     try:
         buildconfig.check_all()

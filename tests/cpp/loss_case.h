@@ -20,7 +20,6 @@
 namespace ringcomm::testing {
 
 using cuda::LossCall;
-using oracle::Bytes;
 using Doubles = std::vector<double>;
 using Block = emulator::HostRowBlock<cuda::kVectorsPerThread>;
 

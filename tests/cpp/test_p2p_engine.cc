@@ -18,6 +18,7 @@ namespace {
 
 using namespace ringcomm;
 using namespace ringcomm::testing;
+using testing::Message;
 
 // No data; the first slot's room, one byte more or less; the same of the slots after; a full link;
 // more than a link holds.

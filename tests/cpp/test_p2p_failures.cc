@@ -19,6 +19,8 @@ namespace {
 using namespace ringcomm;
 using namespace ringcomm::testing;
 using std::chrono::milliseconds;
+using testing::error_of;
+using testing::Message;
 
 TEST_CASE("a receive and a message of different sizes are a mismatch, posted in either order") {
   for (const bool is_recv_first : {true, false}) {

@@ -12,7 +12,7 @@ constexpr int kMaxBlocks = 132;
 constexpr int kMaxBlocksAlone = 32;
 // For all ranks on a device together, so that its L2 cache holds the staging of collectives.
 constexpr std::size_t kStagingBytes = std::size_t{24} << 20;
-constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
+constexpr std::size_t kUnitBytes = std::size_t{2} << 20;
 // What the threads of a block have in flight, 8 vectors each. Half of it doubles the hand-overs of
 // a large call; twice of it adds a round of loads to every step (tests/cpp/test_gpu_latency.cc).
 constexpr std::size_t kRegionBytes = 64 << 10;
@@ -51,14 +51,14 @@ int pair_blocks(int free_blocks) {
 // slots shorter than a turn.
 void cut_p2p(const DeviceFacts& facts, std::size_t wanted_bytes, StagingLayout& layout) {
   const std::size_t world = layout.world_size;
-  const auto in_pieces = [](std::size_t num) { return num / kPieceBytes * kPieceBytes; };
+  const auto in_pieces = [](std::size_t num) { return num / kUnitBytes * kUnitBytes; };
   const int left =
       free_blocks_of(facts) - num_reserving(facts) * static_cast<int>(layout.num_blocks);
   layout.num_p2p_channels = static_cast<std::uint32_t>(pair_blocks(left));
   const std::size_t others = layout.num_bytes();
   const std::size_t least = others + std::min(world, kMaxFundedPeers) * kMinPeerBytes;
   const std::size_t rest =
-      std::max(in_pieces(wanted_bytes), in_pieces(least + kPieceBytes - 1)) - others;
+      std::max(in_pieces(wanted_bytes), in_pieces(least + kUnitBytes - 1)) - others;
   const std::size_t num_slots = StagingLayout::kP2pSlots * world;
   layout.num_p2p_channels = static_cast<std::uint32_t>(
       std::clamp<std::size_t>(rest / (num_slots * kTurnBytes), 1, layout.num_p2p_channels));

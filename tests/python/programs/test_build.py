@@ -1,6 +1,7 @@
 """What the build says on a machine that lacks something (more: test_mistakes.py); kernels."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,26 @@ def test_what_a_machine_lacks_is_named(
         monkeypatch.setattr(target, value)
     with pytest.raises(buildconfig.BuildProblem, match=message):
         getattr(buildconfig, check)()
+
+
+def test_every_source_is_in_one_unit_of_the_extensions(tmp_path: Path) -> None:
+    compiled = []
+    for parts in buildconfig.EXTENSIONS:
+        for unit in buildconfig.units(parts, tmp_path / parts.name):
+            names = re.findall('^#include "(.*)"$', unit.read_text(encoding="utf-8"), re.M)
+            compiled += [Path(name) for name in names] if unit.is_relative_to(tmp_path) else [unit]
+    assert sorted(compiled) == sorted(buildconfig.CSRC.rglob("*.cc"))
+
+
+def test_every_source_is_in_one_unit_of_the_cpp_tests() -> None:
+    folder = buildconfig.ROOT / "tests" / "cpp"
+    make = ["make", "-s", "--no-print-directory", "-C", str(folder), "list"]
+    said = subprocess.run(make, capture_output=True, text=True, check=True, timeout=60).stdout
+    wanted = [*folder.glob("*.cc"), buildconfig.ROOT / "tests" / "emulator" / "kernels.cc"]
+    for name in ("core", "reduce", "transport", "collectives", "kernels"):
+        wanted += buildconfig.sources(name)
+    wanted += buildconfig.sources("cuda/kernels", "cuda/driver", "cuda/collectives")
+    assert sorted(said.split()) == sorted(map(str, wanted))
 
 
 @pytest.fixture
