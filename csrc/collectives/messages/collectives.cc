@@ -21,16 +21,15 @@ namespace {
 // with its share.
 constexpr std::size_t kRingMinBytes = std::size_t{1} << 20;
 
-// one_shot sends N/2 times the bytes of two_shot, and saves one of its two steps. With two ranks
-// the ring has the steps of two_shot, and overlaps them. With more it has more, and if ranks share
-// cores, each step waits for a core.
+// one_shot sends N/2 times the bytes of two_shot, and saves one of its two steps: with two ranks
+// nothing but the step differs. The ring has more steps, each of which may wait for a core.
 Algorithm choose_all_reduce_of_messages(std::size_t num_bytes, int world_size,
                                         std::size_t one_shot_max_bytes) {
   constexpr std::size_t kMiB = std::size_t{1} << 20;
-  if (one_shot_max_bytes == 0) one_shot_max_bytes = kMiB / 2 / static_cast<std::size_t>(world_size);
+  if (one_shot_max_bytes == 0)
+    one_shot_max_bytes = world_size == 2 ? kMiB : kMiB / 2 / static_cast<std::size_t>(world_size);
   if (num_bytes <= one_shot_max_bytes) return Algorithm::kOneShot;
-  return num_bytes < (world_size == 2 ? kMiB / 2 : 4 * kMiB) ? Algorithm::kTwoShot
-                                                             : Algorithm::kRing;
+  return num_bytes < 4 * kMiB ? Algorithm::kTwoShot : Algorithm::kRing;
 }
 
 // The bytes of the whole call; the same on every rank.
@@ -47,7 +46,7 @@ std::size_t total_bytes(const Collective& call, int world_size) {
 
 // Up to here one message step between leaders beats two in which every rank has its part, with two
 // hosts (0.9 to 7 ms against 12 at 1 MiB, and still 24 against 29 at 16 MiB, over Gloo on one busy
-// machine). It sends H/2 times the bytes, all of them by one rank: less where hosts are more.
+// machine). It sends H/2 times the bytes, all by one rank: less where hosts are more.
 std::size_t leader_max_bytes(int num_hosts) {
   return (std::size_t{2} << 20) / static_cast<std::size_t>(num_hosts);
 }
@@ -55,6 +54,10 @@ std::size_t leader_max_bytes(int num_hosts) {
 // The maximum of other ranks' data that a rank stages at a time; larger buffers are cut into
 // pieces. The latency of a message is small next to what it takes on a fast network.
 constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
+
+// From this size, a share is received before the next one is sent to another rank: many connections
+// at a time lose packets on a shared cable.
+constexpr std::size_t kSteppedBytes = std::size_t{256} << 10;
 
 // What `values` has for a rank or a host.
 template <class Values>
@@ -203,6 +206,7 @@ class HostsCollective {
       barrier();
   }
 
+  bool is_elsewhere(int peer) const { return hosts_.table.host_of(peer) != hosts_.host; }
   int num_hosts() const { return hosts_.num_hosts(); }
   int local_size() const { return static_cast<int>(hosts_.local_ranks.size()); }
   int global(int local) const { return of(hosts_.local_ranks, local); }
@@ -332,24 +336,32 @@ class HostsCollective {
                .outputs = call_.outputs});
   }
 
-  // gather, scatter and all_to_all.
+  // gather, scatter and all_to_all: in step d to the rank d places on.
   void move() {
     if (call_.root >= 0) meet();
+    std::vector<std::optional<CallPart>> given;
+    for (int peer = 0; peer < world_size_; ++peer) {
+      std::optional<CallPart>& part = given.emplace_back(part_given(call_, rank_, peer));
+      // What is in place is copied before it is received into.
+      if (is_elsewhere(peer) && part && part->num_elems > 0 && call_.op == OpKind::kAllToAll &&
+          part->data == call_.outputs[peer])
+        part->data = std::memcpy(messages_.stage(bytes(part->num_elems)), part->data,
+                                 bytes(part->num_elems));
+    }
     MessageExchange exchange(messages_, header_);
-    for (const int host : hosts_.other_hosts)
-      for (const int peer : hosts_.table.ranks_on(host))
-        if (auto part = part_given(call_, rank_, peer)) {
-          // What is in place is copied before it is received into.
-          if (call_.op == OpKind::kAllToAll && part->data == call_.outputs[peer] &&
-              part->num_elems > 0)
-            part->data = std::memcpy(messages_.stage(bytes(part->num_elems)), part->data,
-                                     bytes(part->num_elems));
-          send(exchange, peer, part->data, part->num_elems);
-        }
-    for (const int host : hosts_.other_hosts)
-      for (const int peer : hosts_.table.ranks_on(host))
-        if (const auto taken = part_taken(call_, rank_, peer))
-          exchange.recv(peer, taken->data, bytes(taken->num_elems));
+    std::size_t num_sent = 0;
+    for (int distance = 1; distance < world_size_; ++distance) {
+      const int to = (rank_ + distance) % world_size_;
+      const int from = (rank_ + world_size_ - distance) % world_size_;
+      if (num_sent >= kSteppedBytes) exchange.finish();
+      num_sent = 0;
+      if (const auto& part = of(given, to); is_elsewhere(to) && part) {
+        send(exchange, to, part->data, part->num_elems);
+        num_sent = bytes(part->num_elems);
+      }
+      if (const auto taken = part_taken(call_, rank_, from); is_elsewhere(from) && taken)
+        exchange.recv(from, taken->data, bytes(taken->num_elems));
+    }
     if (call_.root < 0 || hosts_.table.host_of(call_.root) == hosts_.host) move_inside();
     exchange.finish();
   }
