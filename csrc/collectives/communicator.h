@@ -58,8 +58,6 @@ class Communicator {
                const PeerProcesses& known = {});
   /// Calls close() without a way to interrupt it, then leaves the group.
   ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }

@@ -33,8 +33,6 @@ class OrderedQueue {
   OrderedQueue() = default;
   /// Runs the tasks that are in, then ends the progress thread.
   ~OrderedQueue();
-  OrderedQueue(const OrderedQueue&) = delete;
-  OrderedQueue& operator=(const OrderedQueue&) = delete;
 
   /// Lets the progress thread run all tasks while callers sleep, for tasks that cannot poll for
   /// signals. Call it before any other function.

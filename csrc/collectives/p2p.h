@@ -53,8 +53,6 @@ class PointToPoint {
   using Interrupted = std::function<bool()>;
 
   virtual ~PointToPoint() = default;
-  PointToPoint(const PointToPoint&) = delete;
-  PointToPoint& operator=(const PointToPoint&) = delete;
 
   /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
   /// std::invalid_argument where `peer` is no other rank.

@@ -111,8 +111,6 @@ class WatchThread {
   /// `look` returns whether to look again, ever; it throws nothing.
   WatchThread(const char* name, Pace pace, std::function<bool()> look);
   ~WatchThread();
-  WatchThread(const WatchThread&) = delete;
-  WatchThread& operator=(const WatchThread&) = delete;
 
   /// From any thread, `look` among them.
   void wake() { look_for(pace_.num_looks); }

@@ -82,8 +82,6 @@ class MessageCarrier final : public Carrier {
   }
 
   ~MessageCarrier() override { members_.leave(); }
-  MessageCarrier(const MessageCarrier&) = delete;
-  MessageCarrier& operator=(const MessageCarrier&) = delete;
 
   Membership& membership() override { return members_; }
   bool runs_in_caller() const override { return false; }

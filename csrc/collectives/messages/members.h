@@ -35,8 +35,6 @@ class MessageMembers final : public Membership {
   /// Collective, after `ranks` has found them: returns when all have come to this very group.
   /// Throws what `ranks` does.
   MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks);
-  MessageMembers(const MessageMembers&) = delete;
-  MessageMembers& operator=(const MessageMembers&) = delete;
 
   /// A part of making the group has failed here. The other ranks hear of it: they may have made the
   /// group already, and wait for this rank.

@@ -102,9 +102,8 @@ bool Engine::publish() {
     const int peer = (rank() + distance) % world_size();
     const std::byte* region = wait(peer);
     const Told told = told_by(peer);
-    const bool is_same =
-        has_own_sizes ? is_same_call(*header_, told.header) : *header_ == told.header;
-    if (!is_same) throw Mismatched{peer, told.header};
+    if (!(has_own_sizes ? is_same_call(*header_, told.header) : *header_ == told.header))
+      throw Mismatched{peer, told.header};
     BufferNote& note = notes_[static_cast<std::size_t>(peer)];
     note = {};
     if (told.has_note) std::memcpy(&note, region, sizeof(note));
