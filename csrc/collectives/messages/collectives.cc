@@ -357,7 +357,7 @@ class HostsCollective {
       num_sent = 0;
       if (const auto& part = of(given, to); is_elsewhere(to) && part) {
         send(exchange, to, part->data, part->num_elems);
-        num_sent = bytes(part->num_elems);
+        if (call_.root < 0) num_sent = bytes(part->num_elems);
       }
       if (const auto taken = part_taken(call_, rank_, from); is_elsewhere(from) && taken)
         exchange.recv(from, taken->data, bytes(taken->num_elems));
