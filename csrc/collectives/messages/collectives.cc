@@ -157,6 +157,15 @@ class HostsCollective {
       }
   }
 
+  // Before messages that carry no header: the leaders compare their neighbours', in one step.
+  void meet() {
+    MessageExchange exchange(messages_, header_);
+    greet(exchange, false, false);
+    exchange.finish();
+    run_local({.op = OpKind::kBarrier});
+  }
+
+ private:
   // The leaders exchange headers by dissemination, and each compares the other's: in step s with
   // the host 2^s before it. A rank that returns knows that all ranks have arrived at this call.
   void barrier() {
@@ -169,7 +178,15 @@ class HostsCollective {
     run_local({.op = OpKind::kBarrier});
   }
 
- private:
+  // The leader of a host receives from the one before it, if only a header, and before anything
+  // else: so calls that differ are noticed, whatever their patterns. The arguments say whether the
+  // leader's first message to the next one, and the first from the one before, is data.
+  void greet(MessageExchange& exchange, bool sends_to_next, bool receives_from_previous) {
+    if (hosts_.local_rank != 0) return;
+    if (!receives_from_previous) exchange.recv(previous_leader(), nullptr, 0);
+    if (!sends_to_next) exchange.send(leader_at(1), nullptr, 0);
+  }
+
   void dispatch() {
     switch (call_.op) {
       case OpKind::kBarrier:
@@ -182,7 +199,6 @@ class HostsCollective {
         copy_own(call_.num_elems, call_.inputs[0], call_.outputs[rank_]);
         return all_gather(MessageShares::of_call(call_, rank_, world_size_));
       case OpKind::kReduce:
-        meet();
         return is_ring() ? chain() : reduce();
       case OpKind::kBroadcast:
         return broadcast();
@@ -197,15 +213,6 @@ class HostsCollective {
 
   bool is_ring() const { return header_.algorithm == Algorithm::kRing; }
 
-  // Before a call in which a rank may send and not receive. Over messages alone one step is enough:
-  // where two neighbours differ, one of them tells all.
-  void meet() {
-    if (hosts_.is_flat())
-      greet_neighbours(messages_, header_);
-    else
-      barrier();
-  }
-
   bool is_elsewhere(int peer) const { return hosts_.table.host_of(peer) != hosts_.host; }
   int num_hosts() const { return hosts_.num_hosts(); }
   int local_size() const { return static_cast<int>(hosts_.local_ranks.size()); }
@@ -213,6 +220,7 @@ class HostsCollective {
   int leader_at(int distance) const {
     return hosts_.table.leader_of((hosts_.host + distance) % num_hosts());
   }
+  int previous_leader() const { return leader_at(num_hosts() - 1); }
   std::size_t bytes(std::size_t num_elems) const { return num_elems * element_bytes_; }
   void count_sent(std::uint64_t num_bytes) { traffic_.sent_bytes += num_bytes; }
   void send(MessageExchange& exchange, int peer, const void* data, std::size_t num_elems) {
@@ -245,7 +253,9 @@ class HostsCollective {
   }
 
   void chain() {
-    count_sent(run_message_chain(messages_, call_, hosts_.representatives(call_.root)));
+    meet();
+    const std::vector<int> ranks = hosts_.representatives(call_.root);
+    if (rank_ == of(ranks, hosts_.host)) count_sent(run_message_chain(messages_, call_, ranks));
   }
 
   // To the root, or in a short all_reduce to all leaders: one rank of each host has its sum, and
@@ -262,6 +272,7 @@ class HostsCollective {
       if (host != hosts_.host ? receives : local_ != nullptr && rank_ == representative)
         of(sums, host) = messages_.stage(bytes(max_elems));
     MessageExchange exchange(messages_, header_);
+    if (call_.root >= 0) greet(exchange, call_.root == leader_at(1), receives);
     // One piece at least, because headers are exchanged even without data.
     const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(call_.num_elems, max_elems));
     for (std::size_t idx = 0; idx < num_pieces; ++idx) {
@@ -278,8 +289,8 @@ class HostsCollective {
                    .outputs = &output});
         input = output;
       }
-      if (rank_ != representative) continue;
       for (const int host : hosts_.other_hosts) {
+        if (rank_ != representative) break;
         const int peer = of(ranks, host);
         if (receives) exchange.recv(peer, of(sums, host), bytes(piece.num_elems));
         if (call_.root < 0 || peer == call_.root) send(exchange, peer, input, piece.num_elems);
@@ -295,11 +306,9 @@ class HostsCollective {
   }
 
   void broadcast() {
-    meet();
     const std::vector<int> ranks = hosts_.representatives(call_.root);
     const int representative = of(ranks, hosts_.host);
-    if (rank_ == representative)
-      takes_chain(call_.num_bytes(), num_hosts()) ? chain() : broadcast_down_tree(ranks);
+    takes_chain(call_.num_bytes(), num_hosts()) ? chain() : broadcast_down_tree(ranks);
     broadcast_inside(hosts_.table.local_rank_of(representative),
                      rank_ == call_.root ? call_.inputs[0] : call_.outputs[0]);
   }
@@ -310,14 +319,17 @@ class HostsCollective {
     const int root = hosts_.table.host_of(call_.root);
     const int place = (hosts_.host - root + num_ranks) % num_ranks;  // the root's is 0
     const auto rank_at = [&](int other) { return of(ranks, (other + root) % num_ranks); };
+    const bool takes_part = rank_ == rank_at(place);
     MessageExchange exchange(messages_, header_);
+    greet(exchange, takes_part && place % 2 == 0 && place + 1 < num_ranks,
+          place % 2 == 1 && rank_at(place - 1) == previous_leader());
     int bit = 1;
     while (bit < num_ranks && (place & bit) == 0) bit <<= 1;
-    if (place != 0) {
+    if (place != 0 && takes_part) {
       exchange.recv(rank_at(place - bit), call_.outputs[0], call_.num_bytes());
       exchange.finish();
     }
-    for (bit >>= 1; bit > 0; bit >>= 1) {
+    for (bit >>= 1; bit > 0 && takes_part; bit >>= 1) {
       if (place + bit >= num_ranks) continue;
       send(exchange, rank_at(place + bit), place == 0 ? call_.inputs[0] : call_.outputs[0],
            call_.num_elems);
@@ -338,7 +350,6 @@ class HostsCollective {
 
   // gather, scatter and all_to_all: in step d to the rank d places on.
   void move() {
-    if (call_.root >= 0) meet();
     std::vector<std::optional<CallPart>> given;
     for (int peer = 0; peer < world_size_; ++peer) {
       std::optional<CallPart>& part = given.emplace_back(part_given(call_, rank_, peer));
@@ -349,6 +360,9 @@ class HostsCollective {
                                  bytes(part->num_elems));
     }
     MessageExchange exchange(messages_, header_);
+    if (call_.root >= 0)
+      greet(exchange, of(given, leader_at(1)).has_value(),
+            part_taken(call_, rank_, previous_leader()).has_value());
     std::size_t num_sent = 0;
     for (int distance = 1; distance < world_size_; ++distance) {
       const int to = (rank_ + distance) % world_size_;
@@ -593,7 +607,7 @@ Traffic run_message_collective(const MessageGroup& group, const Collective& call
   HostsCollective by_hosts(group, group.hosts, call, header, limits);
   by_hosts.agree();
   if (header.algorithm == Algorithm::kHierarchical || group.hosts.is_flat()) return by_hosts.run();
-  by_hosts.barrier();
+  by_hosts.meet();
   return HostsCollective(group, group.flat, call, header, limits).run();
 }
 
