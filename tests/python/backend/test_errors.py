@@ -81,8 +81,11 @@ def test_different_calls(rank: int) -> None:
     for name in list(DIFFERENT)[:: 1 if is_shm else 2]:
         ours, theirs, *words = DIFFERENT[name]
         group: Any = dist.new_group(backend="ringcomm")
-        for call in (ours if rank == 0 else theirs, all_reduce(1), all_reduce(1)):
+        calls = [ours if rank == 0 else theirs, all_reduce(1), all_reduce(1)]
+        for number, call in enumerate(calls):
             error = caught(call, group)
+            if not (error or number or is_shm):
+                continue  # over messages, a rank whose own part fits hears of it in its next call
             assert error["type"] == "MismatchError", (name, error)
             assert all(word in error["text"] for word in words), (name, error)
             assert error["rank"] in range(3)
@@ -93,7 +96,7 @@ def test_different_calls(rank: int) -> None:
         dist.destroy_process_group(group)
     group = dist.new_group(backend="ringcomm")
     sizes = [4, 4, 5]  # of what rank 0 has for rank 2, which expects 4
-    for _ in range(2):  # over messages, a rank whose own part fits hears of it in its next call
+    for _ in range(2):  # as above
         error = caught(
             lambda: dist.scatter(
                 torch.zeros(4), tensors(*sizes) if rank == 0 else None, 0, group=group
