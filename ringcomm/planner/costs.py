@@ -30,10 +30,6 @@ class Activations:
     head: int  # after the layers: the last norm, the logits, the loss
     logits: int  # the part of `head` whose gradient appears in the backward pass
 
-    def kept(self, checkpointing: str) -> int:
-        """Bytes that a layer keeps with this recomputation."""
-        return self.boundary if checkpointing == "full" else self.layer
-
 
 def activations_of(
     shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int, *, fused_norms: bool = True
@@ -96,7 +92,7 @@ def _of_stage(candidate: Candidate, stage: int) -> RankMemory:
     c, is_end = candidate, stage == candidate.head_stage
     fused_norms = not c.cluster.hardware.is_host
     acts = activations_of(c.shape, c.job, c.mesh, c.micro_batch, fused_norms=fused_norms)
-    layer = acts.kept(c.checkpointing)
+    layer = acts.boundary if c.checkpointing == "full" else acts.layer
     # Temporary memory: a layer's recomputation or the logits' gradient, and messages.
     passing = max(acts.logits * is_end, acts.layer - layer)
     if c.mesh.pp > 1:
@@ -170,18 +166,13 @@ def _calls_of_tensor_parallelism(candidate: Candidate, stage: int) -> int:
     all-gathers; recomputation repeats what comes before its last one. The embedding has one, and
     the head's input has one.
     """
-    mesh = candidate.mesh
-    if mesh.tp == 1:
-        return 0
-    again = (3 if mesh.is_sequence_split else 2) if candidate.checkpointing == "full" else 0
+    again = 2 + candidate.mesh.is_sequence_split if candidate.checkpointing == "full" else 0
     ends = 2 * ((stage == 0) + (stage == candidate.head_stage))
     return (8 + again) * candidate.num_layers(stage) + ends
 
 
 def _calls_of_experts(candidate: Candidate, stage: int) -> int:
     """all_to_alls of a micro-batch: tokens go and come back, and so do their gradients."""
-    if candidate.mesh.ep == 1:
-        return 0
     per_layer = 6 if candidate.checkpointing == "full" else 4
     return per_layer * candidate.num_layers(stage)
 
@@ -190,8 +181,6 @@ def _tensor_bytes(candidate: Candidate, stage: int) -> int:
     """Of a micro-batch."""
     shape, job, mesh = candidate.shape, candidate.job, candidate.mesh
     t, num_layers = mesh.tp, candidate.num_layers(stage)
-    if t == 1:
-        return 0
     halves = _calls_of_tensor_parallelism(candidate, stage)
     is_head = stage == candidate.head_stage
     e, tokens = job.itemsize, candidate.micro_batch * job.sequence

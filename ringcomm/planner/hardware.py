@@ -16,7 +16,6 @@ from ringcomm.planner.models import read_object
 from ringcomm.tuning import World
 
 Precision = Literal["bf16", "fp32"]
-MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +277,7 @@ class Cluster:
             self.hardware,
             name=f"{self.hardware.name} (tuned with {world.world_size} ranks)",
             inside_alpha_s=world.alpha_us * 1e-6,
-            inside_rate=MIB / max(world.beta_us_per_mib, 1e-9) * 1e6,
+            inside_rate=(1 << 20) / max(world.beta_us_per_mib, 1e-9) * 1e6,
             call_s=world.overhead_us * 1e-6,
         )
         return dataclasses.replace(self, hardware=hardware)

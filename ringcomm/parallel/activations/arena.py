@@ -24,19 +24,15 @@ class _Block:
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._taken: list[tuple[int, int, Any]] = []  # begin, end, a weak reference; ascending
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(end - begin for begin, end, owner in self._taken if owner() is not None)
+        self.taken: list[tuple[int, int, Any]] = []  # begin, end, a weak reference; ascending
 
     def take(self, num_bytes: int, owner: Kept) -> Tensor | None:
         """The first free part that is large enough; None if there is none."""
-        self._taken = [part for part in self._taken if part[2]() is not None]
+        self.taken = [part for part in self.taken if part[2]() is not None]
         begin, size = 0, self.memory.nbytes
-        for idx, (end, next_begin, _) in enumerate([*self._taken, (size, size, None)]):
+        for idx, (end, next_begin, _) in enumerate([*self.taken, (size, size, None)]):
             if end - begin >= num_bytes:
-                self._taken.insert(idx, (begin, begin + num_bytes, weakref.ref(owner)))
+                self.taken.insert(idx, (begin, begin + num_bytes, weakref.ref(owner)))
                 return self.memory[begin : begin + num_bytes]
             begin = next_begin
         return None
@@ -98,7 +94,8 @@ class arena(SavedTensors):  # noqa: N801  # a context, as torch's saved_tensors_
     @property
     def used_bytes(self) -> int:
         """Bytes in use, each tensor rounded up to cache lines."""
-        return sum(block.used_bytes for block in self._blocks)
+        parts = (part for block in self._blocks for part in block.taken)
+        return sum(end - begin for begin, end, owner in parts if owner() is not None)
 
     def _takes(self, tensor: Tensor) -> bool:
         return is_plain(tensor) and tensor.device == self.device

@@ -159,13 +159,9 @@ class Header(NamedTuple):
     has_version: int = 0
     num_bytes: int = 0
 
-    def encode(self) -> Tensor:
-        """float64 [4]."""
-        return torch.tensor(self, dtype=torch.float64)
-
     @staticmethod
     def decode(words: Tensor) -> Header:
-        """The header that encode() has made float64 [4] of."""
+        """The header in a received float64 [4]."""
         kind, version, has_version, num_bytes = words.tolist()
         return Header(Kind(int(kind)), version, int(has_version), int(num_bytes))
 
@@ -175,8 +171,9 @@ class Header(NamedTuple):
 
 def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header) -> Any:
     """Returns a Work at once; sends the message, and keeps its tensor, even without wait()."""
-    tensor = message.encode() if isinstance(message, Header) else message
-    return dist.isend(tensor, group=group, group_dst=peer, tag=tag)
+    if isinstance(message, Header):
+        message = torch.tensor(message, dtype=torch.float64)
+    return dist.isend(message, group=group, group_dst=peer, tag=tag)
 
 
 def receive(group: dist.ProcessGroup, peer: int, tag: Tag, tensor: Tensor) -> Tensor:

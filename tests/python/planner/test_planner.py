@@ -297,14 +297,14 @@ def test_activations_of_korthikanti(tp: int) -> None:
     small = 4 * 2048 * (2 + shape.heads / tp)  # a number per token of norms and heads
     found = activations_of(shape, job, Mesh(tp=tp), 1)
     assert found.layer == sbh * (10 + 24 / tp) + small
-    assert found.kept("full") == 2 * sbh
+    assert found.boundary == 2 * sbh
     if tp > 1:
         found = activations_of(shape, job, Mesh(tp=tp, is_sequence_split=True), 1)
         # ringcomm.nn keeps what it has gathered in front of two pairs of layers.
         gathered = 4 * sbh * (1 - 1 / tp)
         small = 4 * 2048 * (2 + shape.heads) / tp
         assert found.layer == 34 * sbh / tp + small + gathered
-        assert found.kept("full") == 2 * sbh / tp
+        assert found.boundary == 2 * sbh / tp
 
 
 def test_groups_of_heads_over_more_ranks() -> None:
