@@ -101,19 +101,16 @@ std::string describe(const CallHeader& header) {
 }
 
 std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op) {
-  std::string text = "rank " + std::to_string(peer) + " called " + describe(theirs) + " instead";
+  const std::string text =
+      "rank " + std::to_string(peer) + " called " + describe(theirs) + " instead; ";
+  if (our_op == name_of(theirs.op))
+    return text + "all ranks must pass the same shape, dtype and arguments";
   // A rank that has run out of batches makes the next phase's call, often a barrier, where DDP
   // broadcasts buffers or reduces gradients on the others.
-  const bool is_phase_start = our_op == name_of(OpKind::kBarrier) ||
-                              our_op == name_of(OpKind::kBroadcast) ||
-                              theirs.op == OpKind::kBarrier || theirs.op == OpKind::kBroadcast;
-  if (is_phase_start && our_op != name_of(theirs.op))
-    text += "; did the ranks run different numbers of batches?";
-  else if (our_op == name_of(theirs.op))
-    text += "; all ranks must pass the same shape, dtype and arguments";
-  else
-    text += "; all ranks must make the same calls in the same order";
-  return text;
+  for (const OpKind op : {OpKind::kBarrier, OpKind::kBroadcast})
+    if (theirs.op == op || our_op == name_of(op))
+      return text + "did the ranks run different numbers of batches?";
+  return text + "all ranks must make the same calls in the same order";
 }
 
 }  // namespace ringcomm

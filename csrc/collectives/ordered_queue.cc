@@ -105,15 +105,12 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
     return;
   }
   if (run_alone(task)) return;
-  Ticket ticket;
-  {
-    const std::lock_guard lock(mutex_);
-    check_not_in_task();
-    ticket = std::make_shared<Entry>(Entry{.task = task});
-    entries_.push_back(ticket);
-    state_.fetch_or(kShared);
-  }
-  wait(ticket, poll);
+  std::unique_lock lock(mutex_);
+  check_not_in_task();
+  const auto ticket = std::make_shared<Entry>(Entry{.task = task});
+  entries_.push_back(ticket);
+  state_.fetch_or(kShared);
+  run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
 }
 
 OrderedQueue::Ticket OrderedQueue::submit(Task task) {
