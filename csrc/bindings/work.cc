@@ -143,10 +143,8 @@ class EngineWork final : public c10d::Work {
         timeout == kNoTimeout ? PointToPoint::Clock::time_point::max() : deadline_after(timeout);
     if (message_ != nullptr) return communicator.p2p()->wait(message_, deadline, is_interrupted);
     communicator.failure().check_not_inherited();
-    const auto poll = [&] {
-      if (is_interrupted()) communicator.abort("interrupted by a signal");
-    };
-    return communicator.queue().wait(last_ticket_, poll, deadline);
+    return communicator.queue().wait(
+        last_ticket_, [&] { communicator.abort_if(is_interrupted); }, deadline);
   }
 
   // Throws nothing: the thread that calls this moves data for others.

@@ -7,7 +7,6 @@
 
 #include "collectives/fused_update.h"
 #include "collectives/shm/carrier.h"
-#include "transport/membership.h"
 #include "transport/messages/message_transport.h"
 #include "transport/shm/rendezvous.h"
 
@@ -103,9 +102,7 @@ void Communicator::trace_as(const std::string& name, const std::vector<std::uint
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
-  queue_.drain([&] {
-    if (is_interrupted && is_interrupted()) abort("interrupted by a signal");
-  });
+  queue_.drain([&] { abort_if(is_interrupted); });
   if (p2p_ != nullptr) p2p_->close(is_interrupted);
 }
 
@@ -117,9 +114,7 @@ void Communicator::run(const Collective& call, const WaitLimits& limits, const S
   const auto task = [&] {
     error = error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); });
   };
-  const auto poll = [&] {
-    if (limits.is_interrupted && limits.is_interrupted()) abort("interrupted by a signal");
-  };
+  const auto poll = [&] { abort_if(limits.is_interrupted); };
   try {
     queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
   } catch (...) {                                // it is not in the queue, and so was not called

@@ -96,6 +96,9 @@ class Communicator {
 
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
+  void abort_if(const std::function<bool()>& is_interrupted) {
+    if (is_interrupted && is_interrupted()) abort("interrupted by a signal");
+  }
   Failure& failure() { return *failure_; }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }

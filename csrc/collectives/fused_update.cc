@@ -74,27 +74,25 @@ Traffic update_in_parts(const Collective& call, int rank, int world_size, void* 
     chunk_elems[peer] = chunk.num_elems;
   }
 
-  Collective scatter = call;
-  scatter.op = OpKind::kReduceScatter;
-  scatter.algorithm = Algorithm::kAuto;
-  scatter.num_elems = own_elems;
-  scatter.inputs = grads.data();
-  scatter.input_elems = chunk_elems.data();
-  scatter.outputs = &reduced;
-  Traffic traffic = run(scatter);
+  Collective part = call;
+  part.algorithm = Algorithm::kAuto;
+  part.num_elems = own_elems;
+  part.op = OpKind::kReduceScatter;
+  part.inputs = grads.data();
+  part.input_elems = chunk_elems.data();
+  part.outputs = &reduced;
+  Traffic traffic = run(part);
 
   update();
 
-  Collective gather = call;
-  gather.op = OpKind::kAllGather;
-  gather.algorithm = Algorithm::kAuto;
-  gather.dtype = param_dtype;
-  gather.num_elems = own_elems;
+  part.op = OpKind::kAllGather;
+  part.dtype = param_dtype;
   const void* const own_params = params[static_cast<std::size_t>(rank)];
-  gather.inputs = &own_params;
-  gather.outputs = params.data();
-  gather.output_elems = chunk_elems.data();
-  const Traffic gathered = run(gather);
+  part.inputs = &own_params;
+  part.input_elems = nullptr;
+  part.outputs = params.data();
+  part.output_elems = chunk_elems.data();
+  const Traffic gathered = run(part);
   traffic.sent_bytes += gathered.sent_bytes;
   traffic.copied_bytes += gathered.copied_bytes;
   return traffic;
