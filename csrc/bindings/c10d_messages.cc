@@ -70,7 +70,7 @@ class C10dMessages::Pending final : public Message {
 };
 
 C10dMessages::C10dMessages(c10::intrusive_ptr<c10d::Backend> backend)
-    : backend_(std::move(backend)), name_(backend_->getBackendName()) {
+    : backend_(std::move(backend)) {
   try {
     backend_->setTimeout(kLongestTimeout);
   } catch (const std::exception&) {

@@ -25,7 +25,6 @@ class C10dMessages final : public MessageTransport {
 
   int rank() const override { return backend_->getRank(); }
   int world_size() const override { return backend_->getSize(); }
-  const std::string& name() const override { return name_; }
 
   MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override;
   MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override;
@@ -38,7 +37,6 @@ class C10dMessages final : public MessageTransport {
   void end_messages() noexcept override;
 
   c10::intrusive_ptr<c10d::Backend> backend_;
-  std::string name_;
   std::atomic<bool> is_aborted_ = false;
   std::mutex mutex_;
   std::set<const Pending*> pending_;  // all messages that live; with the mutex

@@ -148,7 +148,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       without_gil);
   m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
-  m.def("end_trace", &trace::end);
   m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);
   m.def("is_shared", &is_shared, "tensor"_a);
   m.def("shared_memory_usage", &shared_memory_usage);

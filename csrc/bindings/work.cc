@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <condition_variable>
-#include <deque>
 #include <iterator>
 
 #include "bindings/process_group.h"
@@ -17,54 +15,24 @@ namespace {
 
 using Future = c10::ivalue::Future;
 
-// Runs the continuations of futures, never on a thread that moves data: a continuation may issue a
-// collective and wait for its future (PowerSGD's do). So there is a thread for each level: futures
-// of works issued by user threads complete on level 0, those of works issued in a continuation on
-// level L complete on level L + 1; within a level in the order of completion.
-class CallbackThread {
- public:
-  // The level for works issued by this thread. Continuations may wait in each other this deep;
-  // beyond, levels are shared.
-  static int level_of_new_work() { return (current_level + 1) % kNumLevels; }
-  // Starts the thread at the first call; it never ends. Throws std::system_error.
-  static CallbackThread& at(int level) {
-    // Threads do not survive a fork: a child starts its own.
-    static constinit std::array<PerProcess<CallbackThread>, kNumLevels> threads;
-    CallbackThread& thread = threads[static_cast<std::size_t>(level)].get();
-    std::call_once(thread.started_once_, [&thread, level] {
-      const auto body = [&thread, level] { thread.run(level); };
-      start_background_thread("ringcomm-future", body, kDefaultStackBytes).detach();
-    });
-    return thread;
-  }
+// Continuations of futures run on threads of their own, never on one that moves data: a
+// continuation may issue a collective and wait for its future (PowerSGD's do). So there is a thread
+// for each level: futures of works issued by user threads complete on level 0, those of works
+// issued in a continuation on level L complete on level L + 1; within a level in the order of
+// completion. Continuations may wait in each other this deep; beyond, levels are shared.
+constexpr int kNumLevels = 8;
+thread_local int current_level = -1;  // of a thread that runs no continuations
 
-  void post(std::function<void()> callback) {
-    const std::lock_guard lock(mutex_);
-    callbacks_.push_back(std::move(callback));
-    has_work_.notify_one();
-  }
-
- private:
-  static constexpr int kNumLevels = 8;
-  static inline thread_local int current_level = -1;  // of a thread that runs no continuations
-
-  [[noreturn]] void run(int level) {
-    current_level = level;
-    for (;;) {
-      std::unique_lock lock(mutex_);
-      has_work_.wait(lock, [this] { return !callbacks_.empty(); });
-      const std::function<void()> callback = std::move(callbacks_.front());
-      callbacks_.pop_front();
-      lock.unlock();  // so that it also destroys what it holds without the lock
-      callback();
-    }
-  }
-
-  std::once_flag started_once_;
-  std::mutex mutex_;
-  std::condition_variable has_work_;
-  std::deque<std::function<void()>> callbacks_;
+struct Continuations : OrderedQueue {
+  Continuations() : OrderedQueue("ringcomm-future", kDefaultStackBytes) {}
 };
+
+// Starts the thread at the first call; it never ends. Throws std::system_error.
+Continuations& continuations(int level) {
+  // Threads do not survive a fork: a child starts its own.
+  static constinit std::array<PerProcess<Continuations>, kNumLevels> queues;
+  return queues[static_cast<std::size_t>(level)].get();
+}
 
 c10::intrusive_ptr<Future> make_future() {
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
@@ -87,7 +55,7 @@ class EngineWork final : public c10d::Work {
         seq_(c10d::isP2POp(op_type) ? 0 : communicator->next_seq()),
         calls_(std::move(calls)),
         results_(std::move(results)),
-        callback_level_(CallbackThread::level_of_new_work()) {
+        level_((current_level + 1) % kNumLevels) {
     for (TensorCall& item : calls_) item.link();
   }
 
@@ -102,8 +70,7 @@ class EngineWork final : public c10d::Work {
           self->end_call(call_idx, error);
         };
         TensorCall& item = calls_[call_idx];
-        last_ticket_ = item.sequence ? communicator.submit(std::move(item.sequence), limits, done)
-                                     : communicator.submit(item.call, limits, done);
+        last_ticket_ = communicator.submit(item.call, limits, done, std::move(item.sequence));
       }
     });
     if (num_calls == 0) finish();
@@ -157,7 +124,7 @@ class EngineWork final : public c10d::Work {
     if (future_ != nullptr) return future_;
     const bool is_late = completed_;
     // Started here, so that a thread that cannot be started is the caller's error.
-    if (!is_late) CallbackThread::at(callback_level_);
+    if (!is_late) continuations(level_);
     future_ = make_future();
     is_future_marked_ = is_late;
     lock.unlock();  // an error takes Python's
@@ -176,12 +143,8 @@ class EngineWork final : public c10d::Work {
         timeout == kNoTimeout ? PointToPoint::Clock::time_point::max() : deadline_after(timeout);
     if (message_ != nullptr) return communicator.p2p()->wait(message_, deadline, is_interrupted);
     communicator.failure().check_not_inherited();
-    const auto poll = [&] {
-      if (is_interrupted()) communicator.abort("interrupted by a signal");
-    };
-    if (timeout != kNoTimeout) return communicator.queue().wait_until(last_ticket_, deadline, poll);
-    communicator.queue().wait(last_ticket_, poll);
-    return true;
+    return communicator.queue().wait(
+        last_ticket_, [&] { communicator.abort_if(is_interrupted); }, deadline);
   }
 
   // Throws nothing: the thread that calls this moves data for others.
@@ -197,7 +160,10 @@ class EngineWork final : public c10d::Work {
     finish(first_error_);
     const std::lock_guard lock(mutex_);
     if (future_ == nullptr || std::exchange(is_future_marked_, true)) return;
-    CallbackThread::at(callback_level_).post([self = self()] { self->mark_future(); });
+    continuations(level_).submit([self = self()] {
+      current_level = self->level_;
+      self->mark_future();
+    });
   }
 
   void mark_future() {
@@ -216,7 +182,7 @@ class EngineWork final : public c10d::Work {
   P2pOpPtr message_;
   OrderedQueue::Ticket last_ticket_;  // of collectives
   std::exception_ptr first_error_;    // of the calls so far; touched in their order only
-  const int callback_level_;
+  const int level_;                   // of its future's continuations
   // Guarded by Work's mutex_.
   c10::intrusive_ptr<Future> future_;
   bool is_future_marked_ = false;  // or about to be
@@ -231,10 +197,7 @@ void run(Communicator& communicator, const char* title, std::chrono::millisecond
   with_python_errors([&] {
     for (TensorCall& item : calls) {
       item.link();
-      if (item.sequence)
-        communicator.run(item.sequence, limits);
-      else
-        communicator.run(item.call, limits);
+      communicator.run(item.call, limits, item.sequence);
       if (item.finish) item.finish();
     }
   });

@@ -40,14 +40,6 @@ struct Mismatched {
   std::string difference = {};  ///< in words, where the headers do not show it
 };
 
-/// The traffic of one collective on this rank; see Stats for the counters.
-struct Traffic {
-  std::uint64_t sent_bytes = 0;
-  std::uint64_t copied_bytes = 0;
-  Algorithm algorithm = Algorithm::kDirect;  ///< the algorithm that ran; the location of buffers
-                                             ///< may allow a better one than planned
-};
-
 /// Moves the data of a group: over shared memory, messages, or both. The Communicator handles order
 /// and failures, a carrier moves the bytes.
 class Carrier {
@@ -58,13 +50,10 @@ class Carrier {
   /// The sends and receives of this rank; called once.
   virtual std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) = 0;
 
-  /// Whether run() is quick and polls, so that the caller's thread may run it. Otherwise a thread
-  /// of the group does, and the caller sleeps.
-  virtual bool runs_in_caller() const = 0;
-
-  /// Whether run() knows reduce_scatter_update_all_gather. Otherwise the Communicator makes it of a
-  /// reduce_scatter and an all_gather of uneven shares.
-  virtual bool fuses_updates() const { return false; }
+  /// Whether run() is quick and polls, so that the caller's thread may run it, and knows
+  /// reduce_scatter_update_all_gather. Otherwise a thread of the group runs it while the caller
+  /// sleeps, and the Communicator makes that call of a reduce_scatter and an all_gather.
+  virtual bool shares_memory() const = 0;
 
   /// Sets the algorithm of `header` from values that are equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;

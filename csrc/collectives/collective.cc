@@ -1,6 +1,5 @@
 #include "collectives/collective.h"
 
-#include <algorithm>
 #include <sstream>
 
 namespace ringcomm {
@@ -13,15 +12,6 @@ constexpr std::array<const char*, kNumOpKinds> kOpNames = {
     "send",      "recv"};
 constexpr std::array<const char*, kNumAlgorithms> kAlgorithmNames = {
     "auto", "one_shot", "two_shot", "ring", "direct", "hierarchical"};
-
-std::string known_algorithms() {
-  std::string names;
-  for (const Algorithm known : kAllReduceAlgorithms) {
-    if (!names.empty()) names += known == kAllReduceAlgorithms.back() ? " and " : ", ";
-    names += name_of(known);
-  }
-  return names;
-}
 
 }  // namespace
 
@@ -41,17 +31,12 @@ bool is_reduction(OpKind op) {
          op == OpKind::kReduceUpdateGather;
 }
 
-void check_all_reduce_algorithm(Algorithm algorithm, const std::string& carrier) {
-  if (std::ranges::find(kAllReduceAlgorithms, algorithm) != kAllReduceAlgorithms.end()) return;
-  throw std::invalid_argument(std::string(name_of(algorithm)) +
-                              " is not an algorithm of all_reduce on this group (" + carrier +
-                              "); known are " + known_algorithms());
-}
-
 Algorithm algorithm_from_name(const std::string& name) {
-  for (const Algorithm known : kAllReduceAlgorithms)
+  for (const Algorithm known :
+       {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
     if (name == name_of(known)) return known;
-  throw std::invalid_argument("unknown algorithm '" + name + "'; known are " + known_algorithms());
+  throw std::invalid_argument("unknown algorithm '" + name +
+                              "'; known are auto, one_shot, two_shot and ring");
 }
 
 std::string CommunicatorOptions::to_text() const {
@@ -62,11 +47,6 @@ std::string CommunicatorOptions::to_text() const {
        << " transport=" << (transport.empty() ? "auto" : transport);
   if (!p2p_backend.empty()) text << " p2p_backend=" << p2p_backend;
   return text.str();
-}
-
-void CommunicatorOptions::validate() const {
-  if (!transport.empty() && transport != "shm" && transport != "p2p")
-    throw std::invalid_argument("transport must be shm or p2p, got '" + transport + "'");
 }
 
 bool Collective::is_uneven(int world_size) const {
@@ -102,8 +82,7 @@ bool has_private_sizes(OpKind op) {
 
 std::string describe(const CallHeader& header) {
   std::ostringstream text;
-  text << name_of(header.op);
-  if (header.seq != CallHeader::kNoSeq) text << " #" << header.seq;
+  text << name_of(header.op) << " #" << header.seq;
   if (header.op == OpKind::kBarrier) return text.str();
   text << " (";
   if (is_reduction(header.op)) text << name_of(header.reduction) << ", ";
@@ -122,19 +101,16 @@ std::string describe(const CallHeader& header) {
 }
 
 std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op) {
-  std::string text = "rank " + std::to_string(peer) + " called " + describe(theirs) + " instead";
+  const std::string text =
+      "rank " + std::to_string(peer) + " called " + describe(theirs) + " instead; ";
+  if (our_op == name_of(theirs.op))
+    return text + "all ranks must pass the same shape, dtype and arguments";
   // A rank that has run out of batches makes the next phase's call, often a barrier, where DDP
   // broadcasts buffers or reduces gradients on the others.
-  const bool is_phase_start = our_op == name_of(OpKind::kBarrier) ||
-                              our_op == name_of(OpKind::kBroadcast) ||
-                              theirs.op == OpKind::kBarrier || theirs.op == OpKind::kBroadcast;
-  if (is_phase_start && our_op != name_of(theirs.op))
-    text += "; did the ranks run different numbers of batches?";
-  else if (our_op == name_of(theirs.op))
-    text += "; all ranks must pass the same shape, dtype and arguments";
-  else
-    text += "; all ranks must make the same calls in the same order";
-  return text;
+  for (const OpKind op : {OpKind::kBarrier, OpKind::kBroadcast})
+    if (theirs.op == op || our_op == name_of(op))
+      return text + "did the ranks run different numbers of batches?";
+  return text + "all ranks must make the same calls in the same order";
 }
 
 }  // namespace ringcomm

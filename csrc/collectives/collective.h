@@ -38,13 +38,8 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
-/// The algorithms of all_reduce that users may request, and every carrier has. A carrier of device
-/// tensors may run a different one if the buffers do not allow the requested one; Stats show which
-/// one ran.
-inline constexpr std::array kAllReduceAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
-                                                    Algorithm::kTwoShot, Algorithm::kRing};
-/// Throws std::invalid_argument naming them, and the `carrier`, for another one.
-void check_all_reduce_algorithm(Algorithm algorithm, const std::string& carrier);
+/// One that users may request for all_reduce: the first four, which every carrier has. A carrier of
+/// device tensors may run a different one if the buffers do not allow it; Stats show which one ran.
 /// Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
 
@@ -60,8 +55,6 @@ struct CommunicatorOptions {
 
   /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
   std::string to_text() const;
-  /// Throws std::invalid_argument.
-  void validate() const;
 };
 
 /// The caller's name of an element type that is moved but not reduced. It is compared between ranks
@@ -150,7 +143,6 @@ inline std::byte* at(void* buffer, std::size_t elems, std::size_t element_bytes)
 /// The values that must be equal on all ranks of a collective, except sizes of uneven shares. It
 /// precedes the data of the first phase.
 struct CallHeader {
-  static constexpr std::uint64_t kNoSeq = ~std::uint64_t{0};  ///< of a call of unknown number
   std::uint64_t seq = 0;
   std::uint64_t num_elems = 0;
   std::int32_t root = -1;
@@ -189,30 +181,41 @@ std::string describe(const CallHeader& header);
 /// likely cause.
 std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op);
 
+/// The traffic of one call on this rank.
+struct Traffic {
+  std::uint64_t sent_bytes = 0;  ///< bytes that peers consume from this rank
+  /// Bytes that this rank wrote where its peers read them, and that it copied from there or from
+  /// its own input into its results. What a reduction writes straight into a result is no copy.
+  std::uint64_t copied_bytes = 0;
+  Algorithm algorithm = Algorithm::kDirect;  ///< the algorithm that ran; the location of buffers
+                                             ///< may allow a better one than planned
+};
+
 /// Counters of one rank, by collective and algorithm. May be read while other threads count.
 class Stats {
  public:
-  struct Counts {
-    std::uint64_t num_calls = 0;
-    std::uint64_t sent_bytes = 0;  ///< bytes that peers consume from this rank
-    /// Bytes that this rank wrote where its peers read them, and that it copied from there or from
-    /// its own input into its results. What a reduction writes straight into a result is no copy.
-    std::uint64_t copied_bytes = 0;
+  template <class Number>
+  struct CountsOf {
+    Number num_calls = 0;
+    Number sent_bytes = 0;  ///< as in Traffic
+    Number copied_bytes = 0;
   };
+  using Counts = CountsOf<std::uint64_t>;
 
-  void count(OpKind op, Algorithm algorithm, std::uint64_t sent_bytes,
-             std::uint64_t copied_bytes = 0) {
-    Cell& cell = cell_of(op, algorithm);
-    cell.num_calls.fetch_add(1, std::memory_order_relaxed);
-    cell.sent_bytes.fetch_add(sent_bytes, std::memory_order_relaxed);
-    cell.copied_bytes.fetch_add(copied_bytes, std::memory_order_relaxed);
+  /// Adds a call to these counters and to those of all groups.
+  void count(OpKind op, const Traffic& traffic) {
+    for (Stats* stats : {this, &process_wide()}) {
+      auto& cell =
+          stats->cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(traffic.algorithm)];
+      cell.num_calls.fetch_add(1, std::memory_order_relaxed);
+      cell.sent_bytes.fetch_add(traffic.sent_bytes, std::memory_order_relaxed);
+      cell.copied_bytes.fetch_add(traffic.copied_bytes, std::memory_order_relaxed);
+    }
   }
 
   Counts counts(OpKind op, Algorithm algorithm) const {
-    const Cell& cell = cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
-    return {cell.num_calls.load(std::memory_order_relaxed),
-            cell.sent_bytes.load(std::memory_order_relaxed),
-            cell.copied_bytes.load(std::memory_order_relaxed)};
+    const auto& cell = cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
+    return {cell.num_calls, cell.sent_bytes, cell.copied_bytes};
   }
 
   /// The counters of all groups of this process.
@@ -222,17 +225,7 @@ class Stats {
   }
 
  private:
-  struct Cell {
-    std::atomic<std::uint64_t> num_calls = 0;
-    std::atomic<std::uint64_t> sent_bytes = 0;
-    std::atomic<std::uint64_t> copied_bytes = 0;
-  };
-
-  Cell& cell_of(OpKind op, Algorithm algorithm) {
-    return cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
-  }
-
-  std::array<std::array<Cell, kNumAlgorithms>, kNumOpKinds> cells_;
+  std::array<std::array<CountsOf<std::atomic<std::uint64_t>>, kNumAlgorithms>, kNumOpKinds> cells_;
 };
 
 }  // namespace ringcomm

@@ -7,7 +7,6 @@
 
 #include "collectives/fused_update.h"
 #include "collectives/shm/carrier.h"
-#include "transport/membership.h"
 #include "transport/messages/message_transport.h"
 #include "transport/shm/rendezvous.h"
 
@@ -40,19 +39,15 @@ std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& sto
   if (!make_messages)
     throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
                                 ", but no backend for messages is available");
-  std::string name;
-  const MakeMessages make = [&](const LookForRanks& look) {
-    auto messages = make_messages(look);
-    name = messages->name();
-    return messages;
-  };
   const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
-  auto carrier = make_message_carrier(store, rendezvous, peer_table, options, make, is_flat);
-  std::string reason =
-      !is_flat ? "shm inside a host, p2p over " + name + " between them; "
-               : "p2p over " + name +
-                     (is_p2p ? ", as requested; " : ", because no two ranks share a host; ");
-  return {std::move(carrier), reason + hosts};
+  auto carrier =
+      make_message_carrier(store, rendezvous, peer_table, options, make_messages, is_flat);
+  return {std::move(carrier), (is_flat ? "p2p over " : "shm inside a host, p2p over ") +
+                                  options.p2p_backend +
+                                  (is_p2p    ? ", as requested; "
+                                   : is_flat ? ", because no two ranks share a host; "
+                                             : " between them; ") +
+                                  hosts};
 }
 
 // In a group of one every output is its input, or that updated.
@@ -87,13 +82,13 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, std::chrono::milliseconds timeout,
                            const MakeMessages& make_messages, const PeerProcesses& known)
     : rank_(rank), world_size_(world_size), options_(options) {
-  options.validate();
+  if (!options.transport.empty() && options.transport != "shm" && options.transport != "p2p")
+    throw std::invalid_argument("transport must be shm or p2p, got '" + options.transport + "'");
   if (world_size > 1) {
     std::tie(carrier_, transport_) =
         make_carrier(store, rank, world_size, options, make_messages, known, timeout);
-    if (!carrier_->runs_in_caller()) queue_.leave_to_thread();
+    if (!carrier_->shares_memory()) queue_.leave_to_thread();
   }
-  check_all_reduce_algorithm(options.algorithm, transport_);
   failure_ = std::make_unique<Failure>(carrier_ != nullptr ? &carrier_->membership() : nullptr,
                                        rank, world_size);
   if (carrier_ != nullptr) p2p_ = carrier_->make_p2p(*failure_, stats_);
@@ -107,21 +102,19 @@ void Communicator::trace_as(const std::string& name, const std::vector<std::uint
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
-  queue_.drain([&] {
-    if (is_interrupted && is_interrupted()) abort("interrupted by a signal");
-  });
+  queue_.drain([&] { abort_if(is_interrupted); });
   if (p2p_ != nullptr) p2p_->close(is_interrupted);
 }
 
-template <typename Body>
-void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
+void Communicator::run(const Collective& call, const WaitLimits& limits, const Sequence& sequence) {
+  if (!sequence) validate(call);
   failure_->rethrow_if_any();
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
-  const auto task = [&] { error = error_of(body); };
-  const auto poll = [&] {
-    if (limits.is_interrupted && limits.is_interrupted()) abort("interrupted by a signal");
+  const auto task = [&] {
+    error = error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); });
   };
+  const auto poll = [&] { abort_if(limits.is_interrupted); };
   try {
     queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
   } catch (...) {                                // it is not in the queue, and so was not called
@@ -131,47 +124,26 @@ void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-template <typename Body>
-OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
+OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
+                                          Done done, Sequence sequence) {
+  if (!sequence) validate(call);
   failure_->rethrow_if_any();
   auto ticket =
-      queue_.submit([body = std::move(body), done = std::move(done)] { done(error_of(body)); });
+      queue_.submit([this, call, limits, done = std::move(done), sequence = std::move(sequence)] {
+        done(error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); }));
+      });
   // Counted after it is queued: if its thread cannot be started, the call did not happen.
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   return ticket;
 }
 
-void Communicator::run(const Collective& call, const WaitLimits& limits) {
-  validate(call);
-  run_in_order([&] { execute(call, limits); }, limits);
-}
-
-void Communicator::run(const Sequence& sequence, const WaitLimits& limits) {
-  run_in_order([&] { execute(sequence, limits); }, limits);
-}
-
-OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
-                                          Done done) {
-  validate(call);
-  return submit_in_order([this, call, limits] { execute(call, limits); }, std::move(done));
-}
-
-OrderedQueue::Ticket Communicator::submit(Sequence sequence, const WaitLimits& limits, Done done) {
-  return submit_in_order(
-      [this, sequence = std::move(sequence), limits] { execute(sequence, limits); },
-      std::move(done));
-}
-
 void Communicator::validate(const Collective& call) const {
-  if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
-    throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
   const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
                         call.op == OpKind::kGather || call.op == OpKind::kScatter;
   if (has_root && (call.root < 0 || call.root >= world_size_))
     throw std::invalid_argument("root must be a rank of the group, 0 to " +
                                 std::to_string(world_size_ - 1) + ", got " +
                                 std::to_string(call.root));
-  if (call.op == OpKind::kAllReduce) check_all_reduce_algorithm(call.algorithm, transport_);
   // A rank's share for itself is an argument error of that rank, not a mismatch between ranks.
   const std::size_t given = call.input_share(rank_);
   const std::size_t taken = call.output_share(rank_);
@@ -181,10 +153,8 @@ void Communicator::validate(const Collective& call) const {
                                 " bytes for itself, and room for " +
                                 std::to_string(taken * element_bytes(call.dtype)));
   if (is_reduction(call.op)) reduce_op_of(call);
-  if (call.op == OpKind::kReduceUpdateGather) {
-    if (call.update == nullptr) throw std::invalid_argument("an update needs an optimizer");
-    make_update_op(call.update->spec, call.dtype);
-  }
+  if (call.op == OpKind::kReduceUpdateGather)
+    make_update_op(call.update != nullptr ? call.update->spec : UpdateSpec{}, call.dtype);
 }
 
 Algorithm Communicator::algorithm_of(const Collective& call) const {
@@ -211,7 +181,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   trace::Span span([&] { return event_of(call, header, trace_group_); });
   if (carrier_ == nullptr) {
     run_alone(call);
-    count(header.op, {});
+    stats_.count(header.op, {});
     return;
   }
   const auto activity = [&] {
@@ -227,11 +197,11 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     return carrier_->run(part, header_of_part, limits);
   };
   try {
-    const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates();
+    const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->shares_memory();
     const Traffic traffic = is_in_parts ? update_in_parts(call, rank_, world_size_, run_part)
                                         : carrier_->run(call, header, limits);
     span.set_algorithm(name_of(traffic.algorithm));
-    if (call.is_counted) count(header.op, traffic);
+    if (call.is_counted) stats_.count(header.op, traffic);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {
@@ -248,8 +218,8 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   }
 }
 
-void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {
-  Steps steps(*this, limits);
+void Communicator::execute_steps(const Sequence& sequence, const WaitLimits& limits) {
+  Steps steps{*this, limits};
   try {
     sequence(steps);
   } catch (const Error&) {  // from a step, which has ended the group
@@ -262,21 +232,16 @@ void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {
 }
 
 void Communicator::Steps::run(const Collective& call) {
-  communicator_.validate(call);
-  communicator_.execute(call, limits_);
+  communicator.validate(call);
+  communicator.execute(call, limits);
 }
 
 void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::string& difference,
                                          std::string description) {
-  const auto seq = static_cast<std::int64_t>(communicator_.num_run_) - 1;
+  const auto seq = static_cast<std::int64_t>(communicator.num_run_) - 1;
   if (description.empty()) description = std::string(op) + " #" + std::to_string(seq);
-  communicator_.failure_->raise_mismatch(
+  communicator.failure_->raise_mismatch(
       peer, difference, {.op = op, .seq = seq, .description = std::move(description)});
-}
-
-void Communicator::count(OpKind op, const Traffic& traffic) {
-  for (Stats* stats : {&stats_, &Stats::process_wide()})
-    stats->count(op, traffic.algorithm, traffic.sent_bytes, traffic.copied_bytes);
 }
 
 }  // namespace ringcomm

@@ -31,8 +31,7 @@ class Communicator {
   using Done = std::function<void(std::exception_ptr)>;
 
   /// The operations of a sequence.
-  class Steps {
-   public:
+  struct Steps {
     /// Runs a collective to its end. Throws Error.
     void run(const Collective& call);
     /// `peer` called `op` with other arguments than this rank, whose call is `description` (empty:
@@ -40,13 +39,8 @@ class Communicator {
     [[noreturn]] void raise_mismatch(const char* op, int peer, const std::string& difference,
                                      std::string description = {});
 
-   private:
-    friend class Communicator;
-    Steps(Communicator& communicator, const WaitLimits& limits)
-        : communicator_(communicator), limits_(limits) {}
-
-    Communicator& communicator_;
-    const WaitLimits& limits_;
+    Communicator& communicator;
+    const WaitLimits& limits;
   };
   /// Collectives whose arguments depend on what those before them brought. They take one place in
   /// the group's order. What a sequence throws ends the group.
@@ -62,7 +56,7 @@ class Communicator {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   const CommunicatorOptions& options() const { return options_; }
-  const Stats& stats() const { return stats_; }
+  Stats& stats() { return stats_; }
   /// The number of the collective that will be called next, though others may be queued before it.
   std::uint64_t next_seq() const { return num_issued_.load(std::memory_order_relaxed); }
   /// The algorithm that a call gets.
@@ -77,23 +71,20 @@ class Communicator {
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
 
-  /// Runs a collective to its end, in this thread when no other is before it. Throws Error,
-  /// std::invalid_argument.
-  void run(const Collective& call, const WaitLimits& limits);
-  void run(const Sequence& sequence, const WaitLimits& limits);
-  /// Starts a collective. The call's arrays and buffers must live until `done` has been called,
-  /// which happens once, on any thread, with the error or null. Throws std::invalid_argument, and
-  /// what ended the group.
-  OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
-  OrderedQueue::Ticket submit(Sequence sequence, const WaitLimits& limits, Done done);
+  /// Runs a collective, or in its place a sequence, to its end, in this thread when no other is
+  /// before it. Throws Error, std::invalid_argument.
+  void run(const Collective& call, const WaitLimits& limits, const Sequence& sequence = {});
+  /// Starts it. The call's arrays and buffers must live until `done` has been called, which happens
+  /// once, on any thread, with the error or null. Throws std::invalid_argument, and what ended the
+  /// group.
+  OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done,
+                              Sequence sequence = {});
   OrderedQueue& queue() { return queue_; }
 
   /// For collectives that do not go through the queue, but are enqueued to a device in the order of
   /// their calls: checks one, gives it a number, and returns its header, which lacks what a plan
   /// fills in. Throws as submit() does.
   CallHeader issue(const Collective& call);
-  /// Adds a collective to stats().
-  void count(OpKind op, const Traffic& traffic);
 
   /// Sends and receives; null in a group of one.
   PointToPoint* p2p() { return p2p_.get(); }
@@ -105,18 +96,17 @@ class Communicator {
 
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
+  void abort_if(const std::function<bool()>& is_interrupted) {
+    if (is_interrupted && is_interrupted()) abort("interrupted by a signal");
+  }
   Failure& failure() { return *failure_; }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
 
  private:
   void validate(const Collective& call) const;
-  template <typename Body>
-  void run_in_order(const Body& body, const WaitLimits& limits);
-  template <typename Body>
-  OrderedQueue::Ticket submit_in_order(Body body, Done done);
   void execute(const Collective& call, const WaitLimits& limits);
-  void execute(const Sequence& sequence, const WaitLimits& limits);
+  void execute_steps(const Sequence& sequence, const WaitLimits& limits);
   CallHeader planned(const Collective& call);
 
   int rank_;

@@ -13,7 +13,7 @@ void Failure::check_not_inherited() const {
   if (is_inherited())
     throw Error(
         {.kind = ErrorKind::kSystem},
-        prefix() +
+        prefix_ +
             "this process was forked from the one that made the group, and cannot use it; call "
             "collectives in the parent process, or make a group in the child after the fork");
 }
@@ -63,23 +63,15 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
       raise(reason.kind, reason.culprit, name_of_peer(reason.origin) + " failed: " + reason.text,
             activity, true);
     }
-    case Stop::kInterrupted:
+    default:
       raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + name,
             activity);
-    case Stop::kNone:
-      break;
   }
-  raise(ErrorKind::kSystem, peer, "a wait ended without a reason", activity);
-}
-
-void Failure::raise_mismatch(int peer, const std::string& difference, const Activity& activity) {
-  raise(ErrorKind::kMismatch, peer, difference, activity);
 }
 
 void Failure::abort(const std::string& why) {
   if (is_inherited()) return;
-  keep(
-      std::make_exception_ptr(Error({.kind = ErrorKind::kAborted, .rank = rank_}, prefix() + why)));
+  keep({.kind = ErrorKind::kAborted, .rank = rank_}, why);
   if (members_ != nullptr)
     members_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});
 }
@@ -92,8 +84,7 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
     info.pid = members_->process_of(culprit).pid;
     info.host = members_->process_of(culprit).host;
   }
-  const auto error = std::make_exception_ptr(Error(info, prefix() + told));
-  keep(error);
+  const std::exception_ptr error = keep(info, told);
   // Only the rank that saw the failure reports it, so that the others' messages carry the cause.
   // The error is kept first, because this rank's other threads stop waiting as soon as it is
   // reported.
@@ -102,13 +93,17 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
   std::rethrow_exception(error);
 }
 
-void Failure::keep(std::exception_ptr error) {
+// Makes the error; the first is the group's.
+std::exception_ptr Failure::keep(const ErrorInfo& info, const std::string& text) {
+  const Error error(info, prefix_ + text);
+  std::exception_ptr kept = std::make_exception_ptr(error);
   const std::lock_guard lock(mutex_);
   if (first_cause_ == nullptr) {
-    trace::add_failure(error);
-    first_cause_ = std::move(error);
+    trace::add_failure(error.what());
+    first_cause_ = kept;
   }
   has_failed_.store(true, std::memory_order_release);
+  return kept;
 }
 
 // Of a rank that left by itself: which calls it has not made.
@@ -119,10 +114,6 @@ std::string Failure::calls_missed(int peer, const Activity& activity) const {
   const std::int64_t missed = activity.num_calls - made;
   return "; it made " + std::to_string(missed) + (missed == 1 ? " call" : " calls") +
          " fewer: let all ranks make the same calls";
-}
-
-std::string Failure::prefix() const {
-  return "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
 }
 
 std::string Failure::name_of_peer(int peer) const {

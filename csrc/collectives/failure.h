@@ -59,22 +59,25 @@ class Failure {
                                   const std::string& detail = {});
   /// `peer` made a different call than this rank; `difference` describes both.
   [[noreturn]] void raise_mismatch(int peer, const std::string& difference,
-                                   const Activity& activity);
+                                   const Activity& activity) {
+    raise(ErrorKind::kMismatch, peer, difference, activity);
+  }
   /// This rank ends the group, by its user's wish or for a failure of its own. Throws nothing.
   void abort(const std::string& why);
 
  private:
   [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
                           const Activity& activity, bool is_told_by_peer = false);
-  void keep(std::exception_ptr error);
+  std::exception_ptr keep(const ErrorInfo& info, const std::string& text);
   std::string calls_missed(int peer, const Activity& activity) const;
-  std::string prefix() const;
   std::string name_of_peer(int peer) const;
 
   int generation_ = process_generation();
   Membership* members_;
   int rank_;
   int world_size_;
+  const std::string prefix_ =
+      "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
   std::atomic<bool> has_failed_ = false;
   mutable std::mutex mutex_;
   std::exception_ptr first_cause_;

@@ -24,29 +24,25 @@ OwnerUpdate::OwnerUpdate(const Collective& call, int rank, int world_size)
 
 void OwnerUpdate::run(const void* const* srcs, int num_srcs, const ElemRange& elems,
                       std::byte* also_to) {
+  const ShardUpdate& shard = *call_.update;
   alignas(64) std::byte reduced[kBlockElems * sizeof(float)];
   for (std::size_t done_elems = 0; done_elems < elems.num_elems; done_elems += kBlockElems) {
     const std::size_t num_elems = std::min(kBlockElems, elems.num_elems - done_elems);
     for (std::size_t s = 0; s < static_cast<std::size_t>(num_srcs); ++s)
       block_srcs_[s] = at(srcs[s], done_elems, grad_bytes_);
     reduce_op_.combine(reduced, nullptr, block_srcs_.data(), num_srcs, num_elems, divisor_);
-    UpdateArrays arrays = arrays_at(elems.begin_elems + done_elems);
-    arrays.grad = reduced;
+    const std::size_t begin_elems = elems.begin_elems + done_elems;
+    const auto in_shard = [&](float* array) {
+      return array != nullptr ? array + (begin_elems - own_.begin_elems) : array;
+    };
+    const UpdateArrays arrays{.param = at(call_.outputs[0], begin_elems, param_bytes_),
+                              .grad = reduced,
+                              .master = in_shard(shard.master),
+                              .states = {in_shard(shard.states[0]), in_shard(shard.states[1])}};
     update_op_.apply(update_op_.scalars, arrays, num_elems);
     if (also_to != nullptr)
       std::memcpy(at(also_to, done_elems, param_bytes_), arrays.param, num_elems * param_bytes_);
   }
-}
-
-UpdateArrays OwnerUpdate::arrays_at(std::size_t begin_elems) const {
-  const std::size_t in_shard = begin_elems - own_.begin_elems;
-  const ShardUpdate& shard = *call_.update;
-  const auto moved = [in_shard](float* array) {
-    return array != nullptr ? array + in_shard : array;
-  };
-  return {.param = at(call_.outputs[0], begin_elems, param_bytes_),
-          .master = moved(shard.master),
-          .states = {moved(shard.states[0]), moved(shard.states[1])}};
 }
 
 Traffic update_in_parts(const Collective& call, int rank, int world_size,
@@ -78,27 +74,25 @@ Traffic update_in_parts(const Collective& call, int rank, int world_size, void* 
     chunk_elems[peer] = chunk.num_elems;
   }
 
-  Collective scatter = call;
-  scatter.op = OpKind::kReduceScatter;
-  scatter.algorithm = Algorithm::kAuto;
-  scatter.num_elems = own_elems;
-  scatter.inputs = grads.data();
-  scatter.input_elems = chunk_elems.data();
-  scatter.outputs = &reduced;
-  Traffic traffic = run(scatter);
+  Collective part = call;
+  part.algorithm = Algorithm::kAuto;
+  part.num_elems = own_elems;
+  part.op = OpKind::kReduceScatter;
+  part.inputs = grads.data();
+  part.input_elems = chunk_elems.data();
+  part.outputs = &reduced;
+  Traffic traffic = run(part);
 
   update();
 
-  Collective gather = call;
-  gather.op = OpKind::kAllGather;
-  gather.algorithm = Algorithm::kAuto;
-  gather.dtype = param_dtype;
-  gather.num_elems = own_elems;
+  part.op = OpKind::kAllGather;
+  part.dtype = param_dtype;
   const void* const own_params = params[static_cast<std::size_t>(rank)];
-  gather.inputs = &own_params;
-  gather.outputs = params.data();
-  gather.output_elems = chunk_elems.data();
-  const Traffic gathered = run(gather);
+  part.inputs = &own_params;
+  part.input_elems = nullptr;
+  part.outputs = params.data();
+  part.output_elems = chunk_elems.data();
+  const Traffic gathered = run(part);
   traffic.sent_bytes += gathered.sent_bytes;
   traffic.copied_bytes += gathered.copied_bytes;
   return traffic;

@@ -31,8 +31,6 @@ class OwnerUpdate {
   const ElemRange& own() const { return own_; }
 
  private:
-  UpdateArrays arrays_at(std::size_t begin_elems) const;
-
   const Collective& call_;
   const ReduceOp& reduce_op_;
   UpdateOp update_op_;

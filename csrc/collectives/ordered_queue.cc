@@ -8,13 +8,6 @@
 #include "core/errors.h"
 
 namespace ringcomm {
-namespace {
-
-trace::Event wait_for_queue() {
-  return {.kind = trace::Kind::kWait, .name = trace::name_number("queue")};
-}
-
-}  // namespace
 
 OrderedQueue::~OrderedQueue() {
   drain({});
@@ -26,20 +19,24 @@ OrderedQueue::~OrderedQueue() {
   if (progress_thread_.joinable()) progress_thread_.join();
 }
 
-// Runs tasks until `is_over`, or sleeps while another thread does.
+// Runs tasks until `is_over`, or sleeps while another thread does and if there is a deadline.
 template <class IsOver>
 void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over,
-                                const Poll& poll, Clock::time_point deadline, bool may_run) {
+                                const Poll& poll, Clock::time_point deadline) {
+  const bool may_run = deadline == Clock::time_point::max() && !is_left_to_thread_;
   std::optional<trace::Span> traced;
   ++num_waiting_;
   state_.fetch_or(kShared);
   while (!is_over() && Clock::now() < deadline) {
-    if (may_run && !is_left_to_thread_ && !is_running() && !entries_.empty()) {
+    if (may_run && !is_running() && !entries_.empty()) {
       traced.reset();
       run_front(lock);
       continue;
     }
-    if (!traced) traced.emplace(wait_for_queue);
+    if (!traced)
+      traced.emplace([] {
+        return trace::Event{.kind = trace::Kind::kWait, .name = trace::name_number("queue")};
+      });
     const auto until = std::min(deadline, Clock::now() + kLookInterval);
     if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
       lock.unlock();
@@ -52,7 +49,7 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
 }
 
 void OrderedQueue::check_not_in_task() const {
-  if (is_running() && running_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id())
+  if (running_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id())
     throw Error({.kind = ErrorKind::kSystem},
                 "ringcomm: a collective was called inside another one of its group, perhaps from "
                 "a signal handler; this would deadlock");
@@ -108,23 +105,19 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
     return;
   }
   if (run_alone(task)) return;
-  Ticket ticket;
-  {
-    const std::lock_guard lock(mutex_);
-    check_not_in_task();
-    ticket = std::make_shared<Entry>(Entry{.task = task});
-    entries_.push_back(ticket);
-    state_.fetch_or(kShared);
-  }
-  wait(ticket, poll);
+  std::unique_lock lock(mutex_);
+  check_not_in_task();
+  const auto ticket = std::make_shared<Entry>(Entry{.task = task});
+  entries_.push_back(ticket);
+  state_.fetch_or(kShared);
+  run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
 }
 
 OrderedQueue::Ticket OrderedQueue::submit(Task task) {
   auto ticket = std::make_shared<Entry>(Entry{.task = std::move(task)});
   {
     const std::lock_guard lock(mutex_);
-    if (!progress_thread_.joinable())
-      progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
+    if (!progress_thread_.joinable()) start("ringcomm-queue", kThreadStackBytes);
     entries_.push_back(ticket);
     state_.fetch_or(kShared);
   }
@@ -132,15 +125,14 @@ OrderedQueue::Ticket OrderedQueue::submit(Task task) {
   return ticket;
 }
 
-void OrderedQueue::wait(const Ticket& ticket, const Poll& poll) {
-  std::unique_lock lock(mutex_);
-  if (!ticket->is_done) check_not_in_task();
-  run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
+void OrderedQueue::start(const char* thread_name, std::size_t stack_bytes) {
+  progress_thread_ = start_background_thread(thread_name, [this] { progress(); }, stack_bytes);
 }
 
-bool OrderedQueue::wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll) {
+bool OrderedQueue::wait(const Ticket& ticket, const Poll& poll, Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
-  run_or_sleep(lock, [&] { return ticket->is_done; }, poll, deadline, /*may_run=*/false);
+  if (!ticket->is_done && deadline == Clock::time_point::max()) check_not_in_task();
+  run_or_sleep(lock, [&] { return ticket->is_done; }, poll, deadline);
   return ticket->is_done;
 }
 
@@ -152,11 +144,10 @@ void OrderedQueue::drain(const Poll& poll) {
 void OrderedQueue::progress() {
   std::unique_lock lock(mutex_);
   while (!is_stopping_) {
-    if (!is_running() && !entries_.empty()) {
+    if (!is_running() && !entries_.empty())
       run_front(lock);
-    } else {
+    else
       has_work_.wait(lock);
-    }
   }
 }
 

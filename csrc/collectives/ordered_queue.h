@@ -31,6 +31,10 @@ class OrderedQueue {
   using Ticket = std::shared_ptr<Entry>;
 
   OrderedQueue() = default;
+  /// Starts the progress thread at once, under this name. Throws std::system_error.
+  OrderedQueue(const char* thread_name, std::size_t stack_bytes) {
+    start(thread_name, stack_bytes);
+  }
   /// Runs the tasks that are in, then ends the progress thread.
   ~OrderedQueue();
 
@@ -44,12 +48,11 @@ class OrderedQueue {
   void run(const Task& task, const Poll& poll);
   /// Queues `task` and returns. Throws std::system_error if the progress thread cannot be started.
   Ticket submit(Task task);
-  /// Returns when the task is done; runs tasks until then if no other thread does. Throws like
-  /// run().
-  void wait(const Ticket& ticket, const Poll& poll);
-  /// Leaves the work to other threads and waits until `deadline` at most. False when the task is
-  /// not done then.
-  bool wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll);
+  /// Returns true when the task is done; runs tasks until then if no other thread does, and throws
+  /// like run(). With a deadline it leaves the work to other threads, and returns false when the
+  /// task is not done then.
+  bool wait(const Ticket& ticket, const Poll& poll,
+            Clock::time_point deadline = Clock::time_point::max());
   /// Returns when no task is left; runs tasks until then if no other thread does.
   void drain(const Poll& poll);
 
@@ -67,7 +70,8 @@ class OrderedQueue {
   void end_sharing();
   template <class IsOver>
   void run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over, const Poll& poll,
-                    Clock::time_point deadline = Clock::time_point::max(), bool may_run = true);
+                    Clock::time_point deadline = Clock::time_point::max());
+  void start(const char* thread_name, std::size_t stack_bytes);
   void progress();
 
   std::mutex mutex_;

@@ -17,39 +17,30 @@ void PointToPoint::post(const P2pOpPtr& op) {
         std::to_string(world_size_) + ", got " + std::to_string(op->peer));
   failure_.check_not_inherited();  // before a lock that may have been held at the fork
   op->deadline = deadline_after(op->timeout);
-  op->asked_peer = op->peer;
   if (trace_group_ == trace::kNoGroup) return start(op);
 
   static std::atomic<std::uint64_t> num_messages = 0;
   // The engine's own messages have tags above the users' 32 bits.
   const bool is_own = op->tag >> 32U != 0;
-  const trace::Event event{.begin_ns = trace::now_ns(),
-                           .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
-                           .num_bytes = op->num_bytes,
-                           .group = trace_group_,
-                           .to = op->is_send() ? op->peer : -1,
-                           .from = op->is_send() ? -1 : op->peer,
-                           .chunk = is_own ? -1 : static_cast<std::int32_t>(op->tag),
-                           .kind = trace::Kind::kMessage,
-                           .name = trace::name_number(op->is_send() ? "send" : "recv")};
-  trace::add(event);  // without an end: of a process that is killed there is nothing else
-  // The operation keeps the function, so that the pointer is good wherever it is called.
-  const auto finish = [event, op = op.get()] {
-    trace::Event end = event;
-    if (end.to < 0) end.from = op->peer;  // of a receive from any source it is known now
-    end.end_ns = trace::now_ns();
-    trace::add(end);
-  };
-  op->done = [finish, done = std::move(op->done)] {
-    finish();
-    if (done) done();
-  };
-  try {
-    start(op);
-  } catch (...) {
-    finish();
-    throw;
-  }
+  op->traced = {.begin_ns = trace::now_ns(),
+                .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
+                .num_bytes = op->num_bytes,
+                .group = trace_group_,
+                .to = op->is_send() ? op->peer : -1,
+                .from = op->is_send() ? -1 : op->peer,
+                .chunk = is_own ? -1 : static_cast<std::int32_t>(op->tag),
+                .kind = trace::Kind::kMessage,
+                .name = trace::name_number(op->is_send() ? "send" : "recv")};
+  start(op);
+  trace::add(op->traced);  // without an end: of a process that is killed there is nothing else
+}
+
+void PointToPoint::trace_end(const P2pOp& op) {
+  if (op.traced.group == trace::kNoGroup) return;
+  trace::Event event = op.traced;
+  if (!op.is_send()) event.from = op.peer;  // of a receive from any source it is known now
+  event.end_ns = trace::now_ns();
+  trace::add(event);
 }
 
 bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
@@ -58,7 +49,7 @@ bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
   if (trace_group_ == trace::kNoGroup) return await(op, deadline, is_interrupted);
   const trace::Span waits([&] {
     return trace::Event{.group = trace_group_,
-                        .from = op->asked_peer,
+                        .from = op->is_send() ? op->peer : op->traced.from,
                         .kind = trace::Kind::kWait,
                         .name = trace::name_number("wait")};
   });
@@ -78,16 +69,16 @@ void PointToPoint::abort_if(Lock& lock, const Interrupted& is_interrupted) {
 }
 
 void PointToPoint::conclude(Lock& lock, std::span<const P2pOpPtr> ops) {
-  for (const P2pOpPtr& op : ops) {
-    if (op->error != nullptr) continue;
-    for (Stats* stats : {&stats_, &Stats::process_wide()})
-      stats->count(op->is_send() ? OpKind::kSend : OpKind::kRecv, Algorithm::kDirect,
-                   op->is_send() ? op->num_bytes : 0);
-  }
+  for (const P2pOpPtr& op : ops)
+    if (op->error == nullptr)
+      stats_.count(op->is_send() ? OpKind::kSend : OpKind::kRecv,
+                   {.sent_bytes = op->is_send() ? op->num_bytes : 0});
   has_news_.notify_all();
   lock.unlock();
-  for (const P2pOpPtr& op : ops)
+  for (const P2pOpPtr& op : ops) {
+    trace_end(*op);
     if (const auto done = std::exchange(op->done, nullptr)) done();
+  }
   lock.lock();
 }
 

@@ -27,8 +27,7 @@ struct P2pOp {
   enum class Kind : std::uint8_t { kSend, kRecv };
 
   Kind kind = Kind::kSend;
-  int peer = -1;        ///< the other rank; of a receive from any source -1 until it is matched
-  int asked_peer = -1;  ///< what it was at first, for a recording
+  int peer = -1;  ///< the other rank; of a receive from any source -1 until it is matched
   std::uint64_t tag = 0;
   std::byte* data = nullptr;  ///< only read by a send
   std::size_t num_bytes = 0;
@@ -40,6 +39,7 @@ struct P2pOp {
   std::size_t moved_bytes = 0;
   bool is_done = false;
   std::exception_ptr error = {};
+  trace::Event traced = {};  ///< its begin; of no group while nothing is recorded
 
   bool is_send() const { return kind == Kind::kSend; }
 };
@@ -100,6 +100,8 @@ class PointToPoint {
   bool is_stopping_ = false;
 
  private:
+  static void trace_end(const P2pOp& op);
+
   std::uint32_t trace_group_ = trace::kNoGroup;
 };
 

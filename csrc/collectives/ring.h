@@ -154,13 +154,15 @@ class Ring {
   auto record(const RingPart& part, int step) const {
     if constexpr (requires { links_.whole_rank(0); })
       return trace::Span([&] {
-        return trace::event_of({.phase = part.is_gather ? "all_gather" : "reduce_scatter",
-                                .step = step,
-                                .chunk = part.chunk_idx,
-                                .slice = part.slice_idx,
-                                .num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
-                                .from = step < 0 ? -1 : links_.whole_rank(schedule_.previous()),
-                                .to = part.is_sent ? links_.whole_rank(schedule_.next()) : -1});
+        return trace::Event{
+            .num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
+            .to = part.is_sent ? links_.whole_rank(schedule_.next()) : -1,
+            .from = step < 0 ? -1 : links_.whole_rank(schedule_.previous()),
+            .chunk = part.chunk_idx,
+            .slice = static_cast<std::uint32_t>(part.slice_idx),
+            .step = static_cast<std::int16_t>(step),
+            .kind = trace::Kind::kStep,
+            .name = trace::name_number(part.is_gather ? "all_gather" : "reduce_scatter")};
       });
     else
       return 0;

@@ -3,15 +3,15 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
-#include <ctime>
+#include <chrono>
 #include <initializer_list>
+#include <iomanip>
 #include <mutex>
+#include <sstream>
 #include <utility>
 
 #include "transport/process.h"
@@ -25,22 +25,12 @@ namespace {
 constexpr std::size_t kMaxThreads = 64;
 constexpr std::size_t kMaxNames = 255;
 
-std::string json_text(const std::string& text) {
-  std::string quoted = "\"";
-  for (const char letter : text) {
-    if (letter == '"' || letter == '\\') quoted += '\\';
-    if (static_cast<unsigned char>(letter) >= 0x20) {
-      quoted += letter;
-    } else {
-      std::array<char, 8> escaped;
-      std::snprintf(escaped.data(), escaped.size(), "\\u%04x", static_cast<unsigned>(letter));
-      quoted += escaped.data();
-    }
-  }
-  return quoted + '"';
+std::string json_text(std::string text) {
+  std::ranges::replace_if(text, [](unsigned char letter) { return letter < 0x20; }, ' ');
+  std::ostringstream quoted;
+  quoted << std::quoted(text);
+  return quoted.str();
 }
-
-std::string json_text(std::uint64_t value) { return std::to_string(value); }
 
 }  // namespace
 
@@ -136,17 +126,23 @@ class Recorder {
   }
 
   std::uint8_t name_number(const char* literal) {
-    if (const std::uint8_t number = find_name(literal); number != 0) return number;
+    std::size_t idx = 0;
+    const auto is_known = [&] {  // looks on from idx
+      const std::size_t count = num_names_.load(std::memory_order_acquire);
+      while (idx < count && names_[idx] != literal) ++idx;
+      return idx < count;
+    };
+    if (is_known()) return static_cast<std::uint8_t>(idx + 1);
     const std::lock_guard lock(mutex_);
-    if (const std::uint8_t number = find_name(literal); number != 0) return number;
-    const std::size_t count = num_names_.load(std::memory_order_relaxed);
-    if (count == kMaxNames) return 0;
-    // Logged before any event can use the number, so that a reader of the events and then the log
-    // finds it.
-    log({{"label", json_text(count + 1)}, {"text", json_text(literal)}});
-    names_[count] = literal;
-    num_names_.store(count + 1, std::memory_order_release);
-    return static_cast<std::uint8_t>(count + 1);
+    if (!is_known()) {
+      if (idx == kMaxNames) return 0;
+      // Logged before any event can use the number, so that a reader of the events and then the log
+      // finds it.
+      log({{"label", std::to_string(idx + 1)}, {"text", json_text(literal)}});
+      names_[idx] = literal;
+      num_names_.store(idx + 1, std::memory_order_release);
+    }
+    return static_cast<std::uint8_t>(idx + 1);
   }
 
   std::atomic<std::uint32_t> num_groups = 0;
@@ -179,17 +175,8 @@ class Recorder {
     }
     std::array<char, 16> name{};
     ::pthread_getname_np(::pthread_self(), name.data(), name.size());
-    log({{"thread", json_text(buffer->number)},
-         {"name", json_text(name.data())},
-         {"tid", json_text(static_cast<std::uint64_t>(::syscall(SYS_gettid)))}});
+    log({{"thread", std::to_string(buffer->number)}, {"name", json_text(name.data())}});
     return buffer;
-  }
-
-  // 0 while it has no number.
-  std::uint8_t find_name(const char* literal) const {
-    const auto* end = names_.data() + num_names_.load(std::memory_order_acquire);
-    const auto* found = std::find(names_.data(), end, literal);
-    return found != end ? static_cast<std::uint8_t>(found - names_.data() + 1) : std::uint8_t{0};
   }
 
   const int generation_ = process_generation();
@@ -210,10 +197,6 @@ void start(int events_fd, int log_fd, std::size_t num_events) {
   active.store(new Recorder(events_fd, log_fd, num_events), std::memory_order_release);
 }
 
-void end() {
-  if (const Recorder* recorder = Recorder::find()) recorder->log({{"end_ns", json_text(now_ns())}});
-}
-
 std::uint32_t add_group(const std::string& name, int rank, const std::vector<std::uint64_t>& ranks,
                         const std::string& transport) {
   Recorder* recorder = Recorder::find();
@@ -222,28 +205,22 @@ std::uint32_t add_group(const std::string& name, int rank, const std::vector<std
   std::string list;
   for (const std::uint64_t member : ranks)
     list += (list.empty() ? "" : ", ") + std::to_string(member);
-  recorder->log({{"group", json_text(group)},
+  recorder->log({{"group", std::to_string(group)},
                  {"name", json_text(name)},
                  {"rank", std::to_string(rank)},
                  {"ranks", "[" + list + "]"},
-                 {"transport", json_text(transport)},
-                 {"time_ns", json_text(now_ns())}});
+                 {"transport", json_text(transport)}});
   return group;
 }
 
 void leave_group(std::uint32_t group) {
-  const Recorder* recorder = Recorder::find();
-  if (recorder != nullptr && group != kNoGroup) recorder->log({{"left", json_text(group)}});
+  if (const Recorder* recorder = Recorder::find(); recorder != nullptr && group != kNoGroup)
+    recorder->log({{"left", std::to_string(group)}});
 }
 
-void add_failure(const std::exception_ptr& error) {
-  const Recorder* recorder = Recorder::find();
-  if (recorder == nullptr) return;
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& what) {
-    recorder->log({{"failure", json_text(what.what())}, {"time_ns", json_text(now_ns())}});
-  }
+void add_failure(const std::string& why) {
+  if (const Recorder* recorder = Recorder::find())
+    recorder->log({{"failure", json_text(why)}, {"time_ns", std::to_string(now_ns())}});
 }
 
 void note_alive() {
@@ -258,21 +235,7 @@ std::uint8_t name_number(const char* literal) {
 }
 
 std::uint64_t now_ns() {
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
-         static_cast<std::uint64_t>(now.tv_nsec);
-}
-
-Event event_of(const RingStep& step) {
-  return {.num_bytes = step.num_bytes,
-          .to = step.to,
-          .from = step.from,
-          .chunk = step.chunk,
-          .slice = static_cast<std::uint32_t>(step.slice),
-          .step = static_cast<std::int16_t>(step.step),
-          .kind = Kind::kStep,
-          .name = name_number(step.phase)};
+  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
 void add(const Event& event) {

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <string>
 #include <vector>
 
@@ -49,17 +48,6 @@ struct Event {
 };
 static_assert(sizeof(Event) == 64);
 
-/// One step of a ring, for one slice, in the group's ranks.
-struct RingStep {
-  const char* phase;      ///< "reduce_scatter" or "all_gather"
-  int step;               ///< from 0; -1: the first send, which receives nothing
-  int chunk;              ///< what is received, and sent on
-  std::size_t slice;      ///< which slice of the chunk
-  std::size_t num_bytes;  ///< of the slice
-  int from = -1;          ///< -1: nothing is received
-  int to = -1;            ///< -1: nothing is sent on
-};
-
 class Recorder;
 struct Buffer;
 
@@ -72,8 +60,6 @@ inline bool is_on() { return active.load(std::memory_order_relaxed) != nullptr; 
 /// the oldest are overwritten. Rare records go to the file `log_fd` as lines of JSON. The files
 /// stay open. A second call in one process does nothing.
 void start(int events_fd, int log_fd, std::size_t num_events);
-/// Records that the process ends normally.
-void end();
 
 /// A group of ranks, by their numbers in the job; its number for Event::group. Call while is_on().
 std::uint32_t add_group(const std::string& name, int rank, const std::vector<std::uint64_t>& ranks,
@@ -81,7 +67,7 @@ std::uint32_t add_group(const std::string& name, int rank, const std::vector<std
 /// This rank has left the group. Does nothing while off, as do the functions below.
 void leave_group(std::uint32_t group);
 /// A group has failed, and why.
-void add_failure(const std::exception_ptr& error);
+void add_failure(const std::string& why);
 /// Records that this thread still waits, so that the wait of a killed process is known to have
 /// lasted until then.
 void note_alive();
@@ -89,7 +75,6 @@ void note_alive();
 /// The number of a string literal. Call while is_on().
 std::uint8_t name_number(const char* literal);
 std::uint64_t now_ns();
-Event event_of(const RingStep& step);
 /// Adds an event that is over, or one (end_ns 0) whose end follows as a second event of its seq.
 void add(const Event& event);
 

@@ -7,6 +7,7 @@ recordings.py reads them, merge.py writes one trace of all and prints the steps 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -59,7 +60,13 @@ def _start(pid: int) -> None:
     info["page_bytes"] = mmap.PAGESIZE
     os.write(log, f"{json.dumps(info | {'start_ns': time.monotonic_ns()})}\n".encode())
     _C.start_trace(events, log, num_events)
-    util.Finalize(None, _C.end_trace, exitpriority=-1)  # also in children of multiprocessing
+    util.Finalize(None, _end, (log,), exitpriority=-1)  # also in children of multiprocessing
+
+
+def _end(log: int) -> None:
+    """Records that this process ends normally."""
+    with contextlib.suppress(OSError):  # a full disk
+        os.write(log, f"{json.dumps({'end_ns': time.monotonic_ns()})}\n".encode())
 
 
 def clock_name() -> str:

@@ -142,10 +142,6 @@ class MemoryNetwork {
     }
     int rank() const override { return rank_; }
     int world_size() const override { return network_.world_size_; }
-    const std::string& name() const override {
-      static const std::string text = "memory";
-      return text;
-    }
     MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
       return start({.owner = rank_,
                     .from = rank_,

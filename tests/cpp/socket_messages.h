@@ -77,10 +77,6 @@ class SocketMessages final : public MessageTransport {
 
   int rank() const override { return rank_; }
   int world_size() const override { return static_cast<int>(peers_.size()); }
-  const std::string& name() const override {
-    static const std::string text = "sockets";
-    return text;
-  }
   MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
     RINGCOMM_STEP("before a message is sent");
     return start(peer, true, {.tag = tag, .num_bytes = num_bytes}, const_cast<std::byte*>(data));

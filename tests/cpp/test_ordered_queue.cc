@@ -92,9 +92,8 @@ TEST_CASE("tasks of many threads are each run once, and done when a wait returns
       } else if ((i + rank) % 3 == 1) {
         queue.wait(queue.submit(task), {});
       } else {
-        expect(
-            queue.wait_until(queue.submit(task), OrderedQueue::Clock::now() + testing::kBound, {}),
-            "a task run by others");
+        expect(queue.wait(queue.submit(task), {}, OrderedQueue::Clock::now() + testing::kBound),
+               "a task run by others");
       }
       expect(is_run, "the task has run");
     }
@@ -102,19 +101,19 @@ TEST_CASE("tasks of many threads are each run once, and done when a wait returns
   queue.run([&] { CHECK(num_run == kNumThreads * kNumTasks); }, {});
 }
 
-TEST_CASE("wait_until leaves a task that takes long, and polls meanwhile") {
+TEST_CASE("a wait with a deadline leaves a task that takes long, and polls meanwhile") {
   OrderedQueue queue;
   Gate gate;
   const auto ticket = queue.submit([&] { gate.pass(); });
   std::atomic<int> num_polls = 0;
   const auto begin = OrderedQueue::Clock::now();
-  CHECK_FALSE(queue.wait_until(ticket, begin + milliseconds(180), [&] { ++num_polls; }));
+  CHECK_FALSE(queue.wait(ticket, [&] { ++num_polls; }, begin + milliseconds(180)));
   CHECK(OrderedQueue::Clock::now() - begin >= milliseconds(180));
   CHECK(num_polls >= 2);
-  CHECK_FALSE(queue.wait_until(ticket, begin, {}));  // a deadline in the past
+  CHECK_FALSE(queue.wait(ticket, {}, begin));  // a deadline in the past
   gate.open();
   queue.wait(ticket, {});
-  CHECK(queue.wait_until(ticket, begin, {}));  // done, so late or not
+  CHECK(queue.wait(ticket, {}, begin));  // done, so late or not
 }
 
 TEST_CASE("threads that wait for different tickets all return") {
@@ -131,7 +130,7 @@ TEST_CASE("threads that wait for different tickets all return") {
   testing::run_threads(6, [&](int rank) {
     const auto& ticket = tickets[static_cast<std::size_t>(5 - rank)];
     queue.wait(ticket, [&] { ++num_polls; });
-    expect(queue.wait_until(ticket, {}, {}), "a done ticket");
+    expect(queue.wait(ticket, {}, OrderedQueue::Clock::time_point()), "a done ticket");
   });
   opener.join();
 }
@@ -144,7 +143,7 @@ TEST_CASE("a task may wait for another thread that puts tasks in") {
       [&] {
         std::thread other([&] { inner = queue.submit([&] { is_inner_run = true; }); });
         other.join();
-        CHECK_FALSE(queue.wait_until(inner, {}, {}));
+        CHECK_FALSE(queue.wait(inner, {}, OrderedQueue::Clock::time_point()));
       },
       {});
   queue.wait(inner, {});

@@ -59,13 +59,13 @@ bool holds(const std::function<bool(const Files&)>& body) {
 }
 
 trace::Event step(int number) {
-  return trace::event_of({.phase = "reduce_scatter",
-                          .step = number,
-                          .chunk = 2,
-                          .slice = 0,
-                          .num_bytes = 8,
-                          .from = 1,
-                          .to = 0});
+  return {.num_bytes = 8,
+          .to = 0,
+          .from = 1,
+          .chunk = 2,
+          .step = static_cast<std::int16_t>(number),
+          .kind = trace::Kind::kStep,
+          .name = trace::name_number("reduce_scatter")};
 }
 
 TEST_CASE("trace: nothing is described while nothing is recorded") {
@@ -155,7 +155,6 @@ TEST_CASE("trace: a forked child writes nothing to its parent's files") {
     const pid_t child = ::fork();
     if (child == 0) {
       const trace::Span span([] { return step(1); });
-      trace::end();
       trace::add_group("the child's", 0, {0}, "");
       trace::note_alive();
       ::_exit(0);

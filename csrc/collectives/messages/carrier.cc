@@ -84,7 +84,7 @@ class MessageCarrier final : public Carrier {
   ~MessageCarrier() override { members_.leave(); }
 
   Membership& membership() override { return members_; }
-  bool runs_in_caller() const override { return false; }
+  bool shares_memory() const override { return false; }
   std::size_t mapped_bytes() const override {
     return local_ != nullptr ? local_->mapped_bytes() : 0;
   }

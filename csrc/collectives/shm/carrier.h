@@ -22,8 +22,7 @@ class ShmCarrier final : public Carrier {
 
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
-  bool runs_in_caller() const override { return true; }
-  bool fuses_updates() const override { return true; }
+  bool shares_memory() const override { return true; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }

@@ -311,7 +311,8 @@ void DeviceGroup::run(const TensorCall& item, cuda::DeviceCarrier& carrier,
   }
   ending_on_failure([&] { return describe(header); },
                     [&] {
-                      engine->count(item.call.op, carrier.enqueue(item.call, header, place));
+                      engine->stats().count(item.call.op,
+                                            carrier.enqueue(item.call, header, place));
                       if (item.finish) item.finish();
                     });
 }

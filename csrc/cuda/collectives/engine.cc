@@ -213,8 +213,8 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) messages_[peer].note(last_end_, place);
   for (const P2pMessage& message : messages)
-    communicator_.count(message.is_send ? OpKind::kSend : OpKind::kRecv,
-                        {.sent_bytes = message.is_send ? message.num_bytes : 0});
+    communicator_.stats().count(message.is_send ? OpKind::kSend : OpKind::kRecv,
+                                {.sent_bytes = message.is_send ? message.num_bytes : 0});
   watch_.note_launch();
 }
 

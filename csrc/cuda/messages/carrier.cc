@@ -282,12 +282,12 @@ void check_header(Communicator& communicator, const Collective& call, const Call
                   std::chrono::milliseconds timeout, std::function<void(bool)> done) {
   const int rank = communicator.rank(), world_size = communicator.world_size();
   communicator.submit(
+      call, {.timeout = timeout, .is_interrupted = {}},
+      [done = std::move(done)](const std::exception_ptr& error) { done(error != nullptr); },
       [=, mine = record_of(call, header, rank, world_size)](Communicator::Steps& steps) {
         compare(steps, header, static_cast<std::size_t>(rank), static_cast<std::size_t>(world_size),
                 mine);
-      },
-      {.timeout = timeout, .is_interrupted = {}},
-      [done = std::move(done)](const std::exception_ptr& error) { done(error != nullptr); });
+      });
 }
 
 }  // namespace ringcomm

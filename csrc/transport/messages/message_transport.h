@@ -57,8 +57,6 @@ class MessageTransport {
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  /// "gloo": for logs.
-  virtual const std::string& name() const = 0;
 
   /// Start a message; neither blocks nor throws, errors are wait()'s. The buffer is the transport's
   /// until the message has ended. No bytes at all are a message as well.
