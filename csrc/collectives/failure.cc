@@ -63,7 +63,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
       raise(reason.kind, reason.culprit, name_of_peer(reason.origin) + " failed: " + reason.text,
             activity, true);
     }
-    default:
+    default:  // Stop::kInterrupted: no wait ends with kNone
       raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + name,
             activity);
   }

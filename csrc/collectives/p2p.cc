@@ -31,8 +31,13 @@ void PointToPoint::post(const P2pOpPtr& op) {
                 .chunk = is_own ? -1 : static_cast<std::int32_t>(op->tag),
                 .kind = trace::Kind::kMessage,
                 .name = trace::name_number(op->is_send() ? "send" : "recv")};
-  start(op);
   trace::add(op->traced);  // without an end: of a process that is killed there is nothing else
+  try {
+    start(op);
+  } catch (...) {
+    trace_end(*op);
+    throw;
+  }
 }
 
 void PointToPoint::trace_end(const P2pOp& op) {
