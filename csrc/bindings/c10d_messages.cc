@@ -6,6 +6,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "bindings/devices.h"
@@ -26,115 +29,126 @@ std::string first_line(const char* text) {
   return all.substr(0, all.find('\n'));
 }
 
-}  // namespace
-
-// A Work of the backend, or its error message if it refused; both are empty if it was not asked.
-class C10dMessages::Pending final : public Message {
+class C10dMessages final : public MessageTransport {
  public:
-  Pending(C10dMessages& owner, int peer, c10::intrusive_ptr<c10d::Work> work, std::string failure)
-      : owner_(owner), peer_(peer), work_(std::move(work)), failure_(std::move(failure)) {
-    const std::lock_guard lock(owner_.mutex_);
-    owner_.pending_.insert(this);
-  }
-  // The work ends later, without the lock: Gloo's may wait for its thread.
-  ~Pending() override {
-    const std::lock_guard lock(owner_.mutex_);
-    owner_.pending_.erase(this);
-  }
-
-  MessageEnd wait() override {
-    if (owner_.is_aborted_) return MessageEnd::kAborted;
-    if (work_ == nullptr) return MessageEnd::kFailed;
+  explicit C10dMessages(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {
     try {
-      // The group's watchdog has the real timeouts.
-      if (work_->wait(kLongestTimeout)) {
-        if (peer_ == kAnySource) peer_ = work_->sourceRank();
-        return MessageEnd::kDone;
-      }
-      failure_ = "the message of the backend failed without an error";
-    } catch (const std::exception& error) {
-      failure_ = first_line(error.what());
+      backend_->setTimeout(kLongestTimeout);
+    } catch (const std::exception&) {
+      // Many backends cannot; where a wait takes a time-out, that is used.
     }
-    return owner_.is_aborted_ ? MessageEnd::kAborted : MessageEnd::kFailed;
+  }
+  ~C10dMessages() override {
+    without_gil([&] { backend_.reset(); });
   }
 
-  int source() const override { return peer_; }
-  const std::string& failure() const override { return failure_; }
-  const c10::intrusive_ptr<c10d::Work>& work() const { return work_; }
+  int rank() const override { return backend_->getRank(); }
+  int world_size() const override { return backend_->getSize(); }
+
+  MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
+    return start(peer, data, num_bytes,
+                 [&](auto& tensors) { return backend_->send(tensors, peer, tag); });
+  }
+  MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override {
+    return start(peer, data, num_bytes, [&](auto& tensors) {
+      return peer == kAnySource ? backend_->recvAnysource(tensors, tag)
+                                : backend_->recv(tensors, peer, tag);
+    });
+  }
 
  private:
-  C10dMessages& owner_;
-  int peer_;
-  const c10::intrusive_ptr<c10d::Work> work_;
-  std::string failure_;
-};
+  // A Work of the backend, or its error message if it refused; both are empty if it was not asked.
+  class Pending final : public Message {
+   public:
+    Pending(C10dMessages& owner, int peer, c10::intrusive_ptr<c10d::Work> work, std::string failure)
+        : owner_(owner), peer_(peer), work_(std::move(work)), failure_(std::move(failure)) {
+      const std::lock_guard lock(owner_.mutex_);
+      owner_.pending_.insert(this);
+    }
+    // The work ends later, without the lock: Gloo's may wait for its thread.
+    ~Pending() override {
+      const std::lock_guard lock(owner_.mutex_);
+      owner_.pending_.erase(this);
+    }
 
-C10dMessages::C10dMessages(c10::intrusive_ptr<c10d::Backend> backend)
-    : backend_(std::move(backend)) {
-  try {
-    backend_->setTimeout(kLongestTimeout);
-  } catch (const std::exception&) {
-    // Many backends cannot; where a wait takes a time-out, that is used.
-  }
-}
+    MessageEnd wait() override {
+      if (owner_.is_aborted_) return MessageEnd::kAborted;
+      if (work_ == nullptr) return MessageEnd::kFailed;
+      try {
+        // The group's watchdog has the real timeouts.
+        if (work_->wait(kLongestTimeout)) {
+          if (peer_ == kAnySource) peer_ = work_->sourceRank();
+          return MessageEnd::kDone;
+        }
+        failure_ = "the message of the backend failed without an error";
+      } catch (const std::exception& error) {
+        failure_ = first_line(error.what());
+      }
+      return owner_.is_aborted_ ? MessageEnd::kAborted : MessageEnd::kFailed;
+    }
 
-C10dMessages::~C10dMessages() {
-  without_gil([&] { backend_.reset(); });
-}
+    int source() const override { return peer_; }
+    const std::string& failure() const override { return failure_; }
+    const c10::intrusive_ptr<c10d::Work>& work() const { return work_; }
 
-template <class Start>
-MessageTransport::MessagePtr C10dMessages::start(int peer, const std::byte* data,
-                                                 std::size_t num_bytes, const Start& start) {
-  c10::intrusive_ptr<c10d::Work> work;
-  std::string failure;
-  try {
-    std::vector<at::Tensor> tensors{at::from_blob(
-        const_cast<std::byte*>(data), {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
-    if (!is_aborted_) work = start(tensors);
-  } catch (const std::exception& error) {
-    failure = first_line(error.what());
-    if (peer == kAnySource && failure.find("does not support") != std::string::npos)
-      throw Unsupported(failure);
-  }
-  return std::make_unique<Pending>(*this, peer, std::move(work), std::move(failure));
-}
+   private:
+    C10dMessages& owner_;
+    int peer_;
+    const c10::intrusive_ptr<c10d::Work> work_;
+    std::string failure_;
+  };
 
-MessageTransport::MessagePtr C10dMessages::isend(int peer, int tag, const std::byte* data,
-                                                 std::size_t num_bytes) {
-  return start(peer, data, num_bytes,
-               [&](auto& tensors) { return backend_->send(tensors, peer, tag); });
-}
-
-MessageTransport::MessagePtr C10dMessages::irecv(int peer, int tag, std::byte* data,
-                                                 std::size_t num_bytes) {
-  return start(peer, data, num_bytes, [&](auto& tensors) {
-    return peer == kAnySource ? backend_->recvAnysource(tensors, tag)
-                              : backend_->recv(tensors, peer, tag);
-  });
-}
-
-// Work::abort() ends a wait and no more: the works, and in them Gloo's buffers, live until their
-// last references go. Those of `works` go before this returns.
-void C10dMessages::end_messages() noexcept {
-  is_aborted_ = true;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const Pending* pending : pending_)
-      if (pending->work() != nullptr) works.push_back(pending->work());
-  }
-  for (const auto& work : works) {
+  template <class Start>
+  MessagePtr start(int peer, const std::byte* data, std::size_t num_bytes, const Start& start) {
+    c10::intrusive_ptr<c10d::Work> work;
+    std::string failure;
     try {
-      work->abort();
+      std::vector<at::Tensor> tensors{at::from_blob(
+          const_cast<std::byte*>(data), {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
+      if (!is_aborted_) work = start(tensors);
+    } catch (const std::exception& error) {
+      failure = first_line(error.what());
+      if (peer == kAnySource && failure.find("does not support") != std::string::npos)
+        throw Unsupported(failure);
+    }
+    return std::make_unique<Pending>(*this, peer, std::move(work), std::move(failure));
+  }
+
+  // Work::abort() ends a wait and no more: the works, and in them Gloo's buffers, live until their
+  // last references go. Those of `works` go before this returns.
+  void end_messages() noexcept override {
+    is_aborted_ = true;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const Pending* pending : pending_)
+        if (pending->work() != nullptr) works.push_back(pending->work());
+    }
+    for (const auto& work : works) {
+      try {
+        work->abort();
+      } catch (const std::exception&) {
+        break;  // this backend ends all works together, or none
+      }
+    }
+    try {
+      backend_->abort();
     } catch (const std::exception&) {
-      break;  // this backend ends all works together, or none
+      // As above: a work that cannot be ended ends with its connection.
     }
   }
-  try {
-    backend_->abort();
-  } catch (const std::exception&) {
-    // As above: a work that cannot be ended ends with its connection.
-  }
+
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::string name_;
+  std::atomic<bool> is_aborted_ = false;
+  std::mutex mutex_;
+  std::set<const Pending*> pending_;  // all messages that live; with the mutex
+};
+
+}  // namespace
+
+std::unique_ptr<MessageTransport> messages_over(c10::intrusive_ptr<c10d::Backend> backend) {
+  return std::make_unique<C10dMessages>(std::move(backend));
 }
 
 c10::intrusive_ptr<c10d::Backend> make_message_backend(

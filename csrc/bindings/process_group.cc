@@ -108,8 +108,8 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   StoreAdapter adapter(store);
   const MakeMessages make_messages = [&](const LookForRanks& look) {
-    return std::make_unique<C10dMessages>(make_message_backend(
-        options_->engine.p2p_backend, store, rank, size, *options_, look, "the group's messages"));
+    return messages_over(make_message_backend(options_->engine.p2p_backend, store, rank, size,
+                                              *options_, look, "the group's messages"));
   };
   with_python_errors([&] {
     communicator_ = std::make_shared<Communicator>(

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <tuple>
 
 #include "bindings/process_group.h"
@@ -26,16 +27,6 @@ namespace ringcomm {
 namespace {
 
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
-
-// The first of the ranks and their distance, which is 0 if they are not evenly spaced.
-std::pair<int, int> start_and_stride(const std::vector<std::uint64_t>& ranks) {
-  if (ranks.empty()) return {0, 1};
-  const auto at = [&](std::size_t idx) { return static_cast<int>(ranks[idx]); };
-  int stride = ranks.size() > 1 ? at(1) - at(0) : 1;
-  for (std::size_t i = 1; i < ranks.size(); ++i)
-    if (at(i) - at(i - 1) != stride) stride = 0;
-  return {at(0), stride};
-}
 
 }  // namespace
 
@@ -136,7 +127,8 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
                                                        : devices()->algorithm_of(call, device));
   }
   const auto seq = static_cast<std::int64_t>(communicator()->next_seq());
-  const auto [start_rank, stride] = start_and_stride(options_->global_ranks_in_group);
+  int start_rank = 0, stride = 0;
+  c10d::getGlobalRankStartAndStride(options_->global_ranks_in_group, start_rank, stride);
   RINGCOMM_RECORD_COMMS(info.is_async, std::make_tuple(seq, c10d::isP2POp(info.op_type)),
                         std::make_tuple(getGroupUid(), getGroupDesc()), inputs, outputs, getRank(),
                         name.c_str(), num_elems(inputs), num_elems(outputs), dtype,
