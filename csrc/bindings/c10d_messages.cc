@@ -139,7 +139,6 @@ class C10dMessages final : public MessageTransport {
   }
 
   c10::intrusive_ptr<c10d::Backend> backend_;
-  const std::string name_;
   std::atomic<bool> is_aborted_ = false;
   std::mutex mutex_;
   std::set<const Pending*> pending_;  // all messages that live; with the mutex
