@@ -19,22 +19,31 @@ from types import TracebackType
 CONTROL = "nvidia-cuda-mps-control"
 # Where drivers put their programs, besides PATH.
 FOLDERS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/lib/nvidia/bin")
+# Hardware queues of a client. The default under MPS is 2, and a group has a stream of its own and
+# one per peer: a kernel that waits for a peer would block what is behind it in its queue.
+QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "8")
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 10.0
 # Seconds to wait for clients before they are killed.
 QUIT_TIMEOUT_S = 20.0
 
 
+def find_program(name: str) -> str | None:
+    """The path of a program of the driver, or None."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
+
+
 def find_control() -> str | None:
     """The path of MPS's control program, or None."""
-    places = os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS])
-    return shutil.which(CONTROL, path=places)
+    return find_program(CONTROL)
 
 
 class Mps:
     """A daemon in its own folder, used by this process and its children while the context lasts.
 
-    It ends with the context; if this process is killed, a guard process ends it.
+    It ends with the context; if this process is killed, a guard process ends it. Meanwhile its
+    folder is on PATH, where the daemon looks for its server, and clients have 8 hardware queues
+    unless CUDA_DEVICE_MAX_CONNECTIONS says another number.
 
     Raises:
         ValueError: there is no control program.
@@ -57,8 +66,15 @@ class Mps:
         # Short: sockets go there.
         self._folder = Path(tempfile.mkdtemp(prefix="ringcomm-mps-", dir="/tmp"))
         names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        self._replaced = {name: os.environ.get(name) for name in names}
-        os.environ.update(dict.fromkeys(names, str(self._folder)))
+        queues, number = QUEUES
+        path = os.pathsep.join([str(Path(self._control).parent), os.environ.get("PATH", "")])
+        variables = {
+            **dict.fromkeys(names, str(self._folder)),
+            "PATH": path.rstrip(os.pathsep),
+            queues: os.environ.get(queues, number),
+        }
+        self._replaced = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             self._start()
         except BaseException:

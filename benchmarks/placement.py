@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mps import find_program
 from ringcomm.measure.ranks import Team
 
 # "all": rank i on device i mod their number; "one": all ranks on the first.
@@ -105,7 +105,7 @@ def nvidia_smi() -> dict[str, Any]:
     """The first GPU's name, driver and memory as nvidia-smi tells them; None without it."""
     fields = {"gpu": "name", "driver": "driver_version", "gpu_memory": "memory.total"}
     unknown = dict.fromkeys(fields)
-    tool = shutil.which("nvidia-smi")
+    tool = find_program("nvidia-smi")
     if tool is None:
         return unknown
     query = [tool, f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader", "--id=0"]

@@ -33,9 +33,12 @@ EXIT_INTERRUPTED = 130
 GROUPS = ("build", "train", "test", "lint", "docs", "coverage")
 
 # Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
-# kernels, PyTorch's own tests and tests with models of transformers are skipped. wheel has been a
-# part of setuptools since 70.1.
-OPTIONAL = ("accelerate", "expecttest", "matplotlib", "ninja", "transformers", "triton", "wheel")
+# kernels, PyTorch's own tests, tests with models of transformers and of pages in a browser are
+# skipped. wheel has been a part of setuptools since 70.1.
+OPTIONAL = (
+    *("accelerate", "expecttest", "matplotlib", "ninja", "playwright"),
+    *("transformers", "triton", "wheel"),
+)
 
 # Files whose change needs a new install; a change of sources needs only a build.
 INSTALL_INPUTS = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "ringcomm/version.py")

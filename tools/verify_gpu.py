@@ -10,8 +10,8 @@ the page's aims (gpu_aims.py): each is printed as met, or by how much it is miss
 each row's "last run".
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
-NVIDIA's Multi-Process Service or without. The status is 1 when something failed, and 0 without a
-GPU, where nothing runs.
+NVIDIA's Multi-Process Service or without. The status is 1 when something failed, or when there is a
+GPU and no nvidia-smi that works, and 0 without a GPU, where nothing runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAGE = ROOT / "docs" / "gpu-verification.md"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from gpu_aims import HEADING, Records, Verdict, judge, read_aims, summary  # noqa: E402
-from mps import Mps, find_control  # noqa: E402
+from mps import FOLDERS, Mps, find_control, find_program  # noqa: E402
 from placement import count_devices  # noqa: E402
 
 BUDGET_S = 540.0  # for machines whose commands end after ten minutes
@@ -175,13 +175,24 @@ def run_layouts(names: list[str], arguments: list[str]) -> int:
 
 
 def gpu_archs() -> list[str]:
-    """The architecture of each GPU, such as "90"; none where there is no driver."""
-    query = ("nvidia-smi", "--format=csv,noheader", "--query-gpu=compute_cap")
-    try:
-        said = subprocess.check_output(query, text=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return said.replace(".", "").split()
+    """The architecture of each GPU, such as "90"; none where there is no GPU.
+
+    Raises:
+        RuntimeError: the driver's nvidia-smi is missing, or fails.
+    """
+    tool = find_program("nvidia-smi")
+    if tool is None:
+        if count_devices("cuda") == 0:
+            return []
+        raise RuntimeError(
+            f"torch finds a GPU, and nvidia-smi is neither on PATH nor in {', '.join(FOLDERS)}: add"
+            " the folder of the driver's programs to PATH"
+        )
+    query = [tool, "--format=csv,noheader", "--query-gpu=compute_cap"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{tool} fails: {(done.stdout + done.stderr).strip()}")
+    return done.stdout.replace(".", "").split()
 
 
 def environment(archs: list[str], out: Path) -> dict[str, str]:
@@ -290,7 +301,11 @@ def main(argv: list[str]) -> int:
         return run_layouts(options.layout, options.arguments)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    found, left = verify(options.rows, out, options.budget_s, PAGE)
+    try:
+        found, left = verify(options.rows, out, options.budget_s, PAGE)
+    except RuntimeError as error:
+        print(error)
+        return 1
     print(f"results: {out}")
     if left:
         print(f"go on with: python tools/verify_gpu.py --only {','.join(['build', *left])}")

@@ -1,6 +1,6 @@
 // Times and checks ringcomm's kernels on one GPU without torch: ranks are forked processes, their
-// memory is mapped by CUDA's IPC handles, and each call is planned, and its kernel launched, as the
-// engine does it. Prints a line of JSON for each point; see kUsage.
+// memory is mapped as that of the engine's groups, and each call is planned, and its kernel
+// launched, as the engine does it. Prints a line of JSON for each point; see kUsage.
 #include <map>
 #include <random>
 #include <sstream>
@@ -32,6 +32,7 @@ struct Options {
   int ranks = 2;
   int rounds = 10;
   int limit_s = 120;
+  cuda::HandleKind handles = cuda::HandleKind::kFd;
   int spoil = -1;  // a rank that spoils an element of what it reads back: a test of the check
   std::vector<std::size_t> sizes = {1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20,
                                     4 << 20, 16 << 20, 64 << 20, 256 << 20};
@@ -39,6 +40,7 @@ struct Options {
 
 constexpr const char* kUsage =
     "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
+    "                    [--handles fd|ipc]\n"
     "Prints a line of JSON for each operation, type, size, path, number of blocks and size of\n"
     "regions. Each round visits the points in another random order; there are fewer rounds where\n"
     "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the\n"
@@ -46,7 +48,8 @@ constexpr const char* kUsage =
     "copies as fast as this one does (as an H200, if no copy of 64 MiB is measured); gb_per_s is\n"
     "a rank's longer buffer by the median; copy_share is the time of a copy of what all ranks\n"
     "must read and write at least, divided by the median. benchmarks/sweep_table.py shows lines.\n"
-    "The status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.";
+    "The status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.\n"
+    "They map each other's memory by file descriptor, as groups of torch do, or by IPC handle.";
 
 /// One rank's part of the sweep.
 class Sweep {
@@ -59,8 +62,8 @@ class Sweep {
         guard_(0),
         kernels_(cuda::Kernels::of(0)),
         layouts_(make_layouts()),
-        memory_(rank, page, layouts_,
-                *std::max_element(options.sizes.begin(), options.sizes.end())) {
+        memory_(rank, page, layouts_, *std::max_element(options.sizes.begin(), options.sizes.end()),
+                options.handles) {
     for (std::size_t phase = 0; phase < kNumPhases; ++phase)
       for (int peer = 0; peer < page.num_ranks; ++peer) sums_[phase] += value_at(peer, phase);
     for (const std::size_t num_bytes : options.sizes) add_points(num_bytes);
@@ -332,6 +335,11 @@ std::vector<std::size_t> parse_sizes(const std::string& text) {
   return sizes;
 }
 
+cuda::HandleKind parse_handles(const std::string& name) {
+  if (name != "fd" && name != "ipc") throw std::invalid_argument("--handles is fd or ipc");
+  return name == "fd" ? cuda::HandleKind::kFd : cuda::HandleKind::kIpc;
+}
+
 Options parse(int argc, char** argv) {
   Options options;
   const std::map<std::string, int*> numbers = {{"--ranks", &options.ranks},
@@ -343,6 +351,8 @@ Options parse(int argc, char** argv) {
       *found->second = std::stoi(argv[i + 1]);
     else if (argv[i] == std::string("--sizes"))
       options.sizes = parse_sizes(argv[i + 1]);
+    else if (argv[i] == std::string("--handles"))
+      options.handles = parse_handles(argv[i + 1]);
     else
       throw std::invalid_argument(std::string("there is no option ") + argv[i]);
   }

@@ -35,7 +35,7 @@ class RankMemory {
 
   /// Collective.
   RankMemory(int rank, Page& page, const std::vector<cuda::StagingLayout>& layouts,
-             std::size_t buffer_bytes)
+             std::size_t buffer_bytes, cuda::HandleKind kind)
       : rank_(static_cast<std::size_t>(rank)), buffer_bytes_(in_pages(buffer_bytes)) {
     cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking), "make a stream");
     for (const cuda::StagingLayout& layout : layouts) {
@@ -43,18 +43,12 @@ class RankMemory {
       staging_bytes_ += in_pages(layout.num_bytes());
     }
     const std::size_t num_bytes = staging_bytes_ + (std::size(kTypes) + 1) * buffer_bytes_;
-    own_ = std::make_unique<cuda::DeviceMemory>(0, num_bytes, cuda::HandleKind::kIpc);
+    own_ = std::make_unique<cuda::DeviceMemory>(0, num_bytes, kind);
     control_ = std::make_unique<cuda::MappedHostMemory>(0, sizeof(cuda::Control));
-    new (control_->host()) cuda::Control;
+    abort_word = &(new (control_->host()) cuda::Control)->abort;
     piece_ = std::make_unique<cuda::MappedHostMemory>(0, kPieceBytes);
     fill(own_->data(), 0, num_bytes);
-    page.handles[rank_] = own_->ipc_handle();
-    page.barrier();
-    for (std::size_t peer = 0; peer < static_cast<std::size_t>(page.num_ranks); ++peer) {
-      if (peer != rank_)
-        theirs_.push_back(std::make_unique<cuda::DeviceMemory>(0, num_bytes, page.handles[peer]));
-      parts_.push_back(peer == rank_ ? own_->data() : theirs_.back()->data());
-    }
+    exchange(page, kind, num_bytes);
     bases_ =
         std::make_unique<cuda::DeviceMemory>(0, sizeof(cuda::Staging::of), cuda::HandleKind::kIpc);
     std::memcpy(piece(), parts_.data(), parts_.size() * sizeof(std::byte*));
@@ -66,6 +60,7 @@ class RankMemory {
   void close(Page& page) {
     page.barrier();
     theirs_.clear();
+    abort_word = nullptr;
     page.barrier();
   }
 
@@ -119,6 +114,32 @@ class RankMemory {
   }
 
  private:
+  // Maps the peers' memory.
+  void exchange(Page& page, cuda::HandleKind kind, std::size_t num_bytes) {
+    const auto num_ranks = static_cast<std::size_t>(page.num_ranks);
+    theirs_.resize(num_ranks);
+    if (kind == cuda::HandleKind::kIpc) {
+      page.handles[rank_] = own_->ipc_handle();
+      page.barrier();
+      for (std::size_t peer = 0; peer < num_ranks; ++peer)
+        if (peer != rank_)
+          theirs_[peer] = std::make_unique<cuda::DeviceMemory>(0, num_bytes, page.handles[peer]);
+    } else {
+      const shm::UniqueFd fd = own_->export_fd();
+      for (std::size_t peer = 0; peer < num_ranks; ++peer)
+        if (peer != rank_)
+          shm::send_message(page.mailboxes[peer][1], std::to_string(rank_), fd.get());
+      for (std::size_t i = 1; i < num_ranks; ++i) {
+        const auto message = shm::recv_message(page.mailboxes[rank_][0], Page::kBarrierTimeout);
+        if (!message) throw std::runtime_error("a rank did not hand over its memory in 60 s");
+        theirs_[std::stoul(message->text)] =
+            std::make_unique<cuda::DeviceMemory>(0, num_bytes, message->fd);
+      }
+    }
+    for (std::size_t peer = 0; peer < num_ranks; ++peer)
+      parts_.push_back(peer == rank_ ? own_->data() : theirs_[peer]->data());
+  }
+
   static std::size_t in_pages(std::size_t num_bytes) { return (num_bytes + 4095) / 4096 * 4096; }
   static cuda::DevicePtr address(const std::byte* data) {
     return reinterpret_cast<cuda::DevicePtr>(data);
@@ -145,9 +166,9 @@ class RankMemory {
   std::vector<std::size_t> layout_offsets_;
   cuda::StreamHandle stream_ = nullptr;
   std::unique_ptr<cuda::DeviceMemory> own_;
-  std::vector<std::unique_ptr<cuda::DeviceMemory>> theirs_;
-  std::vector<std::byte*> parts_;              // each rank's, as mapped here
-  std::unique_ptr<cuda::DeviceMemory> bases_;  // the same, for kernels
+  std::vector<std::unique_ptr<cuda::DeviceMemory>> theirs_;  // by rank; null for this one
+  std::vector<std::byte*> parts_;                            // each rank's, as mapped here
+  std::unique_ptr<cuda::DeviceMemory> bases_;                // the same, for kernels
   std::unique_ptr<cuda::MappedHostMemory> control_;
   std::unique_ptr<cuda::MappedHostMemory> piece_;
 };

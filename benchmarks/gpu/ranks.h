@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,10 +18,12 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver/driver_api.h"
 #include "cuda/kernels/staging.h"
+#include "transport/shm/fd.h"
 
 namespace ringcomm::benchmarks {
 
@@ -40,6 +43,8 @@ struct Page {
   std::atomic<int> num_barriers = 0;
   std::atomic<bool> has_failed = false;
   std::array<cuda::IpcMemHandle, cuda::kMaxRanks> handles = {};
+  /// By rank: one end to read from, which is the rank's, and one that its peers write to.
+  std::array<std::array<int, 2>, cuda::kMaxRanks> mailboxes = {};
   std::array<double, cuda::kMaxRanks> us = {};
   std::array<std::uint64_t, cuda::kMaxRanks> num_wrong = {};
 
@@ -68,8 +73,19 @@ struct Page {
   }
 };
 
+/// The word that ends this rank's kernels, once there is one.
+inline std::atomic<volatile std::uint32_t*> abort_word = nullptr;
+/// How long a rank may take to end after that: under MPS a client that is killed within a kernel
+/// takes the server along, and with it all later measurements.
+inline constexpr std::chrono::seconds kEndPatience{2};
+
+inline void end_kernels(int) {
+  if (volatile std::uint32_t* word = abort_word) *word = 1;
+}
+
 /// Forks `num_ranks` processes that call run(rank, page); returns 0 if all return true. Where one
-/// fails, the others end at their next barrier; what is left after `limit` is killed.
+/// fails, the others end at their next barrier. After `limit` the kernels of those that are left
+/// are ended, and then the processes.
 template <class Run>
 int run_ranks(int num_ranks, std::chrono::seconds limit, const Run& run) {
   void* shared =
@@ -77,6 +93,9 @@ int run_ranks(int num_ranks, std::chrono::seconds limit, const Run& run) {
   if (shared == MAP_FAILED) throw std::runtime_error("no memory for the ranks' page");
   auto& page = *new (shared) Page;
   page.num_ranks = num_ranks;
+  for (int rank = 0; rank < num_ranks; ++rank)
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, page.mailboxes[rank].data()) != 0)
+      shm::throw_errno("socketpair");
   std::vector<pid_t> alive;
   for (int rank = 0; rank < num_ranks; ++rank) {
     const pid_t pid = fork();
@@ -87,6 +106,7 @@ int run_ranks(int num_ranks, std::chrono::seconds limit, const Run& run) {
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() == 1) _exit(1);
+    signal(SIGTERM, end_kernels);
     bool is_right = false;
     try {
       is_right = run(rank, page);
@@ -98,7 +118,8 @@ int run_ranks(int num_ranks, std::chrono::seconds limit, const Run& run) {
     _exit(is_right ? 0 : 1);
   }
   bool is_right = !page.has_failed;
-  const Clock::time_point deadline = Clock::now() + limit;
+  Clock::time_point deadline = Clock::now() + limit;
+  bool is_ending = false;
   while (!alive.empty()) {
     for (std::size_t i = alive.size(); i-- > 0;) {
       int status = 0;
@@ -110,15 +131,18 @@ int run_ranks(int num_ranks, std::chrono::seconds limit, const Run& run) {
       if (!WIFEXITED(status)) page.has_failed = true;
     }
     if (Clock::now() > deadline) {
-      std::fprintf(stderr, "kernel_sweep: stopped after %lld s\n",
-                   static_cast<long long>(limit.count()));
-      for (const pid_t pid : alive) kill(pid, SIGKILL);
-      for (const pid_t pid : alive) waitpid(pid, nullptr, 0);
       is_right = false;
-      break;
+      page.has_failed = true;
+      for (const pid_t pid : alive) kill(pid, is_ending ? SIGKILL : SIGTERM);
+      if (!std::exchange(is_ending, true))
+        std::fprintf(stderr, "kernel_sweep: stopped after %lld s\n",
+                     static_cast<long long>(limit.count()));
+      deadline = Clock::now() + kEndPatience;
     }
     usleep(1000);
   }
+  for (int rank = 0; rank < num_ranks; ++rank)
+    for (const int end : page.mailboxes[rank]) close(end);
   munmap(shared, sizeof(Page));
   return is_right ? 0 : 1;
 }

@@ -77,6 +77,15 @@ RINGCOMM_HD auto record_wait(A& arch, int peer) {
     return 0;
 }
 
+/// A look of a wait that goes on. Where each acquire has a price, as on a GPU, whose L1 it empties,
+/// the machine has load_relaxed, and an acquire follows the look that found the value.
+template <Arch A>
+RINGCOMM_HD bool has_come(A& arch, const Cursor& cursor, std::uint64_t target) {
+  if constexpr (requires { arch.load_relaxed(cursor.value); })
+    if (arch.load_relaxed(cursor.value) < target) return false;
+  return arch.load_acquire(cursor.value) >= target;
+}
+
 /// wait_at_least() of one thread.
 template <Arch A>
 RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
@@ -86,7 +95,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
   RINGCOMM_ROLLED
   for (std::uint32_t i = 0; i < budget.num_pauses(); ++i) {
     arch.pause();
-    if (arch.load_acquire(cursor.value) >= target) {
+    if (has_come(arch, cursor, target)) {
       budget.hit();
       return Stop::kNone;
     }
@@ -99,7 +108,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
     const Yielded yielded = arch.yield();
     is_idle = is_idle && yielded == Yielded::kCoreIdle;
     if (yielded == Yielded::kLong) budget.yield_was_long();
-    if (arch.load_acquire(cursor.value) >= target) {
+    if (has_come(arch, cursor, target)) {
       budget.miss(is_idle, true);
       return Stop::kNone;
     }
@@ -111,7 +120,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
     const Stop stop = arch.stopped(peer);
     // A peer may publish and then die or leave. So the cursor is read after the reason to stop, and
     // decides.
-    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+    if (has_come(arch, cursor, target)) return Stop::kNone;
     if (stop != Stop::kNone) return stop;
     // Store (sleepers) then load (value) here, store (value) then load (sleepers) in advance():
     // sequential consistency lets at most one of the two loads miss the other's store, so no
@@ -120,7 +129,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
     const std::uint64_t seen = arch.load_seq_cst(cursor.value);
     if (seen < target) arch.park(cursor.value, seen);
     arch.add_seq_cst(cursor.sleepers, -1);
-    if (seen < target && arch.load_acquire(cursor.value) > seen) arch.leave_core(cursor.waker_core);
+    if (seen < target && has_come(arch, cursor, seen + 1)) arch.leave_core(cursor.waker_core);
   }
 }
 

@@ -79,12 +79,15 @@ class HostBlock {
     return static_cast<Stop>(agreed & 0xff);
   }
 
+  std::uint64_t load_relaxed(const std::uint64_t& word) const {
+    return __atomic_load_n(&word, __ATOMIC_RELAXED);
+  }
   std::uint64_t load_acquire(const std::uint64_t& word) const {
     const std::uint64_t value = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
     if (context_.cache != nullptr) context_.cache->acquire();
     return value;
   }
-  std::uint64_t load_seq_cst(const std::uint64_t& word) const { return load_acquire(word); }
+  std::uint64_t load_seq_cst(const std::uint64_t& word) const { return load_relaxed(word); }
   std::uint32_t load_seq_cst(const std::uint32_t&) const { return 0; }
   void add_seq_cst(std::uint32_t&, std::int32_t) const {}
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {

@@ -50,8 +50,9 @@ struct Settings {
   /// Without, kernels of different processes never run on a GPU at the same time, so a kernel that
   /// waits for another process's kernel never ends.
   bool has_mps = flag("MPS", true);
-  /// Hardware queues of each GPU, which streams share round-robin; 0: each stream has its own.
-  int num_queues = number("QUEUES", 0);
+  /// Hardware queues of each GPU, which streams share round-robin; as CUDA has them where
+  /// CUDA_DEVICE_MAX_CONNECTIONS is not set. 0: each stream has its own.
+  int num_queues = number("QUEUES", has_mps ? 2 : 8);
   /// A kernel is loaded at its first use, which waits until the device is idle.
   bool is_lazy = flag("LAZY", false);
   /// Plain accesses of kernels take effect as late as a GPU allows (block_cache.h), except those of

@@ -12,6 +12,10 @@
 
 namespace ringcomm::cuda {
 
+/// In the description of a group whose streams share hardware queues: under MPS a process has 2
+/// unless the variable says another number, and a kernel that waits for a peer blocks its queue.
+inline constexpr const char* kFewQueues = "2 hardware queues (set CUDA_DEVICE_MAX_CONNECTIONS=8)";
+
 /// Runs the collectives of a group's tensors on one device, in the order of streams; the host does
 /// not wait. One thread at a time, except plan() and what says so.
 class DeviceCarrier {

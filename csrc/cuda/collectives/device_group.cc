@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -16,6 +17,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "cuda/collectives/device_carrier.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/kernels.h"
 #include "transport/membership.h"
@@ -153,6 +155,8 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
 }
 
 std::string DeviceGroup::describe() const {
+  const bool has_mps = places_[static_cast<std::size_t>(exchange_.rank())].has_mps;
+  const bool has_few_queues = has_mps && std::getenv("CUDA_DEVICE_MAX_CONNECTIONS") == nullptr;
   char megabytes[32];
   std::snprintf(megabytes, sizeof megabytes, "%.1f",
                 static_cast<double>(staging_.layout.num_bytes()) / (1 << 20));
@@ -163,7 +167,7 @@ std::string DeviceGroup::describe() const {
           : facts_.max_ranks_per_device > 1 ? ", side by side"
                                             : "") +
          ", " + std::to_string(staging_.layout.num_blocks) + " blocks, " + megabytes +
-         " MiB of staging each";
+         " MiB of staging each" + (has_few_queues ? std::string(", ") + kFewQueues : "");
 }
 
 void DeviceGroup::find_places() {

@@ -70,6 +70,11 @@ class GpuBlock {
     return static_cast<Stop>(agreed & 0xff);
   }
 
+  __device__ std::uint64_t load_relaxed(const std::uint64_t& word) const {
+    std::uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
+    return value;
+  }
   __device__ std::uint64_t load_acquire(const std::uint64_t& word) const {
     std::uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(&word) : "memory");
@@ -77,7 +82,7 @@ class GpuBlock {
   }
   /// Threads of a GPU do not sleep, so no store needs an order with a later load.
   __device__ std::uint64_t load_seq_cst(const std::uint64_t& word) const {
-    return load_acquire(word);
+    return load_relaxed(word);
   }
   __device__ std::uint32_t load_seq_cst(const std::uint32_t&) const { return 0; }
   __device__ void add_seq_cst(std::uint32_t&, std::int32_t) const {}

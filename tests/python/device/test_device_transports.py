@@ -80,6 +80,8 @@ def transport(rank: int) -> str:
 def check_box(rank: int) -> str:
     """What cannot be in this box is refused, and the group works on."""
     name = transport(rank)
+    if name.startswith("cuda_ipc"):  # CUDA_DEVICE_MAX_CONNECTIONS is not set
+        assert ("2 hardware queues" in name) == ("no MPS" not in name)
     if "p2p" in name or "taking turns" in name:
         words = "share no memory" if "p2p" in name else "take turns"
         words += ".*use torch.empty instead"

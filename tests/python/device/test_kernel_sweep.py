@@ -45,10 +45,11 @@ def points(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_path_is_right_and_printed(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "handles"), [(2, "ipc"), (3, "fd")])
+def test_every_path_is_right_and_printed(tmp_path: Path, ranks: int, handles: str) -> None:
     sizes = [240, 120_000]
-    done = sweep(tmp_path, "--ranks", str(ranks), "--rounds", "2", "--sizes", "240,120000")
+    asked = ["--rounds", "2", "--sizes", "240,120000", "--handles", handles]
+    done = sweep(tmp_path, "--ranks", str(ranks), *asked)
     assert done.returncode == 0, done.stderr
     found = points(done)
     where, timed = [[p for p in found if (p["op"] == "where") is is_it] for is_it in (True, False)]
@@ -113,9 +114,9 @@ def test_a_wrong_element_is_seen(tmp_path: Path) -> None:
     assert {point.get("num_wrong", 2) for point in points(done)} == {2}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
-    options = command(tmp_path, "--rounds", "1000000", "--sizes", "1024")
+def sweep_until(signal_number: int, rank: int, box: Path, *arguments: str) -> tuple[str, str]:
+    """What is printed where a rank gets a signal in the middle; nothing is left of it."""
+    options = command(box, "--rounds", "1000000", "--sizes", "1024", *arguments)
     with subprocess.Popen(stdout=PIPE, stderr=PIPE, **options) as program:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
         deadline = time.monotonic() + TIMEOUT_S
@@ -123,12 +124,27 @@ def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.5)  # some points are measured
-        os.kill(int(ranks[rank]), signal.SIGKILL)
+        os.kill(int(ranks[rank]), signal_number)
         out, error = program.communicate(timeout=TIMEOUT_S)
     assert program.returncode == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    return out, error
+
+
+def test_a_rank_that_stops_is_killed_after_the_kernels_of_the_others_have_ended(
+    tmp_path: Path,
+) -> None:
+    _, error = sweep_until(signal.SIGSTOP, 1, tmp_path, "--limit-s", "2")
+    assert "stopped after 2 s" in error
+    # By itself: in a kernel, or where ranks meet.
+    assert "rank 0: a kernel gave up: " in error or "rank 0: another rank has failed" in error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
+    out, error = sweep_until(signal.SIGKILL, rank, tmp_path)
     assert f"rank {1 - rank}: " in error
     assert " of 1024 bytes, " in error
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     # Rank 0 prints what it has measured.
     found = [json.loads(line) for line in out.splitlines()]
     assert bool(found) is (rank == 1)

@@ -14,6 +14,7 @@ from typing import Any
 import device_kernels
 import front_door
 import gpu_aims
+import mps
 import pytest
 import torch
 import verify_gpu
@@ -105,6 +106,41 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
     left, found = run(rows, 4)
     assert left == ["cut", "short"]
     assert found == {"build": "passed", "one": "passed", "cut": "stopped", "short": late}
+
+
+def driver_program(folder: Path, name: str, script: str) -> None:
+    """A stand-in for a program of NVIDIA's driver."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_programs_of_the_driver_are_found_beside_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU without a working nvidia-smi is an error; MPS's clients get what they need."""
+    folder = tmp_path / "bin"
+    monkeypatch.setattr(mps, "FOLDERS", (str(folder),))
+    monkeypatch.setattr(verify_gpu, "count_devices", lambda kind: 1)
+    assert verify_gpu.main(["--only", "facts", "--out", str(tmp_path)]) == 1
+    assert "nvidia-smi is neither on PATH" in capsys.readouterr().out
+    driver_program(folder, "nvidia-smi", "echo no devices were found; exit 6")
+    assert verify_gpu.main(["--only", "facts", "--out", str(tmp_path)]) == 1
+    assert "fails: no devices were found" in capsys.readouterr().out
+    driver_program(folder, "nvidia-smi", "echo 9.0; echo 10.0")
+    assert verify_gpu.gpu_archs() == ["90", "100"]
+
+    driver_program(folder, mps.CONTROL, "exit 0")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    before = dict(os.environ)
+    with mps.Mps():
+        assert os.environ["PATH"].startswith(f"{folder}:")
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+        assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+    assert dict(os.environ) == before
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    with mps.Mps():
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 def test_without_a_gpu_nothing_runs(
