@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from mps import find_program
+
 from ringcomm.measure.ranks import Team
 
 # "all": rank i on device i mod their number; "one": all ranks on the first.

@@ -85,8 +85,7 @@ TEST_CASE("hosts: both calls are named, and the ranks in the group's numbers") {
     MemoryNetwork network(4);
     run_hosts_ranks(network, placement, [&](Communicator& communicator) {
       const bool is_odd = communicator.rank() == 3;
-      const Case c{
-          .op = is_odd ? OpKind::kBroadcast : OpKind::kReduce, .root = 0, .num_elems = 10};
+      const Case c{.op = is_odd ? OpKind::kBroadcast : OpKind::kReduce, .root = 0, .num_elems = 10};
       expect_error(failure_of_this_or_next(communicator, c), ErrorKind::kMismatch,
                    {"broadcast #0", "reduce #0"});
     });
