@@ -10,4 +10,12 @@ inline constexpr bool kHasThreadSanitizer = true;
 inline constexpr bool kHasThreadSanitizer = false;
 #endif
 
+/// In a child that is forked while another thread allocates, AddressSanitizer's allocator may wait
+/// for ever: seen with GCC 12 in a program that does nothing else.
+#ifdef __SANITIZE_ADDRESS__
+inline constexpr bool kHasAddressSanitizer = true;
+#else
+inline constexpr bool kHasAddressSanitizer = false;
+#endif
+
 }  // namespace ringcomm::testing

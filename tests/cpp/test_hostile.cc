@@ -24,6 +24,7 @@
 
 #include "collectives/failure.h"
 #include "core/errors.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/membership.h"
@@ -408,7 +409,8 @@ TEST_CASE("memory is created on kernels that require MFD_NOEXEC_SEAL, and on old
 }
 #endif
 
-TEST_CASE("a child that was forked while another thread made a group can make one") {
+TEST_CASE("a child that was forked while another thread made a group can make one" *
+          doctest::skip(ringcomm::testing::kHasAddressSanitizer)) {
   class Never final : public StopSource {
     Stop stopped(int) override { return Stop::kNone; }
   } never;

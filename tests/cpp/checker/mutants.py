@@ -25,7 +25,7 @@ class Mutant:
 
 STORE = "  arch.store_seq_cst(cursor.value, value);\n"
 LOOK = "  wake_sleepers(arch, cursor);\n"
-LAST_WORD = "    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;\n"
+LAST_WORD = "    if (has_come(arch, cursor, target)) return Stop::kNone;\n"
 GIVE_UP = "    if (stop != Stop::kNone) return stop;\n"
 ANNOUNCE = "    arch.add_seq_cst(cursor.sleepers, 1);\n"
 LOOK_AGAIN = "    const std::uint64_t seen = arch.load_seq_cst(cursor.value);\n"
