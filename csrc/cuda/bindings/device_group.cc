@@ -123,9 +123,10 @@ CarrierPtr DeviceGroup::make_carrier(Communicator& communicator, c10::Device dev
       .attr("info")("group %s, rank %d of %d: tensors on %s go by %s", options_->group_name,
                     communicator.rank(), communicator.world_size(), device.str(),
                     carrier->description() + not_by);
-  if (carrier->description().find(cuda::kFewQueues) != std::string::npos)
+  if (carrier->description().find(cuda::kFewQueues) != std::string::npos) {
     TORCH_WARN_ONCE("ringcomm: MPS gives this process ", cuda::kFewQueues,
                     ": streams whose kernels wait for other ranks hold up the others");
+  }
   return carrier;
 }
 
