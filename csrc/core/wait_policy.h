@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/annotations.h"
@@ -40,26 +39,30 @@ class SpinBudget {
     return budget;
   }
 
-  constexpr std::uint32_t num_pauses() const { return num_pauses_; }
+  RINGCOMM_HD constexpr std::uint32_t num_pauses() const { return num_pauses_; }
 
   /// The condition came true while spinning.
-  constexpr void hit() {
-    if (!is_fixed_) num_pauses_ = std::min(num_pauses_ + num_pauses_ / 8 + 1, kMaxPauses);
+  RINGCOMM_HD constexpr void hit() {
+    if (is_fixed_) return;
+    num_pauses_ += num_pauses_ / 8 + 1;
+    if (num_pauses_ > kMaxPauses) num_pauses_ = kMaxPauses;
   }
   /// Spinning failed. Returns how many yields to try next.
-  constexpr std::uint32_t take_yields() {
+  RINGCOMM_HD constexpr std::uint32_t take_yields() {
     if (is_fixed_) return 0;
     if (num_waits_without_yield_ == 0) return kMaxYields;
     --num_waits_without_yield_;
     return 0;
   }
   /// After the yields: whether all found the core idle, and whether the condition came true.
-  constexpr void miss(bool is_idle, bool has_come) {
+  RINGCOMM_HD constexpr void miss(bool is_idle, bool has_come) {
     if (is_idle && (has_come || num_pauses_ < kIdlePauses)) return hit();
-    if (!is_fixed_) num_pauses_ = std::max(num_pauses_ / 2, kMinPauses);
+    if (is_fixed_) return;
+    num_pauses_ /= 2;
+    if (num_pauses_ < kMinPauses) num_pauses_ = kMinPauses;
   }
   /// Another thread kept the processor for a full scheduler slice during a yield.
-  constexpr void yield_was_long() { num_waits_without_yield_ = kWaitsWithoutYield; }
+  RINGCOMM_HD constexpr void yield_was_long() { num_waits_without_yield_ = kWaitsWithoutYield; }
 
  private:
   std::uint32_t num_pauses_ = 2'000;

@@ -4,19 +4,19 @@
     python tests/sass/gate.py [--update]
 
 Reads the images in build/cuda, and compiles them first where they are missing or old. Fails, and
-says which number of which kernel, where one has become worse: registers, bytes of stack, generic
-and local accesses, fences, words of 8 bytes that ranks exchange, and 16-byte loads under way before
-the first of them is used. Hot kernels may have no stack, generic or local access at all, whatever
-the table says, and so no spill, which is both; packets are exchanged by accesses of 16 bytes, and
-sums and copies have at least as many loads under way as the source asks for. With --update it
-writes the table. The table is of one release of nvcc: with another only these rules are checked.
-Nothing runs on a GPU.
+says which number of which kernel or of which of its loops, where one has become worse. Whatever the
+table says, no kernel may have a trap, hot ones no stack, generic or local access, and so no spill,
+which is both; packets are exchanged by accesses of 16 bytes, and sums and copies have at least as
+many loads under way as the source asks for. With --update it writes the table. The table is of one
+release of nvcc: with another only these rules are checked. Where there is no nvcc it says so, and
+fails if RINGCOMM_NVCC=required. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -26,10 +26,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_name("table.txt")
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(TABLE.parent)]
 
 import buildconfig  # noqa: E402
 import cuda_kernels  # noqa: E402
+from loops import Loop, loops_of  # noqa: E402
 
 ARCHITECTURES = ("90", "100")
 IMAGES = ROOT / "build" / "cuda"
@@ -38,16 +39,15 @@ IMAGES = ROOT / "build" / "cuda"
 COLD = re.compile(r"ring_\w+|\w+_any|where|sum_losses")
 WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
-# N * U (cuda/kernels/combine.h).
+# N * U (cuda/kernels/reducers.h).
 SUMS = re.compile(r"(two_shot|reduce_scatter|reduce)_(float16|bfloat16|float32)")
 COPIES = re.compile(r"move(_same)?")
 AT_ONCE = 4
 AT_ONCE_OF_SUMS = (8, 8, 8)
-COLUMNS = (
-    "registers", "stack", "generic", "local", "fences", "words", "packets", "single", "at_once",
-)  # fmt: skip
-# Of these fewer are worse, which the rules check.
-NOT_WORSE = ("packets", "at_once")
+COLUMNS = ("registers", "stack", "generic", "local", "fences", "words", "packets", "traps")
+# Fewer are worse, which the rules check.
+NOT_WORSE = ("packets",)
+LOOP = "  loop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,8 @@ class Facts:
     """What is in the code of one kernel.
 
     `words` and `packets` are accesses of 8 and 16 bytes that another rank sees as they are (strong,
-    of the system); of packets the fewer of loads and stores. `at_once` are, of each piece of
-    straight code that has several 16-byte loads, as many as are issued before the first is used,
-    the most first; `single` are the pieces with one.
+    of the system); of packets the fewer of loads and stores. A trap of nvcc's is seen for sm_90 only:
+    for sm_100 the kernel ends there.
     """
 
     registers: int
@@ -67,67 +66,33 @@ class Facts:
     fences: int
     words: int
     packets: int
-    single: int
-    at_once: tuple[int, ...]
+    traps: int
+    loops: tuple[Loop, ...]
 
     def text(self) -> str:
-        """The columns of the table."""
-        groups = [f"{n}x{self.at_once.count(n)}" for n in sorted(set(self.at_once), reverse=True)]
-        numbers = [str(getattr(self, name)) for name in COLUMNS[:-1]]
-        return " ".join([*(f"{number:>9}" for number in numbers), " ", ",".join(groups) or "-"])
+        """The columns of the table, and the rows of loops."""
+        numbers = " ".join(f"{getattr(self, name):>9}" for name in COLUMNS)
+        return "\n".join([numbers, *(f"{LOOP}{loop.text()}" for loop in self.loops)])
 
     @staticmethod
     def parse(text: str) -> Facts:
         """The other way."""
-        *numbers, at_once = text.split()
-        pairs = [group.split("x") for group in at_once.split(",") if group != "-"]
-        loads = tuple(int(n) for n, times in pairs for _ in range(int(times)))
-        columns = {name: int(n) for name, n in zip(COLUMNS[:-1], numbers, strict=True)}
-        return Facts(at_once=loads, **columns)
+        numbers, *rows = text.splitlines()
+        columns = dict(zip(COLUMNS, map(int, numbers.split()), strict=True))
+        return Facts(**columns, loops=tuple(Loop.parse(row.removeprefix(LOOP)) for row in rows))
 
     def worse_than(self, before: Facts) -> list[str]:
-        """Which columns have become worse, with both numbers."""
+        """Which numbers have become worse, with both."""
         found = [
             f"{name} {getattr(before, name)} -> {getattr(self, name)}"
             for name in COLUMNS
             if name not in NOT_WORSE and getattr(self, name) > getattr(before, name)
         ]
-        fewer = len(self.at_once) < len(before.at_once)
-        if fewer or any(a < b for a, b in zip(self.at_once, before.at_once, strict=False)):
-            found.append(f"loads at once {before.at_once} -> {self.at_once}")
+        if len(self.loops) != len(before.loops):
+            return [*found, f"{len(before.loops)} loops -> {len(self.loops)}"]
+        for idx, (loop, was) in enumerate(zip(self.loops, before.loops, strict=True)):
+            found += [f"loop {idx}: {problem}" for problem in loop.worse_than(was)]
         return found
-
-
-def straight_pieces(sass: str) -> list[list[str]]:
-    """The instructions between labels and branches, without their predicates."""
-    pieces: list[list[str]] = [[]]
-    for line in sass.splitlines():
-        if re.match(r"\.L\w*:", line):
-            pieces.append([])
-        if match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S.*?)\s*;", line):
-            pieces[-1].append(match.group(1))
-            if match.group(1).startswith(("BRA", "EXIT", "RET", "CALL", "WARPSYNC")):
-                pieces.append([])
-    return pieces
-
-
-def loads_at_once(piece: list[str]) -> int:
-    """The most 16-byte loads of a piece that are issued before one of them is used."""
-    most = 0
-    loaded: set[int] = set()
-    num_loads = 0
-    for instruction in piece:
-        operation, _, operands = instruction.partition(" ")
-        first, _, rest = operands.partition(",")
-        is_load = operation.startswith("LDG") and ".128" in operation and "STRONG" not in operation
-        read = operands if operation.startswith(("ST", "RED")) else rest
-        if loaded & {int(number) for number in re.findall(r"\bR(\d+)", read)}:
-            loaded, num_loads = set(), 0
-        if is_load and (match := re.match(r"R(\d+)", first)):
-            loaded |= {int(match.group(1)) + word for word in range(4)}
-            num_loads += 1
-            most = max(most, num_loads)
-    return most
 
 
 def facts_of(usage: str, sass: str) -> Facts:
@@ -139,7 +104,6 @@ def facts_of(usage: str, sass: str) -> Facts:
     def count(pattern: str) -> int:
         return len(re.findall(rf"\s{pattern}\b", sass))
 
-    loads = sorted((loads_at_once(piece) for piece in straight_pieces(sass)), reverse=True)
     return Facts(
         registers=number("REG"),
         stack=number("STACK"),
@@ -148,8 +112,8 @@ def facts_of(usage: str, sass: str) -> Facts:
         fences=count(r"MEMBAR(?:\.\w+)*"),
         words=count(r"(?:LD|ST)G?\.E\.64\.STRONG\.SYS"),
         packets=min(count(rf"{access}G?\.E\.128\.STRONG\.SYS") for access in ("LD", "ST")),
-        single=loads.count(1),
-        at_once=tuple(n for n in loads if n > 1),
+        traps=count(r"BPT\.TRAP"),
+        loops=loops_of(sass),
     )
 
 
@@ -185,9 +149,12 @@ def facts_of_image(image: Path, cuobjdump: str, nvdisasm: str) -> dict[str, Fact
 
 def read_table() -> tuple[str, dict[str, Facts]]:
     """The release of nvcc, and facts by "name sm_90"."""
-    lines = TABLE.read_text().splitlines()
-    rows = (line.split(maxsplit=3) for line in lines if line and not line.startswith("#"))
-    return lines[0].removeprefix("# "), {f"{r[0]} {r[1]}": Facts.parse(r[3]) for r in rows}
+    text = TABLE.read_text()
+    found = {}
+    for row in re.findall(rf"(?m)^[a-z].*(?:\n{LOOP}.*)*", text):
+        name, arch, _, facts = row.split(maxsplit=3)
+        found[f"{name} {arch}"] = Facts.parse(facts)
+    return text.splitlines()[0].removeprefix("# "), found
 
 
 def is_hot(name: str) -> bool:
@@ -196,7 +163,8 @@ def is_hot(name: str) -> bool:
 
 def write_table(release: str, facts: dict[str, Facts]) -> None:
     head = f"{'# kernel':36}{'arch':8}{'kind':6}" + " ".join(f"{c:>9}" for c in COLUMNS)
-    lines = [f"# {release}", head]
+    loop = f"#{LOOP[1:]}" + " ".join(f"{name:>{len(name) + 1}}" for name, _ in Loop().named())
+    lines = [f"# {release}", head, loop]
     for key, found in facts.items():
         name, arch = key.split()
         lines.append(f"{name:36}{arch:8}{'hot' if is_hot(name) else '-':6}{found.text()}")
@@ -206,6 +174,11 @@ def write_table(release: str, facts: dict[str, Facts]) -> None:
 def broken_rules(name: str, found: Facts) -> list[str]:
     """What no kernel of its kind may have, whatever the table says."""
     problems = []
+    if found.traps:
+        problems.append(
+            f"{found.traps} traps: nvcc has put one in the place of a call that it cannot make, "
+            "such as of a constexpr function without RINGCOMM_HD that refers to a constant"
+        )
     if is_hot(name):
         rules = ("stack", "generic", "local")
         problems += [
@@ -216,16 +189,16 @@ def broken_rules(name: str, found: Facts) -> list[str]:
             f"packets are not exchanged by 16-byte accesses alone: {found.packets} of these, "
             f"{found.words} of 8 bytes"
         )
+    at_once = tuple(loop.at_once for loop in found.loops if loop.loads)
     least = AT_ONCE_OF_SUMS if SUMS.fullmatch(name) else (AT_ONCE,)
     if (SUMS.fullmatch(name) or COPIES.fullmatch(name)) and (
-        found.single > 0
-        or len(found.at_once) < len(least)
-        or any(n < m for n, m in zip(found.at_once, least, strict=False))
-        or min(found.at_once) < AT_ONCE
+        len(at_once) < len(least)
+        or any(n < m for n, m in zip(at_once, least, strict=False))
+        or min(at_once) < AT_ONCE
     ):
         problems.append(
-            f"loads at once {found.at_once} and {found.single} single ones, where the first are to "
-            f"be {least} and none less than {AT_ONCE}"
+            f"loads at once {at_once} in its loops, where the first are to be {least} and none "
+            f"less than {AT_ONCE}"
         )
     return problems
 
@@ -251,14 +224,11 @@ def compare(facts: dict[str, Facts], table: dict[str, Facts]) -> list[str]:
 def main() -> int:
     """Compares, and returns 1 where something is worse."""
     nvcc = buildconfig.find_nvcc()
-    if nvcc is None:
-        print("[sass] no nvcc here: kernels' code NOT compared")
-        return 0
-    tools = {name: find_tool(nvcc, name) for name in ("cuobjdump", "nvdisasm")}
-    if not all(tools.values()):
-        missing = " and no ".join(name for name, path in tools.items() if not path)
+    tools = {name: find_tool(nvcc, name) for name in ("cuobjdump", "nvdisasm")} if nvcc else {}
+    if nvcc is None or not all(tools.values()):
+        missing = " and no ".join(name for name, path in tools.items() if not path) or "nvcc"
         print(f"[sass] no {missing} here: kernels' code NOT compared")
-        return 0
+        return int(os.environ.get("RINGCOMM_NVCC") == "required")
     cuda_kernels.compile_all(nvcc, IMAGES)
     facts: dict[str, Facts] = {}
     for source in cuda_kernels.sources():
