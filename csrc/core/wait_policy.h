@@ -80,25 +80,29 @@ RINGCOMM_HD auto record_wait(A& arch, int peer) {
     return 0;
 }
 
-/// A look of a wait that goes on. Where each acquire has a price, as on a GPU, whose L1 it empties,
-/// the machine has load_relaxed, and an acquire follows the look that found the value.
+/// A wait of threads that do not sleep, and for which each acquire has a price: on a GPU it empties
+/// L1. An acquire follows the relaxed look that found the value.
 template <Arch A>
-RINGCOMM_HD bool has_come(A& arch, const Cursor& cursor, std::uint64_t target) {
-  if constexpr (requires { arch.load_relaxed(cursor.value); })
-    if (arch.load_relaxed(cursor.value) < target) return false;
-  return arch.load_acquire(cursor.value) >= target;
+RINGCOMM_HD Stop look_until_at_least(A& arch, const Cursor& cursor, std::uint64_t target,
+                                     int peer) {
+  for (;; arch.pause()) {
+    const Stop stop = arch.stopped(peer);
+    // After the reason to stop; see below.
+    if (arch.load_relaxed(cursor.value) >= target && arch.load_acquire(cursor.value) >= target)
+      return Stop::kNone;
+    if (stop != Stop::kNone) return stop;
+  }
 }
 
-/// wait_at_least() of one thread.
+/// A wait of threads that sleep, after a first look.
 template <Arch A>
-RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
-                                    std::uint64_t target, int peer) {
-  if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+RINGCOMM_HD Stop spin_and_sleep(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target,
+                                int peer) {
   [[maybe_unused]] const auto recorded = record_wait(arch, peer);
   RINGCOMM_ROLLED
   for (std::uint32_t i = 0; i < budget.num_pauses(); ++i) {
     arch.pause();
-    if (has_come(arch, cursor, target)) {
+    if (arch.load_acquire(cursor.value) >= target) {
       budget.hit();
       return Stop::kNone;
     }
@@ -111,7 +115,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
     const Yielded yielded = arch.yield();
     is_idle = is_idle && yielded == Yielded::kCoreIdle;
     if (yielded == Yielded::kLong) budget.yield_was_long();
-    if (has_come(arch, cursor, target)) {
+    if (arch.load_acquire(cursor.value) >= target) {
       budget.miss(is_idle, true);
       return Stop::kNone;
     }
@@ -123,7 +127,7 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
     const Stop stop = arch.stopped(peer);
     // A peer may publish and then die or leave. So the cursor is read after the reason to stop, and
     // decides.
-    if (has_come(arch, cursor, target)) return Stop::kNone;
+    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
     if (stop != Stop::kNone) return stop;
     // Store (sleepers) then load (value) here, store (value) then load (sleepers) in advance():
     // sequential consistency lets at most one of the two loads miss the other's store, so no
@@ -132,13 +136,24 @@ RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
     const std::uint64_t seen = arch.load_seq_cst(cursor.value);
     if (seen < target) arch.park(cursor.value, seen);
     arch.add_seq_cst(cursor.sleepers, -1);
-    if (seen < target && has_come(arch, cursor, seen + 1)) arch.leave_core(cursor.waker_core);
+    if (seen < target && arch.load_acquire(cursor.value) > seen) arch.leave_core(cursor.waker_core);
   }
 }
 
+/// wait_at_least() of one thread.
+template <Arch A>
+RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
+                                    std::uint64_t target, int peer) {
+  if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+  if constexpr (requires { arch.load_relaxed(cursor.value); })
+    return look_until_at_least(arch, cursor, target, peer);
+  else
+    return spin_and_sleep(arch, budget, cursor, target, peer);
+}
+
 /// Waits until `cursor.value` is at least `target`: spins, yields a few times, then parks in
-/// slices; checks for a reason to stop before every slice. `peer` is the rank that advances the
-/// cursor.
+/// slices, where threads sleep; checks for a reason to stop before every slice. `peer` is the rank
+/// that advances the cursor.
 template <Arch A>
 RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target,
                                int peer) {

@@ -115,16 +115,15 @@ class HostBlock {
   }
 
   SpinBudget budget() const { return {}; }
-  void pause() const { sched_yield(); }
-  Yielded yield() const {
-    sched_yield();
-    return Yielded::kShort;
-  }
-  /// Sleeps. If waiting threads only yielded, Linux 6.18 sometimes ran nothing else on the machine,
-  /// not even the rank that they waited for, until they timed out (docs/experiments.md).
-  void park(const std::uint64_t&, std::uint64_t) const {
+  /// Yields, and now and then sleeps. If waiting threads only yielded, Linux 6.18 sometimes ran
+  /// nothing else on the machine, not even the rank that they waited for, until they timed out
+  /// (docs/experiments.md).
+  void pause() {
+    if (++num_pauses_ % kYieldsASleep != 0) return static_cast<void>(sched_yield());
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
+  Yielded yield() const { return Yielded::kShort; }
+  void park(const std::uint64_t&, std::uint64_t) const {}
   void wake(const std::uint64_t&) const {}
   void note_core(std::uint32_t&) const {}
   void leave_core(const std::uint32_t&) const {}
@@ -160,7 +159,10 @@ class HostBlock {
   BlockContext& context_;
   Shared& shared_;
   unsigned turn_ = 0;
+  static constexpr unsigned kYieldsASleep = 100;
+
   std::chrono::steady_clock::time_point began_;
+  unsigned num_pauses_ = 0;
   int awaited_peer_ = -1;
 };
 

@@ -67,7 +67,9 @@ def blocks_of(sass: str) -> list[Block]:
     """Of one function. The ways that BRA.DIV takes for parts of a warp are left out."""
     blocks = [Block()]
     label_of: dict[str, int] = {}
-    ends: dict[int, tuple[str | None, bool]] = {}  # where a block branches to; whether it also goes on
+    ends: dict[
+        int, tuple[str | None, bool]
+    ] = {}  # where a block branches to; whether it also goes on
     for line in sass.splitlines():
         if match := re.match(r"(\.L_x_\d+):", line):
             if blocks[-1].code:

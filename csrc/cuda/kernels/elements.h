@@ -43,6 +43,16 @@ RINGCOMM_HD inline std::uint16_t fp32_to_bfloat16(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 #endif
 }
+/// Two in a word, the first in its low half. The instruction's NaN is 0x7fff, as a signed number
+/// above all others and the host's.
+RINGCOMM_HD inline std::uint32_t fp32_to_bfloat16s(float low, float high) {
+#ifdef __CUDA_ARCH__
+  const auto words = bits_as<std::uint32_t>(__floats2bfloat162_rn(low, high));
+  return __vmins2(words, 0x7fc07fc0u);
+#else
+  return fp32_to_bfloat16(low) | std::uint32_t{fp32_to_bfloat16(high)} << 16;
+#endif
+}
 
 RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
 #ifdef __CUDA_ARCH__
@@ -76,23 +86,44 @@ RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
       sign | nan | ((limited - (112u << 23) + 0xfffu + ((limited >> 13) & 1u)) >> 13));
 #endif
 }
+RINGCOMM_HD inline std::uint32_t fp32_to_float16s(float low, float high) {
+#ifdef __CUDA_ARCH__
+  const auto words = bits_as<std::uint32_t>(__floats2half2_rn(low, high));
+  return __vmins2(words, 0x7e007e00u);
+#else
+  return fp32_to_float16(low) | std::uint32_t{fp32_to_float16(high)} << 16;
+#endif
+}
 
-// ---- types that kernels know: Stored is the type in memory; all are accumulated in fp32
+// ---- types that kernels know: Stored is the type in memory; all are accumulated in fp32. Four
+// bytes have kPer32Bits elements.
 
 struct Float16Element {
   using Stored = std::uint16_t;
   RINGCOMM_HD static float load(Stored value) { return float16_to_fp32(value); }
   RINGCOMM_HD static Stored store(float acc) { return fp32_to_float16(acc); }
+  static constexpr int kPer32Bits = 2;
+  RINGCOMM_HD static std::uint32_t store_32_bits(const float* acc) {
+    return fp32_to_float16s(acc[0], acc[1]);
+  }
 };
 struct BFloat16Element {
   using Stored = std::uint16_t;
   RINGCOMM_HD static float load(Stored value) { return bfloat16_to_fp32(value); }
   RINGCOMM_HD static Stored store(float acc) { return fp32_to_bfloat16(acc); }
+  static constexpr int kPer32Bits = 2;
+  RINGCOMM_HD static std::uint32_t store_32_bits(const float* acc) {
+    return fp32_to_bfloat16s(acc[0], acc[1]);
+  }
 };
 struct Float32Element {
   using Stored = float;
   RINGCOMM_HD static float load(Stored value) { return value; }
   RINGCOMM_HD static Stored store(float acc) { return quiet(acc); }
+  static constexpr int kPer32Bits = 1;
+  RINGCOMM_HD static std::uint32_t store_32_bits(const float* acc) {
+    return bits_as<std::uint32_t>(quiet(acc[0]));
+  }
 };
 
 /// Two elements as one. Minimum and maximum keep the first of equals, and propagate NaN; sums and

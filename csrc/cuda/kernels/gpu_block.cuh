@@ -115,11 +115,8 @@ class GpuBlock {
 
   __device__ SpinBudget budget() const { return {}; }
   __device__ void pause() const {}
-  __device__ Yielded yield() const {
-    __nanosleep(20);
-    return Yielded::kCoreIdle;
-  }
-  __device__ void park(const std::uint64_t&, std::uint64_t) const { __nanosleep(100); }
+  __device__ Yielded yield() const { return Yielded::kCoreIdle; }
+  __device__ void park(const std::uint64_t&, std::uint64_t) const {}
   __device__ void wake(const std::uint64_t&) const {}
   __device__ void note_core(std::uint32_t&) const {}
   __device__ void leave_core(const std::uint32_t&) const {}
@@ -133,7 +130,7 @@ class GpuBlock {
     std::uint64_t now_ns;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns));
     const std::uint32_t now = static_cast<std::uint32_t>(now_ns >> kTickBits) | 1;
-    if (clock.began == 0) clock.began = now;
+    if (clock.began == 0) clock.began = clock.asked = now;
     if (now - clock.asked < kAskEveryTicks) return Stop::kNone;
     clock.asked = now;
     call_.control->note_wait(peer, now);

@@ -156,7 +156,7 @@ struct PlainOwner {
   RINGCOMM_HD void operator()(B& block, const KernelCall& call, const To& outputs,
                               const Sources& sources, std::size_t /*begin_in_chunk*/,
                               std::size_t num_elems) const {
-    reducer.combine(block, outputs, sources, num_elems, call.divisor);
+    reducer.combine(block, outputs, sources, static_cast<std::uint32_t>(num_elems), call.divisor);
   }
 };
 

@@ -98,7 +98,7 @@ class AnyReducer {
   /// at(idx).
   template <int kMaxVectors = 8, class B, class To, class Sources>
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
-                           std::size_t num_elems, int divisor) const {
+                           std::uint32_t num_elems, int divisor) const {
     const std::size_t num_bytes = num_elems * elem_bytes();
     const std::size_t num_words = (num_bytes + kWordBytes - 1) / kWordBytes;
     RINGCOMM_ROLLED
@@ -187,15 +187,10 @@ RINGCOMM_HD void add_vector(float* acc, const Vector& vector, bool is_first) {
 template <class Element, class To>
 RINGCOMM_HD void store_sums(const To& outputs, std::uint32_t idx, const float* acc,
                             bool is_wanted) {
-  // Word by word: an array of elements would take a register for each.
-  using Stored = typename Element::Stored;
-  using Bits = std::conditional_t<sizeof(Stored) == 2, std::uint16_t, std::uint32_t>;
-  constexpr int kPerWord = 4 / static_cast<int>(sizeof(Stored));
-  Vector vector = {};
+  Vector vector;
   RINGCOMM_UNROLL
-  for (int e = 0; e < 4 * kPerWord; ++e)
-    vector.words[e / kPerWord] |= std::uint32_t{bits_as<Bits>(Element::store(acc[e]))}
-                                  << (e % kPerWord * 16);
+  for (int w = 0; w < 4; ++w)
+    vector.words[w] = Element::store_32_bits(acc + w * Element::kPer32Bits);
   const std::size_t offset = std::size_t{idx} * sizeof(Vector);
   store_vector<Cached::kNo>(outputs.at(0) + offset, vector, is_wanted);
   RINGCOMM_ROLLED
@@ -307,41 +302,38 @@ class TypedReducer {
     for (int e = 0; e < kWordElems; ++e) acc.of[e] = combined(reduction_, acc.of[e], next.of[e]);
   }
   RINGCOMM_HD std::uint64_t result(const Word& acc, int divisor) const {
-    // An array of parts of a word would be in memory.
-    using Bits = std::conditional_t<sizeof(Stored) == 2, std::uint16_t, std::uint32_t>;
-    std::uint64_t word = 0;
+    Word mean;
     RINGCOMM_UNROLL
-    for (int e = 0; e < kWordElems; ++e)
-      word |= std::uint64_t{bits_as<Bits>(finished(acc.of[e], divisor))}
-              << (8 * sizeof(Stored) * static_cast<unsigned>(e));
-    return word;
+    for (int e = 0; e < kWordElems; ++e) mean.of[e] = averaged(acc.of[e], divisor);
+    return Element::store_32_bits(mean.of) |
+           std::uint64_t{Element::store_32_bits(mean.of + Element::kPer32Bits)} << 32;
   }
 
-  /// As AnyReducer's. A thread holds `kMaxVectors` of 16 bytes.
+  /// As AnyReducer's, of a slice. A thread holds `kMaxVectors` of 16 bytes.
   template <int kMaxVectors = 8, class B, class To, class Sources>
   RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sources,
-                           std::size_t num_elems, int divisor) const {
-    std::size_t done = 0;
-    constexpr std::size_t kElems = sizeof(Vector) / sizeof(Stored);
+                           std::uint32_t num_elems, int divisor) const {
+    constexpr std::uint32_t kElems = sizeof(Vector) / sizeof(Stored);
     const bool is_sum = reduction_ == Reduction::kSum || reduction_ == Reduction::kAvg;
-    if (is_sum && are_aligned(outputs, sources)) {
-      const auto num_vectors = static_cast<std::uint32_t>(num_elems / kElems);
-      done = num_vectors * kElems;
-      sum<kMaxVectors>(block, outputs, sources, num_vectors, divisor);
-    }
+    const std::uint32_t num_vectors =
+        is_sum && are_aligned(outputs, sources) ? num_elems / kElems : 0;
+    // What is left of vectors comes first: fewer numbers are kept beside the vectors under way.
     RINGCOMM_ROLLED
-    for (std::size_t i = done + block.thread_idx(); i < num_elems; i += block.num_threads()) {
+    for (std::uint32_t i = num_vectors * kElems + block.thread_idx(); i < num_elems;
+         i += block.num_threads()) {
+      const std::size_t offset = std::size_t{i} * sizeof(Stored);
       const auto element = [&](int s) {
-        return Element::load(load_pack<Cached::kYes, Stored>(sources.at(s) + i * sizeof(Stored)));
+        return Element::load(load_pack<Cached::kYes, Stored>(sources.at(s) + offset));
       };
       float acc = element(0);
       RINGCOMM_ROLLED
       for (int s = 1; s < sources.num(); ++s) acc = combined(reduction_, acc, element(s));
-      const Stored stored = finished(acc, divisor);
+      const Stored stored = Element::store(averaged(acc, divisor));
       RINGCOMM_ROLLED
       for (int o = 0; o < outputs.num(); ++o)
-        store_pack<Cached::kYes>(outputs.at(o) + i * sizeof(Stored), stored);
+        store_pack<Cached::kYes>(outputs.at(o) + offset, stored);
     }
+    if (num_vectors > 0) sum<kMaxVectors>(block, outputs, sources, num_vectors, divisor);
   }
 
  private:
@@ -364,8 +356,8 @@ class TypedReducer {
       sum_any<Element>(block, outputs, sources, num_vectors, divisor);
   }
 
-  RINGCOMM_HD static Stored finished(float acc, int divisor) {
-    return Element::store(divisor > 1 ? acc / static_cast<float>(divisor) : acc);
+  RINGCOMM_HD static float averaged(float acc, int divisor) {
+    return divisor > 1 ? acc / static_cast<float>(divisor) : acc;
   }
 
   Reduction reduction_;

@@ -81,7 +81,8 @@ class Ring {
                              const std::byte* local, std::size_t num_bytes) {
         // Next to a ring's state only half as many vectors fit the registers.
         reducer_.template combine<4>(block_, Outputs{to, also_to}, PairSources{received, local},
-                                     num_bytes / reducer_.elem_bytes(), divisor);
+                                     static_cast<std::uint32_t>(num_bytes / reducer_.elem_bytes()),
+                                     divisor);
       };
     };
     RINGCOMM_ROLLED
