@@ -84,6 +84,7 @@ test-bare: check-python  ## some Python tests without the packages that ringcomm
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
 	    --extension -- -m pytest $(BARE_TESTS) $(ARGS)
 
+test-gpu: export RINGCOMM_CUDA := 1
 test-gpu: check-python  ## GPU tests in each layout that the box allows (LAYOUT=one-2-mps)
 	@$(PREPARE) --need train --need test --extension -- tools/verify_gpu.py --layout $(or $(LAYOUT),every) $(ARGS)
 

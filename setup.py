@@ -48,7 +48,7 @@ def torch_minor() -> str:
 
 
 def make_extensions() -> "list[setuptools.Extension]":
-    """Returns the extensions; that of GPUs where it is wanted, with kernels if nvcc is here."""
+    """Returns the extensions; that of GPUs where it is wanted."""
     wanted = [one for one in buildconfig.EXTENSIONS if one.name != "_cuda" or wants_cuda()]
     return [make_extension(one) for one in wanted]
 
@@ -60,11 +60,6 @@ def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
     if not buildconfig.sources(*parts.with_torch):
         raise buildconfig.BuildProblem(f"csrc has no source of {parts.name}: is it complete?")
     found = buildconfig.units(parts, ROOT / "build" / f"joined{parts.name}")
-    flags = buildconfig.cxx_flags()
-    nvcc = buildconfig.find_nvcc()
-    if parts.name == "_cuda" and nvcc is not None and wants_kernels():
-        images = cuda_kernels.compile_all(nvcc, ROOT / "build" / "cuda")
-        flags.append(f'-DRINGCOMM_CUDA_IMAGES="{images}"')
     return cpp_extension.CppExtension(
         f"ringcomm.{parts.name}",
         [str(path.relative_to(ROOT)) for path in found],
@@ -72,13 +67,13 @@ def make_extension(parts: buildconfig.Extension) -> setuptools.Extension:
         depends=[
             str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *parts.sources())
         ],
-        extra_compile_args={"cxx": flags},
+        extra_compile_args={"cxx": buildconfig.cxx_flags()},
         extra_link_args=[*buildconfig.LINK_FLAGS],
     )
 
 
 def wants_cuda() -> bool:
-    """Returns whether to build what GPUs need: for a CUDA torch, or as RINGCOMM_CUDA says.
+    """Returns whether to build what GPUs need: with a CUDA torch and a driver, or by RINGCOMM_CUDA.
 
     What lies in the checkout already is built again: it would not fit the others.
     """
@@ -86,14 +81,24 @@ def wants_cuda() -> bool:
 
     if os.environ.get("RINGCOMM_CUDA"):
         return buildconfig.is_set("RINGCOMM_CUDA")
-    return torch.version.cuda is not None or any(ROOT.glob("ringcomm/_cuda.*.so"))
+    has_gpu = torch.version.cuda is not None and cuda_kernels.has_driver()
+    return has_gpu or any(ROOT.glob("ringcomm/_cuda.*.so"))
 
 
-def wants_kernels() -> bool:
-    """Returns whether its kernels are compiled: for a CUDA torch, or if RINGCOMM_CUDA=1."""
-    import torch
+def compile_kernels() -> "list[str]":
+    """Compiles the kernels if RINGCOMM_CUDA=1 and nvcc is here; returns the flags that embed them.
 
-    return torch.version.cuda is not None or os.environ.get("RINGCOMM_CUDA") == "1"
+    For the GPUs that are here, or RINGCOMM_CUDA_ARCHS.
+    """
+    nvcc = buildconfig.find_nvcc()
+    if os.environ.get("RINGCOMM_CUDA") != "1" or nvcc is None:
+        return []
+    archs = cuda_kernels.archs_asked() or cuda_kernels.archs_here() or cuda_kernels.ARCHITECTURES
+    minutes = cuda_kernels.minutes_for(len(archs))
+    names = ", ".join(f"sm_{arch}" for arch in archs)
+    print(f"[cuda] compiling kernels for {names}, some {minutes} min", file=sys.stderr, flush=True)
+    images = cuda_kernels.compile_all(nvcc, ROOT / "build" / "cuda", archs)
+    return [f'-DRINGCOMM_CUDA_IMAGES="{images}"']
 
 
 def make_build_ext() -> type:
@@ -120,6 +125,8 @@ def make_build_ext() -> type:
             # The others find the first beside them, under its file's name.
             first = self.get_ext_fullpath("ringcomm._C")
             is_first = ext.name == "ringcomm._C"
+            if ext.name == "ringcomm._cuda":
+                ext.extra_compile_args["cxx"] += compile_kernels()
             ext.extra_link_args += [f"-Wl,-soname,{os.path.basename(first)}" if is_first else first]
             super().build_extension(ext)
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import ctypes
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -36,10 +38,34 @@ def sources() -> list[Path]:
     return sorted((CSRC / "cuda" / "kernels").glob("*.cu"))
 
 
-def default_archs() -> tuple[str, ...]:
-    """Returns those of RINGCOMM_CUDA_ARCHS ("80;90"), or all that are served."""
-    asked = os.environ.get("RINGCOMM_CUDA_ARCHS", "").replace(";", " ").split()
-    return tuple(asked) or ARCHITECTURES
+def archs_asked() -> tuple[str, ...]:
+    """Returns those of RINGCOMM_CUDA_ARCHS ("80;90"); none where it is not set."""
+    return tuple(os.environ.get("RINGCOMM_CUDA_ARCHS", "").replace(";", " ").split())
+
+
+def archs_here() -> tuple[str, ...]:
+    """Returns those of the GPUs that nvidia-smi finds, such as "90", each once."""
+    tool = shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:/usr/local/nvidia/bin")
+    if tool is None:
+        return ()
+    query = [tool, "--format=csv,noheader", "--query-gpu=compute_cap"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    found = re.findall(r"(?m)^(\d+)\.(\d+)$", done.stdout)
+    return tuple(dict.fromkeys(major + minor for major, minor in found))
+
+
+def has_driver() -> bool:
+    """Tells whether the driver for NVIDIA's GPUs is here."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def minutes_for(num_archs: int) -> int:
+    """Returns about how long compile_all takes: measured as 80 s a core and architecture."""
+    return 1 + 80 * num_archs // 60 // min(buildconfig.num_jobs(), max(2, num_archs))
 
 
 def compile_all(
@@ -47,10 +73,11 @@ def compile_all(
 ) -> Path:
     """Compiles what has changed into the folder: for each file NAME.fatbin, of all architectures.
 
-    The last of `archs`, or of default_archs(), is also there as PTX, for GPUs to come. The file
-    that embeds the images is touched where it is older than one of them. Raises BuildProblem.
+    The last of `archs`, or of those that are asked for or served, is also there as PTX, for GPUs to
+    come. The file that embeds the images is touched where it is older than one of them. Raises
+    BuildProblem.
     """
-    archs = archs or default_archs()
+    archs = archs or archs_asked() or ARCHITECTURES
     flags = [*FLAGS, "-O3", *defines]
     for arch in archs:
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
@@ -113,7 +140,7 @@ def main() -> int:
     except BuildProblem as problem:
         print(problem)
         return 1
-    archs = ", ".join(f"sm_{arch}" for arch in default_archs())
+    archs = ", ".join(f"sm_{arch}" for arch in archs_asked() or ARCHITECTURES)
     print(f"[cuda] kernels compile for {archs}")
     return 0
 

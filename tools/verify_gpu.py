@@ -199,6 +199,7 @@ def environment(archs: list[str], out: Path) -> dict[str, str]:
     """For the rows: kernels for the GPUs that are here alone, and where results go."""
     return {
         "GLOO_SOCKET_IFNAME": "lo",
+        "RINGCOMM_CUDA": "1",
         "RINGCOMM_CUDA_ARCHS": " ".join(sorted(set(archs))),
         **os.environ,
         "PYTHON": sys.executable,

@@ -55,8 +55,8 @@ class Facts:
     """What is in the code of one kernel.
 
     `words` and `packets` are accesses of 8 and 16 bytes that another rank sees as they are (strong,
-    of the system); of packets the fewer of loads and stores. A trap of nvcc's is seen for sm_90 only:
-    for sm_100 the kernel ends there.
+    of the system); of packets the fewer of loads and stores. A trap of nvcc's is seen for sm_90
+    only: for sm_100 the kernel ends there.
     """
 
     registers: int

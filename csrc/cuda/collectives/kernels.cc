@@ -96,8 +96,8 @@ Kernels::Kernels(DeviceOrdinal device) {
   if (modules.empty())
     throw Error(
         {.kind = ErrorKind::kSystem},
-        "ringcomm: this build has no kernels for GPUs, because nvcc was not found when it was "
-        "built; put CUDA's nvcc on PATH and install ringcomm again");
+        "ringcomm: this build has no kernels for GPUs; put CUDA's nvcc on PATH and build them: "
+        "RINGCOMM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
   for (const char* name : kNames) {
     functions_[name] = find_kernel(modules, name);
     if (functions_[name] == nullptr)

@@ -1,5 +1,6 @@
 """What the build says on a machine that lacks something (more: test_mistakes.py); kernels."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -94,6 +95,60 @@ def test_new_kernels_are_embedded_anew(kernels: Path) -> None:
     (kernels / "two.cu").write_text("another")
     assert is_touched()
     assert is_touched()  # a build that ended before it got there leaves fatbins that are newer
+
+
+@pytest.mark.parametrize(
+    ("does", "archs"),
+    [("echo 9.0; echo 9.0; echo 8.6", ("90", "86")), ("echo no devices were found; exit 6", ())],
+)
+def test_kernels_are_for_the_gpus_that_are_here(
+    does: str, archs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cuda_kernels.archs_here() == archs
+    monkeypatch.setenv("PATH", "")
+    assert cuda_kernels.archs_here() == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "cuda", "has_driver", "wants"),
+    [
+        (None, "13.0", True, True),
+        (None, "13.0", False, False),
+        (None, None, True, False),
+        ("1", None, False, True),
+        ("test", None, False, True),
+        ("0", "13.0", True, False),
+    ],
+)
+def test_which_builds_have_the_part_of_gpus(
+    asked: str | None,
+    cuda: str | None,
+    has_driver: bool,
+    wants: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Kernels are compiled by wish alone, in the build step."""
+    spec = importlib.util.spec_from_file_location("ringcomm_setup", buildconfig.ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # which setup.py sets
+    spec.loader.exec_module(setup)
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr(cuda_kernels, "has_driver", lambda: has_driver)
+    monkeypatch.setattr(buildconfig, "find_nvcc", lambda: tmp_path / "nvcc")
+    monkeypatch.setattr(cuda_kernels, "compile_all", lambda *_: tmp_path / "cuda")
+    if asked is None:
+        monkeypatch.delenv("RINGCOMM_CUDA", raising=False)
+    else:
+        monkeypatch.setenv("RINGCOMM_CUDA", asked)
+    assert setup.wants_cuda() == wants
+    assert bool(setup.compile_kernels()) == (asked == "1")
 
 
 def test_missing_libraries_of_cuda_get_stand_ins(tmp_path: Path) -> None:

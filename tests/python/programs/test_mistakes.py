@@ -376,6 +376,6 @@ def test_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
 def test_every_row_of_the_page_is_tried() -> None:
     elsewhere = {
         "a container with a small `/dev/shm`",  # above
-        "a CUDA tensor, and a build without nvcc",  # needs a GPU
+        "a CUDA tensor, and a build without kernels",  # needs a GPU
     }
     assert ROWS.keys() == ALONE.keys() | RANKS.keys() | elsewhere
