@@ -123,7 +123,7 @@ def natural_loops(blocks: list[Block]) -> list[set[int]]:
     dominated_by = dominators(blocks)
     before: dict[int, list[int]] = {i: [] for i in range(len(blocks))}
     for i, block in enumerate(blocks):
-        for n in block.next:
+        for n in block.next if dominated_by[i] else ():
             before[n].append(i)
     loops: dict[int, set[int]] = {}
     for tail, block in enumerate(blocks):

@@ -166,8 +166,10 @@ std::string DeviceGroup::describe() const {
               ? (why_turns_ == kNoMps ? ", taking turns (no MPS)" : ", taking turns (no room)")
           : facts_.max_ranks_per_device > 1 ? ", side by side"
                                             : "") +
-         ", " + std::to_string(staging_.layout.num_blocks) + " blocks, " + megabytes +
-         " MiB of staging each" + (has_few_queues ? std::string(", ") + kFewQueues : "");
+         ", " + std::to_string(staging_.layout.num_blocks) + " blocks" +
+         (reservation_->is_shared() ? "" : " (not counted with other groups': no file locks)") +
+         ", " + megabytes + " MiB of staging each" +
+         (has_few_queues ? std::string(", ") + kFewQueues : "");
 }
 
 void DeviceGroup::find_places() {

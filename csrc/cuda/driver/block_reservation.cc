@@ -61,6 +61,10 @@ BlockReservation::BlockReservation(const DeviceUuid& device, int capacity)
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   do {
     open_file();
+    if (!has_locks()) {
+      file_.reset();
+      return;
+    }
     if (lock(kInUse, F_RDLCK) && is_current()) {
       check_same_file();
       return;
@@ -88,6 +92,7 @@ BlockReservation::~BlockReservation() {
       reservations().all.erase(this);
     }
     release_all();
+    if (!is_shared()) return;
     if (lock(kInUse, F_WRLCK) && is_current()) ::unlink(path_.c_str());
     lock(kInUse, F_UNLCK);  // a forked child may also hold the file
   } catch (const Error&) {
@@ -105,6 +110,11 @@ void BlockReservation::open_file() {
                                                   std::to_string(status.st_uid) + "; remove it");
 }
 
+bool BlockReservation::has_locks() const {
+  struct flock probe = lock_of(kMutex, F_WRLCK);
+  return ::fcntl(file_.get(), F_OFD_GETLK, &probe) == 0 || errno != EINVAL;
+}
+
 bool BlockReservation::is_current() const {
   struct stat opened = {};
   struct stat named = {};
@@ -115,15 +125,21 @@ bool BlockReservation::is_current() const {
 int BlockReservation::num_free() const {
   int num_free = 0;
   for (int place = 0; place < capacity(); ++place) {
+    const bool is_own = is_reserved_[static_cast<std::size_t>(place)];
+    if (!is_shared()) {
+      num_free += is_own ? 0 : 1;
+      continue;
+    }
     struct flock probe = lock_of(place, F_WRLCK);
     if (::fcntl(file_.get(), F_OFD_GETLK, &probe) != 0) shm::throw_errno("look at a file's locks");
     // Locks of this object itself are not a conflict.
-    if (probe.l_type == F_UNLCK && !is_reserved_[static_cast<std::size_t>(place)]) ++num_free;
+    if (probe.l_type == F_UNLCK && !is_own) ++num_free;
   }
   return num_free;
 }
 
 bool BlockReservation::lock(int byte, short type) {
+  if (!is_shared()) return true;
   struct flock one = lock_of(byte, type);
   if (::fcntl(file_.get(), F_OFD_SETLK, &one) == 0) return true;
   if (errno != EAGAIN && errno != EACCES) shm::throw_errno("lock a file");

@@ -14,8 +14,8 @@ namespace ringcomm::cuda {
 ///
 /// A place is a locked byte of a file in /dev/shm. The system releases the locks of a process
 /// however it ends. The last process removes the file. If the file is removed while groups use it,
-/// this process makes no more groups on that GPU until those are destroyed. All functions throw
-/// Error.
+/// this process makes no more groups on that GPU until those are destroyed. Where the system has no
+/// such locks, as in some sandboxes, each object counts for itself alone. All functions throw Error.
 class BlockReservation {
  public:
   /// Of none at first. `capacity`: the places of the GPU.
@@ -23,6 +23,8 @@ class BlockReservation {
   /// Releases all places.
   ~BlockReservation();
 
+  /// Whether others' places are known.
+  bool is_shared() const { return static_cast<bool>(file_); }
   int capacity() const { return static_cast<int>(is_reserved_.size()); }
   /// Places that are free at this moment.
   int num_free() const;
@@ -32,6 +34,7 @@ class BlockReservation {
 
  private:
   void open_file();
+  bool has_locks() const;
   void check_same_file();
   bool is_current() const;
   bool lock(int byte, short type);

@@ -7,8 +7,8 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,150 +21,231 @@ gate = importlib.util.module_from_spec(SPEC)
 sys.modules["sass_gate"] = gate
 SPEC.loader.exec_module(gate)
 
-# Two loads under way at once, then one alone; a fence, a local and a generic access.
-SASS = """
-.text.kernel:
-        /*0000*/                   LDG.E.EF.128 R4, desc[UR4][R2.64] ;
-        /*0010*/              @!P0 LDG.E.128 R8, desc[UR4][R2.64+0x10] ;
-        /*0020*/                   FADD R4, R4, R8 ;
-        /*0030*/                   LDG.E.128 R12, desc[UR4][R2.64+0x20] ;
-        /*0040*/               @P1 BRA `(.L_x_1) ;
-.L_x_1:
-        /*0050*/                   LDG.E.128 R16, desc[UR4][R2.64+0x30] ;
-        /*0060*/                   STG.E.128 desc[UR4][R2.64], R16 ;
-        /*0070*/                   LDG.E.128.STRONG.SYS R20, desc[UR4][R2.64] ;
-        /*0080*/                   MEMBAR.ALL.SYS ;
-        /*0090*/                   STL [R1], R4 ;
-        /*00a0*/                   ST.E desc[UR4][R2.64], R4 ;
-        /*00b0*/                   EXIT ;
-"""
-USAGE = "  REG:40 STACK:16 SHARED:5744 LOCAL:0 CONSTANT[0]:2464 TEXTURE:0 SURFACE:0 SAMPLER:0"
-# A packet there and back, and a word of 4 bytes.
-PACKETS = """
-        /*0000*/                   STG.E.128.STRONG.SYS desc[UR4][R2.64], R20 ;
-        /*0010*/                   LDG.E.128.STRONG.SYS R24, desc[UR4][R2.64] ;
-        /*0020*/                   LDG.E.STRONG.SYS R28, desc[UR4][R2.64] ;
-"""
-FEW = gate.Facts(
-    registers=40, stack=0, generic=0, local=0, fences=8, words=0, packets=1, single=1, at_once=()
-)
-SUMS = dataclasses.replace(FEW, single=0, at_once=(8, 8, 8, 4, 4))
-COPIES = dataclasses.replace(FEW, single=0, at_once=(4, 4))
+USAGE = "  REG:40 STACK:{stack} SHARED:5744 LOCAL:0 CONSTANT[0]:2464 TEXTURE:0 SURFACE:0 SAMPLER:0"
+SUM = "two_shot_bfloat16 sm_90"
+RING = "ring_bfloat16 sm_90"
+COPY = "move sm_90"
+PACKETS = "one_shot_bfloat16 sm_90"
+
+
+def sass(*lines: str) -> str:
+    """A disassembly of labels and instructions, some with a predicate."""
+    found = [".text.kernel:"]
+    for idx, line in enumerate(lines):
+        if line.endswith(":"):
+            found.append(line)
+            continue
+        predicate, _, rest = line.rpartition("| ")
+        found.append(f"        /*{16 * idx:04x}*/ {predicate:>16} {rest} ;")
+    return "\n".join(found)
+
+
+def loads(num: int, first: int = 4) -> list[str]:
+    """Vector loads to registers of their own."""
+    return [f"LDG.E.128 R{first + 4 * i}, desc[UR4][R2.64+0x{16 * i:x}]" for i in range(num)]
+
+
+def sum_loop(label: int, num_loads: int = 8, num_stores: int = 4) -> list[str]:
+    """A turn as those of sums are: all loads, a barrier of the warp, the additions, the stores."""
+    return [
+        f".L_x_{label}:",
+        "LDS.64 R2, [R60]",
+        "R2UR UR4, R61",
+        *loads(num_loads),
+        f"BRA.DIV UR4, `(.L_x_{label + 90})",
+        f".L_x_{label + 50}:",
+        "WARPSYNC.ALL",
+        *(f"FADD R{4 + 4 * i}, R{4 + 4 * i}, R{8 + 4 * i}" for i in range(num_stores)),
+        *(f"STG.E.128 desc[UR4][R2.64], R{4 + 4 * i}" for i in range(num_stores)),
+        f"@!P0| BRA `(.L_x_{label})",
+    ]
+
+
+def kernel(*loops: list[str], more: tuple[str, ...] = ()) -> list[str]:
+    """Loops one after the other in an outer one with a fence; what BRA.DIV branches to follows."""
+    inner = [line for loop in loops for line in loop]
+    ways = [
+        line
+        for target in re.findall(r"BRA\.DIV UR4, `\((\.L_x_\d+)\)", "\n".join(inner))
+        for line in (f"{target}:", "NOP", f"BRA `(.L_x_{int(target[5:]) - 40})")
+    ]
+    outer = [".L_x_1:", "MEMBAR.ALL.SYS", "BAR.SYNC.DEFER_BLOCKING 0x0", *inner]
+    return ["MOV R1, R1", *outer, "@!P1| BRA `(.L_x_1)", *more, "EXIT", *ways]
+
+
+SUM_LOOPS = (sum_loop(10), sum_loop(11, 8, 2), sum_loop(12, 8, 1), sum_loop(13, 4, 4))
+SUM_CODE = kernel(*SUM_LOOPS)
+COPY_CODE = kernel(sum_loop(10, 4, 4))
+PACKET_CODE = [
+    "STG.E.128.STRONG.SYS desc[UR4][R2.64], R20",
+    "LDG.E.128.STRONG.SYS R24, desc[UR4][R2.64]",
+    "LDG.E.STRONG.SYS R28, desc[UR4][R2.64]",
+    "EXIT",
+]
+
+
+def facts(code: list[str], registers: int = 40, stack: int = 0) -> gate.Facts:
+    """Of a kernel of this code."""
+    usage = USAGE.replace("REG:40", f"REG:{registers}").format(stack=stack)
+    return gate.facts_of(usage, sass(*code))
 
 
 def test_counts_what_is_in_the_code() -> None:
-    found = gate.facts_of(USAGE, SASS)
+    code = [
+        *loads(2),
+        "FADD R4, R4, R8",
+        "LDG.E.128.STRONG.SYS R20, desc[UR4][R2.64]",
+        "STG.E.128.STRONG.SYS desc[UR4][R2.64], R20",
+        "LDG.E.64.STRONG.SYS R20, desc[UR4][R2.64]",
+        "MEMBAR.ALL.SYS",
+        "STL [R1], R4",
+        "ST.E desc[UR4][R2.64], R4",
+        "EXIT",
+    ]
+    found = facts(code, stack=16)
     assert found == gate.Facts(
-        registers=40,
-        stack=16,
-        generic=1,
-        local=1,
-        fences=1,
-        words=0,
-        packets=0,
-        single=1,
-        at_once=(2,),
+        registers=40, stack=16, generic=1, local=1, fences=1, words=1, packets=1, traps=0, loops=()
     )
     assert gate.Facts.parse(found.text()) == found
 
 
-@pytest.mark.parametrize(
-    "column", [column for column in gate.COLUMNS if column not in gate.NOT_WORSE]
-)
+def test_counts_loops_by_themselves() -> None:
+    """What BRA.DIV does for parts of a warp is no part of them, nor is what an inner loop has."""
+    found = facts(SUM_CODE)
+    assert [(loop.at_once, loop.loads, loop.stores) for loop in found.loops] == [
+        (8, 8, 4), (8, 8, 2), (8, 8, 1), (4, 4, 4),
+    ]  # fmt: skip
+    first = found.loops[0]
+    assert first.instructions == len(sum_loop(10)) - 2  # but its labels
+    assert (first.shared, first.to_uniform, first.barriers, first.fences) == (1, 1, 2, 0)
+    assert gate.Facts.parse(found.text()) == found
+    held = kernel(*SUM_LOOPS, more=())
+    held.insert(3, "LDG.E.128 R4, desc[UR4][R2.64]")
+    assert [loop.loads for loop in facts(held).loops] == [8, 8, 8, 4, 1]
+    assert facts(held).loops[4].fences == 1
+
+
+def replaced(code: list[str], old: str, *new: str, times: int = 1) -> list[str]:
+    """The code with the first lines that have `old` replaced, `times` of them."""
+    found = []
+    for line in code:
+        if old in line and times > 0:
+            times -= 1
+            found += new
+        else:
+            found.append(line)
+    assert times == 0
+    return found
+
+
+def after(code: list[str], old: str, *new: str, times: int = 1) -> list[str]:
+    """The code with `new` behind the first line that has `old`."""
+    line = next(line for line in code if old in line)
+    return replaced(code, line, line, *new, times=times)
+
+
+NOPS = ["IADD3 R62, R62, 0x1, RZ"] * 50
+STORE = "STG.E.128 desc[UR4][R2.64], R4"
+# What a compiler, or a change of the source, may do to a kernel: its name, the code as it was and as
+# it is, and what the gate says.
+FAULTS: dict[str, tuple[str, list[str], Callable[[list[str]], list[str]], str]] = {
+    "50 instructions behind the loads": (
+        SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", *NOPS), "loop 0: instructions"),
+    "50 instructions in the ring": (
+        RING, SUM_CODE, lambda c: after(c, "WARPSYNC", *NOPS), "loop 0: instructions"),
+    "one instruction more": (
+        SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", NOPS[0]), "loop 0: instructions"),
+    "a loop unrolled twice": (
+        SUM, SUM_CODE, lambda c: replaced(c, "@!P0", *sum_loop(10)[1:-1], "@!P0| BRA `(.L_x_10)"),
+        "loop 0: instructions"),
+    "a loop twice": (
+        SUM, SUM_CODE, lambda _: kernel(*SUM_LOOPS, sum_loop(14)), "4 loops -> 5"),
+    "a loop gone": (SUM, SUM_CODE, lambda _: kernel(*SUM_LOOPS[:3]), "4 loops -> 3"),
+    "a loop of words for one of vectors": (
+        COPY, COPY_CODE, lambda c: [line.replace(".128", ".64") for line in c], "1 loops -> 0"),
+    "a use before the last load": (
+        SUM, SUM_CODE, lambda c: after(c, "LDG.E.128 R28", "FADD R4, R4, R8"), "at_once 8 -> 7"),
+    "loads one by one": (
+        COPY, COPY_CODE,
+        lambda c: [part for line in c for part in (
+            [line, f"FADD {line[10:13]}, {line[10:13]}, R1"] if line.startswith("LDG") else [line])],
+        "loads at once (1,) in its loops"),
+    "fewer loads than the source asks for, in table and code": (
+        SUM, kernel(*[sum_loop(10 + i, 4) for i in range(4)]), lambda c: c, "(4, 4, 4, 4)"),
+    "a store more": (SUM, SUM_CODE, lambda c: after(c, STORE, STORE), "loop 0: stores 4 -> 5"),
+    "a load more": (
+        SUM, SUM_CODE, lambda c: after(c, STORE, *loads(1, 40)), "loop 0: loads 8 -> 9"),
+    "an address from shared memory more": (
+        SUM, SUM_CODE, lambda c: after(c, "LDS", "LDS R63, [R60+0x8]"), "shared 1 -> 2"),
+    "an address moved to a uniform register": (
+        SUM, SUM_CODE, lambda c: after(c, "R2UR", "R2UR UR5, R60"), "to_uniform 1 -> 2"),
+    "a barrier in a loop": (
+        SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "BAR.SYNC.DEFER_BLOCKING 0x0"), "barriers"),
+    "a fence in a loop": (
+        SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "MEMBAR.ALL.SYS"), "fences 0 -> 1"),
+    "a spill in a hot kernel": (
+        SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", "STL [R1], R4"), "local 1, of a hot kernel"),
+    "a spill in the ring": (
+        RING, SUM_CODE, lambda c: after(c, "WARPSYNC", "STL [R1], R4"), "local 0 -> 1"),
+    "a generic access": (
+        SUM, SUM_CODE, lambda c: replaced(c, STORE, STORE.replace("STG", "ST")), "generic 0 -> 1"),
+    "a trap, in table and code": (
+        SUM, kernel(*SUM_LOOPS, more=("BPT.TRAP 0x1",)), lambda c: c, "1 traps: nvcc has put one"),
+    "a packet's load in halves": (
+        PACKETS, PACKET_CODE,
+        lambda c: replaced(c, "LDG.E.128", *[c[1].replace(".128", ".64")] * 2), "16-byte accesses"),
+    "a packet's store in halves": (
+        PACKETS, PACKET_CODE,
+        lambda c: replaced(c, "STG.E.128", *[c[0].replace(".128", ".64")] * 2), "16-byte accesses"),
+    "packets that are not strong": (
+        PACKETS, PACKET_CODE, lambda c: [line.replace(".STRONG.SYS", "") for line in c],
+        "16-byte accesses"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_code_generation_are_seen(fault: str) -> None:
+    key, code, change, said = FAULTS[fault]
+    before, now = facts(code), facts(change(list(code)))
+    problems = gate.problems_of(key, now, before)
+    assert any(said in problem and key in problem for problem in problems), problems
+    if before != now:
+        assert gate.problems_of(key, before, before) == []
+
+
+@pytest.mark.parametrize("column", [c for c in gate.COLUMNS if c not in gate.NOT_WORSE])
 def test_fails_where_a_number_grows(column: str) -> None:
-    before = dataclasses.replace(FEW, at_once=(8, 4))
+    before = facts(SUM_CODE)
     worse = dataclasses.replace(before, **{column: getattr(before, column) + 1})
-    (problem,) = gate.problems_of("ring_bfloat16 sm_90", worse, before)
-    assert column in problem
-    assert "ring_bfloat16 sm_90" in problem
-    assert gate.problems_of("ring_bfloat16 sm_90", before, worse) == []
+    assert any(f"{column} " in problem for problem in gate.problems_of(RING, worse, before))
+    assert gate.problems_of(RING, before, dataclasses.replace(before, fences=8)) == []
 
 
-@pytest.mark.parametrize("at_once", [(8,), (8, 3), (7, 4), ()])
-def test_fails_where_fewer_loads_are_under_way(at_once: tuple[int, ...]) -> None:
-    before = dataclasses.replace(FEW, at_once=(8, 4))
-    worse = dataclasses.replace(before, at_once=at_once)
-    assert "at once" in gate.problems_of("ring_bfloat16 sm_90", worse, before)[0]
-
-
-@pytest.mark.parametrize("column", ["stack", "generic", "local"])
-def test_hot_kernels_have_none_whatever_the_table_says(column: str) -> None:
-    assert not gate.problems_of("two_shot_bfloat16 sm_90", SUMS, None)
-    found = dataclasses.replace(SUMS, **{column: 8})
-    assert gate.problems_of("two_shot_bfloat16 sm_90", found, found)
-    assert gate.problems_of("two_shot_bfloat16 sm_90", found, None)
-    assert not gate.problems_of("ring_bfloat16 sm_90", found, found)
-
-
-def halved(access: str) -> str:
-    """The code of PACKETS with one access in two halves."""
-    return "\n".join(
-        line if f"{access}.E.128" not in line else f"{line}\n{line}".replace(".128", ".64")
-        for line in PACKETS.splitlines()
-    )
-
-
-@pytest.mark.parametrize("name", ["one_shot_any", "one_shot_bfloat16"])
-def test_packets_are_whole_whatever_the_table_says(name: str) -> None:
-    usage = USAGE.replace("STACK:16", "STACK:0")
-    whole = gate.facts_of(usage, PACKETS)
-    assert (whole.packets, whole.words) == (1, 0)
-    assert not gate.problems_of(f"{name} sm_90", whole, whole)
-    broken = [
-        halved("LDG"),
-        halved("STG"),
-        PACKETS + halved("LDG"),  # some of them
-        PACKETS.replace(".128", ""),
-        PACKETS.replace(".STRONG.SYS", ""),
-    ]
-    for sass in broken:
-        found = gate.facts_of(usage, sass)
-        (problem,) = gate.broken_rules(name, found)
-        assert "16-byte accesses alone" in problem
-        assert problem in gate.problems_of(f"{name} sm_90", found, found)[0]
-        assert not gate.broken_rules("exchange", found)  # has cursors, and no packets
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"at_once": (8, 8, 4, 4, 4)},
-        {"at_once": (8, 8, 8, 4, 3)},
-        {"at_once": (8, 8)},
-        {"at_once": ()},
-        {"single": 1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["two_shot_float16", "reduce_scatter_float32", "reduce_bfloat16"])
-def test_sums_load_all_sources_at_once_whatever_the_table_says(
-    name: str, change: dict[str, Any]
-) -> None:
-    assert not gate.broken_rules(name, SUMS)
-    found = dataclasses.replace(SUMS, **change)
-    (problem,) = gate.problems_of(f"{name} sm_100", found, found)
-    assert "loads at once" in problem
-    assert not gate.broken_rules("update_sgd_float32_float32", found)
-
-
-@pytest.mark.parametrize("change", [{"at_once": (4, 3)}, {"at_once": ()}, {"single": 1}], ids=str)
-@pytest.mark.parametrize("name", ["move", "move_same"])
-def test_copies_load_four_at_once_whatever_the_table_says(
-    name: str, change: dict[str, Any]
-) -> None:
-    assert not gate.broken_rules(name, COPIES)
-    found = dataclasses.replace(COPIES, **change)
-    (problem,) = gate.problems_of(f"{name} sm_100", found, found)
-    assert "loads at once" in problem
+def test_another_nvcc_has_the_rules_alone() -> None:
+    more = dataclasses.replace(facts(SUM_CODE), registers=41)
+    assert gate.problems_of(SUM, more, None) == []
+    assert gate.problems_of(SUM, dataclasses.replace(more, stack=8), None)
+    assert gate.problems_of(RING, dataclasses.replace(more, stack=8), None) == []
 
 
 def test_every_kernel_is_compared() -> None:
-    table = {"where sm_90": FEW, "ring_any sm_90": FEW, "ring_any sm_100": FEW}
-    assert gate.compare({"where sm_90": FEW, "ring_any sm_90": FEW}, table) == []
-    (problem,) = gate.compare({"where sm_90": FEW}, table)
+    few = facts(["EXIT"])
+    table = {"where sm_90": few, "ring_any sm_90": few, "ring_any sm_100": few}
+    assert gate.compare({"where sm_90": few, "ring_any sm_90": few}, table) == []
+    (problem,) = gate.compare({"where sm_90": few}, table)
     assert "ring_any sm_90: in the table, but" in problem
-    (problem,) = gate.compare({**table, "new sm_90": SUMS}, table)
+    (problem,) = gate.compare({**table, "new sm_90": few}, table)
     assert problem == "new sm_90: not in the table"
+
+
+def test_a_gate_that_must_compare_fails_without_nvcc(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gate.buildconfig, "find_nvcc", lambda: None)
+    assert gate.main() == 0
+    monkeypatch.setenv("RINGCOMM_NVCC", "required")
+    assert gate.main() == 1
+    assert "no nvcc here: kernels' code NOT compared" in capsys.readouterr().out
 
 
 def kernel_names() -> list[str]:
@@ -184,8 +265,8 @@ def test_table_has_every_kernel() -> None:
     names = kernel_names()
     assert len(names) > 55
     assert set(table) == {f"{name} sm_{arch}" for name in names for arch in gate.ARCHITECTURES}
-    for key, facts in table.items():
-        assert gate.problems_of(key, facts, facts) == []
+    for key, found in table.items():
+        assert gate.problems_of(key, found, found) == []
 
 
 def test_kernels_use_no_bit_functions_of_the_standard_library() -> None:
