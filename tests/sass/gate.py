@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_name("table.txt")
+COUNTS = ROOT / "benchmarks" / "gpu" / "loop_counts.h"
 sys.path[:0] = [str(ROOT / "tools"), str(TABLE.parent)]
 
 import buildconfig  # noqa: E402
@@ -34,9 +35,8 @@ from loops import Loop, loops_of  # noqa: E402
 
 ARCHITECTURES = ("90", "100")
 IMAGES = ROOT / "build" / "cuda"
-# The ring, which is chosen by name only, keeps some of its state in memory between loops; of types
-# that nobody reduces in bulk, and of what runs once in a call, a table says enough.
-COLD = re.compile(r"ring_\w+|\w+_any|where|sum_losses")
+# Of types that nobody reduces in bulk, and of what runs once in a call, a table says enough.
+COLD = re.compile(r"\w+_any|where|sum_losses")
 WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
 # N * U (cuda/kernels/reducers.h).
@@ -48,6 +48,19 @@ COLUMNS = ("registers", "stack", "generic", "local", "fences", "words", "packets
 # Fewer are worse, which the rules check.
 NOT_WORSE = ("packets",)
 LOOP = "  loop"
+# Instructions of a turn that benchmarks/gpu/latency_model.h goes by: the kernel for sm_90, and what
+# its loop has at once, loads and stores; of several such loops the longest.
+COUNTED = {
+    "kCopy": ("two_shot_bfloat16", (4, 4, 4)),
+    "kSumOfTwo": ("two_shot_bfloat16", (8, 8, 4)),
+    "kSumOfFour": ("two_shot_bfloat16", (8, 8, 2)),
+    "kSumOfEight": ("two_shot_bfloat16", (8, 8, 1)),
+    "kSumOfFew": ("two_shot_bfloat16", (4, 4, 0)),
+    "kStoreSum": ("two_shot_bfloat16", (0, 0, 1)),
+    "kRingSum": ("ring_bfloat16", (4, 4, 2)),
+    "kAdamW": ("update_adamw_bfloat16_float32", (4, 4, 4)),
+    "kLossRow": ("loss_rows_bfloat16", (0, 0, 0)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +184,30 @@ def write_table(release: str, facts: dict[str, Facts]) -> None:
     TABLE.write_text("\n".join(lines) + "\n")
 
 
+def counts_of(facts: dict[str, Facts]) -> str:
+    """The text of COUNTS."""
+    lines = []
+    for name, (kernel, kind) in COUNTED.items():
+        found = [
+            loop.instructions
+            for loop in facts[f"{kernel} sm_90"].loops
+            if (loop.at_once, loop.loads, loop.stores) == kind
+        ]
+        lines.append(f"inline constexpr double {name} = {max(found)};")
+    return "\n".join([
+        "#pragma once",
+        "",
+        "// Instructions of a turn of the kernels' loops for sm_90. Written by tests/sass/gate.py --update.",
+        "",
+        "namespace ringcomm::benchmarks::loops {",
+        "",
+        *lines,
+        "",
+        "}  // namespace ringcomm::benchmarks::loops",
+        "",
+    ])  # fmt: skip
+
+
 def broken_rules(name: str, found: Facts) -> list[str]:
     """What no kernel of its kind may have, whatever the table says."""
     problems = []
@@ -236,6 +273,7 @@ def main() -> int:
     release = cuda_kernels.release_of(nvcc)
     if sys.argv[1:] == ["--update"]:
         write_table(release, facts)
+        COUNTS.write_text(counts_of(facts))
         return 0
     made_by, table = read_table()
     if made_by != release:
@@ -245,6 +283,8 @@ def main() -> int:
         if not any(key.endswith(f" sm_{arch}") for key in facts):
             print(f"[sass] RINGCOMM_CUDA_ARCHS has no {arch}: sm_{arch} NOT compared")
     problems = compare(facts, table)
+    if table and "90" in {key[-2:] for key in facts} and COUNTS.read_text() != counts_of(facts):
+        problems.append(f"{COUNTS.name} is not of these kernels (--update writes it)")
     better = [key for key in facts if key in table and table[key].worse_than(facts[key])]
     print("\n".join(problems) or f"[sass] {len(facts)} kernels are as the table says, or better")
     if better:

@@ -209,6 +209,7 @@ def run(
         "RINGCOMM_CUDA_DRIVER": "libcuda.so.1" if is_cuda else str(emulated_gpu.build_driver()),
         "RINGCOMM_EMULATOR_DEVICES": "2",
         "RINGCOMM_EMULATOR_SMS": "2",
+        "RINGCOMM_EMULATOR_QUEUES": "8",  # these programs have more streams than MPS has queues
         "RINGCOMM_EMULATOR_BOX": str(folder),
     }
     own = [env or {}] * world_size if isinstance(env, dict | None) else env

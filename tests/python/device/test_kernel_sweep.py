@@ -161,7 +161,6 @@ def test_a_limit_ends_the_rounds(tmp_path: Path) -> None:
 def test_a_run_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     done = sweep(tmp_path, "--sizes", "1024", "--limit-s", "1", DELAY_US="200000")
     assert done.returncode == 1
-    assert done.stdout == ""
     assert "stopped after 1 s" in done.stderr
 
 

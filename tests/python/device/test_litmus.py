@@ -134,6 +134,7 @@ def test_the_code_has_these_instructions() -> None:
     assert found == {
         "ld.acquire.sys.global.u64",
         "ld.relaxed.sys.global.u32",
+        "ld.relaxed.sys.global.u64",
         "ld.volatile.global.v2.u64",
         "st.release.sys.global.u32",
         "st.release.sys.global.u64",
