@@ -1,9 +1,9 @@
 #pragma once
 
-// How long calls of ranks that share one GPU should take: launches, hand-overs, loads that wait for
-// others, turns of a block's threads, and bytes, by the plan of a call and a few latencies.
-// tests/cpp/test_gpu_latency.cc compares it with the aims, kernel_sweep prints it beside what it
-// measures.
+// How long calls of ranks should take that share one GPU, or have one each: launches, hand-overs,
+// loads that wait for others, turns of a block's threads, and bytes, by the plan of a call, the
+// instructions of loops (loop_counts.h) and a few latencies. tests/cpp/test_gpu_latency.cc compares
+// it with the aims, kernel_sweep prints it beside what it measures.
 
 #include <algorithm>
 #include <cmath>
@@ -17,6 +17,7 @@
 #include "cuda/kernels/memory.h"
 #include "cuda/kernels/send_recv.h"
 #include "cuda/kernels/staging.h"
+#include "gpu/loop_counts.h"
 
 namespace ringcomm::benchmarks {
 
@@ -32,6 +33,7 @@ struct PlannedCall {
   double num_blocks = 1;
   double num_slices = 1;  // of all blocks of a rank
   double slice_bytes = 0;
+  bool has_own_gpus = false;  // a rank alone on its GPU, all of them connected by NVLink
 
   /// What all ranks must read and write at least, in copies of num_bytes by all of them: calls with
   /// shares have a shorter buffer, too.
@@ -104,12 +106,18 @@ class LatencyModel {
   /// The fused AdamW step of bfloat16 parameters with a master and two states in fp32; and what its
   /// memory traffic takes at least.
   double adamw_us(const PlannedCall& call) const {
-    const double elems = call.slice_bytes / 2;
-    return on_boards_us(
-        call, turns(elems, 4) * (kMemoryUs + kUpdateInstructions * kUsPerInstruction), 24 * elems);
+    const double elems = call.slice_bytes / 2, num = turns(elems, 4);
+    return on_boards_us(call, {.instructions = num * loops::kAdamW, .loads = num}, 24 * elems);
   }
   double adamw_floor_us(const PlannedCall& call) const {
     return bytes_us(2 * call.num_bytes, call) + call.num_bytes * 12 / copy_bytes_per_us_;
+  }
+
+  /// The same call over NCCL with GPUs of their own, which sends what a ring sends, or with NVLS
+  /// what the switches do not add up and copy: at the bus bandwidth that NVIDIA states.
+  double nccl_on_own_gpus_us(const PlannedCall& call, bool has_nvls) const {
+    const double bytes = 2 * (call.num_ranks - 1.0) / call.num_ranks * call.num_bytes;
+    return kNcclStartUs + bytes / (has_nvls ? kNvlsBytesPerUs : kRingBytesPerUs);
   }
 
   /// Of a message of `num_bytes`, while each of `num_ranks` sends one and receives one.
@@ -117,8 +125,8 @@ class LatencyModel {
                     unsigned blocks_per_lane) const {
     const cuda::P2pSlices slices(layout, static_cast<std::uint64_t>(num_bytes));
     const double bytes = slices.slice_bytes;
-    const double send_us = kSlotUs + copy_turns_us(bytes, kMemoryUs, false) + kReleaseUs;
-    const double take_us = kSlotUs + copy_turns_us(bytes, kL2Us, false) + kReleaseUs;
+    const double send_us = kSlotUs + step_us(copies(bytes, false, false), 0) / slower_ + kReleaseUs;
+    const double take_us = kSlotUs + step_us(copies(bytes, true, false), 0) / slower_ + kReleaseUs;
     // A slot is filled, handed over, drained, and handed back; there are two.
     const double period_us =
         slower_ *
@@ -136,10 +144,11 @@ class LatencyModel {
   double loss_rows_us(double num_rows, double row_bytes, const cuda::LossPlan& plan,
                       int num_clusters) const {
     const double bytes_each_us = 2 * row_bytes * num_clusters / (copy_bytes_per_us_ * kShareOfCopy);
-    // The sums of warps, of blocks, and of the cluster wait for each other.
+    // The sums of warps, of blocks, and of the cluster wait for each other; parts of them are
+    // counted, but not done by all warps.
     const double vectors = turns(plan.segment_vectors, cuda::kVectorsPerThread);
     const double row_us =
-        slower_ * (kRowInstructions * vectors * kUsPerInstruction + kClusterExchangeUs);
+        slower_ * (loops::kLossRow * vectors * kUsPerInstruction + kClusterExchangeUs);
     const double num_turns = std::ceil(num_rows / num_clusters);
     // A row comes before the first turn and goes after the last; a second kernel adds losses up.
     return slower_ * (2 * kLaunchUs + 4 * kMemoryUs) + num_turns * std::max(bytes_each_us, row_us) +
@@ -147,6 +156,26 @@ class LatencyModel {
   }
   double loss_rows_copy_us(double num_rows, double row_bytes) const {
     return slower_ * (kLaunchUs + kMemoryUs) + 2 * num_rows * row_bytes / copy_bytes_per_us_;
+  }
+  /// Of the same over shards of the vocabulary: the rows are read for their statistics, which are
+  /// exchanged, then read and written. `num_bytes` of the shards of all ranks on a GPU.
+  double loss_shards_us(double num_bytes) const {
+    return 3 * slower_ * (kLaunchUs + kMemoryUs) + 2 * hand_over_us({}) +
+           3 * num_bytes / (copy_bytes_per_us_ * kShareOfCopy);
+  }
+  /// Of linear_cross_entropy with its gradients, in blocks of tokens, of 16-bit elements; and of
+  /// its three products alone. A block reads the sum of the weight's gradient and writes it, half
+  /// of that beside the product, and its products begin and end once more.
+  double linear_loss_us(double num_tokens, double hidden, double num_classes,
+                        double block_tokens) const {
+    const double num_blocks = std::ceil(num_tokens / block_tokens);
+    const double sum_us = 4 * hidden * num_classes / copy_bytes_per_us_ / 2;
+    const double loss_us = 4 * num_tokens * num_classes / (copy_bytes_per_us_ * kShareOfCopy);
+    return products_us(num_tokens, hidden, num_classes) + loss_us +
+           num_blocks * (sum_us + 5 * slower_ * kLaunchUs + 3 * kProductEndUs);
+  }
+  double products_us(double num_tokens, double hidden, double num_classes) const {
+    return 6 * num_tokens * hidden * num_classes / kProductFlopsPerUs;
   }
 
  private:
@@ -157,117 +186,164 @@ class LatencyModel {
   static constexpr double kReleaseUs = 0.7;  // a fence of the system until all stores are done
   static constexpr double kL2Us = 0.3;
   static constexpr double kMemoryUs = 0.6;
+  static constexpr double kLatencyGrowth = 0.5;    // while all of the memory's bandwidth is in use
   static constexpr double kShareOfCopy = 0.92;     // of its rate, with reads and writes mixed
   static constexpr double kClusterExchangeUs = 1;  // and two barriers of a block
   static constexpr double kSlotUs = 0.35;          // a look at a cursor that is there, a barrier
+  // Between GPUs of their own: what reads reach of NVLink's 450 GB/s, hand-over and fence.
+  static constexpr double kLinkBytesPerUs = 0.385e6;
+  static constexpr double kLinkHandOverUs = 1.2, kLinkReleaseUs = 1;
+  // Bus bandwidth of NCCL on eight such GPUs, and what a call takes besides.
+  static constexpr double kRingBytesPerUs = 0.36e6, kNvlsBytesPerUs = 0.48e6, kNcclStartUs = 15;
+  // Products of 16-bit elements at 80 % of the tensor cores' peak, and the end of a product.
+  static constexpr double kProductFlopsPerUs = 0.79e9, kProductEndUs = 8;
   // Estimates of an eager call's host path: Python and c10d, ringcomm, two questions to the driver,
   // and from the call that launches to the kernel's first instruction.
   static constexpr double kPythonUs = 4.5, kOwnHostUs = 1, kQueriesUs = 0.2, kStreamLaunchUs = 3.2;
   // Of a block on a multiprocessor of four schedulers at 1.755 GHz: instructions of 16 warps.
   static constexpr double kUsPerInstruction = 16.0 / 4 / 1755;
-  // Counted in SASS for sm_90: of four vectors copied, of a vector loaded, of a vector stored, of
-  // AdamW on four elements, of eight vectors of a row of logits.
-  static constexpr double kCopyInstructions = 115, kLoadInstructions = 7, kStoreInstructions = 45;
-  static constexpr double kUpdateInstructions = 330, kRowInstructions = 860;
+
+  /// What a block does in a step besides waiting for others: instructions, and loads from memory
+  /// and from L2 that all of its threads wait for.
+  struct Work {
+    double instructions = 0, loads = 0, l2_loads = 0;
+
+    friend Work operator+(const Work& a, const Work& b) {
+      return {a.instructions + b.instructions, a.loads + b.loads, a.l2_loads + b.l2_loads};
+    }
+  };
 
   /// Of a block's threads with so many elements each at a time.
   static double turns(double num_elems, double elems_at_once) {
     return std::ceil(num_elems / (cuda::kBlockThreads * elems_at_once));
   }
   double bytes_us(double bytes_of_rank, const PlannedCall& call) const {
-    return call.num_ranks * bytes_of_rank / copy_bytes_per_us_;
+    return (call.has_own_gpus ? 1 : call.num_ranks) * bytes_of_rank / copy_bytes_per_us_;
   }
-  /// Of all blocks of all ranks at once.
-  double memory_us(double bytes_of_block, const PlannedCall& call) const {
-    return bytes_us(bytes_of_block * call.num_blocks, call) / kShareOfCopy;
+  /// Of all blocks of all ranks at once, of which so many bytes come from other ranks.
+  double memory_us(double bytes_of_block, double bytes_of_others, const PlannedCall& call) const {
+    const double own_us = bytes_us(bytes_of_block * call.num_blocks, call) / kShareOfCopy;
+    if (!call.has_own_gpus) return own_us;
+    return std::max(own_us, bytes_of_others * call.num_blocks / kLinkBytesPerUs);
   }
   static double num_steps(const PlannedCall& call) {
     return std::ceil(call.num_slices / call.num_blocks);
   }
-  double hand_over_us() const { return slower_ * (kHandOverUs + kReleaseUs); }
-  static double copy_turns_us(double num_bytes, double load_us, bool is_first_loaded) {
-    const double num = turns(num_bytes / 16, cuda::kHeldVectors);
-    return num * kCopyInstructions * kUsPerInstruction +
-           load_us * std::max(0.0, num - (is_first_loaded ? 1 : 0));
+  double hand_over_us(const PlannedCall& call) const {
+    return slower_ *
+           (call.has_own_gpus ? kLinkHandOverUs + kLinkReleaseUs : kHandOverUs + kReleaseUs);
   }
-  /// A slice from all ranks, in the turns of ExactSums: all ranks' vectors at once where there are
-  /// 2, 4 or 8, else four by four.
-  static double reduce_us(const PlannedCall& call) {
+  /// Of work beside traffic that takes `each_us`: the longer one.
+  double step_us(const Work& work, double each_us) const {
+    const double latency_us = work.loads * kMemoryUs + work.l2_loads * kL2Us;
+    const double idle_us = slower_ * (work.instructions * kUsPerInstruction + latency_us);
+    const double use = each_us > 0 ? each_us / std::max(idle_us, each_us) : 0;
+    return std::max(idle_us + slower_ * latency_us * kLatencyGrowth * use, each_us);
+  }
+  /// With the first turn's loads before the step's wait they cost no time, but its instructions are
+  /// as many again.
+  static Work copies(double num_bytes, bool is_from_l2, bool is_first_loaded) {
+    const double num = turns(num_bytes / 16, cuda::kHeldVectors);
+    const double waits = std::max(0.0, num - (is_first_loaded ? 1 : 0));
+    Work work{.instructions = (num + (is_first_loaded ? 1 : 0)) * loops::kCopy};
+    (is_from_l2 ? work.l2_loads : work.loads) = waits;
+    return work;
+  }
+  /// A slice from all ranks, stored in so many places, in the turns of ExactSums: all ranks'
+  /// vectors at once where there are 2, 4 or 8, else four by four.
+  static Work sums(const PlannedCall& call, double num_outputs) {
     const int num = call.num_ranks;
     const bool is_at_once = num == 2 || num == 4 || num == 8;
     const int unroll = is_at_once ? 8 / num : 1;
-    const double loads = is_at_once ? 8 : num;
-    const double instructions = kLoadInstructions * loads + kStoreInstructions * unroll;
-    return turns(call.slice_bytes / 16, unroll) *
-           (std::ceil(loads / 8) * kMemoryUs + instructions * kUsPerInstruction);
+    const double loads = is_at_once ? 1 : std::ceil(num / 4.0);
+    const double instructions = num == 2   ? loops::kSumOfTwo
+                                : num == 4 ? loops::kSumOfFour
+                                : num == 8 ? loops::kSumOfEight
+                                           : loads * loops::kSumOfFew + loops::kStoreSum;
+    const double also = (num_outputs - 1) * unroll * loops::kAlsoStore;
+    const double num_turns = turns(call.slice_bytes / 16, unroll);
+    return {.instructions = num_turns * (instructions + also), .loads = num_turns * loads};
   }
 
   /// Number and data are loaded, put, found by a look at four ranks at a time, agreed on, stored.
   double packets_us(const PlannedCall& call) const {
     const double looks = std::ceil(call.num_ranks / 4.0);
-    return slower_ * (kLaunchUs + kMemoryUs + kHandOverUs + looks * kL2Us + 0.2 + kL2Us);
+    const double put_us = call.has_own_gpus ? kLinkHandOverUs : kHandOverUs;
+    return slower_ * (kLaunchUs + kMemoryUs + put_us + looks * kL2Us + 0.2 + kL2Us);
   }
 
-  /// Steps that wait, load, and hand over; `own_us` is what the owner does with its slice.
-  double on_boards_us(const PlannedCall& call, double own_us, double state_bytes) const {
+  /// Steps that wait, load, and hand over; `owned` is what the owner does with its slice.
+  double on_boards_us(const PlannedCall& call, const Work& owned, double state_bytes) const {
     const double others = (call.num_ranks - 1) * call.slice_bytes;
-    const double step_us =
-        hand_over_us() + slower_ * (copy_turns_us(others, kMemoryUs, true) + own_us +
-                                    copy_turns_us(others, kL2Us, false));
+    const Work work = copies(others, false, true) + owned + copies(others, true, false);
     // Of every block of every rank: its input and its output, of all ranks' chunks.
-    const double each_us = memory_us(2 * call.num_ranks * call.slice_bytes + state_bytes, call);
+    const double each_us =
+        memory_us(2 * call.num_ranks * call.slice_bytes + state_bytes, 2 * others, call);
     // Two more steps drain the pipeline, without memory's part.
-    return slower_ * (kLaunchUs + kMemoryUs) + num_steps(call) * std::max(step_us, each_us) +
-           2 * step_us;
+    return slower_ * (kLaunchUs + kMemoryUs) +
+           num_steps(call) * (hand_over_us(call) + step_us(work, each_us)) +
+           2 * (hand_over_us(call) + step_us(work, 0));
   }
   double staged_reduction_us(const PlannedCall& call) const {
-    if (call.op == OpKind::kAllReduce) return on_boards_us(call, reduce_us(call), 0);
+    if (call.op == OpKind::kAllReduce) return on_boards_us(call, sums(call, 2), 0);
     return staged_shares_us(
-        call,
-        copy_turns_us((call.num_ranks - 1) * call.slice_bytes, kMemoryUs, true) + reduce_us(call));
+        call, copies((call.num_ranks - 1) * call.slice_bytes, false, true) + sums(call, 1));
   }
   double staged_move_us(const PlannedCall& call) const {
-    return staged_shares_us(call,
-                            copy_turns_us(call.slice_bytes, kMemoryUs, true) +
-                                copy_turns_us(call.num_ranks * call.slice_bytes, kL2Us, false));
+    return staged_shares_us(call, copies(call.slice_bytes, false, true) +
+                                      copies(call.num_ranks * call.slice_bytes, true, false));
   }
   /// Of every block of every rank: a part of all ranks in and one out, or the other way.
   double shares_each_us(const PlannedCall& call) const {
-    return memory_us((call.num_ranks + 1) * call.slice_bytes, call);
+    return memory_us((call.num_ranks + 1) * call.slice_bytes,
+                     (call.num_ranks - 1) * call.slice_bytes, call);
   }
-  double staged_shares_us(const PlannedCall& call, double own_us) const {
-    const double step_us = hand_over_us() + slower_ * own_us;
+  double staged_shares_us(const PlannedCall& call, const Work& work) const {
     return slower_ * (kLaunchUs + kMemoryUs) +
-           num_steps(call) * std::max(step_us, shares_each_us(call)) + step_us;
+           num_steps(call) * (hand_over_us(call) + step_us(work, shares_each_us(call))) +
+           hand_over_us(call) + step_us(work, 0);
   }
 
-  /// Where all ranks' buffers are shared: two hand-overs, and turns of loads and stores.
-  double shared_us(const PlannedCall& call, double step_us, double each_us) const {
-    return slower_ * (kLaunchUs + 3 * kMemoryUs) + 2 * hand_over_us() +
-           num_steps(call) * std::max(slower_ * step_us, each_us);
+  /// Where all ranks' buffers are shared: two hand-overs, and turns of loads and stores, with
+  /// barriers between slices.
+  double shared_us(const PlannedCall& call, const Work& work, double barriers_us,
+                   double each_us) const {
+    return slower_ * (kLaunchUs + 3 * kMemoryUs) + 2 * hand_over_us(call) +
+           num_steps(call) * (slower_ * barriers_us + step_us(work, each_us));
   }
   double shared_reduction_us(const PlannedCall& call) const {
     if (call.op != OpKind::kAllReduce)
-      return shared_us(call, reduce_us(call) + 0.2, shares_each_us(call));
+      return shared_us(call, sums(call, 1), kBarrierUs, shares_each_us(call));
     // It stores to all ranks.
-    return shared_us(call, reduce_us(call) + 0.4,
-                     memory_us(2 * call.num_ranks * call.slice_bytes, call));
+    return shared_us(call, sums(call, call.num_ranks), 2 * kBarrierUs,
+                     memory_us(2 * call.num_ranks * call.slice_bytes,
+                               2 * (call.num_ranks - 1) * call.slice_bytes, call));
   }
   /// Of the ranks that gather an input one is the first, and brings it into the cache.
   double shared_move_us(const PlannedCall& call) const {
-    const double load_us = (kMemoryUs + (call.num_ranks - 1) * kL2Us) / call.num_ranks;
-    return shared_us(call, copy_turns_us(call.num_ranks * call.slice_bytes, load_us, false) + 0.2,
-                     shares_each_us(call));
+    Work work = copies(call.num_ranks * call.slice_bytes, false, false);
+    work.l2_loads = work.loads * (call.num_ranks - 1) / call.num_ranks;
+    work.loads /= call.num_ranks;
+    return shared_us(call, work, kBarrierUs, shares_each_us(call));
   }
 
-  /// Every slice goes around twice but for a step, one slice of a block after the other.
+  /// Every slice goes around twice but for a step, one slice of a block after the other: half of
+  /// the steps add.
   double ring_us(const PlannedCall& call) const {
-    const double step_us =
-        hand_over_us() + slower_ * copy_turns_us(call.slice_bytes, kMemoryUs, false);
-    const double num = num_steps(call) * 2 * (call.num_ranks - 1) + 1;
-    return slower_ * (kLaunchUs + kMemoryUs) + hand_over_us() +
-           std::max(num * step_us, bytes_us(2 * call.num_bytes, call) / kShareOfCopy);
+    const double num_vectors = call.slice_bytes / 16;
+    const Work added{.instructions = turns(num_vectors, 2) * loops::kRingSum,
+                     .loads = turns(num_vectors, 2)};
+    const double both_us = step_us(added, 0) + step_us(copies(call.slice_bytes, false, false), 0);
+    const double num = num_steps(call) * (call.num_ranks - 1);
+    return slower_ * (kLaunchUs + kMemoryUs) + 2 * hand_over_us(call) +
+           num * (2 * hand_over_us(call) + std::max(both_us, ring_each_us(call)));
   }
+  double ring_each_us(const PlannedCall& call) const {
+    const double bytes_of_step = 2 * call.slice_bytes;
+    return memory_us(2 * bytes_of_step, bytes_of_step, call);
+  }
+
+  static constexpr double kBarrierUs = 0.2;
 
   double copy_bytes_per_us_;
   double slower_;

@@ -95,6 +95,7 @@ namespace {
 // For an update without a collective: several loads per thread, several blocks per multiprocessor.
 constexpr std::size_t kOwnUpdateElems = 8 << 10;
 constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
+constexpr std::size_t kRoundBytes = sizeof(Vector) * kBlockThreads;
 
 template <ReduceShape kShape>
 void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
@@ -186,12 +187,20 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   for (int rank = 0; rank < kernel_call.world_size; ++rank)
     if (rank != kernel_call.rank) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
   const StagingLayout& layout = kernel_call.staging.layout;
-  kernel_call.part_bytes = static_cast<std::uint32_t>(move_part_bytes(layout, kIsShared));
-  kernel_call.staged_stride = CopyList::stride_of(kernel_call.part_bytes);
+  const std::uint64_t longest = longest_share(kernel_call);
+  std::size_t part_bytes = move_part_bytes(layout, kIsShared);
+  // Where all ranks know the sizes, a short call is cut for all blocks, in whole rounds of threads.
+  if (!has_private_sizes(call.op)) {
+    const std::size_t rounds =
+        num_slices(num_slices(longest, layout.num_blocks), kRoundBytes) * kRoundBytes;
+    part_bytes = std::min(part_bytes, std::max(rounds, kRoundBytes));
+  }
+  kernel_call.part_bytes = static_cast<std::uint32_t>(part_bytes);
+  kernel_call.staged_stride = CopyList::stride_of(part_bytes);
   if (has_private_sizes(call.op))
     plan.num_blocks = layout.num_blocks;
   else
-    set_longest_share(kernel_call, plan, longest_share(kernel_call));
+    set_longest_share(kernel_call, plan, longest);
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {

@@ -11,11 +11,13 @@ constexpr int kMaxBlocks = 132;
 // For a rank with its own device: enough for its links.
 constexpr int kMaxBlocksAlone = 32;
 // For all ranks on a device together, so that its L2 cache holds the staging of collectives.
-constexpr std::size_t kStagingBytes = std::size_t{24} << 20;
+constexpr std::size_t kStagingBytes = std::size_t{26} << 20;
 constexpr std::size_t kUnitBytes = std::size_t{2} << 20;
-// What the threads of a block have in flight, 8 vectors each. Half of it doubles the hand-overs of
-// a large call; twice of it adds a round of loads to every step (tests/cpp/test_gpu_latency.cc).
+// What the threads of a block have in flight, 8 vectors each, and twice of it for many ranks: their
+// parts are short, and each step has a hand-over (tests/cpp/test_gpu_latency.cc).
 constexpr std::size_t kRegionBytes = 64 << 10;
+constexpr std::size_t kRegionBytesOfMany = 128 << 10;
+constexpr std::size_t kMany = 5;
 constexpr std::size_t kMinRegionBytes = 16 << 10;
 // Message slots use the remaining memory, at least 4 channels of two turns of a block's copy for
 // each of up to 8 ranks; only the slots in use at a time need fit the cache.
@@ -123,8 +125,8 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
   };
   const std::size_t each = kStagingBytes / static_cast<std::size_t>(facts.max_ranks_per_device);
   const std::size_t left = each > layout.num_bytes() ? each - layout.num_bytes() : 0;
-  layout.region_bytes =
-      in_lines(std::clamp(left / (2 * layout.num_blocks), kMinRegionBytes, kRegionBytes));
+  const std::size_t most = world >= kMany ? kRegionBytesOfMany : kRegionBytes;
+  layout.region_bytes = in_lines(std::clamp(left / (2 * layout.num_blocks), kMinRegionBytes, most));
   cut_p2p(facts, each, layout);
   return layout;
 }

@@ -15,7 +15,8 @@ namespace ringcomm::cuda {
 /// A place is a locked byte of a file in /dev/shm. The system releases the locks of a process
 /// however it ends. The last process removes the file. If the file is removed while groups use it,
 /// this process makes no more groups on that GPU until those are destroyed. Where the system has no
-/// such locks, as in some sandboxes, each object counts for itself alone. All functions throw Error.
+/// such locks, as in some sandboxes, each object counts for itself alone. All functions throw
+/// Error.
 class BlockReservation {
  public:
   /// Of none at first. `capacity`: the places of the GPU.

@@ -19,8 +19,9 @@ BLOCK_BYTES = 64 << 20
 MIN_BLOCK_TOKENS = 64
 MIN_BLOCK_CLASSES = 256
 # On CUDA, a block of tokens reads the whole weight, and reads and writes the sum of its gradient.
-# Blocks are therefore few and large. With cuBLAS's workspace of 32 MiB they need less than 300 MiB.
+# Blocks are therefore few and large: a part of the weight's bytes, and at least these.
 CUDA_BLOCK_BYTES = 256 << 20
+CUDA_PARTS_OF_WEIGHT = 2
 # A product computes whole tiles of 128 rows and columns, also where a block ends within one.
 CUDA_TILE = 128
 
@@ -41,7 +42,8 @@ def token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
     row_bytes = max(1, len(weight)) * rows.element_size()
     step = max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes)
     if _is_on_gpu(rows):
-        step = max(1, CUDA_BLOCK_BYTES // row_bytes // CUDA_TILE) * CUDA_TILE
+        most_bytes = max(CUDA_BLOCK_BYTES, weight.nbytes // CUDA_PARTS_OF_WEIGHT)
+        step = max(1, most_bytes // row_bytes // CUDA_TILE) * CUDA_TILE
     return _slices(len(rows), step)
 
 

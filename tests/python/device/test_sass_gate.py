@@ -146,8 +146,8 @@ def after(code: list[str], old: str, *new: str, times: int = 1) -> list[str]:
 
 NOPS = ["IADD3 R62, R62, 0x1, RZ"] * 50
 STORE = "STG.E.128 desc[UR4][R2.64], R4"
-# What a compiler, or a change of the source, may do to a kernel: its name, the code as it was and as
-# it is, and what the gate says.
+# What a compiler, or a change of the source, may do to a kernel: its name, the code as it was, what
+# it becomes, and what the gate says.
 FAULTS: dict[str, tuple[str, list[str], Callable[[list[str]], list[str]], str]] = {
     "50 instructions behind the loads": (
         SUM, SUM_CODE, lambda c: after(c, "WARPSYNC", *NOPS), "loop 0: instructions"),
@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[str, list[str], Callable[[list[str]], list[str]], str]] 
     "loads one by one": (
         COPY, COPY_CODE,
         lambda c: [part for line in c for part in (
-            [line, f"FADD {line[10:13]}, {line[10:13]}, R1"] if line.startswith("LDG") else [line])],
+            [line, f"FADD R1, {line[10:13]}, R1"] if line.startswith("LDG") else [line])],
         "loads at once (1,) in its loops"),
     "fewer loads than the source asks for, in table and code": (
         SUM, kernel(*[sum_loop(10 + i, 4) for i in range(4)]), lambda c: c, "(4, 4, 4, 4)"),

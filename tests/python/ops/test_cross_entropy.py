@@ -37,7 +37,12 @@ HIDDEN = 24
 def set_blocks(set_value: Callable[[Any, str, int], None]) -> None:
     """Several of tokens and of classes, the last ones short."""
     sizes = {"BLOCK_BYTES": 1, "MIN_BLOCK_TOKENS": 16, "MIN_BLOCK_CLASSES": 10}
-    for name, value in {**sizes, "CUDA_BLOCK_BYTES": 1, "CUDA_TILE": 16}.items():
+    for name, value in {
+        **sizes,
+        "CUDA_BLOCK_BYTES": 1,
+        "CUDA_PARTS_OF_WEIGHT": 1 << 60,
+        "CUDA_TILE": 16,
+    }.items():
         set_value(linear_blocks, name, value)
 
 

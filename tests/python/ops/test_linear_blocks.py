@@ -47,11 +47,21 @@ def test_blocks_of_tokens_on_cuda_are_whole_tiles_within_300_mib(
         assert (block.stop - block.start) % 128 == 0
 
 
+def test_a_large_weight_has_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads and writes the sum of its gradient, so there are four and not eight."""
+    monkeypatch.setattr(linear_blocks, "_is_on_gpu", lambda tensor: True)
+    hidden = torch.empty(8192, 4096, dtype=BF16, device="meta")
+    weight = torch.empty(128256, 4096, dtype=BF16, device="meta")
+    blocks = linear_blocks.token_blocks(hidden, weight)
+    assert [block.stop - block.start for block in blocks] == [2048] * 4
+
+
 @pytest.fixture
 def like_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and sums as on CUDA, on this machine's memory."""
     monkeypatch.setattr(linear_blocks, "_is_on_gpu", lambda tensor: True)
     monkeypatch.setattr(linear_blocks, "CUDA_BLOCK_BYTES", 1)
+    monkeypatch.setattr(linear_blocks, "CUDA_PARTS_OF_WEIGHT", 1 << 60)
     monkeypatch.setattr(linear_blocks, "CUDA_TILE", 16)
 
 
