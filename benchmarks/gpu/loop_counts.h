@@ -1,6 +1,6 @@
 #pragma once
 
-// Instructions of a turn of the kernels' loops for sm_90, by tests/sass/gate.py --update.
+// Instructions of a turn of kernels' loops for sm_90, by tests/sass/gate.py --update.
 
 namespace ringcomm::benchmarks::loops {
 

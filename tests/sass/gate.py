@@ -200,7 +200,7 @@ def counts_of(facts: dict[str, Facts]) -> str:
     return "\n".join([
         "#pragma once",
         "",
-        "// Instructions of a turn of the kernels' loops for sm_90, by tests/sass/gate.py --update.",
+        "// Instructions of a turn of kernels' loops for sm_90, by tests/sass/gate.py --update.",
         "",
         "namespace ringcomm::benchmarks::loops {",
         "",
