@@ -225,7 +225,8 @@ def test_another_nvcc_has_the_rules_alone() -> None:
     more = dataclasses.replace(facts(SUM_CODE), registers=41)
     assert gate.problems_of(SUM, more, None) == []
     assert gate.problems_of(SUM, dataclasses.replace(more, stack=8), None)
-    assert gate.problems_of(RING, dataclasses.replace(more, stack=8), None) == []
+    assert gate.problems_of(RING, dataclasses.replace(more, stack=8), None)
+    assert gate.problems_of("ring_any sm_90", dataclasses.replace(more, stack=8), None) == []
 
 
 def test_every_kernel_is_compared() -> None:
