@@ -80,13 +80,13 @@ def blocks_of(sass: str) -> list[Block]:
         predicate, instruction = match.groups()
         blocks[-1].code.append(instruction)
         if re.match(r"(BRA(?!\.DIV)|BRX|EXIT|RET|BPT\.TRAP)", instruction):
-            target = TARGET.search(instruction)
+            found = TARGET.search(instruction)
             goes_on = predicate is not None or re.match(r"BRA\S* !?U?P\d", instruction) is not None
-            ends[len(blocks) - 1] = (target.group(1) if target else None, goes_on)
+            ends[len(blocks) - 1] = (found.group(1) if found else None, goes_on)
             blocks.append(Block())
     for i, block in enumerate(blocks):
         target, goes_on = ends.get(i, (None, True))
-        if target in label_of:
+        if target is not None and target in label_of:
             block.next.append(label_of[target])
         if goes_on and i + 1 < len(blocks):
             block.next.append(i + 1)

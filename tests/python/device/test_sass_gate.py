@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ PACKET_CODE = [
 ]
 
 
-def facts(code: list[str], registers: int = 40, stack: int = 0) -> gate.Facts:
+def facts(code: list[str], registers: int = 40, stack: int = 0) -> Any:
     """Of a kernel of this code."""
     usage = USAGE.replace("REG:40", f"REG:{registers}").format(stack=stack)
     return gate.facts_of(usage, sass(*code))
@@ -127,7 +128,7 @@ def test_counts_loops_by_themselves() -> None:
 
 def replaced(code: list[str], old: str, *new: str, times: int = 1) -> list[str]:
     """The code with the first lines that have `old` replaced, `times` of them."""
-    found = []
+    found: list[str] = []
     for line in code:
         if old in line and times > 0:
             times -= 1
