@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
         test-bare stress test-gpu test-torch test-emulator kernels kernel-sweep lint format types compat packaging \
-        gpu-machine docs coverage bench clean distclean check-python
+        gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -65,9 +65,12 @@ kernels: check-python  ## compile the kernels for GPUs, where nvcc is, and compa
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py
 	@$(PREPARE) --need test -- tests/sass/gate.py
 
+# A kit (make gpu-kit) has it: nothing is compiled again there, whatever the times of files are.
 kernel-sweep: check-python  ## build/gpu/kernel_sweep: kernels alone, without torch, timed and checked (HELD=8)
+ifndef RINGCOMM_PREBUILT
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(HELD)
 	@$(MAKE) --no-print-directory -C "$(ROOT)/benchmarks/gpu" HELD=$(HELD)
+endif
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
@@ -102,6 +105,9 @@ types: check-python  ## mypy
 
 compat: check-python  ## a short set of tests with torch 2.11 and the newest (ARGS=2.14)
 	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
+
+gpu-kit: check-python  ## gpu-kit/: what a machine with a GPU needs, built here; there gpu-kit/run 1 to gpu-kit/run 5
+	@$(PREPARE) --no-torch -- tools/gpu_machine.py --kit
 
 gpu-machine: check-python  ## build and test with Python 3.12, torch 2.11 for CUDA and images for sm_90, without a GPU
 	@$(PREPARE) --no-torch -- tools/gpu_machine.py $(ARGS)

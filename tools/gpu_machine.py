@@ -8,10 +8,15 @@ The environment (8 GB of disk, 3 GB to download) and a copy of the files that gi
 ignore are kept in .cache/gpu-machine, so that another run compiles what changed.
 
 Usage: python tools/gpu_machine.py [PYTEST ARGS...]     (default: tests of devices and operators)
+       python tools/gpu_machine.py --kit
+
+With --kit it tests nothing, but fills gpu-kit with what is built, for checkouts on such a machine:
+the extensions, kernel_sweep, an NCCL that serves ranks of one GPU, and `run`.
 """
 
 from __future__ import annotations
 
+import lzma
 import os
 import shutil
 import subprocess
@@ -26,6 +31,9 @@ PYTHON = "3.12"
 TORCH = "torch==2.11.*"
 OF_TORCH = ("triton", "setuptools")  # whose versions torch names
 ARCHS = "90"
+KIT = ROOT / "gpu-kit"
+KIT_MIB = 60  # what fits a transfer
+NCCL = "nvidia-nccl-cu13>=2.30"
 TESTS = ["-m", "not slow", "tests/python/device", "tests/python/ops", "tests/python/backend"]
 
 
@@ -70,13 +78,40 @@ def requirements() -> list[str]:
     return found
 
 
+def make_kit(own: str, source: Path, env: dict[str, str]) -> int:
+    """Fills gpu-kit from what was built in `source`, and says how large it is; 1 if too large."""
+    subprocess.run(["make", "kernel-sweep"], cwd=source, env=env, check=True)
+    shutil.rmtree(KIT, ignore_errors=True)
+    KIT.mkdir()
+    tag = PYTHON.replace(".", "")
+    built = [*source.glob(f"ringcomm/_*.cpython-{tag}-*.so"), source / "build/gpu/kernel_sweep"]
+    for path in built:
+        shutil.copy2(path, KIT)
+        subprocess.run(["strip", "--strip-debug", str(KIT / path.name)], check=True)
+    pip = [own, "-m", "pip", "install", "-q", "--no-deps", "--disable-pip-version-check"]
+    folder = HOME / "nccl"
+    if subprocess.run([*pip, "--target", str(folder), NCCL], check=False).returncode == 0:
+        library = next(folder.rglob("libnccl.so.2"))
+        with lzma.open(KIT / "libnccl.so.2.xz", "wb", preset=6) as packed:
+            packed.write(library.read_bytes())
+    shutil.copy2(ROOT / "tools" / "gpu_kit_run", KIT / "run")
+    mib = sum(path.stat().st_size for path in KIT.iterdir()) / (1 << 20)
+    for path in sorted(KIT.iterdir()):
+        print(f"[gpu-kit] {path.name}: {path.stat().st_size / (1 << 20):.1f} MiB")
+    print(f"[gpu-kit] {mib:.0f} MiB of {KIT_MIB}")
+    return int(mib > KIT_MIB)
+
+
 def main() -> int:
-    """0 where all passes, or where an environment cannot be had, which the last line says."""
+    """0 where all passes, or where an environment cannot be had, which the last line says.
+
+    A kit that cannot be made is a failure.
+    """
     python, nvcc = find_python(), buildconfig.find_nvcc()
     if python is None or nvcc is None:
         missing = f"Python {PYTHON} with venv" if python is None else "nvcc"
         print(f"[gpu-machine] SKIPPED: there is no {missing} here")
-        return 0
+        return int("--kit" in sys.argv)
     venv, source = HOME / "venv", HOME / "source"
     own = str(venv / "bin" / "python")
     if not Path(own).exists():
@@ -84,11 +119,14 @@ def main() -> int:
     pip = [own, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     if subprocess.run([*pip, *requirements()], check=False).returncode != 0:
         print("[gpu-machine] SKIPPED: pip could not install torch 2.11")
-        return 0
+        return int("--kit" in sys.argv)
     copy_sources(source)
     env = os.environ | {"RINGCOMM_CUDA": "1", "RINGCOMM_CUDA_ARCHS": ARCHS}
     env["PATH"] = f"{venv / 'bin'}{os.pathsep}{env['PATH']}"
     build = [*pip, "--no-build-isolation", "--no-deps", "-e", "."]
+    if sys.argv[1:] == ["--kit"]:
+        subprocess.run(build, cwd=source, env=env, check=True)
+        return make_kit(own, source, env)
     arguments = sys.argv[1:] or TESTS
     for command in (build, [own, "-m", "pytest", "-q", *arguments], [own, "tools/verify_gpu.py"]):
         print(f"[gpu-machine] {' '.join(command[1:])}", flush=True)

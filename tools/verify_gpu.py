@@ -2,12 +2,14 @@
 
 Usage: python tools/verify_gpu.py [--only NAME,... | --from NAME] [--budget-s S] [--out FOLDER]
        python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
+       python tools/verify_gpu.py --take FOLDER
 
 The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
 of the budget: the last line printed is the command that goes on. The active Python and its torch
 are used. The folder, $OUT by default, gets verify.log, records and plots. Records are compared with
 the page's aims (gpu_aims.py): each is printed as met, or by how much it is missed. The page gets
-each row's "last run".
+each row's "last run", and so does rows.jsonl in the folder: --take writes what it has into the page
+of another checkout, also of a run that was cut off.
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
 NVIDIA's Multi-Process Service or without. The status is 1 when something failed, or when there is a
@@ -20,6 +22,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -43,6 +46,8 @@ from placement import count_devices  # noqa: E402
 BUDGET_S = 540.0  # for machines whose commands end after ten minutes
 MIN_SHARE = 0.5  # of a row's limit: with less time left, the next command runs it
 LAYOUT_S = 420.0  # of a layout, if no row says another limit
+MIN_DRIVER = 580  # of CUDA 13, for which torch and the kernels are built
+MIN_FREE_MIB = 8 << 10
 END_S = 45.0  # for a program to end its children, including MPS
 NO_TESTS = 5  # pytest's status where no test was selected
 # Ranks (0: tests that start none; None: one for each GPU, two under MPS), the GPUs, and MPS.
@@ -102,7 +107,7 @@ def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
     if "2 GPUs" in needs and num_gpus < 2:
         return "one GPU here"
     if "MPS" in needs and find_control() is None:
-        return "MPS is missing: there is no nvidia-cuda-mps-control"
+        return "MPS is missing: no nvidia-cuda-mps-control; it comes with the driver's programs"
     missing = [
         name
         for name in needs
@@ -180,19 +185,54 @@ def gpu_archs() -> list[str]:
     Raises:
         RuntimeError: the driver's nvidia-smi is missing, or fails.
     """
-    tool = find_program("nvidia-smi")
-    if tool is None:
+    if find_program("nvidia-smi") is None:
         if count_devices("cuda") == 0:
             return []
         raise RuntimeError(
             f"torch finds a GPU, and nvidia-smi is neither on PATH nor in {', '.join(FOLDERS)}: add"
             " the folder of the driver's programs to PATH"
         )
-    query = [tool, "--format=csv,noheader", "--query-gpu=compute_cap"]
+    return [cap.replace(".", "") for (cap,) in query_gpus("compute_cap")]
+
+
+def query_gpus(*names: str) -> list[list[str]]:
+    """What nvidia-smi says of each GPU. Raises RuntimeError where it fails."""
+    tool = find_program("nvidia-smi")
+    query = [str(tool), "--format=csv,noheader,nounits", f"--query-gpu={','.join(names)}"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{tool} fails: {(done.stdout + done.stderr).strip()}")
-    return done.stdout.replace(".", "").split()
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def complaints() -> list[str]:
+    """What is wrong with the GPUs for rows of several ranks, each with the way on."""
+    found = []
+    names = ("index", "driver_version", "compute_mode", "mig.mode.current", "memory.free")
+    for gpu, driver, mode, mig, free in query_gpus(*names):
+        if int(driver.partition(".")[0] or 0) < MIN_DRIVER:
+            found.append(
+                f"GPU {gpu}: driver {driver} is older than CUDA 13, which needs {MIN_DRIVER}: "
+                "install a newer driver, or its cuda-compat package"
+            )
+        if mode == "Exclusive_Process":
+            found.append(
+                f"GPU {gpu} is in exclusive mode: without MPS a second rank gets no context; "
+                f"nvidia-smi -i {gpu} -c DEFAULT, or --only rows that need MPS"
+            )
+        elif mode == "Prohibited":
+            found.append(f"GPU {gpu} takes no programs: nvidia-smi -i {gpu} -c DEFAULT")
+        if mig == "Enabled":
+            found.append(
+                f"GPU {gpu} is cut by MIG: ranks of one group need one slice, named by "
+                "CUDA_VISIBLE_DEVICES=MIG-..., and each has its own MPS"
+            )
+        if free.isdigit() and int(free) < MIN_FREE_MIB:
+            found.append(
+                f"GPU {gpu} has {int(free) / 1024:.1f} GiB free: the large sizes need "
+                f"{MIN_FREE_MIB >> 10}; nvidia-smi lists who has the rest"
+            )
+    return found
 
 
 def environment(archs: list[str], out: Path) -> dict[str, str]:
@@ -224,6 +264,8 @@ def verify(
     found: dict[str, str] = {}
     left: list[str] = []
     num_run = 0
+    for complaint in complaints() if find_program("nvidia-smi") else ():
+        print(complaint, flush=True)
     for row in rows:
         left_s = deadline - time.monotonic()
         reason = lacks(row.needs, len(archs)) if row.command else row.how
@@ -233,6 +275,7 @@ def verify(
         status = f"not run: {reason}"
         if reason is None:
             records = Records(out)
+            note(out, row.name, f"stopped, {today}")  # unless something else follows
             status = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
             verdicts = [] if status == "not run" else judge(aims, row.name, records.new())
             tell(verdicts, out / "verify.log")
@@ -240,12 +283,31 @@ def verify(
                 left.append(row.name)
             elif status != "not run":
                 write_row(page, row.name, f"{status}, {today}{summary(verdicts)}")
+            note(out, row.name, f"{status}, {today}{summary(verdicts)}")
             num_run += row.name != "build"
         found[row.name] = status
         print(f"{row.name}: {status}", flush=True)
         if row.name == "build" and status in ("failed", "stopped"):
             break
     return found, left
+
+
+def note(out: Path, name: str, found: str) -> None:
+    """Keeps what became of a row for --take."""
+    with (out / "rows.jsonl").open("a", encoding="utf-8") as output:
+        print(json.dumps({"row": name, "found": found}), file=output)
+
+
+def take(out: Path, page: Path) -> dict[str, str]:
+    """Writes into the page what became of each row; a line that was cut off is left out."""
+    found: dict[str, str] = {}
+    for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            one = json.loads(line)
+            found[one["row"]] = one["found"]
+    for name, text in found.items():
+        write_row(page, name, text)
+    return found
 
 
 def tell(verdicts: list[Verdict], log: Path) -> None:
@@ -277,6 +339,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--only", metavar="NAME,...", help="these rows alone")
     add("--from", dest="first", metavar="NAME", help="the build, this row and those after it")
     add("--layout", metavar="NAME,...", help=f"the tests of {', '.join(LAYOUTS)}; or every")
+    add("--take", type=Path, metavar="FOLDER", help="write its rows into the page, and run none")
     add("--budget-s", type=float, default=BUDGET_S, help="of all rows")
     add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
     add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
@@ -300,6 +363,13 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     if options.layout:
         return run_layouts(options.layout, options.arguments)
+    if options.take:
+        if not (options.take / "rows.jsonl").exists():
+            print(f"there is no rows.jsonl in {options.take}: it is no folder of results")
+            return 1
+        for name, text in take(options.take, PAGE).items():
+            print(f"{name}: {text}")
+        return 0
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,0 +1,176 @@
+"""The kit for a machine with a GPU: its parts are run here over the emulator, and cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tests" / "python" / "device"))
+
+import emulated_gpu  # noqa: E402
+
+TIMEOUT_S = 60.0
+SMI = """#!/bin/sh
+case "$*" in
+*compute_cap) echo 9.0 ;;
+*memory.free) echo "0, ${DRIVER:-590.48}, ${MODE:-Default}, ${MIG:-Disabled}, ${FREE:-140000}" ;;
+*) exit 6 ;;
+esac
+"""
+SWEEP = (
+    "make kernel-sweep && build/gpu/kernel_sweep --ranks 2 --rounds 1 --sizes 1024 "
+    "> $OUT/kernel_sweep.jsonl"
+)
+ROWS = {
+    "build": ("false", 20),
+    "kernel-sweep": (SWEEP, 100),
+    "collectives": ("exit 3", 20),
+    "cross-entropy-clusters": ("kill -SEGV $$", 20),
+    "profile": ("echo '{\"us\": 1}' >> $OUT/records.jsonl", 20),
+    "faults": ("sleep 600", 2),
+    "without-mps": ("sleep 600 & echo $! > $OUT/pid; wait", 100),
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files that the parts use, with a page of rows of their own and a GPU that is none."""
+    root = tmp_path / "checkout"
+    for name in ("tools", "benchmarks", "ringcomm/measure"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*ROOT.glob("ringcomm/*.py"), ROOT / "Makefile"):
+        shutil.copy2(path, root / path.relative_to(ROOT))
+    page = root / "docs" / "gpu-verification.md"
+    page.parent.mkdir()
+    rows = [f"| {name} | what | `{how}` | {s} | | not run |" for name, (how, s) in ROWS.items()]
+    page.write_text("\n".join(["| entry | | | s | needs | last run |", "|---|", *rows, ""]))
+    kit = root / "gpu-kit"
+    kit.mkdir()
+    shutil.copy2(root / "tools" / "gpu_kit_run", kit / "run")
+    (kit / "_C.cpython-312-x86_64-linux-gnu.so").write_text("not loaded here")
+    (kit / "kernel_sweep").write_text("")
+    (root / "bin").mkdir()
+    (root / "bin" / "nvidia-smi").write_text(SMI)
+    (root / "bin" / "nvidia-smi").chmod(0o755)
+    return root
+
+
+def start(root: Path, part: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "gpu-kit/run", part],
+        cwd=root,
+        env={
+            **os.environ,
+            "PATH": f"{root / 'bin'}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "OUT": str(root / "out"),
+            "RINGCOMM_EMULATOR_BOX": str(root),
+            **env,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(root: Path, part: str, **env: str) -> tuple[int, str]:
+    process = start(root, part, **env)
+    said, _ = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, said
+
+
+def last_runs(root: Path) -> dict[str, str]:
+    """Of the page, without dates."""
+    text = (root / "docs" / "gpu-verification.md").read_text()
+    found = re.findall(r"(?m)^\| (\S+) \| what .* \| ([^|]*) \|$", text)
+    return {name: re.sub(r", 20\d\d-\d\d-\d\d", "", last) for name, last in found}
+
+
+@emulated_gpu.needs_emulated_gpu
+def test_the_first_part_runs_over_the_emulator(checkout: Path) -> None:
+    driver, _ = emulated_gpu.build()
+    shutil.copy2(emulated_gpu.build_sweep(), checkout / "gpu-kit" / "kernel_sweep")
+    old = time.time() - 1e6
+    os.utime(checkout / "gpu-kit" / "kernel_sweep", (old, old))  # older than any source
+    env = {"RINGCOMM_CUDA_DRIVER": str(driver), **emulated_gpu.with_kernels()}
+    status, said = run(checkout, "1", **env)
+    assert status == 1, said
+    assert "kernel-sweep: passed" in said, (checkout / "out/verify.log").read_text()
+    points = (checkout / "out" / "kernel_sweep.jsonl").read_text().splitlines()
+    assert {json.loads(point).get("num_wrong", 0) for point in points} == {0}
+    assert last_runs(checkout) == {
+        **dict.fromkeys(ROWS, "not run"),
+        "kernel-sweep": "passed",
+        "collectives": "failed",
+        "cross-entropy-clusters": "failed",
+    }
+    log = (checkout / "out" / "verify.log").read_text()
+    assert "compiling" not in log
+    assert not list((checkout / "build").rglob("*.o"))
+
+
+def test_what_is_cut_off_is_taken_by_another_checkout(checkout: Path) -> None:
+    process = start(checkout, "5")
+    out = checkout / "out"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (out / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT_S)
+    os.kill(int((out / "pid").read_text()), signal.SIGKILL)  # it had a session of its own
+    with (out / "rows.jsonl").open("a") as cut:
+        cut.write('{"row": "wi')
+    page = checkout / "docs" / "gpu-verification.md"
+    page.write_text(re.sub(r"\| [^|]* \|$", "| not run |", page.read_text(), flags=re.M))
+    take = [sys.executable, str(checkout / "tools" / "verify_gpu.py"), "--take"]
+    subprocess.run([*take, str(out)], check=True, timeout=TIMEOUT_S, cwd=checkout)
+    found = last_runs(checkout)
+    assert found["profile"] == "passed"
+    assert found["faults"] == "stopped"
+    assert found["without-mps"] == "stopped"
+    assert found["kernel-sweep"] == "not run"
+    done = subprocess.run([*take, str(checkout)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is no folder of results" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"DRIVER": "570.10"}, "driver 570.10 is older than CUDA 13, which needs 580: install"),
+        ({"MODE": "Exclusive_Process"}, "is in exclusive mode: without MPS a second rank"),
+        ({"MODE": "Prohibited"}, "takes no programs: nvidia-smi -i 0 -c DEFAULT"),
+        ({"MIG": "Enabled"}, "is cut by MIG: ranks of one group need one slice"),
+        ({"FREE": "2048"}, "has 2.0 GiB free: the large sizes need 8"),
+    ],
+)
+def test_gpus_that_do_not_serve_are_named(checkout: Path, env: dict[str, str], said: str) -> None:
+    page = checkout / "docs" / "gpu-verification.md"
+    page.write_text(page.read_text().replace("sleep 600", "true"))
+    status, text = run(checkout, "5", **env)
+    assert status == 0, text
+    assert f"GPU 0{':' if 'driver' in said else ''} {said}" in text
+
+
+def test_parts_are_named(checkout: Path) -> None:
+    status, said = run(checkout, "6")
+    assert status == 2
+    assert "usage: gpu-kit/run 1|2|3|4|5" in said
+    text = (ROOT / "tools" / "gpu_kit_run").read_text()
+    parts = re.findall(r"rows=(\S+) ;;", text)
+    page = (ROOT / "docs" / "gpu-verification.md").read_text()
+    assert len(parts) == 5
+    for name in ",".join(parts).split(","):
+        assert f"\n| {name} | " in page
