@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import lzma
 import os
+import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +80,42 @@ def requirements() -> list[str]:
     return found
 
 
+def with_code_of(arch: int, library: Path) -> bytes:
+    """A library with zeros in the place of kernels for other architectures, which pack well.
+
+    Containers of its section .nv_fatbin have a magic number, the sizes of their header and of what
+    follows; entries in them a kind (2: machine code), those sizes, and the architecture.
+    """
+    data = bytearray(library.read_bytes())
+    listed = subprocess.run(
+        ["readelf", "-SW", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    sections = {
+        name: (int(offset, 16), int(size, 16))
+        for name, offset, size in re.findall(
+            r"\] (\S+) +\S+ +[0-9a-f]+ ([0-9a-f]+) ([0-9a-f]+) ", listed
+        )
+    }
+    begin, size = sections[".nv_fatbin"]
+    at = begin
+    while at + 16 <= begin + size:
+        magic, _, header, body = struct.unpack_from("<IHHQ", data, at)
+        if magic != 0xBA55ED50:
+            at += 8
+            continue
+        end = at + header + body
+        at += header
+        while at < end:
+            kind, _, entry, payload = struct.unpack_from("<HHIQ", data, at)
+            if (kind, *struct.unpack_from("<I", data, at + 28)) != (2, arch):
+                data[at + entry : at + entry + payload] = bytes(payload)
+            at += entry + payload
+    if "__nv_relfatbin" in sections:  # for linkers alone
+        begin, size = sections["__nv_relfatbin"]
+        data[begin : begin + size] = bytes(size)
+    return bytes(data)
+
+
 def make_kit(own: str, source: Path, env: dict[str, str]) -> int:
     """Fills gpu-kit from what was built in `source`, and says how large it is; 1 if too large."""
     subprocess.run(["make", "kernel-sweep"], cwd=source, env=env, check=True)
@@ -93,7 +131,7 @@ def make_kit(own: str, source: Path, env: dict[str, str]) -> int:
     if subprocess.run([*pip, "--target", str(folder), NCCL], check=False).returncode == 0:
         library = next(folder.rglob("libnccl.so.2"))
         with lzma.open(KIT / "libnccl.so.2.xz", "wb", preset=6) as packed:
-            packed.write(library.read_bytes())
+            packed.write(with_code_of(int(ARCHS), library))
     shutil.copy2(ROOT / "tools" / "gpu_kit_run", KIT / "run")
     mib = sum(path.stat().st_size for path in KIT.iterdir()) / (1 << 20)
     for path in sorted(KIT.iterdir()):

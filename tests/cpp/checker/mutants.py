@@ -25,8 +25,9 @@ class Mutant:
 
 STORE = "  arch.store_seq_cst(cursor.value, value);\n"
 LOOK = "  wake_sleepers(arch, cursor);\n"
-LAST_WORD = "    if (has_come(arch, cursor, target)) return Stop::kNone;\n"
+LAST_WORD = "    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;\n"
 GIVE_UP = "    if (stop != Stop::kNone) return stop;\n"
+SLEEP = "    // Store (sleepers) then load"
 ANNOUNCE = "    arch.add_seq_cst(cursor.sleepers, 1);\n"
 LOOK_AGAIN = "    const std::uint64_t seen = arch.load_seq_cst(cursor.value);\n"
 RECEIVED = "from.wait(received); stop != Stop::kNone) return stop;\n"
@@ -72,15 +73,15 @@ MUTANTS = (
     Mutant(
         "no_abort_check",
         "wait_policy.h",
-        GIVE_UP,
-        "",
+        GIVE_UP + SLEEP,
+        SLEEP,
         (Run("link_death", "deadlock"), Run("board2_death", "deadlock")),
     ),
     Mutant(
         "stop_before_cursor",
         "wait_policy.h",
-        LAST_WORD + GIVE_UP,
-        GIVE_UP,
+        LAST_WORD + GIVE_UP + SLEEP,
+        GIVE_UP + SLEEP,
         (Run("link_death", "bad_stop"),),
     ),
     Mutant(
