@@ -2,16 +2,19 @@
 
 That is Python 3.12, torch 2.11 for CUDA 13 and the Triton that it names; the extension has the
 kernels' images for sm_90. Nothing runs on a GPU: tests of GPUs run over the emulator, Triton's
-kernels are interpreted, and tools/verify_gpu.py ends at its first look for a GPU.
+kernels are interpreted, and every command of docs/gpu-verification.md is started, up to its first
+look for a GPU.
 
 The environment (8 GB of disk, 3 GB to download) and a copy of the files that git knows or does not
 ignore are kept in .cache/gpu-machine, so that another run compiles what changed.
 
 Usage: python tools/gpu_machine.py [PYTEST ARGS...]     (default: tests of devices and operators)
+       python tools/gpu_machine.py --rows
        python tools/gpu_machine.py --kit
 
-With --kit it tests nothing, but fills gpu-kit with what is built, for checkouts on such a machine:
-the extensions, kernel_sweep, an NCCL that serves ranks of one GPU, and `run`.
+With --rows it starts the commands alone. With --kit it tests nothing, but fills gpu-kit with what
+is built, for checkouts on such a machine: the extensions, kernel_sweep, an NCCL that serves ranks
+of one GPU, and `run`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import buildconfig
@@ -35,6 +39,14 @@ OF_TORCH = ("triton", "setuptools")  # whose versions torch names
 ARCHS = "90"
 KIT = ROOT / "gpu-kit"
 KIT_MIB = 60  # what fits a transfer
+ROW_S = 90  # for a row to come to its first look for a GPU
+TIMED_OUT = 124
+# What commands say without a GPU, and what none may say.
+NO_GPU = re.compile(r"(?i)no gpu|no cuda|nvidia|cuda driver|\bMPS\b|compute-sanitizer|\bncu\b")
+BROKEN = re.compile(
+    r"No module named|ImportError|unrecognized arguments|invalid choice|No rule to make|SyntaxError"
+    r"|cannot be built|no tests ran matching|file or directory not found"
+)
 NCCL = "nvidia-nccl-cu13>=2.30"
 TESTS = ["-m", "not slow", "tests/python/device", "tests/python/ops", "tests/python/backend"]
 
@@ -78,6 +90,34 @@ def requirements() -> list[str]:
         lines = [line.split("#")[0].strip() for line in text.splitlines()]
         found += [line for line in lines if line and not line.startswith(OF_TORCH)]
     return found
+
+
+def start_rows(own: str, source: Path, env: dict[str, str]) -> int:
+    """Starts the command of each row; 1 if one ends otherwise than for want of a GPU."""
+    subprocess.run(["make", "kernel-sweep"], cwd=source, env=env, check=True)
+    bad = []
+    with tempfile.TemporaryDirectory(prefix="ringcomm_rows_") as out:
+        env = env | {"RINGCOMM_PREBUILT": "1", "RINGCOMM_USE_ENV": "1", "PYTHON": own}
+        env |= {"OUT": out, "GPUS": "1", "PYTHONPATH": str(source)}
+        page = (source / "docs" / "gpu-verification.md").read_text(encoding="utf-8")
+        for name, how in re.findall(r"(?m)^\| (\S+) \| .*? \| `([^`]+)` \| \d+ \|", page):
+            log = Path(out) / "log"
+            command = re.sub(r"(?<!\S)python ", f"{own} ", how)
+            with log.open("w", encoding="utf-8") as output:
+                found = subprocess.Popen(
+                    ["timeout", "-k", "10", str(ROW_S), "bash", "-c", command],
+                    cwd=source, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+                status = found.wait()
+            said = log.read_text(encoding="utf-8")
+            is_started = status in (0, TIMED_OUT) or NO_GPU.search(said)
+            if not is_started or BROKEN.search(said):
+                bad.append(name)
+                print(f"[gpu-machine] {name} does not start:\n{said[-2000:]}", flush=True)
+            else:
+                print(f"[gpu-machine] {name} starts", flush=True)
+    print(f"[gpu-machine] rows that do not start: {', '.join(bad) or 'none'}")
+    return int(bool(bad))
 
 
 def with_code_of(arch: int, library: Path) -> bytes:
@@ -162,16 +202,19 @@ def main() -> int:
     env = os.environ | {"RINGCOMM_CUDA": "1", "RINGCOMM_CUDA_ARCHS": ARCHS}
     env["PATH"] = f"{venv / 'bin'}{os.pathsep}{env['PATH']}"
     build = [*pip, "--no-build-isolation", "--no-deps", "-e", "."]
+    if sys.argv[1:] == ["--rows"]:
+        subprocess.run(build, cwd=source, env=env, check=True)
+        return start_rows(own, source, env)
     if sys.argv[1:] == ["--kit"]:
         subprocess.run(build, cwd=source, env=env, check=True)
         return make_kit(own, source, env)
     arguments = sys.argv[1:] or TESTS
-    for command in (build, [own, "-m", "pytest", "-q", *arguments], [own, "tools/verify_gpu.py"]):
+    for command in (build, [own, "-m", "pytest", "-q", *arguments]):
         print(f"[gpu-machine] {' '.join(command[1:])}", flush=True)
         status = subprocess.run(command, cwd=source, env=env, check=False).returncode
         if status != 0:
             return status
-    return 0
+    return start_rows(own, source, env)
 
 
 if __name__ == "__main__":

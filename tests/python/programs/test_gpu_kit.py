@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import gpu_machine
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,6 +164,41 @@ def test_gpus_that_do_not_serve_are_named(checkout: Path, env: dict[str, str], s
     status, text = run(checkout, "5", **env)
     assert status == 0, text
     assert f"GPU 0{':' if 'driver' in said else ''} {said}" in text
+
+
+def test_a_library_keeps_the_kernels_of_one_architecture(tmp_path: Path) -> None:
+    """Of two containers with machine code for two architectures, PTX, and a gap between them."""
+
+    def entry(kind: int, arch: int, payload: bytes) -> bytes:
+        head = struct.pack("<HHIQ", kind, 1, 32, len(payload)) + bytes(12)
+        return head + struct.pack("<I", arch) + payload
+
+    def container(*entries: bytes) -> bytes:
+        body = b"".join(entries)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+    codes = {name: name.encode() * 8 for name in ("SASS90..", "SASS80..", "PTX90...", "SASS100.")}
+    first = container(
+        entry(2, 80, codes["SASS80.."]),
+        entry(2, 90, codes["SASS90.."]),
+        entry(1, 90, codes["PTX90..."]),
+    )
+    data = first + bytes(24) + container(entry(2, 100, codes["SASS100."]))
+    listed = ",".join(str(byte) for byte in data)
+    source = tmp_path / "a.c"
+    source.write_text(
+        '__attribute__((section(".nv_fatbin"), aligned(8))) const unsigned char '
+        f"code[] = {{{listed}}};"
+        'const char* text = "SASS80..SASS80..";'
+    )
+    library = tmp_path / "a.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    found = gpu_machine.with_code_of(90, library)
+    assert len(found) == library.stat().st_size
+    assert {name: code in found for name, code in codes.items()} == {
+        "SASS90..": True, "SASS80..": False, "PTX90...": False, "SASS100.": False,
+    }  # fmt: skip
+    assert b"SASS80..SASS80..\0" in found  # elsewhere it stays
 
 
 def test_parts_are_named(checkout: Path) -> None:
