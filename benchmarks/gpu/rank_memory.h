@@ -119,11 +119,13 @@ class RankMemory {
     const auto num_ranks = static_cast<std::size_t>(page.num_ranks);
     theirs_.resize(num_ranks);
     if (kind == cuda::HandleKind::kIpc) {
-      page.handles[rank_] = own_->ipc_handle();
+      cuda::check(cuda::driver().ipc_get_mem_handle(
+                      &page.handles[rank_], reinterpret_cast<cuda::DevicePtr>(own_->data())),
+                  "hand out memory of the GPU");
       page.barrier();
       for (std::size_t peer = 0; peer < num_ranks; ++peer)
         if (peer != rank_)
-          theirs_[peer] = std::make_unique<cuda::DeviceMemory>(0, num_bytes, page.handles[peer]);
+          theirs_[peer] = std::make_unique<cuda::DeviceMemory>(0, page.handles[peer]);
     } else {
       const shm::UniqueFd fd = own_->export_fd();
       for (std::size_t peer = 0; peer < num_ranks; ++peer)

@@ -81,11 +81,6 @@ class Devices {
   /// Memory that other ranks access directly. Collective over the group. Throws
   /// NotImplementedError where there is none.
   virtual SharedDeviceMemory lend(c10::Device device, std::size_t num_bytes) = 0;
-  /// Whether that device, which is connected already, has such memory.
-  virtual bool can_lend(c10::DeviceIndex device) = 0;
-  /// The same, in memory of earlier tensors; later work on the stream runs after their last use.
-  /// Empty if the group has no more memory. Collective; only if can_lend().
-  virtual SharedDeviceMemory borrow(const c10::Stream& stream, std::size_t num_bytes) = 0;
 
   virtual void abort() noexcept = 0;
   /// Waits until devices are through with all calls; where the group has failed, ends them.

@@ -1,6 +1,7 @@
 // Tensors in memory that other ranks map. c10d has a hook for memory that a backend allocates;
 // FSDP2 uses it for the buffers of its collectives.
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
@@ -74,35 +75,16 @@ bool is_shared(const at::Tensor& tensor) {
          arena->locate(tensor.const_data_ptr(), tensor.element_size()).is_somewhere();
 }
 
-// c10d passes only the device's index: -1 is torch.device("cpu"), which has none. A device has no
-// carrier before the group's first call on it.
+// c10d passes only the device's index: -1 is torch.device("cpu"), which has none.
 bool ProcessGroupRingcomm::supportsTensorAlloc(c10::DeviceIndex deviceIdx) {
-  return deviceIdx < 0 || (make_devices != nullptr && devices()->can_lend(deviceIdx));
+  return deviceIdx < 0 || (make_devices != nullptr && at::getAccelerator().has_value());
 }
 
+// Other ranks map the memory of ordinary tensors on a device.
 at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "ringcomm: allocate_tensor got a negative size, ", size);
-  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
-  c10::Device device = options.device();
-  if (device.is_cpu()) return empty_shared({size}, dtype);
-  if (!device.has_index()) {  // of which supportsTensorAlloc() cannot tell
-    device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
-    if (!devices()->can_lend(device.index())) return at::empty({size}, options);
-  }
-  if (!devices()->can_lend(device.index()))
-    C10_THROW_ERROR(NotImplementedError,
-                    c10::str("ringcomm: allocate_tensor on ", device,
-                             " needs ranks that map each other's memory of that device, "
-                             "and an earlier call of the group on it; use torch.empty instead: "
-                             "calls on it are staged"));
-  const c10::DeviceGuard guard(device);
-  const std::size_t num_bytes = static_cast<std::size_t>(size) * c10::elementSize(dtype);
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  SharedDeviceMemory memory;
-  with_python_errors([&] { memory = devices()->borrow(impl.getStream(device), num_bytes); });
-  // If the group has no more memory, calls on the tensor are staged.
-  if (memory.data == nullptr) return at::empty({size}, options);
-  return tensor_in(memory, device, {size}, dtype);
+  if (!options.device().is_cpu()) return at::empty({size}, options);
+  return empty_shared({size}, c10::typeMetaToScalarType(options.dtype()));
 }
 
 at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArrayRef sizes,

@@ -47,7 +47,6 @@ inline constexpr int kCaptureGlobal = 0;
 /// X(member, symbol, parameters), as RINGCOMM_DRIVER_FUNCTIONS.
 #define RINGCOMM_EXTRA_DRIVER_FUNCTIONS(X)                                            \
   X(device_get_count, "cuDeviceGetCount", (int* count))                               \
-  X(mem_get_info, "cuMemGetInfo_v2", (std::size_t* num_free, std::size_t* num_total)) \
   X(stream_query, "cuStreamQuery", (StreamHandle stream))                             \
   X(ctx_synchronize, "cuCtxSynchronize", ())                                          \
   X(launch_host_func, "cuLaunchHostFunc",                                             \

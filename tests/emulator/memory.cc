@@ -99,6 +99,7 @@ struct Piece {
   std::size_t num_bytes = 0;
   Origin origin = Origin::kAllocated;
   std::shared_ptr<PhysicalMemory> memory;  // none for the host's, nor for what is only reserved
+  std::uint64_t id = 0;                    // never used again
 };
 
 // Never destroyed.
@@ -106,7 +107,9 @@ std::mutex& space_mutex = *new std::mutex();
 std::map<DevicePtr, Piece>& pieces = *new std::map<DevicePtr, Piece>();
 
 void add_piece(Piece piece) {
+  static std::uint64_t num_made = 0;
   const std::lock_guard lock(space_mutex);
+  piece.id = ++num_made;
   pieces[piece.base] = std::move(piece);
 }
 
@@ -185,24 +188,6 @@ struct IpcHandle {
 static_assert(sizeof(IpcHandle) == sizeof(IpcMemHandle));
 constexpr char kMagic[8] = "emu-ipc";
 
-// A process that opens memory locks its first byte for reading, on its own file description. The
-// system releases the lock with the description, also if the process is killed.
-struct flock first_byte(short type) {
-  struct flock lock = {};
-  lock.l_type = type;
-  lock.l_whence = SEEK_SET;
-  lock.l_len = 1;
-  return lock;
-}
-
-/// Ends this process if another one has open what it is about to free.
-void check_not_opened_elsewhere(int fd) {
-  struct flock lock = first_byte(F_WRLCK);
-  if (fcntl(fd, F_OFD_GETLK, &lock) != 0 || lock.l_type == F_UNLCK) return;
-  std::fprintf(stderr, "libcuda_emulator: memory is freed while another process has it open\n");
-  std::abort();
-}
-
 /// Takes the piece that begins at `base` away.
 Result unmap_piece(DevicePtr base, Origin origin) {
   Context context = nullptr;
@@ -213,7 +198,6 @@ Result unmap_piece(DevicePtr base, Origin origin) {
     pieces.erase(base);
     return kSuccess;
   }));
-  if (origin == Origin::kAllocated) check_not_opened_elsewhere(piece.memory->fd.get());
   synchronize_context(context);  // as CUDA does before it takes memory away
   munmap(as_pointer(base), mapped_bytes(piece.num_bytes));
   return kSuccess;
@@ -228,6 +212,27 @@ Result api::mem_get_info(std::size_t* num_free, std::size_t* num_total) {
   RINGCOMM_TRY(require_context(&context));
   *num_total = static_cast<std::size_t>(settings().memory_bytes);
   *num_free = *num_total - static_cast<std::size_t>(context->used_bytes);
+  return kSuccess;
+}
+
+Result api::pointer_get_attributes(unsigned num_attributes, int* attributes, void** results,
+                                   DevicePtr address) {
+  RINGCOMM_TRY(require_context());
+  Piece piece;  // all zeros for memory that the driver does not know
+  find_piece(address, &piece);
+  for (unsigned i = 0; i < num_attributes; ++i) {
+    if (attributes[i] == kPointerBufferId)
+      *static_cast<std::uint64_t*>(results[i]) = piece.id;
+    else if (attributes[i] == kPointerRangeStart)
+      *static_cast<DevicePtr*>(results[i]) = piece.base;
+    else if (attributes[i] == kPointerRangeSize)
+      *static_cast<std::size_t*>(results[i]) = piece.num_bytes;
+    else if (attributes[i] == kPointerHasIpcHandle)
+      *static_cast<unsigned*>(results[i]) =
+          piece.id != 0 && piece.origin == Origin::kAllocated && settings().has_ipc;
+    else
+      return kInvalidValue;
+  }
   return kSuccess;
 }
 
@@ -279,8 +284,6 @@ Result api::ipc_open_mem_handle(DevicePtr* address, IpcMemHandle handle, unsigne
   const shm::UniqueFd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
   // Where its maker is gone, or has freed it.
   if (!fd || inode_of(fd.get()) != made.inode) return kMapFailed;
-  struct flock lock = first_byte(F_RDLCK);
-  if (fcntl(fd.get(), F_OFD_SETLK, &lock) != 0) return kMapFailed;
   std::shared_ptr<PhysicalMemory> memory;
   RINGCOMM_TRY(PhysicalMemory::import(fd.get(), &memory));
   if (!can_map(context, memory->device)) return kPeerAccessUnsupported;

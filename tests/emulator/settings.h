@@ -21,8 +21,9 @@ long long setting(const char* name, long long otherwise, long long least = 0,
 /// Where it differs from CUDA:
 /// - The host can read and write device memory. A kernel that touches what it must not ends the
 ///   process by a signal, instead of an error that sticks to the context.
-/// - Memory that is freed while another process has it open ends the process, and a handle of
-///   memory that would also export other allocations is refused: CUDA leaves both undefined.
+/// - Memory that is freed while another process has it open exists until that closes it, and a
+///   handle of memory that would also export other allocations is refused: CUDA leaves both
+///   undefined.
 /// - The null stream is one more stream, which synchronizes with no other, and all others are to be
 ///   non-blocking. A null pointer for a result ends the process.
 /// - Nothing keeps a kernel from memory of a GPU whose peer access was not enabled.

@@ -147,21 +147,6 @@ Algorithm DeviceGroup::algorithm_of(const Collective& call, c10::Device device) 
   return header.algorithm;
 }
 
-bool DeviceGroup::can_lend(c10::DeviceIndex device) {
-  const std::lock_guard lock(mutex_);
-  return std::any_of(carriers_.begin(), carriers_.end(), [&](const auto& one) {
-    return one.first.index() == device && one.second->can_lend();
-  });
-}
-
-SharedDeviceMemory DeviceGroup::borrow(const c10::Stream& stream, std::size_t num_bytes) {
-  const std::lock_guard order(order_);
-  const DeviceContext context(stream.device());
-  check();
-  auto loan = carrier(stream.device()).borrow(num_bytes, place_of(stream));
-  return loan != nullptr ? to_memory(std::move(loan)) : SharedDeviceMemory{};
-}
-
 std::map<std::string, std::string> DeviceGroup::transports() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, std::string> names;

@@ -38,8 +38,6 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   Algorithm algorithm_of(const Collective& call, c10::Device device) override;
   std::map<std::string, std::string> transports() override;
   SharedDeviceMemory lend(c10::Device device, std::size_t num_bytes) override;
-  bool can_lend(c10::DeviceIndex device) override;
-  SharedDeviceMemory borrow(const c10::Stream& stream, std::size_t num_bytes) override;
   void abort() noexcept override;
   void drain() override;
 

@@ -53,10 +53,6 @@ class DeviceCarrier {
 
   /// Memory in which peers access the buffers of collectives. Collective; null if there is none.
   virtual std::shared_ptr<const Loan> lend(std::size_t) { return nullptr; }
-  virtual bool can_lend() const { return false; }
-  /// The same, in memory of earlier tensors; later work at the place runs after their last use.
-  /// Null if the group has no more. Collective; only if can_lend().
-  virtual std::shared_ptr<const Loan> borrow(std::size_t, const StreamPlace&) { return nullptr; }
 
   /// Whether work may end without being complete, because a rank has failed. Work that ended while
   /// this was false is complete. From any thread.

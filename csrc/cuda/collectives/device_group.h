@@ -27,6 +27,8 @@ class Segment {
 
   /// The local address of a rank's part; zeroed at first.
   std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
+  /// Of all ranks.
+  const std::vector<std::byte*>& parts() const { return parts_; }
   /// The size of this rank's part.
   std::size_t num_bytes() const { return num_bytes_; }
   /// This rank's part alone, which may outlive the segment.
@@ -53,6 +55,7 @@ class DeviceGroup {
   DeviceGroup(RecordExchange& exchange, DeviceOrdinal device);
 
   DeviceOrdinal device() const { return device_; }
+  const RankPlace& place(int rank) const { return places_[static_cast<std::size_t>(rank)]; }
   const Staging& staging() const { return staging_; }
   Control& control() const { return *static_cast<Control*>(control_->host()); }
   Control* control_on_device() const { return static_cast<Control*>(control_->device()); }

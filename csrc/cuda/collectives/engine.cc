@@ -93,12 +93,6 @@ std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
   return lent_.lend(num_bytes);
 }
 
-std::shared_ptr<const Loan> Engine::borrow(std::size_t num_bytes, const StreamPlace& place) {
-  check_alive();
-  const RelaxedCapture relaxed;
-  return lent_.borrow(num_bytes, place);
-}
-
 // A program repeats its all_reduces with the same sizes, which differ in their buffers only and are
 // planned once. Other calls are planned each time, because their plans contain the buffers of all
 // ranks or the values of an optimizer step.
@@ -125,6 +119,10 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   const HeaderWords words = to_words(header);
   PlannedCall& planned = plan_call(call, header, words);
   lent_.collect();
+  if (lent_.allocations().has_news() && place.capture == 0 && has_no_messages()) {
+    const RelaxedCapture relaxed;
+    lent_.allocations().follow();
+  }
   lent_.find_buffers(call, planned.plan, place.capture != 0, planned.call);
   collectives_.wait(place);
   planned.call.launch = GroupFrame::kNoNumber;
@@ -194,6 +192,12 @@ unsigned Engine::blocks_of_messages(int peer) {
 }
 
 bool Engine::has_room_for_messages(int peer) { return blocks_of_messages(peer) > 0; }
+
+// One may wait for a peer that is in the collective that this rank is about to enter.
+bool Engine::has_no_messages() const {
+  const RelaxedCapture relaxed;
+  return std::ranges::all_of(messages_, [](const auto& of) { return of.second.is_over(); });
+}
 
 void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace& place) {
   if (messages.empty()) return;

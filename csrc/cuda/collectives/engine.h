@@ -52,8 +52,6 @@ class Engine final : public DeviceCarrier {
   bool finds_mismatches() const override { return true; }
   /// Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes) override;
-  bool can_lend() const override { return !group_->takes_turns(); }
-  std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place) override;
 
   void abort() noexcept override { watch_.end_waits(); }
   bool may_have_given_up() const noexcept override {
@@ -73,6 +71,7 @@ class Engine final : public DeviceCarrier {
   void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   std::uint64_t meet(std::uint64_t value);
   unsigned blocks_of_messages(int peer);
+  bool has_no_messages() const;
   void look_at_peer(int peer, std::chrono::steady_clock::time_point deadline);
   void check_alive();
 

@@ -75,6 +75,8 @@ class StreamOrder {
   void wait(const StreamPlace& place) const;
   /// Call it after work was enqueued and `end` recorded after it.
   void note(std::shared_ptr<const Event> end, const StreamPlace& place);
+  /// Whether all of it has ended, but what is captured. In a relaxed capture mode.
+  bool is_over() const { return run_.end == nullptr || run_.end->is_over(); }
   /// The host waits for all of it but what is captured.
   void synchronize() const;
 

@@ -116,6 +116,7 @@ void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan&
 }
 
 void plan_ring(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+  plan.can_lend = false;
   const std::size_t elem_bytes = element_bytes(call.dtype);
   const StagingLayout& layout = kernel_call.staging.layout;
   const ChunkLayout chunks(call.num_elems, kernel_call.world_size);
@@ -134,6 +135,7 @@ std::size_t block_packet_bytes(const StagingLayout& layout) {
 }
 
 void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+  plan.can_lend = false;
   const std::size_t most = block_packet_bytes(kernel_call.staging.layout);
   plan.num_blocks =
       static_cast<unsigned>(std::max<std::size_t>(1, num_slices(call.num_bytes(), most)));
@@ -401,7 +403,7 @@ void find_lent_buffers(const Collective& call, const LaunchPlan& plan, const Pla
   std::fill(std::begin(kernel_call.lent_inputs), std::end(kernel_call.lent_inputs), 0);
   kernel_call.lent_output = 0;
   kernel_call.lends = Lends::kNo;
-  if (is_short(call, plan, kernel_call)) return;
+  if (!plan.can_lend || is_short(call, plan, kernel_call)) return;
   bool has_any = false;
   Buffer last{nullptr, 0};
   std::uint64_t place = 0;

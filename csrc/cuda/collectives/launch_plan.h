@@ -26,6 +26,7 @@ struct LaunchPlan {
   /// The number of launches if ranks take turns (KernelCall::first_step).
   std::uint32_t num_turns = 1;
   Traffic traffic;
+  bool can_lend = true;  ///< whether peers may use its buffers in place
 };
 
 /// Sets the algorithm; only boards can be split into turns.

@@ -2,21 +2,15 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
-#include "core/chunk_layout.h"
 #include "core/errors.h"
 
 namespace ringcomm::cuda {
-namespace {
 
-// The driver allocates pieces of this size.
-constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
-constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();  // longer than any piece
-
-}  // namespace
+// Of a buffer for which the driver is asked whose memory it is in.
+constexpr std::size_t kMinMappedBytes = std::size_t{64} << 10;
 
 void Loan::give_back(const std::vector<StreamHandle>& streams) const noexcept {
   try {
@@ -41,7 +35,12 @@ void Loan::give_back(const std::vector<StreamHandle>& streams) const noexcept {
 }
 
 LentMemory::LentMemory(RecordExchange& exchange, DeviceGroup& group)
-    : exchange_(exchange), group_(group), returns_(std::make_shared<Loan::Returns>()) {}
+    : exchange_(exchange),
+      group_(group),
+      returns_(std::make_shared<Loan::Returns>()),
+      allocations_(exchange, group, [this](std::size_t row, int rank, std::byte* base) {
+        tell_kernels(kMaxSegments + row, rank, {base});
+      }) {}
 
 LentMemory::~LentMemory() {
   const std::lock_guard lock(returns_->mutex);
@@ -49,89 +48,16 @@ LentMemory::~LentMemory() {
 }
 
 std::shared_ptr<const Loan> LentMemory::lend(std::size_t num_bytes) {
-  const std::size_t idx = make_room();
+  take_returns();
+  exchange_.all_gather(0);  // all have counted what they dropped
+  free_unused();
+  const std::size_t idx = choose_row();
   if (idx == kMaxSegments)
     throw std::invalid_argument("a group can share at most " + std::to_string(kMaxSegments) +
                                 " tensors at a time; tensors that all ranks have released and no "
                                 "graph has captured do not count");
-  return lend_in(idx, num_bytes);
-}
-
-std::shared_ptr<const Loan> LentMemory::borrow(std::size_t num_bytes, const StreamPlace& place) {
-  take_returns();
-  const std::size_t mine = find_kept(num_bytes, place.capture != 0);
-  const auto found = exchange_.all_gather(mine != kMaxSegments ? 1 : 0);
-  if (std::all_of(found.begin(), found.end(), [](std::uint64_t has) { return has != 0; })) {
-    Entry& entry = entries_[mine];
-    for (const auto& end : entry.ends)
-      if (place.capture == 0) end->block(place.stream);
-    entry.ends.clear();
-    entry.is_free = false;
-    entry.is_captured |= place.capture != 0;
-    return std::make_shared<Loan>(group_.device(), mine, entry.segment->own(), returns_);
-  }
-  drop_kept(num_bytes);
-  const std::size_t idx = make_room();
-  if (idx == kMaxSegments) return nullptr;
-  try {
-    auto loan =
-        lend_in(idx, num_slices(std::max<std::size_t>(num_bytes, 1), kPieceBytes) * kPieceBytes);
-    entries_[idx].is_kept = true;
-    entries_[idx].is_captured = place.capture != 0;
-    return loan;
-  } catch (const Unavailable&) {  // on all ranks: one of their GPUs has no memory left
-    drop_kept(kAll);
-    return nullptr;
-  }
-}
-
-// A row for all ranks; kMaxSegments if there is none, also without what waits to be borrowed.
-std::size_t LentMemory::make_room() {
-  for (const bool is_last : {false, true}) {
-    take_returns();
-    if (is_last) exchange_.all_gather(0);  // all have counted what they dropped
-    free_unused();
-    const std::size_t idx = choose_row();
-    if (idx < kMaxSegments || is_last) return idx;
-    drop_kept(kAll);
-  }
-  return kMaxSegments;
-}
-
-bool LentMemory::has_all_parts(std::size_t idx) const { return row(idx).num_gone == 0; }
-
-// Among kept parts that fit and are less than twice as long, the one that was returned first. A
-// capture cannot wait for work outside it.
-std::size_t LentMemory::find_kept(std::size_t num_bytes, bool is_captured) const {
-  std::size_t found = kMaxSegments;
-  for (std::size_t idx = 0; idx < entries_.size(); ++idx) {
-    const Entry& entry = entries_[idx];
-    if (!entry.is_free || !has_all_parts(idx)) continue;
-    const std::size_t there = entry.segment->num_bytes();
-    if (there < num_bytes || (there > kPieceBytes && there / 2 >= num_bytes)) continue;
-    if (is_captured && !std::all_of(entry.ends.begin(), entry.ends.end(),
-                                    [](const auto& end) { return end->is_over(); }))
-      continue;
-    if (found == kMaxSegments || entry.freed_at < entries_[found].freed_at) found = idx;
-  }
-  return found;
-}
-
-// Drops parts that are too short, and those of which another rank has dropped its own. Keeps those
-// that are too long; otherwise calls that alternate between sizes would allocate each time.
-void LentMemory::drop_kept(std::size_t num_bytes) {
-  for (std::size_t idx = 0; idx < entries_.size(); ++idx) {
-    Entry& entry = entries_[idx];
-    if (!entry.is_free) continue;
-    if (entry.segment->num_bytes() >= num_bytes && has_all_parts(idx)) continue;
-    entry.is_kept = entry.is_free = false;
-    returning_.push_back({.row = idx, .is_captured = false, .ends = std::move(entry.ends)});
-  }
-}
-
-std::shared_ptr<const Loan> LentMemory::lend_in(std::size_t idx, std::size_t num_bytes) {
   auto segment = group_.make_segment(std::max<std::size_t>(num_bytes, 1));
-  agree(exchange_, attempt([&] { tell_kernels(idx, *segment); }));
+  agree(exchange_, attempt([&] { tell_kernels(idx, 0, segment->parts()); }));
   ++row(idx).num_users;
   exchange_.all_gather(0);  // no rank may treat the row as free before all have entered it
   if (entries_.size() <= idx) entries_.resize(idx + 1);
@@ -148,22 +74,22 @@ std::size_t LentMemory::choose_row() {
   return exchange_.all_gather(free)[0];
 }
 
-void LentMemory::tell_kernels(std::size_t idx, const Segment& segment) {
+void LentMemory::tell_kernels(std::size_t row, int first_rank,
+                              const std::vector<std::byte*>& bases) {
   const auto world_size = static_cast<std::size_t>(exchange_.world_size());
-  const std::size_t row_bytes = world_size * sizeof(std::byte*);
+  constexpr std::size_t kRows = kMaxSegments + PeerAllocations::kMaxRows;
   if (bases_ == nullptr)
-    bases_ =
-        std::make_unique<DeviceMemory>(group_.device(), kMaxSegments * row_bytes, HandleKind::kIpc);
+    bases_ = std::make_unique<DeviceMemory>(
+        group_.device(), kRows * world_size * sizeof(std::byte*), HandleKind::kIpc);
   const MappedHostMemory& words = group_.words_for_copies();
-  for (std::size_t rank = 0; rank < world_size; ++rank)
-    static_cast<std::byte**>(words.host())[rank] = segment.of(static_cast<int>(rank));
-  copy_and_wait(bases_->data() + idx * row_bytes, words.device(), row_bytes,
-                "tell kernels of shared memory");
+  std::copy(bases.begin(), bases.end(), static_cast<std::byte**>(words.host()));
+  const std::size_t first = row * world_size + static_cast<std::size_t>(first_rank);
+  copy_and_wait(bases_->data() + first * sizeof(std::byte*), words.device(),
+                bases.size() * sizeof(std::byte*), "tell kernels of shared memory");
 }
 
 void LentMemory::collect() {
   if (num_lent_ == 0) return;
-  drop_kept(0);  // a peer may have dropped its part after this rank kept its own
   take_returns();
   free_unused();
 }
@@ -179,13 +105,6 @@ void LentMemory::take_returns() {
   std::erase_if(returning_, [&](const Loan::Return& returned) {
     Entry& entry = entries_[returned.row];
     if (returned.is_captured || entry.is_captured) return true;  // it stays
-    if (entry.is_kept && has_all_parts(returned.row)) {
-      entry.is_free = true;
-      entry.ends = returned.ends;
-      entry.freed_at = num_returned_++;
-      return true;
-    }
-    entry.is_kept = false;
     for (const auto& end : returned.ends)
       if (!end->is_over()) return false;
     entry.is_gone = true;
@@ -207,8 +126,6 @@ void LentMemory::free_unused() {
 
 void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
                               KernelCall& kernel_call) {
-  kernel_call.lent.bases =
-      bases_ != nullptr ? reinterpret_cast<std::byte* const*>(bases_->data()) : nullptr;
   // A replay uses all buffers of the call, lent or not.
   if (is_captured) {
     for (int rank = 0; rank < kernel_call.world_size; ++rank) {
@@ -220,18 +137,28 @@ void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, bo
   }
   find_lent_buffers(
       call, plan,
-      [this](const std::byte* data, std::size_t num_bytes) { return place_of(data, num_bytes); },
+      [&](const std::byte* data, std::size_t num_bytes) -> std::uint64_t {
+        if (const std::uint64_t place = place_in_segments(data, num_bytes); place != 0)
+          return place;
+        // A graph may outlive the allocations.
+        if (is_captured || group_.takes_turns() || num_bytes < kMinMappedBytes) return 0;
+        const PeerAllocations::Place found = allocations_.place_of(data, num_bytes);
+        return found.is_lent ? Lent::place(kMaxSegments + found.row, found.offset) : 0;
+      },
       kernel_call);
+  kernel_call.lent.bases =
+      bases_ != nullptr ? reinterpret_cast<std::byte* const*>(bases_->data()) : nullptr;
   // A graph's kernel may meet one of a peer that lends by then: without bases it takes nothing.
   if (bases_ == nullptr) kernel_call.lends = Lends::kNo;
 }
 
 void LentMemory::keep_for_graph(const void* data) {
-  if (const std::uint64_t place = place_of(static_cast<const std::byte*>(data), 1); place != 0)
+  if (const std::uint64_t place = place_in_segments(static_cast<const std::byte*>(data), 1);
+      place != 0)
     entries_[(place >> Lent::kOffsetBits) - 1].is_captured = true;
 }
 
-std::uint64_t LentMemory::place_of(const std::byte* data, std::size_t num_bytes) const {
+std::uint64_t LentMemory::place_in_segments(const std::byte* data, std::size_t num_bytes) const {
   for (std::size_t idx = 0; idx < entries_.size() && num_lent_ > 0; ++idx) {
     const Entry& entry = entries_[idx];
     if (entry.segment == nullptr) continue;

@@ -9,6 +9,7 @@
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/events.h"
 #include "cuda/collectives/launch_plan.h"
+#include "cuda/collectives/peer_allocations.h"
 
 namespace ringcomm::cuda {
 
@@ -52,8 +53,6 @@ class Loan {
 /// Each rank counts its unused parts in the group's host memory. When a segment's parts are all
 /// unused, each rank frees it in its next call. Parts that a graph has captured exist as long as
 /// the group.
-///
-/// Borrowed memory is reused instead, by this rank's streams, after the work that used it last.
 class LentMemory {
  public:
   static constexpr std::size_t kMaxSegments = GroupWords::kMaxSegments;
@@ -63,10 +62,6 @@ class LentMemory {
 
   /// Collective. Throws Unavailable, Error, std::invalid_argument.
   std::shared_ptr<const Loan> lend(std::size_t num_bytes);
-  /// The same, from returned parts if every rank has one that fits; `place` then waits for its last
-  /// use. Otherwise ranks drop returned parts that are too small. Null if the group has its maximum
-  /// of segments, or a GPU no memory for one.
-  std::shared_ptr<const Loan> borrow(std::size_t num_bytes, const StreamPlace& place);
   /// Tells the kernel of a planned call which of its buffers are in segments.
   void find_buffers(const Collective& call, const LaunchPlan& plan, bool is_captured,
                     KernelCall& kernel_call);
@@ -74,39 +69,32 @@ class LentMemory {
   void keep_for_graph(const void* data);
   /// Frees segments that no rank uses.
   void collect();
+  /// Memory of the ranks' own allocators.
+  PeerAllocations& allocations() { return allocations_; }
 
  private:
   struct Entry {
     std::unique_ptr<Segment> segment;
     bool is_captured = false;
     bool is_gone = false;
-    bool is_kept = false;  // to be borrowed again
-    bool is_free = false;  // of those, for the next; not before these have passed:
-    std::vector<std::shared_ptr<const Event>> ends = {};
-    std::uint64_t freed_at = 0;  // how many had been returned before
   };
 
   GroupWords::OfSegment& row(std::size_t idx) const { return group_.words().segments[idx]; }
-  std::size_t make_room();
   std::size_t choose_row();
-  bool has_all_parts(std::size_t idx) const;
-  std::shared_ptr<const Loan> lend_in(std::size_t idx, std::size_t num_bytes);
-  std::size_t find_kept(std::size_t num_bytes, bool is_captured) const;
-  void drop_kept(std::size_t num_bytes);
-  void tell_kernels(std::size_t row, const Segment& segment);
+  void tell_kernels(std::size_t row, int first_rank, const std::vector<std::byte*>& bases);
   void take_returns();
   void free_unused();
   /// The place of a buffer; 0 if it is in no segment.
-  std::uint64_t place_of(const std::byte* data, std::size_t num_bytes) const;
+  std::uint64_t place_in_segments(const std::byte* data, std::size_t num_bytes) const;
 
   RecordExchange& exchange_;
   DeviceGroup& group_;
   std::vector<Entry> entries_;  // by row, of the rows that were ever in use
   int num_lent_ = 0;
-  std::uint64_t num_returned_ = 0;       // of those to be borrowed again
   std::vector<Loan::Return> returning_;  // that streams have yet to pass
   std::shared_ptr<Loan::Returns> returns_;
-  std::unique_ptr<DeviceMemory> bases_;  // of all ranks' parts, for kernels
+  std::unique_ptr<DeviceMemory> bases_;  // of all ranks' parts, and their allocations
+  PeerAllocations allocations_;
 };
 
 }  // namespace ringcomm::cuda

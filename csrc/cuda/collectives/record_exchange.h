@@ -100,6 +100,7 @@ inline void agree(RecordExchange& exchange, const RecordText<256>& problem) {
 struct GroupWords {
   static constexpr std::uint64_t kNumLaunches = 64;
   static constexpr std::size_t kMaxSegments = 256;
+  static constexpr std::size_t kMaxAllocations = 128;  ///< of a rank
 
   struct Launch {                                 ///< of DeviceWatch
     std::atomic<std::uint64_t> number_and_state;  ///< 2 * (number + 1), odd while it is written
@@ -116,10 +117,19 @@ struct GroupWords {
     std::atomic<std::uint32_t> num_gone;   ///< ranks whose tensor is destroyed
     std::atomic<std::uint32_t> num_users;  ///< ranks that have it mapped; 0: the row is free
   };
+  struct OfAllocation {                        ///< of PeerAllocations, written by its owner
+    std::atomic<std::uint64_t> version;        ///< odd while there is one
+    std::atomic<std::uint32_t> num_following;  ///< peers that know this version
+    IpcMemHandle handle;
+    DevicePtr base;  ///< in the owner's process
+  };
 
   OfRank ranks[kMaxRanks];
   std::atomic<std::uint32_t> pair_blocks[kMaxRanks][kMaxRanks];  ///< of DeviceGroup
   OfSegment segments[kMaxSegments];
+  alignas(kLineBytes) std::atomic<std::uint64_t> num_announced;  ///< versions of all allocations
+  std::atomic<std::uint32_t> num_refusing;                       ///< ranks that stage their buffers
+  OfAllocation allocations[kMaxRanks][kMaxAllocations];
 };
 
 /// A rank's record of its device and its process.

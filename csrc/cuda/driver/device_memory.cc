@@ -42,6 +42,26 @@ std::size_t rounded_up(DeviceOrdinal device, std::size_t num_bytes) {
 
 }  // namespace
 
+Allocation allocation_of(const void* address) {
+  Allocation found;
+  unsigned has_handle = 0;
+  int attributes[] = {kPointerBufferId, kPointerRangeStart, kPointerRangeSize,
+                      kPointerHasIpcHandle};
+  void* results[] = {&found.id, &found.base, &found.num_bytes, &has_handle};
+  check(
+      driver().pointer_get_attributes(4, attributes, results, reinterpret_cast<DevicePtr>(address)),
+      "ask whose memory this is");
+  // Others share what a handle exports.
+  found.has_ipc_handle = has_handle != 0 && found.num_bytes % kIpcGranularity == 0;
+  return found;
+}
+
+bool is_memory_scarce() {
+  std::size_t num_free = 0, num_total = 0;
+  check(driver().mem_get_info(&num_free, &num_total), "ask how much memory the GPU has");
+  return num_free < num_total / 16;
+}
+
 DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind)
     : device_(device), num_bytes_(num_bytes), kind_(kind), is_own_(true) {
   const ContextGuard guard(device);
@@ -68,8 +88,8 @@ DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const sh
   map();
 }
 
-DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const IpcMemHandle& handle)
-    : device_(device), num_bytes_(num_bytes), kind_(HandleKind::kIpc), is_own_(false) {
+DeviceMemory::DeviceMemory(DeviceOrdinal device, const IpcMemHandle& handle)
+    : device_(device), kind_(HandleKind::kIpc), is_own_(false) {
   const ContextGuard guard(device);
   check(driver().ipc_open_mem_handle(&address_, handle, kIpcLazyPeerAccess),
         "open another rank's memory");
@@ -110,13 +130,6 @@ shm::UniqueFd DeviceMemory::export_fd() const {
   check(driver().mem_export_to_shareable_handle(&fd, handle_, kHandlePosixFd, 0),
         "hand out memory of the GPU");
   return shm::UniqueFd(fd);
-}
-
-IpcMemHandle DeviceMemory::ipc_handle() const {
-  IpcMemHandle handle = {};
-  const ContextGuard guard(device_);
-  check(driver().ipc_get_mem_handle(&handle, address_), "hand out memory of the GPU");
-  return handle;
 }
 
 MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) : ordinal_(device) {

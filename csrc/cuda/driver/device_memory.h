@@ -15,15 +15,27 @@ enum class HandleKind : std::uint8_t {
   kIpc  ///< cuMemAlloc's memory; its owner must not free it while another process has it open
 };
 
+/// What the driver knows of the allocation that an address is in.
+struct Allocation {
+  std::uint64_t id = 0;  ///< never used again in this process; 0: there is none
+  DevicePtr base = 0;
+  std::size_t num_bytes = 0;
+  bool has_ipc_handle = false;  ///< of its own: neither of virtual memory nor of a pool
+};
+/// Throws Error.
+Allocation allocation_of(const void* address);
+/// Whether less than a sixteenth of the memory of the current context's device is free.
+bool is_memory_scarce();
+
 /// Memory of a device that other processes can map. With kFd it exists until its owner has freed it
 /// and every process has unmapped it. All functions throw Error.
 class DeviceMemory {
  public:
   /// Allocates at least `num_bytes`, rounded up to the driver's granularity.
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind);
-  /// Maps memory for `device`, from the result of export_fd() or, of another process, ipc_handle().
+  /// Maps memory for `device`, from the result of export_fd() or a handle of another process.
   DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const shm::UniqueFd& fd);
-  DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, const IpcMemHandle& handle);
+  DeviceMemory(DeviceOrdinal device, const IpcMemHandle& handle);
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
@@ -32,14 +44,13 @@ class DeviceMemory {
   std::size_t num_bytes() const { return num_bytes_; }
 
   shm::UniqueFd export_fd() const;
-  IpcMemHandle ipc_handle() const;
 
  private:
   void map();
   void release() noexcept;
 
   DeviceOrdinal device_;
-  std::size_t num_bytes_;
+  std::size_t num_bytes_ = 0;  // of what was opened by a handle: unknown
   HandleKind kind_;
   bool is_own_;
   MemoryHandle handle_ = 0;

@@ -40,6 +40,13 @@ enum DeviceAttribute : int {
   kMpsEnabled = 133,
 };
 
+enum PointerAttribute : int {
+  kPointerBufferId = 7,
+  kPointerHasIpcHandle = 10,
+  kPointerRangeStart = 11,
+  kPointerRangeSize = 12,
+};
+
 enum MemLocationType : int { kLocationDevice = 1 };
 enum MemAllocationType : int { kAllocationPinned = 1 };
 enum MemHandleType : int { kHandlePosixFd = 1 };
@@ -120,6 +127,9 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
     (void* shareable, MemoryHandle, int type, WideFlags))                                        \
   X(mem_import_from_shareable_handle, "cuMemImportFromShareableHandle",                          \
     (MemoryHandle*, void* shareable, int type))                                                  \
+  X(mem_get_info, "cuMemGetInfo_v2", (std::size_t* num_free, std::size_t* num_total))            \
+  X(pointer_get_attributes, "cuPointerGetAttributes",                                            \
+    (unsigned num_attributes, int* attributes, void** results, DevicePtr))                       \
   X(mem_alloc, "cuMemAlloc_v2", (DevicePtr*, std::size_t num_bytes))                             \
   X(mem_free, "cuMemFree_v2", (DevicePtr))                                                       \
   X(ipc_get_mem_handle, "cuIpcGetMemHandle", (IpcMemHandle*, DevicePtr))                         \

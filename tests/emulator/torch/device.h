@@ -54,6 +54,8 @@ void launch(c10::Stream stream, std::function<void()> function, bool is_operator
 c10::Allocator& allocator();
 /// Makes the end of a tensor's memory wait for what `stream` has been given until then.
 void record_stream(const c10::DataPtr& memory, c10::Stream stream);
+/// Frees what no tensor uses, as torch.cuda.empty_cache().
+void empty_cache();
 /// The requested bytes of live tensors.
 std::size_t allocated_bytes(c10::DeviceIndex device);
 

@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "emulator/torch/device.h"
@@ -17,6 +18,8 @@ namespace {
 
 constexpr unsigned char kPoison = 0xFF;
 constexpr std::size_t kMinBlockBytes = 512;
+
+cuda::DevicePtr address_of(const void* data) { return reinterpret_cast<cuda::DevicePtr>(data); }
 
 struct Block {
   void* data = nullptr;
@@ -28,7 +31,7 @@ struct Block {
   std::optional<c10::Event> released_by = {};  // for a freed block that is still in use
 };
 
-/// Blocks are never returned to the driver, so a device keeps its maximum usage.
+/// Blocks are returned to the driver by empty_cache() alone.
 class Heap {
  public:
   /// Never destroyed: tensors may go after it.
@@ -80,6 +83,17 @@ class Heap {
     block->users.clear();
   }
 
+  void empty_cache() {
+    const cuda::RelaxedCapture relaxed;
+    const std::lock_guard lock(mutex_);
+    for (auto& [capacity, blocks] : free_)
+      for (Block* block : std::exchange(blocks, {})) {
+        const ContextGuard context(block->owner.device_index());
+        check(driver().mem_free(address_of(block->data)), "free the memory of tensors");
+        delete block;
+      }
+  }
+
   void add_user(Block* block, c10::Stream stream) {
     const std::lock_guard lock(mutex_);
     if (std::ranges::find(block->users, stream) == block->users.end())
@@ -120,8 +134,6 @@ struct EmulatedGpuAllocator final : c10::Allocator {
   }
 };
 
-cuda::DevicePtr address_of(const void* data) { return reinterpret_cast<cuda::DevicePtr>(data); }
-
 }  // namespace
 
 c10::Allocator& allocator() {
@@ -135,6 +147,8 @@ void record_stream(const c10::DataPtr& memory, c10::Stream stream) {
   auto* block = static_cast<Block*>(memory.get_context());
   if (block->owner != stream) Heap::of(block->owner.device_index()).add_user(block, stream);
 }
+
+void empty_cache() { Heap::of(current_device()).empty_cache(); }
 
 std::size_t allocated_bytes(c10::DeviceIndex device) { return Heap::of(device).allocated_bytes; }
 

@@ -44,6 +44,7 @@ PYBIND11_MODULE(ringcomm_emulated_gpu, m) {
   m.def("current_stream_handle", [] {
     return reinterpret_cast<std::uintptr_t>(handle_of(current_stream(current_device())));
   });
+  m.def("empty_cache", &empty_cache, "Frees the cached blocks of the current device.");
   m.def("device_count", [] { return static_cast<int>(num_devices()); });
   m.def(
       "memory_allocated",

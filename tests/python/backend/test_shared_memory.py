@@ -188,7 +188,7 @@ def test_allocator(rank: int) -> None:
     tensor = backend.allocate_tensor(1000, dtype=torch.bfloat16, device=cpu)
     assert (tensor.shape, tensor.dtype) == ((1000,), torch.bfloat16)
     assert ringcomm.is_shared(tensor)
-    with pytest.raises(NotImplementedError, match="cuda"):
+    with pytest.raises(NotImplementedError, match="CUDA"):
         backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match="-5"):
         backend.allocate_tensor(-5, dtype=torch.float32, device=cpu)

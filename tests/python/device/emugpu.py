@@ -37,6 +37,10 @@ def device_count() -> int:
     return int(_extension().device_count())
 
 
+def empty_cache() -> None:
+    _extension().empty_cache()
+
+
 def current_device() -> int:
     return torch.accelerator.current_device_index()
 

@@ -28,6 +28,8 @@ ONE_CALL: tuple[str, ...] = (
 )
 if TORCH_VERSION >= (2, 15):  # c10d looks at the current stream once more
     ONE_CALL += ONE_CALL[:2]
+# Whose memory a buffer is in, of calls that could use it in place.
+LOOK_AT_BUFFER = ("cuPointerGetAttributes",)
 # Of one on the group's own stream, besides: it waits for the caller's stream. Then of wait(): the
 # caller's stream waits for it.
 OWN_STREAM = ("cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent", "cuStreamWaitEvent")
@@ -36,9 +38,10 @@ ONE_LOOK = ("cuThreadExchangeStreamCaptureMode", "cuEventQuery")
 
 
 def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
-    """The driver's calls of `times` calls, after two that make what is used again."""
-    for _ in range(2):
+    """The driver's calls of `times` calls, after four that make what is used again and map it."""
+    for _ in range(4):
         body()
+        emugpu.synchronize()
     emugpu.synchronize()
     before = driver_calls()
     for _ in range(times):
@@ -47,20 +50,25 @@ def calls_of(body: Callable[[], Any], times: int) -> Counter[str]:
 
 
 def check_synchronous(rank: int) -> None:
-    """Four calls of the driver each, and none more as calls add up."""
+    """Four calls of the driver each, and none more as calls add up. Long ones look at each buffer,
+    and whether one that was mapped has been freed.
+    """
     world_size = dist.get_world_size()
     small, large = torch.ones(10, device=GPU), torch.ones(100_000, device=GPU)
+    mapped = torch.ones(1 << 20, device=GPU)
     gathered = torch.empty(world_size * 10, device=GPU)
     ring = dist.new_group(pg_options=ringcomm.Options(algorithm="ring"))
-    bodies: list[Callable[[], Any]] = [
-        lambda: dist.all_reduce(small),
-        lambda: dist.all_reduce(large),
-        lambda: dist.all_reduce(large, group=ring),
-        lambda: dist.broadcast(large, 0),
-        lambda: all_gather_single(gathered, small),
+    bodies: list[tuple[Callable[[], Any], int]] = [
+        (lambda: dist.all_reduce(small), 0),
+        (lambda: dist.all_reduce(large), 1),
+        (lambda: dist.all_reduce(large, group=ring), 0),
+        (lambda: dist.broadcast(large, 0), 0),
+        (lambda: all_gather_single(gathered, small), 0),
+        (lambda: dist.all_reduce(mapped), 4),
     ]
-    for body in bodies:
-        assert calls_of(body, 50) == Counter(ONE_CALL * 50)
+    for body, num_looks in bodies:
+        calls = ONE_CALL + LOOK_AT_BUFFER * num_looks
+        assert calls_of(body, 50) == Counter(calls * 50)
 
 
 def check_asynchronous(rank: int) -> None:
@@ -77,7 +85,7 @@ def check_asynchronous(rank: int) -> None:
         for work in [dist.all_reduce(tensor, async_op=True) for _ in range(3)]:
             work.wait()
 
-    expected = Counter(ONE_CALL + OWN_STREAM)
+    expected = Counter(ONE_CALL + LOOK_AT_BUFFER + OWN_STREAM)
     assert calls_of(one, 20) == Counter({name: 20 * num for name, num in expected.items()})
     found = calls_of(bucketed, 20)
     for name, num in expected.items():
@@ -122,4 +130,6 @@ def test_batches_over_messages() -> None:
     ids=["synchronous", "asynchronous", "messages"],
 )
 def test_calls(check: Callable[[int], None], world_size: int) -> None:
-    run_on_gpus(world_size, check, env={**with_kernels(), "RINGCOMM_EMULATOR_SMS": "48"})
+    run_on_gpus(
+        world_size, check, env={**with_kernels(), "RINGCOMM_EMULATOR_SMS": "48"}, fresh=True
+    )

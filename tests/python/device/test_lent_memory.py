@@ -118,6 +118,41 @@ def check_captured(rank: int) -> None:
         assert y[::1000].tolist() == [turn * world_size] * len(y[::1000])
 
 
+def check_captured_send(rank: int) -> None:
+    """What a captured send reads stays, though its tensor goes."""
+    few_calls()
+    shared = ringcomm.empty_shared(NUM_ELEMS, dtype=torch.uint8, device=GPU).fill_(rank + 5)
+    received = torch.zeros(NUM_ELEMS, dtype=torch.uint8, device=GPU)
+    emugpu.synchronize()
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        dist.send(shared, 1) if rank == 0 else dist.recv(received, 0)
+    used = used_bytes()
+    del shared
+    few_calls()
+    assert used_bytes() == used if rank == 0 else True
+    graph.replay()
+    emugpu.synchronize()
+    assert received.unique().tolist() == [0 if rank == 0 else 5]
+
+
+def check_graph_before_any_piece(rank: int) -> None:
+    """A graph from before the first shared tensor meets a peer's eager call of one."""
+    few_calls()
+    given = torch.full((NUM_ELEMS,), rank + 1.0, device=GPU)
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        dist.all_reduce(given)
+    shared = ringcomm.empty_shared(NUM_ELEMS, device=GPU).fill_(rank + 1.0)
+    emugpu.synchronize()
+    if rank == 0:
+        graph.replay()
+    else:
+        dist.all_reduce(shared)
+    emugpu.synchronize()
+    assert (given if rank == 0 else shared).unique().tolist() == [3.0]
+
+
 def check_after_the_group(rank: int) -> None:
     """A tensor outlives its group; its memory goes with it."""
     before = used_bytes()
@@ -134,7 +169,14 @@ def check_after_the_group(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [check_many, check_pending, check_captured, check_after_the_group],
+    [
+        check_many,
+        check_pending,
+        check_captured,
+        check_captured_send,
+        check_graph_before_any_piece,
+        check_after_the_group,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_lent_memory(check: Callable[[int], None]) -> None:

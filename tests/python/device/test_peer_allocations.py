@@ -1,0 +1,226 @@
+"""Collectives of ordinary tensors on GPUs, which peers access in place once they have mapped the
+allocations that the tensors are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import emugpu
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import driver_calls, run_on_gpus, with_kernels
+from test_lent_memory import used_bytes
+from torch import Tensor
+
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+GPU = "emugpu"
+NUM_BYTES = 16 << 20  # of an allocation of its own, unlike any other
+NUM_ELEMS = NUM_BYTES // 4
+MEMORY = 128 << 20  # of a GPU on which it is scarce
+FEW_CALLS = 4  # announced in the second, mapped in the third, used by then or in the fourth
+
+
+def bytes_read_of_peers(mine: Tensor) -> int:
+    """How much of peers' allocations of NUM_BYTES this process has ever accessed, in its mappings
+    of them.
+    """
+    num_bytes, is_peers = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, *values = line.split()
+        if "-" in field:
+            begin, end = (int(part, 16) for part in field.split("-"))
+            is_peers = "emulated-gpu" in line and end - begin == NUM_BYTES
+            is_peers = is_peers and begin != mine.data_ptr()
+        elif field == "Rss:" and is_peers:
+            num_bytes += 1024 * int(values[0])
+    return num_bytes
+
+
+def num_mapped() -> int:
+    calls = driver_calls()
+    return calls["cuIpcOpenMemHandle_v2"] - calls["cuIpcCloseMemHandle"]
+
+
+def check_sum(tensor: Tensor, turn: int = 0) -> None:
+    """Exact, of different values at each place and turn."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = (torch.arange(tensor.numel()) % 1001 + turn).to(tensor.dtype)
+    # In pieces: the copies allocate as much on the GPU.
+    for part, piece in zip(tensor.split(1 << 20), own.split(1 << 20), strict=True):
+        part.copy_(piece * (rank + 1))
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor.cpu(), own * (world_size * (world_size + 1) // 2))
+
+
+def check_in_place(rank: int) -> None:
+    world_size = dist.get_world_size()
+    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    check_sum(tensor)
+    assert num_mapped() == 0
+    for turn in range(FEW_CALLS):
+        check_sum(tensor, turn)
+    assert num_mapped() == world_size - 1
+    # Its share of the sums, from every peer.
+    least = (world_size - 1) * NUM_BYTES // world_size
+    assert least <= bytes_read_of_peers(tensor) <= 1.1 * least + (1 << 20)
+    # A view somewhere in it, at another place on each rank.
+    for turn in range(3):
+        check_sum(tensor[1 + rank : NUM_ELEMS // 2 + rank], turn)
+    assert num_mapped() == world_size - 1
+
+
+def check_moves(rank: int) -> None:
+    world_size = dist.get_world_size()
+    share = NUM_ELEMS // world_size
+    for turn in range(FEW_CALLS + 1):
+        mine = torch.full((share,), 10 * turn + rank, dtype=torch.int32, device=GPU)
+        gathered = torch.empty(world_size * share, dtype=torch.int32, device=GPU)
+        all_gather_single(gathered, mine)
+        shares = gathered.view(world_size, share)[:, ::997].tolist()
+        assert shares == [[10 * turn + r] * len(shares[0]) for r in range(world_size)]
+        total = torch.empty_like(mine)
+        reduce_scatter_single(total, gathered)
+        assert total[::997].unique().tolist() == [(10 * turn + rank) * world_size]
+        dist.broadcast(gathered, turn % world_size)
+        dist.all_to_all_single(gathered, gathered.clone())
+        expected = [10 * turn + rank] * world_size
+        assert gathered.view(world_size, share)[:, share // 2].tolist() == expected
+    assert num_mapped() > 0
+
+
+def check_reuse_by_the_allocator(rank: int) -> None:
+    """Of a block while peers have it mapped: by another tensor on this rank only."""
+    for turn in range(3 * FEW_CALLS):
+        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+        place = tensor.data_ptr()
+        check_sum(tensor, turn)
+        if rank == 0:
+            emugpu.synchronize()
+            del tensor
+            other = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU).fill_(-1)
+            assert other.data_ptr() == place
+            del other
+    assert 1 <= num_mapped() <= 2  # rank 1 has two in turn
+
+
+def check_reuse_by_the_driver(rank: int) -> None:
+    """Of an address while peers have mapped what was there before."""
+    num_same = 0
+    for turn in range(6):
+        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+        place = tensor.data_ptr()
+        for i in range(FEW_CALLS):
+            check_sum(tensor, 10 * turn + i)
+        assert bytes_read_of_peers(tensor) > 0
+        if rank == 0 or turn % 2 == 0:
+            del tensor
+            emugpu.empty_cache()
+            tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+            num_same += tensor.data_ptr() == place
+    assert num_same > 0, "a test of nothing: no address was used again"
+    for turn in range(FEW_CALLS):
+        check_sum(tensor, turn)
+    assert num_mapped() == dist.get_world_size() - 1  # those of before are unmapped
+
+
+def check_many(rank: int) -> None:
+    """More allocations than a rank may announce."""
+    tensors = [torch.empty(1 << 20, dtype=torch.int32, device=GPU) for _ in range(140)]
+    for turn in range(3):
+        for tensor in tensors:
+            tensor.fill_(rank + turn)
+            dist.all_reduce(tensor)
+        for tensor in tensors[::23]:
+            assert tensor[:: 1 << 16].unique().tolist() == [1 + 2 * turn]
+    assert num_mapped() == 128
+
+
+def check_captured(rank: int) -> None:
+    """A graph stages its buffers, also where eager calls do not; nothing is mapped in a capture."""
+    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    for turn in range(FEW_CALLS):
+        check_sum(tensor, turn)
+    x = torch.zeros(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        tensor.copy_(x)
+        dist.all_reduce(tensor)
+    for turn in range(1, 4):
+        x.fill_(turn)
+        graph.replay()
+        assert tensor[::1000].unique().tolist() == [turn * dist.get_world_size()]
+        check_sum(torch.empty_like(x), turn)
+
+
+def check_messages_under_way(rank: int) -> None:
+    """One that waits for a peer that is in a collective: nothing is mapped before it has ended."""
+    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    message = torch.full((1 << 20,), rank, dtype=torch.int32, device=GPU)
+    for turn in range(FEW_CALLS):
+        sent = dist.isend(message, 1) if rank == 0 else None
+        tensor.fill_(turn)
+        dist.all_reduce(tensor)
+        if sent is None:
+            dist.recv(message, 0)
+            assert message[::1000].unique().tolist() == [0]
+        else:
+            sent.wait()
+        assert tensor[::1000].unique().tolist() == [2 * turn]
+
+
+def check_staged(rank: int) -> None:
+    """Where the allocations of one rank cannot be mapped."""
+    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    for turn in range(2 * FEW_CALLS):
+        check_sum(tensor, turn)
+    assert bytes_read_of_peers(tensor) == 0
+
+
+def check_scarce(rank: int) -> None:
+    """Less than a sixteenth of the GPU's memory is free from the second call on."""
+    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    check_sum(tensor)
+    small = []
+    while 16 * (MEMORY - used_bytes()) >= MEMORY:
+        small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
+    for turn in range(FEW_CALLS):
+        check_sum(tensor, turn)
+    assert num_mapped() == 0
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_reuse_by_the_allocator,
+        check_reuse_by_the_driver,
+        check_many,
+        check_captured,
+        check_messages_under_way,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_peer_allocations(check: Callable[[int], None]) -> None:
+    run_on_gpus(2, check, env=with_kernels(), fresh=True)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("check", [check_in_place, check_moves], ids=lambda check: check.__name__)
+def test_ordinary_tensors_are_used_in_place(check: Callable[[int], None], num_devices: int) -> None:
+    run_on_gpus(3, check, num_devices=num_devices, env=with_kernels(), fresh=True)
+
+
+def test_one_rank_that_cannot_hand_out_its_memory() -> None:
+    without = with_kernels() | {"RINGCOMM_EMULATOR_IPC": "0"}
+    run_on_gpus(2, check_staged, env=[with_kernels(), without], fresh=True)
+
+
+def test_scarce_memory_is_not_held_for_others() -> None:
+    few = with_kernels() | {"RINGCOMM_EMULATOR_MEMORY": str(MEMORY)}
+    run_on_gpus(2, check_scarce, env=few, fresh=True)
