@@ -31,10 +31,9 @@ PeerAllocations::Place PeerAllocations::place_of(const std::byte* data, std::siz
   const std::uint64_t offset = reinterpret_cast<DevicePtr>(data) - allocation.base;
   const bool can_lend = allocation.has_ipc_handle && offset + num_bytes <= allocation.num_bytes;
   const std::size_t row = can_lend ? find(allocation.id) : kMaxRows;
-  if (can_lend && row == kMaxRows)
-    wanted_.push_back(data);
-  else
-    refuse(!can_lend || has_failed_);
+  const bool is_new = can_lend && row == kMaxRows;
+  if (is_new && wanted_.size() < kMaxRows) wanted_.push_back(data);
+  if (!is_new) refuse(!can_lend || row_of(rank_, row).num_failed > 0);
   const bool is_lent = row != kMaxRows && is_known_to_all(row) && group_.words().num_refusing == 0;
   return {.row = row, .offset = offset, .is_lent = is_lent};
 }
@@ -53,39 +52,51 @@ void PeerAllocations::announce(const std::byte* data) {
   const Allocation allocation = allocation_of(data);  // which may have changed since the call
   if (!allocation.has_ipc_handle || find(allocation.id) != kMaxRows) return;
   if (num_failures_ % kFailuresPerTry != 0) return void(++num_failures_);
+  for (std::size_t row = 0; row < own_.size(); ++row) {
+    retire_if_freed(row);
+    // It may have had the same address, which peers are to unmap first.
+    if (is_freed(row)) return wanted_.push_back(data);
+  }
   const std::size_t row = free_row();
-  num_failures_ = row == kMaxRows ? num_failures_ + 1 : 0;
-  refuse(row == kMaxRows || has_failed_);
-  if (row == kMaxRows) return;
-  GroupWords::OfAllocation& mine = row_of(rank_, row);
-  check(driver().ipc_get_mem_handle(&mine.handle, allocation.base), "hand out memory of the GPU");
-  mine.base = allocation.base;
-  write_base_(row, rank_, reinterpret_cast<std::byte*>(allocation.base));
-  if (own_.size() <= row) own_.resize(row + 1);
-  own_[row] = {.id = allocation.id, .base = allocation.base};
-  publish(row);
+  bool is_announced = false;
+  if (row != kMaxRows && !is_memory_scarce()) try {
+      GroupWords::OfAllocation& mine = row_of(rank_, row);
+      check(driver().ipc_get_mem_handle(&mine.handle, allocation.base), "hand out GPU memory");
+      mine.base = allocation.base;
+      write_base_(row, rank_, reinterpret_cast<std::byte*>(allocation.base));
+      if (own_.size() <= row) own_.resize(row + 1);
+      own_[row] = {.id = allocation.id, .base = allocation.base};
+      publish(row);
+      is_announced = true;
+    } catch (const Error&) {  // the buffer is staged
+    }
+  num_failures_ = is_announced ? 0 : num_failures_ + 1;
+  refuse(!is_announced);
 }
 
-// kMaxRows if there is none, or too little memory to hold any of it longer than its owner does.
-std::size_t PeerAllocations::free_row() {
-  for (std::size_t row = 0; row < own_.size(); ++row) retire_if_freed(row);
+// kMaxRows if there is none.
+std::size_t PeerAllocations::free_row() const {
   std::size_t row = 0;
   while (row < own_.size() && (own_[row].id != 0 || !is_known_to_all(row))) ++row;
-  return is_memory_scarce() ? kMaxRows : row;
+  return row;
+}
+
+bool PeerAllocations::is_freed(std::size_t row) const {
+  const Own& own = own_[row];
+  return own.id != 0 && allocation_of(reinterpret_cast<const std::byte*>(own.base)).id != own.id;
 }
 
 void PeerAllocations::retire_if_freed(std::size_t row) {
-  Own& own = own_[row];
-  if (own.id == 0 || !is_known_to_all(row)) return;
-  if (allocation_of(reinterpret_cast<const std::byte*>(own.base)).id == own.id) return;
-  own = {};
+  if (!is_known_to_all(row) || !is_freed(row)) return;
+  own_[row] = {};
   publish(row);
 }
 
 // Only when all peers know the row's last version.
 void PeerAllocations::publish(std::size_t row) {
-  row_of(rank_, row).num_following = 0;
-  ++row_of(rank_, row).version;
+  GroupWords::OfAllocation& mine = row_of(rank_, row);
+  mine.num_following = mine.num_failed = 0;
+  ++mine.version;
   ++group_.words().num_announced;
 }
 
@@ -111,20 +122,19 @@ void PeerAllocations::follow(int rank, std::size_t row) {
   Theirs& theirs = theirs_[static_cast<std::size_t>(rank)][row];
   theirs.memory.reset();
   if (exists(source.version)) try {
-      DevicePtr base = source.base;
+      std::byte* base = reinterpret_cast<std::byte*>(source.base);
       if (group_.place(rank).pid != ::getpid()) {
         theirs.memory = std::make_unique<DeviceMemory>(group_.device(), source.handle);
-        base = reinterpret_cast<DevicePtr>(theirs.memory->data());
+        base = theirs.memory->data();
       } else if (group_.place(rank).device != group_.place(rank_).device) {
-        has_failed_ = true;  // which needs the peer access of two contexts
+        ++source.num_failed;  // threads would need the peer access of two contexts
       }
-      write_base_(row, rank, reinterpret_cast<std::byte*>(base));
-    } catch (const Error&) {
-      has_failed_ = true;
+      write_base_(row, rank, base);
+    } catch (const Error&) {  // such as of memory that has been freed meanwhile
+      ++source.num_failed;
     }
   theirs.version = source.version;
-  if (has_failed_) refuse(true);  // before the owner counts this rank
-  ++source.num_following;
+  ++source.num_following;  // last: the owner then counts this rank
 }
 
 // If one rank stages its buffers all do: otherwise every call begins again with staging.

@@ -35,13 +35,13 @@ class PeerAllocations {
 
   PeerAllocations(const RecordExchange& exchange, DeviceGroup& group, WriteBase write_base);
 
-  /// Of a buffer of this rank. Throws Error.
+  /// Of a buffer of this rank.
   Place place_of(const std::byte* data, std::size_t num_bytes);
   bool has_news() const {
     return !wanted_.empty() || group_.words().num_announced != num_followed_;
   }
   /// Unmaps what peers have retired, maps what they have announced, and announces what this rank's
-  /// last calls used. The driver may wait for all of this rank's kernels. Throws Error.
+  /// last calls used. The driver may wait for all of this rank's kernels.
   void follow();
 
  private:
@@ -59,7 +59,8 @@ class PeerAllocations {
   }
   std::size_t find(std::uint64_t id) const;
   void announce(const std::byte* data);
-  std::size_t free_row();
+  std::size_t free_row() const;
+  bool is_freed(std::size_t row) const;
   void retire_if_freed(std::size_t row);
   void publish(std::size_t row);
   bool is_known_to_all(std::size_t row) const;
@@ -77,7 +78,6 @@ class PeerAllocations {
   std::uint64_t num_followed_ = 0;
   std::size_t next_look_ = 0;  // at a row of this rank, in turn
   bool is_refusing_ = false;
-  bool has_failed_ = false;  // to map one of a peer
 };
 
 }  // namespace ringcomm::cuda

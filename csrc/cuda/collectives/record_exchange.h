@@ -120,6 +120,7 @@ struct GroupWords {
   struct OfAllocation {                        ///< of PeerAllocations, written by its owner
     std::atomic<std::uint64_t> version;        ///< odd while there is one
     std::atomic<std::uint32_t> num_following;  ///< peers that know this version
+    std::atomic<std::uint32_t> num_failed;     ///< peers of these that could not map it
     IpcMemHandle handle;
     DevicePtr base;  ///< in the owner's process
   };

@@ -48,9 +48,9 @@ Allocation allocation_of(const void* address) {
   int attributes[] = {kPointerBufferId, kPointerRangeStart, kPointerRangeSize,
                       kPointerHasIpcHandle};
   void* results[] = {&found.id, &found.base, &found.num_bytes, &has_handle};
-  check(
-      driver().pointer_get_attributes(4, attributes, results, reinterpret_cast<DevicePtr>(address)),
-      "ask whose memory this is");
+  const Result result =
+      driver().pointer_get_attributes(4, attributes, results, reinterpret_cast<DevicePtr>(address));
+  if (result != kSuccess) return {};
   // Others share what a handle exports.
   found.has_ipc_handle = has_handle != 0 && found.num_bytes % kIpcGranularity == 0;
   return found;
@@ -58,8 +58,8 @@ Allocation allocation_of(const void* address) {
 
 bool is_memory_scarce() {
   std::size_t num_free = 0, num_total = 0;
-  check(driver().mem_get_info(&num_free, &num_total), "ask how much memory the GPU has");
-  return num_free < num_total / 16;
+  const Result result = driver().mem_get_info(&num_free, &num_total);
+  return result != kSuccess || num_free < num_total / 16;
 }
 
 DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKind kind)

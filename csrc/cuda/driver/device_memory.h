@@ -17,14 +17,14 @@ enum class HandleKind : std::uint8_t {
 
 /// What the driver knows of the allocation that an address is in.
 struct Allocation {
-  std::uint64_t id = 0;  ///< never used again in this process; 0: there is none
+  std::uint64_t id = 0;  ///< never used again in this process; 0: none is known
   DevicePtr base = 0;
   std::size_t num_bytes = 0;
   bool has_ipc_handle = false;  ///< of its own: neither of virtual memory nor of a pool
 };
-/// Throws Error.
 Allocation allocation_of(const void* address);
-/// Whether less than a sixteenth of the memory of the current context's device is free.
+/// Whether less than a sixteenth of the memory of the current context's device is free, as far as
+/// the driver says.
 bool is_memory_scarce();
 
 /// Memory of a device that other processes can map. With kFd it exists until its owner has freed it

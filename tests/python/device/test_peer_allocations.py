@@ -130,6 +130,28 @@ def check_reuse_by_the_driver(rank: int) -> None:
     assert num_mapped() == dist.get_world_size() - 1  # those of before are unmapped
 
 
+def check_freed_before_it_is_mapped(rank: int) -> None:
+    """Peers cannot open what has been freed since it was announced; what follows is mapped."""
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU).fill_(1)
+    dist.all_reduce(tensor)
+    emugpu.synchronize()
+    if rank == 0:
+        store.wait(["called"])  # rank 1 maps nothing more in this call
+    dist.all_reduce(tensor)
+    if rank == 1:
+        store.set("called", "")
+    emugpu.synchronize()
+    if rank == 0:
+        del tensor
+        emugpu.empty_cache()
+        tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    for turn in range(2 * FEW_CALLS):
+        check_sum(tensor, turn)
+    assert num_mapped() == 1 + rank  # counts the one that failed
+    assert bytes_read_of_peers(tensor) > 0
+
+
 def check_many(rank: int) -> None:
     """More allocations than a rank may announce."""
     tensors = [torch.empty(1 << 20, dtype=torch.int32, device=GPU) for _ in range(140)]
@@ -200,6 +222,7 @@ def check_scarce(rank: int) -> None:
     [
         check_reuse_by_the_allocator,
         check_reuse_by_the_driver,
+        check_freed_before_it_is_mapped,
         check_many,
         check_captured,
         check_messages_under_way,
