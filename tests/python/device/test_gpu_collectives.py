@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import CUDA, Gpus, device, in_gpu_ranks, kind, on_all_gpus, on_gpu, on_gpus
+from gpu_ranks import CUDA, Gpus, device, in_gpu_ranks, kind, module, on_all_gpus, on_gpu, on_gpus
 from sequence_calls import COLLECTIVES
 from sequences import run_calls
 from test_collectives import covering_calls
@@ -123,6 +123,26 @@ def test_one_group_takes_tensors_of_the_host_too(rank: int) -> None:
         work.wait()
     expected = [float(dist.get_world_size() ** 3)] * 1000
     assert on_host.tolist() == elsewhere.tolist() == expected
+
+
+@in_gpu_ranks(on_all_gpus)
+def test_memory_that_a_rank_frees_and_gets_again(rank: int) -> None:
+    """While the other ranks have it mapped: by another tensor, and from the driver."""
+    world_size, num_elems = dist.get_world_size(), 1 << 20
+    values = torch.arange(num_elems, dtype=torch.int32) % 1001
+    for turn in range(6):
+        tensor = on_gpu(values + turn + rank)
+        for i in range(3):
+            dist.all_reduce(tensor)
+            expected = (values + turn) * world_size + world_size * (world_size - 1) // 2
+            assert torch.equal(tensor.cpu(), expected), (turn, i)
+            tensor.copy_(values + turn + rank)
+        del tensor
+        if rank == turn // 2 % world_size or turn > 4:
+            module().synchronize()
+            module().empty_cache()
+        if rank == 0:
+            torch.full((num_elems,), -1, dtype=torch.int32, device=device())
 
 
 # ---- a negative control
