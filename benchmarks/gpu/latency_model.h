@@ -197,9 +197,10 @@ class LatencyModel {
   static constexpr double kRingBytesPerUs = 0.36e6, kNvlsBytesPerUs = 0.48e6, kNcclStartUs = 15;
   // Products of 16-bit elements at 80 % of the tensor cores' peak, and the end of a product.
   static constexpr double kProductFlopsPerUs = 0.79e9, kProductEndUs = 8;
-  // Estimates of an eager call's host path: Python and c10d, ringcomm, two questions to the driver,
-  // and from the call that launches to the kernel's first instruction.
-  static constexpr double kPythonUs = 4.5, kOwnHostUs = 1, kQueriesUs = 0.2, kStreamLaunchUs = 3.2;
+  // An eager call's host path: Python with c10d, and ringcomm, by a profile over the emulator (2.7
+  // and 0.5 us); estimates of two questions to the driver, and from the call that launches to the
+  // kernel's first instruction.
+  static constexpr double kPythonUs = 3, kOwnHostUs = 0.5, kQueriesUs = 0.2, kStreamLaunchUs = 3.2;
   // Of a block on a multiprocessor of four schedulers at 1.755 GHz: instructions of 16 warps.
   static constexpr double kUsPerInstruction = 16.0 / 4 / 1755;
 

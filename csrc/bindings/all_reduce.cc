@@ -17,8 +17,8 @@ namespace ringcomm {
 namespace {
 
 bool is_plain_buffer(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
-         tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_complex() &&
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
+         !tensor.is_conj() && !tensor.is_neg() && !tensor.is_complex() &&
          tensor.storage().nbytes() > 0;
 }
 
@@ -101,20 +101,28 @@ TensorCall sparse_all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp
 
 }  // namespace
 
-// The engine's call is on the stack: no tensor is kept, nothing is allocated, and there is no work.
-// What profilers and recordings must see takes the other way.
+// The engine's call is on the stack, and there is no work; on a CPU nothing is allocated. What
+// profilers and recordings must see takes the other way.
 bool ProcessGroupRingcomm::all_reduce_at_once(const at::Tensor& input, const at::Tensor& output,
                                               const c10d::ReduceOp& op,
                                               std::chrono::milliseconds timeout) {
   if (!is_plain_buffer(input) || !(output.is_same(input) || is_plain_buffer(output)) ||
-      op.op_ == c10d::ReduceOp::PREMUL_SUM || at::hasCallbacks() || trace::is_on())
+      input.device() != output.device() || op.op_ == c10d::ReduceOp::PREMUL_SUM ||
+      at::hasCallbacks() || trace::is_on())
     return false;
-  const std::shared_ptr<Communicator> engine = communicator();
+  const c10::Device device = output.device();
+  // In a coalesced block every call on a device has a work.
+  if (!device.is_cpu() && (device.is_meta() || is_coalescing())) return false;
   void* const to = output.data_ptr();  // first: it may give a shared storage memory of its own
   const void* const from = input.const_data_ptr();
   Collective call = reducing(OpKind::kAllReduce, output, op, "all_reduce");
   call.inputs = &from;
   call.outputs = &to;
+  if (!device.is_cpu()) {
+    devices()->run_at_once(device, call, {input, output});
+    return true;
+  }
+  const std::shared_ptr<Communicator> engine = communicator();
   const WaitLimits limits{.timeout = effective(timeout), .is_interrupted = is_interrupted};
   with_python_errors([&] { engine->run(call, limits); });
   return true;

@@ -69,6 +69,8 @@ class Devices {
   /// for `info.timeout` at most.
   virtual WorkPtr start(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
                         Tensors results) = 0;
+  /// Enqueues a synchronous collective on `tensors`, as start() does, without a work.
+  virtual void run_at_once(c10::Device device, const Collective& call, Tensors tensors) = 0;
   /// Enqueues messages of one device of which none waits for another.
   virtual WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) = 0;
   /// Makes what carries the tensors of a device. The first call is collective over the group.

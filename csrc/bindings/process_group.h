@@ -118,8 +118,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// A readable description of the transport of each device.
   std::map<std::string, std::string> device_transports();
 
-  /// An all_reduce of one dense tensor of the CPU, into another of its shape and dtype or the same;
-  /// blocks. False, and nothing is done, if the call must take the way of all others.
+  /// An all_reduce of one dense tensor, into another of its shape and dtype or the same; blocks on
+  /// a CPU, and is enqueued on another device's current stream. False, and nothing is done, if the
+  /// call must take the way of all others.
   bool all_reduce_at_once(const at::Tensor& input, const at::Tensor& output,
                           const c10d::ReduceOp& op,
                           std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
@@ -142,6 +143,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                    const Tensors& results, c10::function_ref<WorkPtr()> body) const;
   /// Records a work for endCoalescing() inside a coalesced block.
   WorkPtr coalesced(WorkPtr work);
+  bool is_coalescing() const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
   /// The rank as a number of the group; throws ValueError. `what` names it in the message.
   int checked_rank(int64_t rank, const char* what) const;

@@ -127,7 +127,7 @@ TEST_CASE("latency of an eager all_reduce of 1 KiB, with its host path") {
     const PlannedCall call = plan(num_ranks, 1 << 10, Path::kStaged).call;
     const double us = model_of(1).eager_us(call);
     MESSAGE(num_ranks, " ranks: ", us, " us");
-    CHECK(us <= 12);
+    CHECK(us <= 10);
   }
 }
 

@@ -268,28 +268,27 @@ void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
   if (is_aborted_) use->give_up();
 }
 
-template <class Enqueue>
-void DeviceGroup::ending_on_failure(const std::function<std::string()>& what,
-                                    const Enqueue& enqueue) {
+template <class What, class Enqueue>
+void DeviceGroup::ending_on_failure(const What& what, const Enqueue& enqueue) {
   try {
     enqueue();
   } catch (const std::exception& error) {
     // The hosts may still compare headers, which tells more.
     await_reason([&] { return num_checks_ > 0; });
     // The other ranks have continued, so the group ends.
-    end(what() + ": " + error.what());
+    end(std::string(what()) + ": " + error.what());
     throw;
   }
 }
 
-void DeviceGroup::run(const TensorCall& item, cuda::DeviceCarrier& carrier,
-                      const cuda::StreamPlace& place) {
+void DeviceGroup::run(const Collective& call, cuda::DeviceCarrier& carrier,
+                      const cuda::StreamPlace& place, const std::function<void()>& finish) {
   const std::shared_ptr<Communicator> engine = communicator();
   carrier.check_collective(place);
-  CallHeader header = engine->issue(item.call);
-  carrier.plan(item.call, header);
+  CallHeader header = engine->issue(call);
+  carrier.plan(call, header);
   if (world_size_ > 1 && !carrier.finds_mismatches()) {
-    check_header(*engine, item.call, header, options_->timeout,
+    check_header(*engine, call, header, options_->timeout,
                  [weak = weak_from_this()](bool has_failed) {
                    const auto group = weak.lock();
                    if (group == nullptr) return;
@@ -300,14 +299,42 @@ void DeviceGroup::run(const TensorCall& item, cuda::DeviceCarrier& carrier,
   }
   ending_on_failure([&] { return describe(header); },
                     [&] {
-                      engine->stats().count(item.call.op,
-                                            carrier.enqueue(item.call, header, place));
-                      if (item.finish) item.finish();
+                      engine->stats().count(call.op, carrier.enqueue(call, header, place));
+                      if (finish) finish();
                     });
 }
 
-WorkPtr DeviceGroup::enqueue(c10::Device device, const CallInfo& info, const Tensors& inputs,
-                             Tensors kept, Tensors results, const Body& body) {
+std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_async, int peer,
+                                                Tensors kept, const Body& body) {
+  const std::lock_guard order(order_);
+  check();
+  const c10::Stream home = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const c10::Stream stream = is_async ? own_stream(device, peer) : home;
+  const c10::StreamGuard guard(stream);
+  const DeviceContext context(device);
+  if (stream != home) DeviceEvent::record(home).block(stream);
+  cuda::DeviceCarrier& used = carrier(device);
+  const cuda::StreamPlace place = place_of(stream);
+  std::shared_ptr<const cuda::Event> end;
+  try {
+    if (body(used, place)) end = used.last_end();
+  } catch (...) {
+    if (communicator()->failure().has_failed()) {
+      const std::lock_guard lock(mutex_);
+      lost_.insert(lost_.end(), kept.begin(), kept.end());
+    }
+    throw;
+  }
+  auto use =
+      std::make_shared<DeviceUse>(stream, home, place.capture != 0,
+                                  end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream),
+                                  std::move(kept), used, used.take_outcomes());
+  keep(use);
+  return use;
+}
+
+WorkPtr DeviceGroup::enqueue_work(c10::Device device, const CallInfo& info, const Tensors& inputs,
+                                  Tensors kept, Tensors results, const Body& body) {
   std::optional<std::chrono::milliseconds> barrier_timeout;  // the host waits for a barrier
   if (info.op_type == c10d::OpType::BARRIER) barrier_timeout = info.timeout;
   kept.insert(kept.end(), results.begin(), results.end());
@@ -315,34 +342,21 @@ WorkPtr DeviceGroup::enqueue(c10::Device device, const CallInfo& info, const Ten
                                               inputs, std::move(results),
                                               communicator()->next_seq(), barrier_timeout);
   with_python_errors([&] {
-    const std::lock_guard order(order_);
-    check();
-    const c10::Stream home = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    const c10::Stream stream = info.is_async ? own_stream(device, info.peer) : home;
-    const c10::StreamGuard guard(stream);
-    const DeviceContext context(device);
-    if (stream != home) DeviceEvent::record(home).block(stream);
-    cuda::DeviceCarrier& used = carrier(device);
-    const cuda::StreamPlace place = place_of(stream);
-    std::shared_ptr<const cuda::Event> end;
-    try {
-      if (body(used, place)) end = used.last_end();
-    } catch (...) {
-      if (communicator()->failure().has_failed()) {
-        const std::lock_guard lock(mutex_);
-        lost_.insert(lost_.end(), kept.begin(), kept.end());
-      }
-      throw;
-    }
-    const auto use =
-        std::make_shared<DeviceUse>(stream, home, place.capture != 0,
-                                    end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream),
-                                    std::move(kept), used, used.take_outcomes());
-    keep(use);
-    work->set_enqueued(use);
+    work->set_enqueued(enqueue(device, info.is_async, info.peer, std::move(kept), body));
   });
   if (barrier_timeout && !info.is_async) work->wait();
   return work;
+}
+
+void DeviceGroup::run_at_once(c10::Device device, const Collective& call, Tensors tensors) {
+  with_python_errors([&] {
+    enqueue(device, /*is_async=*/false, /*peer=*/-1, std::move(tensors),
+            [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
+              run(call, carrier, place);
+              return true;
+            });
+    check();
+  });
 }
 
 WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
@@ -352,11 +366,12 @@ WorkPtr DeviceGroup::start(c10::Device device, const CallInfo& info, std::vector
     item.link();
     take_tensors(item, kept, inputs);
   }
-  return enqueue(device, info, inputs, std::move(kept), std::move(results),
-                 [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
-                   for (const TensorCall& item : calls) run(item, carrier, place);
-                   return !calls.empty() && !calls.back().finish;
-                 });
+  return enqueue_work(device, info, inputs, std::move(kept), std::move(results),
+                      [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
+                        for (const TensorCall& item : calls)
+                          run(item.call, carrier, place, item.finish);
+                        return !calls.empty() && !calls.back().finish;
+                      });
 }
 
 // A rank without room for a peer's messages and that peer both refuse them. Messages with other
@@ -389,14 +404,14 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
     }
     return is_last;
   };
-  auto work = enqueue(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
-                      [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
-                        carrier.check_messages(messages);
-                        bool is_last = false;
-                        ending_on_failure([] { return "sends and receives"; },
-                                          [&] { is_last = post(carrier, place); });
-                        return is_last;
-                      });
+  auto work = enqueue_work(*calls[0].info.device, info, inputs, std::move(kept), std::move(results),
+                           [&](cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place) {
+                             carrier.check_messages(messages);
+                             bool is_last = false;
+                             ending_on_failure([] { return "sends and receives"; },
+                                               [&] { is_last = post(carrier, place); });
+                             return is_last;
+                           });
   if (refused.empty()) return work;
   work->wait();
   std::string names;

@@ -2,6 +2,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
+#include <c10/util/FunctionRef.h>
 
 #include <atomic>
 #include <chrono>
@@ -33,6 +34,7 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
 
   WorkPtr start(c10::Device device, const CallInfo& info, std::vector<TensorCall> calls,
                 Tensors results) override;
+  void run_at_once(c10::Device device, const Collective& call, Tensors tensors) override;
   WorkPtr exchange(CallInfo info, std::vector<DeviceMessage> messages, Tensors results) override;
   void connect(c10::Device device) override { carrier(device); }
   Algorithm algorithm_of(const Collective& call, c10::Device device) override;
@@ -60,11 +62,14 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   std::unique_ptr<cuda::DeviceCarrier> make_carrier(Communicator& communicator,
                                                     c10::Device device) const;
   /// Whether the last that it has enqueued was the carrier's.
-  using Body = std::function<bool(cuda::DeviceCarrier&, const cuda::StreamPlace&)>;
+  using Body = c10::function_ref<bool(cuda::DeviceCarrier&, const cuda::StreamPlace&)>;
 
-  WorkPtr enqueue(c10::Device device, const CallInfo& info, const Tensors& inputs, Tensors kept,
-                  Tensors results, const Body& body);
-  void run(const TensorCall& item, cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place);
+  std::shared_ptr<DeviceUse> enqueue(c10::Device device, bool is_async, int peer, Tensors kept,
+                                     const Body& body);
+  WorkPtr enqueue_work(c10::Device device, const CallInfo& info, const Tensors& inputs,
+                       Tensors kept, Tensors results, const Body& body);
+  void run(const Collective& call, cuda::DeviceCarrier& carrier, const cuda::StreamPlace& place,
+           const std::function<void()>& finish = {});
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device, int peer);
   void keep(const std::shared_ptr<DeviceUse>& use);
@@ -72,8 +77,8 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   /// in time, while `may_come()`.
   template <class MayCome>
   void await_reason(const MayCome& may_come);
-  template <class Enqueue>
-  void ending_on_failure(const std::function<std::string()>& what, const Enqueue& enqueue);
+  template <class What, class Enqueue>
+  void ending_on_failure(const What& what, const Enqueue& enqueue);
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<GroupOptions> options_;
