@@ -20,8 +20,8 @@ from report import records_of
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import Contender, Timings, measure
 
-# Before a capture: initialization of a backend, such as connecting, must not be in the graph.
-NUM_CALLS_BEFORE_CAPTURE = 3
+# Before a capture, of each call: a backend connects, and maps or registers its buffers.
+NUM_ROUNDS_BEFORE_CAPTURE = 4
 
 
 @dataclass
@@ -74,12 +74,12 @@ def align(team: Team, device: torch.device) -> Callable[[], None]:
     return wait
 
 
-def captured(calls: Sequence[Callable[[], None]], device: torch.device) -> Callable[[], None]:
+def captured(calls: list[Callable[[], None]], device: torch.device) -> Callable[[], None]:
     """A CUDA graph of calls on the current device, in order; replays it. Collective."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for call in calls[:NUM_CALLS_BEFORE_CAPTURE]:
+        for call in calls * NUM_ROUNDS_BEFORE_CAPTURE:
             call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()

@@ -25,8 +25,8 @@ def empty_shared(
     more several times faster. Otherwise it is an ordinary CPU tensor. Its memory is freed with the
     last tensor on its storage, independently of the group.
 
-    On a GPU ordinary tensors are used in place as well, except in CUDA graphs, with
-    `expandable_segments`, and where memory is scarce; this is for those.
+    On a GPU ordinary tensors are used in place as well, except with `expandable_segments`, where
+    memory is scarce, and in a CUDA graph's first calls; this is for those.
 
     There it is collective: all ranks of the group call it, each for its own device. Collectives
     of that group run directly on such tensors: all_reduce and fused updates if inputs and outputs

@@ -119,7 +119,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   const HeaderWords words = to_words(header);
   PlannedCall& planned = plan_call(call, header, words);
   lent_.collect();
-  if (lent_.allocations().has_news() && place.capture == 0 && has_no_messages()) {
+  if (lent_.allocations().has_news() && has_no_messages()) {
     const RelaxedCapture relaxed;
     lent_.allocations().follow();
   }

@@ -140,8 +140,7 @@ void LentMemory::find_buffers(const Collective& call, const LaunchPlan& plan, bo
       [&](const std::byte* data, std::size_t num_bytes) -> std::uint64_t {
         if (const std::uint64_t place = place_in_segments(data, num_bytes); place != 0)
           return place;
-        // A graph may outlive the allocations.
-        if (is_captured || group_.takes_turns() || num_bytes < kMinMappedBytes) return 0;
+        if (group_.takes_turns() || num_bytes < kMinMappedBytes) return 0;
         const PeerAllocations::Place found = allocations_.place_of(data, num_bytes);
         return found.is_lent ? Lent::place(kMaxSegments + found.row, found.offset) : 0;
       },

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import driver_calls, run_on_gpus, with_kernels
+from gpu_ranks import meet
 from test_lent_memory import used_bytes
 from torch import Tensor
 
@@ -27,9 +28,9 @@ MEMORY = 128 << 20  # of a GPU on which it is scarce
 FEW_CALLS = 4  # announced in the second, mapped in the third, used by then or in the fourth
 
 
-def bytes_read_of_peers(mine: Tensor) -> int:
+def bytes_read_of_peers(*mine: Tensor) -> int:
     """How much of peers' allocations of NUM_BYTES this process has ever accessed, in its mappings
-    of them.
+    of them. `mine` are this process's own.
     """
     num_bytes, is_peers = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -37,7 +38,7 @@ def bytes_read_of_peers(mine: Tensor) -> int:
         if "-" in field:
             begin, end = (int(part, 16) for part in field.split("-"))
             is_peers = "emulated-gpu" in line and end - begin == NUM_BYTES
-            is_peers = is_peers and begin != mine.data_ptr()
+            is_peers = is_peers and all(begin != own.data_ptr() for own in mine)
         elif field == "Rss:" and is_peers:
             num_bytes += 1024 * int(values[0])
     return num_bytes
@@ -165,19 +166,49 @@ def check_many(rank: int) -> None:
 
 
 def check_captured(rank: int) -> None:
-    """A graph stages its buffers, also where eager calls do not; nothing is mapped in a capture."""
+    """Calls in a graph map allocations and use them in place as eager ones do, also of the graph's
+    own pool. When the graph is gone, its memory is used again.
+    """
+    world_size = dist.get_world_size()
+    x = torch.zeros(NUM_ELEMS, dtype=torch.int32, device=GPU)
+    graph = emugpu.CUDAGraph()
+    dist.all_reduce(x[:1000])
+    with emugpu.graph(graph):
+        tensor = x.clone()
+        for _ in range(FEW_CALLS):
+            dist.all_reduce(tensor)
+            meet()
+    assert num_mapped() == world_size - 1
+    assert bytes_read_of_peers(tensor, x) == 0  # nothing has run
+    for turn in range(1, 4):
+        x.fill_(turn + rank)
+        graph.replay()
+        total = (2 * turn + 1) * world_size ** (FEW_CALLS - 1)
+        assert tensor[::1000].unique().tolist() == [total]
+        least = (world_size - 1) * NUM_BYTES // world_size
+        assert bytes_read_of_peers(tensor, x) >= least
+        check_sum(torch.empty_like(x), turn)
+    del graph, tensor
+    emugpu.empty_cache()
+    for turn in range(FEW_CALLS):
+        check_sum(torch.empty_like(x), turn)
+
+
+def check_captured_where_one_rank_lends(rank: int) -> None:
+    """For as long as there is the graph, its call is staged on all ranks."""
     tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
     for turn in range(FEW_CALLS):
         check_sum(tensor, turn)
     x = torch.zeros(NUM_ELEMS, dtype=torch.int32, device=GPU)
     graph = emugpu.CUDAGraph()
     with emugpu.graph(graph):
-        tensor.copy_(x)
-        dist.all_reduce(tensor)
+        total = tensor if rank == 0 else torch.empty_like(tensor)
+        total.copy_(x)
+        dist.all_reduce(total)
     for turn in range(1, 4):
         x.fill_(turn)
         graph.replay()
-        assert tensor[::1000].unique().tolist() == [turn * dist.get_world_size()]
+        assert total[::1000].unique().tolist() == [turn * dist.get_world_size()]
         check_sum(torch.empty_like(x), turn)
 
 
@@ -225,6 +256,7 @@ def check_scarce(rank: int) -> None:
         check_freed_before_it_is_mapped,
         check_many,
         check_captured,
+        check_captured_where_one_rank_lends,
         check_messages_under_way,
     ],
     ids=lambda check: check.__name__,
