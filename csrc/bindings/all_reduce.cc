@@ -112,7 +112,7 @@ bool ProcessGroupRingcomm::all_reduce_at_once(const at::Tensor& input, const at:
     return false;
   const c10::Device device = output.device();
   // In a coalesced block every call on a device has a work.
-  if (!device.is_cpu() && (device.is_meta() || is_coalescing())) return false;
+  if (!device.is_cpu() && (device.is_meta() || is_coalescing_)) return false;
   void* const to = output.data_ptr();  // first: it may give a shared storage memory of its own
   const void* const from = input.const_data_ptr();
   Collective call = reducing(OpKind::kAllReduce, output, op, "all_reduce");

@@ -143,7 +143,6 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                    const Tensors& results, c10::function_ref<WorkPtr()> body) const;
   /// Records a work for endCoalescing() inside a coalesced block.
   WorkPtr coalesced(WorkPtr work);
-  bool is_coalescing() const;
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
   /// The rank as a number of the group; throws ValueError. `what` names it in the message.
   int checked_rank(int64_t rank, const char* what) const;
@@ -155,7 +154,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   mutable std::mutex mutex_;  // guards all below, which several threads may use
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda
-  bool is_coalescing_ = false;
+  std::atomic<bool> is_coalescing_ = false;
   std::vector<WorkPtr> coalesced_works_;
   std::vector<DeviceMessage> coalesced_messages_;  // all on one device
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;

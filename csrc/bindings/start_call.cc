@@ -166,11 +166,6 @@ WorkPtr ProcessGroupRingcomm::endCoalescing() {
   return coalesced_work(getRank(), std::move(works));
 }
 
-bool ProcessGroupRingcomm::is_coalescing() const {
-  const std::lock_guard lock(mutex_);
-  return is_coalescing_;
-}
-
 WorkPtr ProcessGroupRingcomm::coalesced(WorkPtr work) {
   const std::lock_guard lock(mutex_);
   if (!is_coalescing_ || work == nullptr) return work;

@@ -99,7 +99,7 @@ struct Piece {
   std::size_t num_bytes = 0;
   Origin origin = Origin::kAllocated;
   std::shared_ptr<PhysicalMemory> memory;  // none for the host's, nor for what is only reserved
-  std::uint64_t id = 0;                    // never used again
+  std::uint64_t id = 0;                    // never used again, but with REUSES_IDS
 };
 
 // Never destroyed.
@@ -109,7 +109,7 @@ std::map<DevicePtr, Piece>& pieces = *new std::map<DevicePtr, Piece>();
 void add_piece(Piece piece) {
   static std::uint64_t num_made = 0;
   const std::lock_guard lock(space_mutex);
-  piece.id = ++num_made;
+  piece.id = settings().reuses_ids ? piece.base : ++num_made;
   pieces[piece.base] = std::move(piece);
 }
 

@@ -178,8 +178,7 @@ void DeviceGroup::check() {
     communicator->failure().rethrow_if_any();
 }
 
-template <class MayCome>
-void DeviceGroup::await_reason(const MayCome& may_come) {
+void DeviceGroup::await_reason(c10::function_ref<bool()> may_come) {
   const auto deadline = std::chrono::steady_clock::now() + kFailurePatience;
   for (check(); may_come() && std::chrono::steady_clock::now() < deadline; check())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -268,15 +267,15 @@ void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
   if (is_aborted_) use->give_up();
 }
 
-template <class What, class Enqueue>
-void DeviceGroup::ending_on_failure(const What& what, const Enqueue& enqueue) {
+void DeviceGroup::ending_on_failure(c10::function_ref<std::string()> what,
+                                    c10::function_ref<void()> enqueue) {
   try {
     enqueue();
   } catch (const std::exception& error) {
     // The hosts may still compare headers, which tells more.
     await_reason([&] { return num_checks_ > 0; });
     // The other ranks have continued, so the group ends.
-    end(std::string(what()) + ": " + error.what());
+    end(what() + ": " + error.what());
     throw;
   }
 }

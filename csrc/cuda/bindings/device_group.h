@@ -75,10 +75,8 @@ class DeviceGroup final : public Devices, public std::enable_shared_from_this<De
   void keep(const std::shared_ptr<DeviceUse>& use);
   /// Throws the reason for which the group ends, if a watchdog of this or another rank reports one
   /// in time, while `may_come()`.
-  template <class MayCome>
-  void await_reason(const MayCome& may_come);
-  template <class What, class Enqueue>
-  void ending_on_failure(const What& what, const Enqueue& enqueue);
+  void await_reason(c10::function_ref<bool()> may_come);
+  void ending_on_failure(c10::function_ref<std::string()> what, c10::function_ref<void()> enqueue);
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<GroupOptions> options_;

@@ -10,6 +10,7 @@ from pathlib import Path
 import emugpu
 import emulated_gpu
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from emulated_gpu import driver_calls, run_on_gpus, with_kernels
@@ -263,6 +264,13 @@ def check_scarce(rank: int) -> None:
 )
 def test_peer_allocations(check: Callable[[int], None]) -> None:
     run_on_gpus(2, check, env=with_kernels(), fresh=True)
+
+
+def test_numbers_that_are_used_again_give_wrong_sums() -> None:
+    """Control: peers then go on with what was at the address before."""
+    used_again = with_kernels() | {"RINGCOMM_EMULATOR_REUSES_IDS": "1"}
+    with pytest.raises(ranks.RankFailure, match="in check_sum"):
+        run_on_gpus(2, check_reuse_by_the_driver, env=used_again, fresh=True)
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
