@@ -136,18 +136,18 @@ class Sweep {
                                    .max_ranks_per_device = page_.num_ranks,
                                    .is_on_one_device = true,
                                    .min_multiprocessors = multiprocessors});
-    const int places = multiprocessors * cuda::kBlocksPerMultiprocessor;
+    const int places = multiprocessors * cuda::kPlacesPerMultiprocessor;
     const auto room = static_cast<unsigned>(places * 7 / 8 / page_.num_ranks);
     std::vector layouts = {plan};
-    for (const unsigned num_blocks :
-         {plan.num_blocks / 2, plan.num_blocks, plan.num_blocks * 3 / 2})
-      for (const std::uint32_t region_bytes : {16u << 10, 32u << 10, 64u << 10, 128u << 10}) {
+    for (const unsigned num_places :
+         {plan.num_places() / 2, plan.num_places(), plan.num_places() * 3 / 2})
+      for (const std::uint32_t region_bytes : {8u << 10, 16u << 10, 32u << 10, 64u << 10}) {
         cuda::StagingLayout cut = plan;
-        cut.num_blocks = num_blocks;
+        cut.num_blocks = num_places * cuda::kBlocksPerPlace;
         cut.region_bytes = region_bytes;
-        cut.num_packet_blocks = std::min(cut.num_packet_blocks, num_blocks);
-        const bool is_plan = num_blocks == plan.num_blocks && region_bytes == plan.region_bytes;
-        if (num_blocks > 0 && num_blocks <= room && !is_plan) layouts.push_back(cut);
+        cut.num_packet_blocks = std::min(cut.num_packet_blocks, cut.num_blocks);
+        const bool is_plan = cut.num_blocks == plan.num_blocks && region_bytes == plan.region_bytes;
+        if (num_places > 0 && num_places <= room && !is_plan) layouts.push_back(cut);
       }
     return layouts;
   }
@@ -186,18 +186,14 @@ class Sweep {
       if (point.path == Path::kCopy)
         memory_.copy(memory_.output(), memory_.input(point.dtype), point.num_bytes);
       else
-        launch(plan.kernel, plan.num_blocks, kernel);
+        launch(plan, kernel);
     }
     cuda::check(graphs_.end(memory_.stream(), &graph), "end a graph");
     cuda::check(graphs_.instantiate(&point.graph, graph, 0), "make a graph ready");
     points_.push_back(point);
   }
-  void launch(const std::string& name, unsigned num_blocks, cuda::KernelCall& call) {
-    void* parameters[] = {&call};
-    cuda::check(
-        cuda::driver().launch_kernel(kernels_.find(name), num_blocks, 1, 1, cuda::kBlockThreads, 1,
-                                     1, 0, memory_.stream(), parameters, nullptr),
-        "launch a kernel");
+  void launch(const cuda::LaunchPlan& plan, cuda::KernelCall& call) {
+    kernels_.launch(kernels_.find(plan.kernel), plan, call, memory_.stream());
   }
 
   /// Of which `point` notes what the model needs.
@@ -300,7 +296,10 @@ class Sweep {
     kernel.outputs[0] = memory_.output();
     const unsigned num_blocks = layouts_[0].num_blocks;
     page_.barrier();
-    launch("ringcomm_where", num_blocks, kernel);
+    launch({.kernel = "ringcomm_where",
+            .num_blocks = num_blocks,
+            .blocks_per_place = cuda::kBlocksPerPlace},
+           kernel);
     memory_.download(memory_.output(), num_blocks * sizeof(unsigned));
     const auto* places = reinterpret_cast<const unsigned*>(memory_.piece());
     for (int rank = 0; rank < page_.num_ranks; ++rank) {

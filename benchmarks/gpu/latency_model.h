@@ -31,6 +31,7 @@ struct PlannedCall {
   int num_ranks = 2;
   double num_bytes = 0;  // of the longer buffer of a rank
   double num_blocks = 1;
+  double blocks_per_place = 1;
   double num_slices = 1;  // of all blocks of a rank
   double slice_bytes = 0;
   bool has_own_gpus = false;  // a rank alone on its GPU, all of them connected by NVLink
@@ -49,6 +50,7 @@ inline PlannedCall planned_call(const Collective& call, Path path, std::size_t n
                       .num_ranks = kernel.world_size,
                       .num_bytes = static_cast<double>(num_bytes),
                       .num_blocks = static_cast<double>(plan.num_blocks),
+                      .blocks_per_place = static_cast<double>(plan.blocks_per_place),
                       .num_slices = static_cast<double>(kernel.num_slices)};
   planned.slice_bytes = static_cast<double>(
       is_reduction(call.op) ? kernel.slice_elems * element_bytes(call.dtype) : kernel.part_bytes);
@@ -122,17 +124,21 @@ class LatencyModel {
 
   /// Of a message of `num_bytes`, while each of `num_ranks` sends one and receives one.
   double message_us(double num_bytes, int num_ranks, const cuda::StagingLayout& layout,
-                    unsigned blocks_per_lane) const {
+                    unsigned places_per_lane) const {
     const cuda::P2pSlices slices(layout, static_cast<std::uint64_t>(num_bytes));
     const double bytes = slices.slice_bytes;
-    const double send_us = kSlotUs + step_us(copies(bytes, false, false), 0) / slower_ + kReleaseUs;
-    const double take_us = kSlotUs + step_us(copies(bytes, true, false), 0) / slower_ + kReleaseUs;
+    const PlannedCall pair{.blocks_per_place = cuda::kBlocksPerPlace};
+    const double send_us =
+        kSlotUs + step_us(pair, 0, copies(bytes, false, false), 0) / slower_ + kReleaseUs;
+    const double take_us =
+        kSlotUs + step_us(pair, 0, copies(bytes, true, false), 0) / slower_ + kReleaseUs;
     // A slot is filled, handed over, drained, and handed back; there are two.
     const double period_us =
         slower_ *
         std::max({send_us, take_us,
                   (send_us + take_us + 2 * kHandOverUs) / cuda::StagingLayout::kP2pSlots});
-    const double in_turn = std::ceil(1.0 * slices.num_channels / blocks_per_lane);
+    const double in_turn =
+        std::ceil(1.0 * slices.num_channels / (places_per_lane * cuda::kBlocksPerPlace));
     const double num = std::ceil(1.0 * slices.num / slices.num_channels) * in_turn;
     const double all_us = 2 * num_bytes * num_ranks / (copy_bytes_per_us_ * kShareOfCopy);
     return slower_ * (kLaunchUs + kMemoryUs + kHandOverUs + take_us) +
@@ -146,7 +152,8 @@ class LatencyModel {
     const double bytes_each_us = 2 * row_bytes * num_clusters / (copy_bytes_per_us_ * kShareOfCopy);
     // The sums of warps, of blocks, and of the cluster wait for each other; parts of them are
     // counted, but not done by all warps.
-    const double vectors = turns(plan.segment_vectors, cuda::kVectorsPerThread);
+    const double vectors =
+        std::ceil(1.0 * plan.segment_vectors / (cuda::kLossThreads * cuda::kVectorsPerThread));
     const double row_us =
         slower_ * (loops::kLossRow * vectors * kUsPerInstruction + kClusterExchangeUs);
     const double num_turns = std::ceil(num_rows / num_clusters);
@@ -201,8 +208,10 @@ class LatencyModel {
   // and 0.5 us); estimates of two questions to the driver, and from the call that launches to the
   // kernel's first instruction.
   static constexpr double kPythonUs = 3, kOwnHostUs = 0.5, kQueriesUs = 0.2, kStreamLaunchUs = 3.2;
-  // Of a block on a multiprocessor of four schedulers at 1.755 GHz: instructions of 16 warps.
+  // Of two blocks at a place, on a multiprocessor of four schedulers at 1.755 GHz: instructions of
+  // 16 warps. A block alone has two warps for each scheduler, which they do not keep busy.
   static constexpr double kUsPerInstruction = 16.0 / 4 / 1755;
+  static constexpr double kShareAlone = 0.75;
 
   /// What a block does in a step besides waiting for others: instructions, and loads from memory
   /// and from L2 that all of its threads wait for.
@@ -234,12 +243,17 @@ class LatencyModel {
     return slower_ *
            (call.has_own_gpus ? kLinkHandOverUs + kLinkReleaseUs : kHandOverUs + kReleaseUs);
   }
-  /// Of work beside traffic that takes `each_us`: the longer one.
-  double step_us(const Work& work, double each_us) const {
+  /// Of a step of a block, which waits for `wait_us` and then works beside traffic of all blocks
+  /// that takes `each_us`: the longer one. Of two blocks at a
+  /// place, one works while the other waits.
+  double step_us(const PlannedCall& call, double wait_us, const Work& work, double each_us) const {
+    const bool is_alone = call.blocks_per_place == 1;
     const double latency_us = work.loads * kMemoryUs + work.l2_loads * kL2Us;
-    const double idle_us = slower_ * (work.instructions * kUsPerInstruction + latency_us);
+    const double issue_us = work.instructions * kUsPerInstruction * (is_alone ? kShareAlone : 1);
+    const double idle_us = slower_ * (issue_us + latency_us) + (is_alone ? 0 : wait_us);
     const double use = each_us > 0 ? each_us / std::max(idle_us, each_us) : 0;
-    return std::max(idle_us + slower_ * latency_us * kLatencyGrowth * use, each_us);
+    return (is_alone ? wait_us : 0) +
+           std::max(idle_us + slower_ * latency_us * kLatencyGrowth * use, each_us);
   }
   /// With the first turn's loads before the step's wait they cost no time, but its instructions are
   /// as many again.
@@ -282,8 +296,8 @@ class LatencyModel {
         memory_us(2 * call.num_ranks * call.slice_bytes + state_bytes, 2 * others, call);
     // Two more steps drain the pipeline, without memory's part.
     return slower_ * (kLaunchUs + kMemoryUs) +
-           num_steps(call) * (hand_over_us(call) + step_us(work, each_us)) +
-           2 * (hand_over_us(call) + step_us(work, 0));
+           num_steps(call) * step_us(call, hand_over_us(call), work, each_us) +
+           2 * step_us(call, hand_over_us(call), work, 0);
   }
   double staged_reduction_us(const PlannedCall& call) const {
     if (call.op == OpKind::kAllReduce) return on_boards_us(call, sums(call, 2), 0);
@@ -301,8 +315,8 @@ class LatencyModel {
   }
   double staged_shares_us(const PlannedCall& call, const Work& work) const {
     return slower_ * (kLaunchUs + kMemoryUs) +
-           num_steps(call) * (hand_over_us(call) + step_us(work, shares_each_us(call))) +
-           hand_over_us(call) + step_us(work, 0);
+           num_steps(call) * step_us(call, hand_over_us(call), work, shares_each_us(call)) +
+           step_us(call, hand_over_us(call), work, 0);
   }
 
   /// Where all ranks' buffers are shared: two hand-overs, and turns of loads and stores, with
@@ -310,7 +324,7 @@ class LatencyModel {
   double shared_us(const PlannedCall& call, const Work& work, double barriers_us,
                    double each_us) const {
     return slower_ * (kLaunchUs + 3 * kMemoryUs) + 2 * hand_over_us(call) +
-           num_steps(call) * (slower_ * barriers_us + step_us(work, each_us));
+           num_steps(call) * step_us(call, slower_ * barriers_us, work, each_us);
   }
   double shared_reduction_us(const PlannedCall& call) const {
     if (call.op != OpKind::kAllReduce)
@@ -334,10 +348,10 @@ class LatencyModel {
     const double num_vectors = call.slice_bytes / 16;
     const Work added{.instructions = turns(num_vectors, 2) * loops::kRingSum,
                      .loads = turns(num_vectors, 2)};
-    const double both_us = step_us(added, 0) + step_us(copies(call.slice_bytes, false, false), 0);
+    const Work both = added + copies(call.slice_bytes, false, false);
     const double num = num_steps(call) * (call.num_ranks - 1);
     return slower_ * (kLaunchUs + kMemoryUs) + 2 * hand_over_us(call) +
-           num * (2 * hand_over_us(call) + std::max(both_us, ring_each_us(call)));
+           num * step_us(call, 2 * hand_over_us(call), both, ring_each_us(call));
   }
   double ring_each_us(const PlannedCall& call) const {
     const double bytes_of_step = 2 * call.slice_bytes;

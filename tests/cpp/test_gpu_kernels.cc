@@ -20,9 +20,11 @@ cuda::DeviceFacts facts_of(int world_size, int num_multiprocessors) {
   return {.world_size = world_size, .min_multiprocessors = num_multiprocessors};
 }
 
-void run_cases(int world_size, int num_blocks, unsigned num_threads, const std::vector<Case>& cases,
-               Late late = Late::kNo) {
-  GpuRanks ranks(world_size, facts_of(world_size, num_blocks), num_threads);
+constexpr std::uint64_t kManyBytes = 10 << 20;
+
+void run_cases(int world_size, int num_multiprocessors, unsigned num_threads,
+               const std::vector<Case>& cases, Late late = Late::kNo) {
+  GpuRanks ranks(world_size, facts_of(world_size, num_multiprocessors), num_threads);
   ranks.late = late;
   run_threads(world_size, [&](int rank) {
     for (const Case& c : cases) ranks.run_case(rank, c);
@@ -370,19 +372,54 @@ TEST_CASE("kernels: any number of groups leaves room on a GPU") {
                                 .max_ranks_per_device = sharing,
                                 .is_on_one_device = is_on_one_device,
                                 .min_multiprocessors = num_sms};
-        facts.free_blocks = cuda::max_waiting_blocks(num_sms);
+        facts.free_places = cuda::max_waiting_places(num_sms);
         int num_waiting = 0, num_resident = 0;
-        while (const auto num_blocks = static_cast<int>(cuda::blocks_that_fit(facts))) {
+        while (const auto num_places = static_cast<int>(cuda::places_that_fit(facts))) {
           for (int rank = 0; rank < sharing; ++rank)
-            if (cuda::reserves_blocks(facts, rank)) facts.free_blocks -= num_blocks;
-          num_waiting += num_blocks * (is_on_one_device ? sharing - 1 : sharing);
-          num_resident += num_blocks * sharing;
+            if (cuda::reserves_places(facts, rank)) facts.free_places -= num_places;
+          num_waiting += num_places * (is_on_one_device ? sharing - 1 : sharing);
+          num_resident += num_places * sharing;
         }
-        CHECK(facts.free_blocks >= 0);
+        CHECK(facts.free_places >= 0);
         CHECK(num_waiting < num_sms);
-        CHECK(num_resident <= num_sms * cuda::kBlocksPerMultiprocessor);
+        CHECK(num_resident <= num_sms * cuda::kPlacesPerMultiprocessor);
         if (num_sms == 132 && sharing > 1) CHECK(num_waiting > num_sms / 4);
       }
+}
+
+TEST_CASE("kernels: blocks share places only if there is none for each, and then whole ones") {
+  GpuRanks ranks(2, facts_of(2, 40), 1);
+  const cuda::StagingLayout& layout = ranks.layout();
+  const auto check_plan = [](const cuda::LaunchPlan& plan, std::size_t num_places) {
+    CHECK(plan.blocks_per_place == (plan.num_blocks > num_places ? 2 : 1));
+    CHECK(plan.num_blocks % plan.blocks_per_place == 0);
+    CHECK(plan.num_blocks / plan.blocks_per_place <= num_places);
+  };
+  bool has_odd = false, has_paired = false;
+  for (std::size_t num_elems = 1; num_elems < 1 << 20; num_elems += num_elems / 7 + 1)
+    for (const OpKind op : {OpKind::kAllReduce, OpKind::kBroadcast}) {
+      const Case c{.op = op, .root = rooted(op) ? 0 : -1, .num_elems = num_elems};
+      CaseBuffers buffers(c, 0, 2);
+      cuda::KernelCall kernel = ranks.kernel_call(0);
+      const cuda::LaunchPlan plan = ranks.plan_call(buffers.call(), false, kernel);
+      check_plan(plan, layout.num_places());
+      CHECK(plan.num_blocks <= layout.num_blocks);
+      has_odd = has_odd || plan.num_blocks % 2 != 0;
+      has_paired = has_paired || plan.blocks_per_place == 2;
+    }
+  CHECK(has_odd);
+  CHECK(has_paired);
+  for (const unsigned num_places : {1u, 2u, 3u})
+    for (const std::uint64_t num_bytes : {std::uint64_t{0}, std::uint64_t{40'000}, kManyBytes}) {
+      cuda::P2pCall call;
+      call.staging.layout = layout;
+      const std::vector<cuda::P2pMessage> both{{nullptr, num_bytes, 0, 1, true},
+                                               {nullptr, num_bytes, 0, 1, false}};
+      const cuda::LaunchPlan plan = cuda::plan_exchange(both, num_places, call);
+      CHECK(plan.num_blocks / plan.blocks_per_place <= 2 * num_places);
+      // A place has blocks of one lane.
+      CHECK(call.blocks_per_lane % plan.blocks_per_place == 0);
+    }
 }
 
 // Two steps of a kernel on one rank's arrays, and of the host's.
@@ -442,7 +479,7 @@ TEST_CASE("kernels: the host's abort word ends their waits") {
   CHECK(ranks.control(0).awaited_peer == 1);
 }
 
-// Pieces are of 2 MiB; slots of messages may make it some more than the 26 MiB of the rest, and
+// Pieces are of 2 MiB; slots of messages may make it some more than the 27 MiB of the rest, and
 // ends of lines.
 TEST_CASE("kernels: staging for all ranks on one device, and its part for messages") {
   const std::size_t most_pieces[] = {4, 6, 4, 4, 4, 4, 4, 4};
@@ -457,17 +494,18 @@ TEST_CASE("kernels: staging for all ranks on one device, and its part for messag
     cuda::StagingLayout without_p2p = layout;
     without_p2p.p2p_slot_bytes = 0;
     CAPTURE(world_size);
-    CHECK(layout.num_blocks * num_ranks <= 264);
-    CHECK(without_p2p.num_bytes() * num_ranks <= 27u << 20);
+    CHECK(layout.num_places() * num_ranks <= 264);
+    CHECK(without_p2p.num_bytes() * num_ranks <= 28u << 20);
     CHECK(num_pieces <= (num_ranks <= 8 ? most_pieces[num_ranks - 1] : 4));
-    CHECK(layout.region_bytes >= 64 << 10);
-    CHECK(layout.region_bytes <= (num_ranks > 4 ? 128 : 64) << 10);
-    // As many channels as the first pair gets blocks.
+    CHECK(layout.region_bytes >= 32 << 10);
+    CHECK(layout.region_bytes <= (num_ranks > 4 ? 64 : 32) << 10);
+    // As many channels as the first pair gets blocks for a lane.
     const int payers = std::max(1, world_size - 1);
-    const int free = cuda::max_waiting_blocks(132) - payers * static_cast<int>(layout.num_blocks);
-    CHECK(layout.num_p2p_channels == cuda::blocks_per_lane_that_fit(layout, free));
-    if (world_size <= 8) CHECK(layout.num_p2p_channels >= 4);
-    CHECK(layout.p2p_slot_bytes >= (world_size <= 8 ? 64 : 32) << 10);
+    const int free = cuda::max_waiting_places(132) - payers * static_cast<int>(layout.num_places());
+    CHECK(layout.num_p2p_channels ==
+          cuda::kBlocksPerPlace * cuda::places_per_lane_that_fit(layout, free));
+    if (world_size <= 8) CHECK(layout.num_p2p_channels >= 8);
+    CHECK(layout.p2p_slot_bytes >= (world_size <= 8 ? 32 : 16) << 10);
     MESSAGE(world_size, " ranks: ", layout.num_blocks, " blocks, ", layout.num_bytes(), " bytes, ",
             layout.num_p2p_channels, " channels with slots of ", layout.p2p_slot_bytes);
   }

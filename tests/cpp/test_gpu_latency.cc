@@ -84,7 +84,7 @@ const Row kRows[] = {
 };
 
 bool is_large(const Row& row) { return row.num_bytes >= 16 * kMiB; }
-double staged_aim(const Row& row) { return row.num_bytes < kMiB ? 3 : is_large(row) ? 1.3 : 2; }
+double staged_aim(const Row& row) { return row.num_bytes < kMiB ? 3 : is_large(row) ? 1.6 : 2; }
 double shared_aim(const Row& row) {
   return row.num_ranks == 2 ? 1.8 : row.num_ranks == 4 ? 2.2 : 2.4;
 }
@@ -114,9 +114,9 @@ TEST_CASE("latency of all_reduce on one GPU: which aims the plan should meet") {
       if (!is_large(row)) continue;
       if (slower != 1) continue;
       CHECK(shared_ratio >= shared_aim(row));
-      // Of a copy as it would be measured. 16 MiB of 2 ranks are at 61 % of what its bytes alone
-      // take, whatever the plan: launch and two hand-overs are 7.1 of 26 us.
-      CHECK(model.share_of_copy(shared) >= (row.num_bytes >= 64 * kMiB ? 0.8 : 0.7));
+      // Of a copy as it would be measured. 16 MiB of 2 ranks are at 65 % of what its bytes alone
+      // take, whatever the plan: launch and two hand-overs are 7.1 of 24 us.
+      CHECK(model.share_of_copy(shared) >= (row.num_bytes >= 64 * kMiB ? 0.85 : 0.7));
     }
   }
   MESSAGE(table);
@@ -156,16 +156,16 @@ TEST_CASE("latency of reduce_scatter and all_gather on one GPU: staged and share
   MESSAGE(table);
 }
 
-/// Blocks of each direction of the pairs of a ring, in the order in which they reserve them.
-std::vector<unsigned> blocks_of_pairs(int num_ranks, const cuda::StagingLayout& layout) {
-  int free = cuda::max_waiting_blocks(kMultiprocessors) -
-             (num_ranks - 1) * static_cast<int>(layout.num_blocks);
-  std::vector<unsigned> blocks;
+/// Places of each direction of the pairs of a ring, in the order in which they reserve them.
+std::vector<unsigned> places_of_pairs(int num_ranks, const cuda::StagingLayout& layout) {
+  int free = cuda::max_waiting_places(kMultiprocessors) -
+             (num_ranks - 1) * static_cast<int>(layout.num_places());
+  std::vector<unsigned> places;
   for (int pair = 0; pair < (num_ranks == 2 ? 1 : num_ranks); ++pair) {
-    blocks.push_back(cuda::blocks_per_lane_that_fit(layout, free));
-    free -= 2 * static_cast<int>(blocks.back());
+    places.push_back(cuda::places_per_lane_that_fit(layout, free));
+    free -= 2 * static_cast<int>(places.back());
   }
-  return blocks;
+  return places;
 }
 
 // No aim was set. What goes through the host instead goes by PCIe 5, 55 GB/s each way: the first
@@ -177,17 +177,17 @@ TEST_CASE("latency of messages around a ring of ranks on one GPU") {
   for (const int num_ranks : {2, 3, 4, 5, 6, 7, 8})
     for (const std::size_t num_bytes : {std::size_t{1} << 10, kMiB, 16 * kMiB, 256 * kMiB}) {
       const cuda::StagingLayout layout = layout_of(num_ranks);
-      const std::vector<unsigned> blocks = blocks_of_pairs(num_ranks, layout);
+      const std::vector<unsigned> places = places_of_pairs(num_ranks, layout);
       const auto bytes = static_cast<double>(num_bytes);
-      const double first_us = model.message_us(bytes, num_ranks, layout, blocks.front());
-      const double last_us = model.message_us(bytes, num_ranks, layout, blocks.back());
+      const double first_us = model.message_us(bytes, num_ranks, layout, places.front());
+      const double last_us = model.message_us(bytes, num_ranks, layout, places.back());
       const std::string line =
           line_of("%5d %8zu  %14.1f  %14.1f  %13.1f  %5.1f\n", num_ranks, num_bytes >> 10, first_us,
                   bytes / first_us / 1e3, last_us, bytes / last_us / 1e3);
       table += line;
       CAPTURE(line);
-      CHECK(blocks.front() == layout.num_p2p_channels);
-      CHECK(blocks.back() > 0);
+      CHECK(places.front() * cuda::kBlocksPerPlace == layout.num_p2p_channels);
+      CHECK(places.back() > 0);
       if (num_bytes >= 16 * kMiB) CHECK(bytes / first_us / 1e3 >= kPcieGbPerS);
     }
   MESSAGE(table);

@@ -140,6 +140,7 @@ struct Grid {
   int slots_per_block = 1;
   unsigned num_threads = 0;
   unsigned cluster_blocks = 1;
+  unsigned num_parts = 1;  // of a block: those of one threadIdx.y are as a block of their own
   std::size_t shared_bytes = 0;
 };
 
@@ -155,14 +156,15 @@ void run_at_once(unsigned num, const F& function) {
 /// deadlock.
 void run_cluster(const Grid& grid, unsigned cluster) {
   static std::mutex mutex;
-  ClusterState state(grid.cluster_blocks, grid.num_threads, grid.shared_bytes, settings().is_late);
+  const unsigned num_parts = grid.cluster_blocks * grid.num_parts;
+  ClusterState state(num_parts, grid.num_threads, grid.shared_bytes, settings().is_late);
   std::unique_lock lock(mutex, std::defer_lock);
   if (grid.cluster_blocks > 1) lock.lock();
   std::vector<shm::UniqueFd> slots;
   for (unsigned rank = 0; rank < grid.cluster_blocks; ++rank)
     slots.push_back(take_slots(grid.context->device, grid.slots_per_block));
   if (lock.owns_lock()) lock.unlock();
-  run_at_once(grid.cluster_blocks * grid.num_threads, [&](unsigned thread) {
+  run_at_once(num_parts * grid.num_threads, [&](unsigned thread) {
     BlockContext context = state.context(cluster, grid.num_blocks / grid.cluster_blocks,
                                          thread / grid.num_threads, thread % grid.num_threads);
     grid.kernel->run(grid.parameter.data(), context);
@@ -265,26 +267,26 @@ Result api::launch_kernel_ex(const LaunchConfig* config, Function function, void
   RINGCOMM_TRY(find_stream(config->stream, &stream));
   const std::shared_ptr<FunctionTag> found = Handles<FunctionTag>::all().find(function);
   if (found == nullptr || found->context != stream->context) return kInvalidHandle;
-  const unsigned block_threads = config->block[0];
-  if (config->grid[1] != 1 || config->grid[2] != 1 || config->block[1] != 1 ||
-      config->block[2] != 1)
-    return kNotSupported;
   const unsigned cluster_blocks = cluster_blocks_of(*config);
-  const int per_sm = blocks_per_sm(block_threads, config->shared_bytes);
+  if (config->grid[1] != 1 || config->grid[2] != 1 || config->block[2] != 1 ||
+      (config->block[1] != 1 && cluster_blocks != 1))
+    return kNotSupported;
+  const int per_sm = blocks_per_sm(config->block[0] * config->block[1], config->shared_bytes);
   const auto num_resident = static_cast<unsigned>(settings().num_real_sms * per_sm);
   if (config->grid[0] == 0 || extra != nullptr || cluster_blocks == 0 ||
       num_resident < cluster_blocks)
     return kInvalidValue;
   const std::size_t param_bytes = found->kernel->param_bytes;
-  Grid grid{
-      .kernel = found->kernel,
-      .context = stream->context,
-      .num_blocks = config->grid[0],
-      .num_resident = num_resident,
-      .slots_per_block = settings().blocks_per_sm / per_sm,
-      .num_threads = std::min(static_cast<unsigned>(settings().threads_per_block), block_threads),
-      .cluster_blocks = cluster_blocks,
-      .shared_bytes = config->shared_bytes};
+  Grid grid{.kernel = found->kernel,
+            .context = stream->context,
+            .num_blocks = config->grid[0],
+            .num_resident = num_resident,
+            .slots_per_block = settings().blocks_per_sm / per_sm,
+            .num_threads =
+                std::min(static_cast<unsigned>(settings().threads_per_block), config->block[0]),
+            .cluster_blocks = cluster_blocks,
+            .num_parts = config->block[1],
+            .shared_bytes = config->shared_bytes};
   grid.parameter.resize(param_bytes / sizeof(ParameterLine) + 1);
   std::memcpy(grid.parameter.data(), parameters[0], param_bytes);
   return submit(*stream, [grid = std::move(grid)] { run_grid(grid); });

@@ -30,16 +30,13 @@ using cuda::LaunchConfig;
 using cuda::LossCall;
 using cuda::LossPlan;
 
-LaunchAttribute cluster_of(unsigned num_blocks) {
-  LaunchAttribute attribute{.id = cuda::kClusterDimension, .value = {}};
-  attribute.value.cluster[0] = num_blocks;
-  attribute.value.cluster[1] = attribute.value.cluster[2] = 1;
-  return attribute;
-}
-
-LaunchConfig config_of(unsigned num_blocks, unsigned shared_bytes, LaunchAttribute& cluster,
-                       cuda::StreamHandle stream) {
-  return {.grid = {num_blocks, 1, 1},
+// Of clusters of so many blocks; sets `cluster`, which must live as long.
+LaunchConfig config_of(unsigned num_clusters, unsigned cluster_blocks, unsigned shared_bytes,
+                       LaunchAttribute& cluster, cuda::StreamHandle stream) {
+  cluster.id = cuda::kClusterDimension;
+  std::fill_n(cluster.value.cluster, 3, 1U);
+  cluster.value.cluster[0] = cluster_blocks;
+  return {.grid = {num_clusters * cluster_blocks, 1, 1},
           .block = {cuda::kLossThreads, 1, 1},
           .shared_bytes = shared_bytes,
           .stream = stream,
@@ -86,8 +83,8 @@ class LossKernels {
                                               static_cast<int>(kMostBytes)) != cuda::kSuccess)
           return;
     for (std::size_t i = 0; i < num_clusters_.size(); ++i) {
-      LaunchAttribute cluster = cluster_of(1U << i);
-      const LaunchConfig config = config_of(1U << i, kMostBytes, cluster, nullptr);
+      LaunchAttribute cluster = {};
+      const LaunchConfig config = config_of(1, 1U << i, kMostBytes, cluster, nullptr);
       if (cuda::driver().occupancy_max_active_clusters(&num_clusters_[i], rows_[0][1], &config) !=
           cuda::kSuccess)
         num_clusters_[i] = 0;
@@ -104,9 +101,9 @@ void LossKernels::launch(const LossPlan& plan, LossCall& call, bool is_float,
   const cuda::ContextGuard guard(stream.device_index());
   const auto most = static_cast<std::int64_t>(num_clusters(plan));
   const auto num_used = static_cast<unsigned>(std::min(call.num_tokens, most));
-  LaunchAttribute cluster = cluster_of(plan.cluster_blocks);
+  LaunchAttribute cluster = {};
   const LaunchConfig config =
-      config_of(num_used * plan.cluster_blocks, plan.shared_bytes(), cluster, handle_of(stream));
+      config_of(num_used, plan.cluster_blocks, plan.shared_bytes(), cluster, handle_of(stream));
   void* parameters[] = {&call};
   const cuda::Function rows = rows_[is_float][call.label_smoothing != 0];
   cuda::check(cuda::driver().launch_kernel_ex(&config, rows, parameters, nullptr),
@@ -125,11 +122,10 @@ bool is_supported(const at::Tensor& logits) {
 
 bool is_aligned(const at::Tensor& logits) {
   const auto element_bytes = static_cast<std::uintptr_t>(logits.element_size());
-  const auto stride = static_cast<std::uintptr_t>(logits.stride(0));
-  const auto width = static_cast<std::uintptr_t>(logits.size(1));
-  return reinterpret_cast<std::uintptr_t>(logits.const_data_ptr()) % cuda::kVectorBytes == 0 &&
-         stride * element_bytes % cuda::kVectorBytes == 0 &&
-         width * element_bytes % cuda::kVectorBytes == 0;
+  const auto stride = static_cast<std::uintptr_t>(logits.stride(0)) * element_bytes;
+  const auto width = static_cast<std::uintptr_t>(logits.size(1)) * element_bytes;
+  const auto begin = reinterpret_cast<std::uintptr_t>(logits.const_data_ptr());
+  return (begin | stride | width) % cuda::kVectorBytes == 0;
 }
 
 /// Sets the divisor of the losses. Keep the tensor that it returns until the kernels are launched.

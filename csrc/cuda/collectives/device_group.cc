@@ -64,14 +64,14 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   return value;
 }
 
-// Of a pair of ranks; the blocks are added to the last.
+// Of a pair of ranks; the places are added to the last.
 constexpr std::uint32_t kUndecided = 0, kDeciding = 1, kDecided = 2;
 constexpr std::chrono::microseconds kPoll{20};
 
 bool reserve_in_all(const std::vector<std::unique_ptr<BlockReservation>>& reservations,
-                    unsigned num_blocks) {
+                    unsigned num_places) {
   for (const auto& reservation : reservations) {
-    if (reservation->reserve(static_cast<int>(num_blocks))) continue;
+    if (reservation->reserve(static_cast<int>(num_places))) continue;
     for (const auto& taken : reservations) taken->release_all();
     return false;
   }
@@ -120,7 +120,7 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
         }));
   // Zeroed, including the signatures, before any rank uses it.
   agree(exchange, attempt([&] {
-          clear_and_wait(own_->data(), own_->num_bytes(), "clear memory of the GPU");
+          copy_and_wait(own_->data(), nullptr, own_->num_bytes(), "clear memory of the GPU");
         }));
 }
 
@@ -146,7 +146,7 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device)
   find_places();
   check_problems(places_);
   read_facts();
-  reserve_blocks();
+  reserve_places();
   staging_.layout = make_staging_layout(facts_);
   share_host_memory();
   segment_ = make_segment(staging_.layout.num_bytes());
@@ -186,8 +186,8 @@ void DeviceGroup::find_places() {
       throw std::runtime_error("the GPU does not share memory by file descriptors");
     Kernels::of(device_);  // a device that cannot run them is found out before any memory is shared
     reservation_ = std::make_unique<BlockReservation>(mine.device,
-                                                      max_waiting_blocks(mine.num_multiprocessors));
-    mine.free_blocks = reservation_->num_free();
+                                                      max_waiting_places(mine.num_multiprocessors));
+    mine.free_places = reservation_->num_free();
   });
   places_ = exchange_.all_gather(mine);
 }
@@ -208,31 +208,31 @@ void DeviceGroup::read_facts() {
       if (other.pid != place.pid && !(place.has_mps && other.has_mps)) facts_.takes_turns = true;
     }
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
-    facts_.free_blocks = std::min(facts_.free_blocks, place.free_blocks);
+    facts_.free_places = std::min(facts_.free_places, place.free_places);
   }
   facts_.is_on_one_device = facts_.max_ranks_per_device == facts_.world_size;
   if (facts_.takes_turns) why_turns_ = kNoMps;
 }
 
-// Another group may reserve blocks after this rank has counted them. All ranks then try again with
+// Another group may reserve places after this rank has counted them. All ranks then try again with
 // half as many. Without any, no kernel of the group ever waits.
-void DeviceGroup::reserve_blocks() {
+void DeviceGroup::reserve_places() {
   while (!facts_.takes_turns) {
-    const unsigned num_blocks = blocks_that_fit(facts_);
-    if (num_blocks == 0) {
+    const unsigned num_places = places_that_fit(facts_);
+    if (num_places == 0) {
       facts_.takes_turns = true;
       why_turns_ = kNoRoom;
       return;
     }
     bool has_reserved = true;
     agree(exchange_, attempt([&] {
-            if (cuda::reserves_blocks(facts_, exchange_.rank()))
-              has_reserved = reservation_->reserve(static_cast<int>(num_blocks));
+            if (cuda::reserves_places(facts_, exchange_.rank()))
+              has_reserved = reservation_->reserve(static_cast<int>(num_places));
           }));
     const std::vector<std::uint8_t> all = exchange_.all_gather(std::uint8_t{has_reserved});
     if (std::find(all.begin(), all.end(), 0) == all.end()) return;
     agree(exchange_, attempt([&] { reservation_->release_all(); }));  // before any looks for others
-    facts_.free_blocks = std::min(facts_.free_blocks, reservation_->capacity()) / 2;
+    facts_.free_places = std::min(facts_.free_places, reservation_->capacity()) / 2;
   }
 }
 
@@ -266,20 +266,20 @@ void DeviceGroup::share_host_memory() {
   agree(exchange_, mine.problem);  // all have it, before it is offered no longer
 }
 
-unsigned DeviceGroup::blocks_of_messages(int peer, const std::function<void()>& look) {
+unsigned DeviceGroup::places_of_messages(int peer, const std::function<void()>& look) {
   const auto [lower, higher] = std::minmax({exchange_.rank(), peer});
-  std::atomic<std::uint32_t>& word = words().pair_blocks[lower][higher];
+  std::atomic<std::uint32_t>& word = words().pair_places[lower][higher];
   std::uint32_t seen = kUndecided;
   if (word.compare_exchange_strong(seen, kDeciding)) {
-    unsigned num_blocks = 0;
+    unsigned num_places = 0;
     try {
-      num_blocks = reserve_for_messages(peer);
+      num_places = reserve_for_messages(peer);
     } catch (...) {
       word = kDecided;
       throw;
     }
-    word = kDecided + num_blocks;
-    return num_blocks;
+    word = kDecided + num_places;
+    return num_places;
   }
   for (; seen == kDeciding; seen = word) {
     look();
@@ -296,15 +296,15 @@ unsigned DeviceGroup::reserve_for_messages(int peer) {
   for (const RankPlace* place : {&own, &theirs}) {
     if (place == &theirs && theirs.device == own.device) break;
     reservations.push_back(std::make_unique<BlockReservation>(
-        place->device, max_waiting_blocks(place->num_multiprocessors)));
+        place->device, max_waiting_places(place->num_multiprocessors)));
     num_free = std::min(num_free, reservations.back()->num_free());
   }
   // Free places may be held for a moment by another rank's attempt to reserve more.
-  for (unsigned num_blocks = std::max(1u, blocks_per_lane_that_fit(staging_.layout, num_free));
-       num_blocks > 0; num_blocks /= 2) {
-    if (!reserve_in_all(reservations, 2 * num_blocks)) continue;
+  for (unsigned num_places = std::max(1u, places_per_lane_that_fit(staging_.layout, num_free));
+       num_places > 0; num_places /= 2) {
+    if (!reserve_in_all(reservations, 2 * num_places)) continue;
     std::ranges::move(reservations, std::back_inserter(message_reservations_));
-    return num_blocks;
+    return num_places;
   }
   return 0;
 }

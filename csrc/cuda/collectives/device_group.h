@@ -79,12 +79,12 @@ class DeviceGroup {
   ///
   /// `look` is called again and again while the peer decides; what it throws ends the wait. By one
   /// thread at a time. Throws Error.
-  unsigned blocks_of_messages(int peer, const std::function<void()>& look);
+  unsigned places_of_messages(int peer, const std::function<void()>& look);
 
  private:
   void find_places();
   void read_facts();
-  void reserve_blocks();
+  void reserve_places();
   void share_host_memory();
   unsigned reserve_for_messages(int peer);
   std::string describe() const;

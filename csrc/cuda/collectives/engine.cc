@@ -66,28 +66,27 @@ GroupFrame Engine::frame() const {
   return frame;
 }
 
+void Engine::refuse_turns(const char* what) const {
+  if (group_->takes_turns()) throw std::invalid_argument(what + group_->why_turns());
+}
+
 void Engine::check_collective(const StreamPlace& place) const {
-  if (group_->takes_turns() && place.capture != 0)
-    throw std::invalid_argument(
-        "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, because each "
-        "call synchronizes their hosts; " +
-        group_->why_turns());
+  if (place.capture == 0) return;
+  refuse_turns(
+      "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, because each "
+      "call synchronizes their hosts; ");
 }
 
 void Engine::check_messages(const std::vector<P2pMessage>& messages) const {
-  if (group_->takes_turns())
-    throw std::invalid_argument("ranks that take turns on a GPU cannot send and receive there; " +
-                                group_->why_turns());
+  refuse_turns("ranks that take turns on a GPU cannot send and receive there; ");
   check_batch(messages);
 }
 
 std::shared_ptr<const Loan> Engine::lend(std::size_t num_bytes) {
   check_alive();
-  if (group_->takes_turns())
-    throw std::invalid_argument(
-        "ranks that take turns on a GPU cannot use each other's buffers; use "
-        "torch.empty instead: calls on it are staged; " +
-        group_->why_turns());
+  refuse_turns(
+      "ranks that take turns on a GPU cannot use each other's buffers; use torch.empty instead: "
+      "calls on it are staged; ");
   const ContextGuard guard(group_->device());
   const RelaxedCapture relaxed;
   return lent_.lend(num_bytes);
@@ -133,7 +132,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header,
   if (group_->takes_turns())
     launch_in_turns(planned, place.stream);
   else
-    kernels_.launch(planned.kernel, planned.plan.num_blocks, planned.call, place.stream);
+    kernels_.launch(planned.kernel, planned.plan, planned.call, place.stream);
   last_end_ = events_.record(place.stream);
   collectives_.note(last_end_, place);
   watch_.note_launch();
@@ -149,7 +148,7 @@ void Engine::launch_in_turns(PlannedCall& planned, StreamHandle stream) {
     set_longest_share(call, planned.plan, meet(longest_share(call)));
   for (std::uint32_t turn = 0; turn < planned.plan.num_turns; ++turn) {
     call.first_step = call.last_step = turn;
-    kernels_.launch(planned.kernel, planned.plan.num_blocks, call, stream);
+    kernels_.launch(planned.kernel, planned.plan, call, stream);
     check(driver().stream_synchronize(stream), "wait for the GPU");
     meet(0);
   }
@@ -186,12 +185,12 @@ void Engine::look_at_peer(int peer, std::chrono::steady_clock::time_point deadli
 
 // ---- messages
 
-unsigned Engine::blocks_of_messages(int peer) {
+unsigned Engine::places_of_messages(int peer) {
   const auto deadline = deadline_after(limits_.timeout);
-  return group_->blocks_of_messages(peer, [&] { look_at_peer(peer, deadline); });
+  return group_->places_of_messages(peer, [&] { look_at_peer(peer, deadline); });
 }
 
-bool Engine::has_room_for_messages(int peer) { return blocks_of_messages(peer) > 0; }
+bool Engine::has_room_for_messages(int peer) { return places_of_messages(peer) > 0; }
 
 // One may wait for a peer that is in the collective that this rank is about to enter.
 bool Engine::has_no_messages() const {
@@ -206,14 +205,14 @@ void Engine::exchange(const std::vector<P2pMessage>& messages, const StreamPlace
   static_cast<GroupFrame&>(call) = frame();
   std::set<int> peers;
   for (const P2pMessage& message : messages) peers.insert(message.peer);
-  unsigned blocks_per_lane = std::numeric_limits<unsigned>::max();
+  unsigned places_per_lane = std::numeric_limits<unsigned>::max();
   for (const int peer : peers)
-    blocks_per_lane = std::min(blocks_per_lane, blocks_of_messages(peer));
-  const LaunchPlan plan = plan_exchange(messages, blocks_per_lane, call);
+    places_per_lane = std::min(places_per_lane, places_of_messages(peer));
+  const LaunchPlan plan = plan_exchange(messages, places_per_lane, call);
   if (place.capture != 0)
     for (const P2pMessage& message : messages) lent_.keep_for_graph(message.data);
   for (const int peer : peers) messages_[peer].wait(place);
-  kernels_.launch(kernels_.find(plan.kernel), plan.num_blocks, call, place.stream);
+  kernels_.launch(kernels_.find(plan.kernel), plan, call, place.stream);
   last_end_ = events_.record(place.stream);
   for (const int peer : peers) messages_[peer].note(last_end_, place);
   for (const P2pMessage& message : messages)

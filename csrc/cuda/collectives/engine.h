@@ -70,10 +70,12 @@ class Engine final : public DeviceCarrier {
                          const HeaderWords& words);
   void launch_in_turns(PlannedCall& planned, StreamHandle stream);
   std::uint64_t meet(std::uint64_t value);
-  unsigned blocks_of_messages(int peer);
+  unsigned places_of_messages(int peer);
   bool has_no_messages() const;
   void look_at_peer(int peer, std::chrono::steady_clock::time_point deadline);
   void check_alive();
+  /// Throws std::invalid_argument where ranks take turns.
+  void refuse_turns(const char* what) const;
 
   Communicator& communicator_;
   WaitLimits limits_;

@@ -25,36 +25,16 @@ std::shared_ptr<Event> EventPool::record(StreamHandle stream) {
           }};
 }
 
-namespace {
-
-template <class Enqueue>
-void run_aside(const Enqueue& enqueue, const char* what) {
+void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what) {
+  const auto address = [](const void* data) { return reinterpret_cast<DevicePtr>(data); };
   StreamHandle stream = nullptr;
   check(driver().stream_create(&stream, kStreamNonBlocking), "make a stream");
-  Result result = enqueue(stream);
+  Result result = from != nullptr
+                      ? driver().memcpy_async(address(to), address(from), num_bytes, stream)
+                      : driver().memset_d8_async(address(to), 0, num_bytes, stream);
   if (result == kSuccess) result = driver().stream_synchronize(stream);
   driver().stream_destroy(stream);
   check(result, what);
-}
-
-DevicePtr address(const void* pointer) { return reinterpret_cast<DevicePtr>(pointer); }
-
-}  // namespace
-
-void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what) {
-  run_aside(
-      [&](StreamHandle stream) {
-        return driver().memcpy_async(address(to), address(from), num_bytes, stream);
-      },
-      what);
-}
-
-void clear_and_wait(void* begin, std::size_t num_bytes, const char* what) {
-  run_aside(
-      [&](StreamHandle stream) {
-        return driver().memset_d8_async(address(begin), 0, num_bytes, stream);
-      },
-      what);
 }
 
 std::uint64_t capture_of(StreamHandle stream) {

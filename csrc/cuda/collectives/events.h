@@ -52,9 +52,9 @@ class EventPool {
   std::vector<std::unique_ptr<Event>> free_;  // guarded by mutex_
 };
 
-/// Copy, or clear, on a stream of their own, and block; `what` is for an error.
+/// Copies, or clears where `from` is null, on a stream of its own, and blocks; `what` is for an
+/// error.
 void copy_and_wait(void* to, const void* from, std::size_t num_bytes, const char* what);
-void clear_and_wait(void* begin, std::size_t num_bytes, const char* what);
 
 /// The number of the capture that a stream is part of; 0 if none.
 std::uint64_t capture_of(StreamHandle stream);

@@ -48,13 +48,13 @@ constexpr const char* kNames[] = {RINGCOMM_ALL_KERNELS(RINGCOMM_KERNEL_NAME)};
 
 void check_residency(const char* name, Function kernel) {
   int num_blocks = 0;
-  check(driver().occupancy_max_active_blocks(&num_blocks, kernel, kBlockThreads, 0),
+  check(driver().occupancy_max_active_blocks(&num_blocks, kernel, kPlaceThreads, 0),
         "ask how many blocks of a kernel fit the GPU");
-  if (num_blocks < kBlocksPerMultiprocessor)
+  if (num_blocks < kPlacesPerMultiprocessor)
     throw Error({.kind = ErrorKind::kSystem},
                 std::string("ringcomm: a multiprocessor of this GPU runs ") +
                     std::to_string(num_blocks) + " blocks of the kernel " + name +
-                    " at a time, and ringcomm needs " + std::to_string(kBlocksPerMultiprocessor));
+                    " at a time, and ringcomm needs " + std::to_string(kPlacesPerMultiprocessor));
 }
 
 }  // namespace
@@ -112,11 +112,11 @@ Function Kernels::find(std::string_view name) const {
   throw Error({.kind = ErrorKind::kSystem}, "ringcomm: there is no kernel " + std::string(name));
 }
 
-void Kernels::launch(Function kernel, unsigned num_blocks, GroupFrame& call,
+void Kernels::launch(Function kernel, const LaunchPlan& plan, GroupFrame& call,
                      StreamHandle stream) const {
   void* parameters[] = {&call};
-  check(driver().launch_kernel(kernel, num_blocks, 1, 1, kBlockThreads, 1, 1, 0, stream, parameters,
-                               nullptr),
+  check(driver().launch_kernel(kernel, plan.num_blocks / plan.blocks_per_place, 1, 1, kBlockThreads,
+                               plan.blocks_per_place, 1, 0, stream, parameters, nullptr),
         "launch a kernel");
 }
 

@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cuda/collectives/launch_plan.h"
 #include "cuda/driver/driver.h"
 #include "cuda/kernels/call.h"
 
@@ -25,13 +26,13 @@ Function find_kernel(const std::vector<Module>& modules, const char* name);
 class Kernels {
  public:
   /// Throws Error where there are none, the device is too old for them, or less than
-  /// kBlocksPerMultiprocessor blocks of one of them fit a multiprocessor.
+  /// kPlacesPerMultiprocessor places of one of them fit a multiprocessor.
   static const Kernels& of(DeviceOrdinal device);
 
   /// Throws Error if there is no kernel of this name.
   Function find(std::string_view name) const;
   /// `call` is the kernel's parameter; its device's context is current.
-  void launch(Function kernel, unsigned num_blocks, GroupFrame& call, StreamHandle stream) const;
+  void launch(Function kernel, const LaunchPlan& plan, GroupFrame& call, StreamHandle stream) const;
 
  private:
   explicit Kernels(DeviceOrdinal device);

@@ -65,13 +65,21 @@ CallHeader from_words(const std::uint32_t* words) {
 
 namespace {
 
-unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
-  return static_cast<unsigned>(
-      std::clamp<std::size_t>(num_pieces, 1, std::size_t{layout.num_blocks}));
+// A block for each piece: at a place of its own as long as there is one, which is the faster.
+void use_blocks(LaunchPlan& plan, std::size_t num_pieces, std::size_t most,
+                std::size_t num_places) {
+  plan.num_blocks = static_cast<unsigned>(std::clamp<std::size_t>(num_pieces, 1, most));
+  plan.blocks_per_place = plan.num_blocks > num_places ? kBlocksPerPlace : 1;
+  // Whole places; a block that has no piece ends at once.
+  plan.num_blocks = static_cast<unsigned>(num_slices(plan.num_blocks, plan.blocks_per_place) *
+                                          plan.blocks_per_place);
+}
+void use_blocks(LaunchPlan& plan, std::size_t num_pieces, const StagingLayout& layout) {
+  use_blocks(plan, num_pieces, layout.num_blocks, layout.num_places());
 }
 
 void deal_slices(KernelCall& call, LaunchPlan& plan) {
-  plan.num_blocks = blocks_for(call.num_slices, call.staging.layout);
+  use_blocks(plan, call.num_slices, call.staging.layout);
   call.slices_each = static_cast<std::uint32_t>(call.num_slices / plan.num_blocks);
   call.num_longer = static_cast<std::uint32_t>(call.num_slices % plan.num_blocks);
   // Those of the first block, which has the most pieces, and one to read the last staged piece.
@@ -93,8 +101,8 @@ void set_longest_share(KernelCall& call, LaunchPlan& plan, std::uint64_t longest
 namespace {
 
 // For an update without a collective: several loads per thread, several blocks per multiprocessor.
-constexpr std::size_t kOwnUpdateElems = 8 << 10;
-constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
+constexpr std::size_t kOwnUpdateElems = 4 << 10;
+constexpr std::size_t kMaxOwnUpdateBlocks = 2048;
 constexpr std::size_t kRoundBytes = sizeof(Vector) * kBlockThreads;
 
 template <ReduceShape kShape>
@@ -120,8 +128,8 @@ void plan_ring(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   const std::size_t elem_bytes = element_bytes(call.dtype);
   const StagingLayout& layout = kernel_call.staging.layout;
   const ChunkLayout chunks(call.num_elems, kernel_call.world_size);
-  plan.num_blocks = blocks_for(
-      num_slices(chunks.max_chunk_elems(), layout.ring_slot_bytes() / elem_bytes), layout);
+  use_blocks(plan, num_slices(chunks.max_chunk_elems(), layout.ring_slot_bytes() / elem_bytes),
+             layout);
   const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
   for (int step = 0; step < schedule.num_steps(); ++step)
     plan.traffic.sent_bytes += (chunks.chunk(schedule.reduce_scatter_send_chunk(step)).num_elems +
@@ -137,8 +145,7 @@ std::size_t block_packet_bytes(const StagingLayout& layout) {
 void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   plan.can_lend = false;
   const std::size_t most = block_packet_bytes(kernel_call.staging.layout);
-  plan.num_blocks =
-      static_cast<unsigned>(std::max<std::size_t>(1, num_slices(call.num_bytes(), most)));
+  use_blocks(plan, num_slices(call.num_bytes(), most), kernel_call.staging.layout);
   plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_bytes();
 }
 
@@ -200,7 +207,7 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   kernel_call.part_bytes = static_cast<std::uint32_t>(part_bytes);
   kernel_call.staged_stride = CopyList::stride_of(part_bytes);
   if (has_private_sizes(call.op))
-    plan.num_blocks = layout.num_blocks;
+    use_blocks(plan, layout.num_blocks, layout);
   else
     set_longest_share(kernel_call, plan, longest);
 }
@@ -338,8 +345,7 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
   kernel_call.inputs[0] = static_cast<const std::byte*>(grad);
   kernel_call.outputs[0] = static_cast<std::byte*>(param);
   fill_update(call, kernel_call, plan);
-  plan.num_blocks = static_cast<unsigned>(
-      std::clamp<std::size_t>(num_slices(num_elems, kOwnUpdateElems), 1, kMaxOwnUpdateBlocks));
+  use_blocks(plan, num_slices(num_elems, kOwnUpdateElems), kMaxOwnUpdateBlocks, 1);
   return plan;
 }
 
@@ -440,7 +446,7 @@ void check_batch(const std::vector<P2pMessage>& messages) {
                                 std::to_string(messages.size()) + "; split it");
 }
 
-LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned blocks_per_lane,
+LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned places_per_lane,
                          P2pCall& call) {
   std::stable_sort(messages.begin(), messages.end(), [](const P2pMessage& a, const P2pMessage& b) {
     return lane_of(a) < lane_of(b);
@@ -457,7 +463,10 @@ LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned blocks_per_l
     num_channels = std::max(num_channels, P2pSlices(layout, messages[i].num_bytes).num_channels);
   }
   call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
-  call.blocks_per_lane = std::min(blocks_per_lane, num_channels);
+  LaunchPlan of_lane;
+  use_blocks(of_lane, num_channels, std::size_t{places_per_lane} * kBlocksPerPlace, 1);
+  call.blocks_per_lane = of_lane.num_blocks;
+  plan.blocks_per_place = of_lane.blocks_per_place;
   plan.num_blocks = num_lanes * call.blocks_per_lane;
   return plan;
 }

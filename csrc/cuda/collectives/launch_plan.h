@@ -23,6 +23,7 @@ CallHeader from_words(const std::uint32_t* words);
 struct LaunchPlan {
   std::string kernel;
   unsigned num_blocks = 1;
+  unsigned blocks_per_place = 1;  ///< 1 as long as there is a place for each
   /// The number of launches if ranks take turns (KernelCall::first_step).
   std::uint32_t num_turns = 1;
   Traffic traffic;
@@ -59,6 +60,6 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
 /// Throws std::invalid_argument where a batch of messages is too large for a kernel.
 void check_batch(const std::vector<P2pMessage>& messages);
 /// Plans a batch of messages that has passed check_batch(). Sets messages and lanes.
-LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned blocks_per_lane, P2pCall& call);
+LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned places_per_lane, P2pCall& call);
 
 }  // namespace ringcomm::cuda

@@ -126,7 +126,7 @@ struct GroupWords {
   };
 
   OfRank ranks[kMaxRanks];
-  std::atomic<std::uint32_t> pair_blocks[kMaxRanks][kMaxRanks];  ///< of DeviceGroup
+  std::atomic<std::uint32_t> pair_places[kMaxRanks][kMaxRanks];  ///< of DeviceGroup
   OfSegment segments[kMaxSegments];
   alignas(kLineBytes) std::atomic<std::uint64_t> num_announced;  ///< versions of all allocations
   std::atomic<std::uint32_t> num_refusing;                       ///< ranks that stage their buffers
@@ -141,7 +141,7 @@ struct RankPlace {
   std::int64_t pid = 0;
   int num_multiprocessors = 0;
   bool has_mps = false;
-  int free_blocks = 0;
+  int free_places = 0;
   RecordText<256> problem;
 };
 

@@ -147,16 +147,16 @@ bool BlockReservation::lock(int byte, short type) {
 }
 
 // One process at a time: an attempt that fails must not make another one fail.
-bool BlockReservation::reserve(int num_blocks) {
+bool BlockReservation::reserve(int num_places) {
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (!lock(kMutex, F_WRLCK)) {
     if (std::chrono::steady_clock::now() >= deadline) return false;  // its process has stopped
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
   std::vector<std::size_t> taken;
-  for (std::size_t i = 0; i < is_reserved_.size() && std::ssize(taken) < num_blocks; ++i)
+  for (std::size_t i = 0; i < is_reserved_.size() && std::ssize(taken) < num_places; ++i)
     if (!is_reserved_[i] && lock(static_cast<int>(i), F_WRLCK)) taken.push_back(i);
-  const bool is_enough = std::ssize(taken) == num_blocks;
+  const bool is_enough = std::ssize(taken) == num_places;
   for (const std::size_t i : taken)
     is_enough ? is_reserved_[i] = true : lock(static_cast<int>(i), F_UNLCK);
   lock(kMutex, F_UNLCK);

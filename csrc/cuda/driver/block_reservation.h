@@ -29,8 +29,8 @@ class BlockReservation {
   int capacity() const { return static_cast<int>(is_reserved_.size()); }
   /// Places that are free at this moment.
   int num_free() const;
-  /// Reserves `num_blocks` more places, or none and returns false if fewer are free.
-  bool reserve(int num_blocks);
+  /// Reserves `num_places` more places, or none and returns false if fewer are free.
+  bool reserve(int num_places);
   void release_all();
 
  private:

@@ -98,7 +98,7 @@ struct P2pCall : GroupFrame {
   static constexpr int kMaxMessages = 128;
   static constexpr int kMaxLanes = 2 * kMaxRanks;
 
-  unsigned blocks_per_lane = 1;
+  unsigned blocks_per_lane = 1;                    ///< 1, or whole places
   std::uint8_t first_of_lane[kMaxLanes + 1] = {};  ///< and where the last lane ends
   P2pMessage messages[kMaxMessages] = {};
 };

@@ -9,9 +9,9 @@
 
 namespace ringcomm::cuda {
 
-/// A block of threads of a GPU. What a thread has acquired is ordered before what the others do
-/// after a barrier, and what they did before it before what one releases after it (docs/design/
-/// gpu_orders.md).
+/// The threads of a block of CUDA with one threadIdx.y. What a thread has acquired is ordered
+/// before what the others do after a barrier, and what they did before it before what one releases
+/// after it (docs/design/ gpu_orders.md).
 class GpuBlock {
  public:
   // In memory that the threads of a block share.
@@ -24,6 +24,7 @@ class GpuBlock {
     Clock clock;
     std::uint32_t answers[2];  ///< in turn: a thread that has not read one never sees the next
     std::uint32_t agreed;
+    volatile std::int32_t awaited_peer;
     Tables tables;
   };
 
@@ -32,22 +33,25 @@ class GpuBlock {
       shared.clock.began = 0;
       shared.clock.asked = 0;
       shared.clock.stop = 0;
+      shared.awaited_peer = -1;
     }
-    __syncthreads();
+    sync();
   }
 
   __device__ unsigned thread_idx() const { return threadIdx.x; }
   __device__ unsigned num_threads() const { return kBlockThreads; }
-  __device__ unsigned block_idx() const { return blockIdx.x; }
-  __device__ unsigned num_blocks() const { return gridDim.x; }
-  __device__ void sync() const { __syncthreads(); }
+  __device__ unsigned block_idx() const { return blockIdx.x * blockDim.y + threadIdx.y; }
+  __device__ unsigned num_blocks() const { return gridDim.x * blockDim.y; }
+  __device__ void sync() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier()), "n"(kBlockThreads) : "memory");
+  }
   __device__ Tables& tables() const { return shared_.tables; }
 
   template <class F>
   __device__ Stop once(const F& function) {
     turn_ ^= 1;
     if (threadIdx.x == 0) shared_.answers[turn_] = static_cast<std::uint32_t>(function());
-    __syncthreads();
+    sync();
     return static_cast<Stop>(shared_.answers[turn_]);
   }
   /// For `num` up to the threads of a block.
@@ -58,16 +62,20 @@ class GpuBlock {
     return agree(stop);
   }
   __device__ Stop agree(Stop stop) {
-    if (__syncthreads_or(stop != Stop::kNone) == 0) return Stop::kNone;
+    int is_any;
+    asm volatile(
+        "{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, %3, p; "
+        "selp.b32 %0, 1, 0, q; }"
+        : "=r"(is_any)
+        : "r"(static_cast<int>(stop)), "r"(barrier()), "n"(kBlockThreads)
+        : "memory");
+    if (is_any == 0) return Stop::kNone;
     // If several threads write, the last one wins.
-    if (stop != Stop::kNone)
-      shared_.agreed =
-          static_cast<std::uint32_t>(stop) | static_cast<std::uint32_t>(awaited_peer_ + 1) << 8;
-    __syncthreads();
+    if (stop != Stop::kNone) shared_.agreed = static_cast<std::uint32_t>(stop);
+    sync();
     const std::uint32_t agreed = shared_.agreed;
-    __syncthreads();
-    awaited_peer_ = static_cast<int>(agreed >> 8) - 1;
-    return static_cast<Stop>(agreed & 0xff);
+    sync();
+    return static_cast<Stop>(agreed);
   }
 
   __device__ std::uint64_t load_relaxed(const std::uint64_t& word) const {
@@ -87,13 +95,12 @@ class GpuBlock {
   __device__ std::uint32_t load_seq_cst(const std::uint32_t&) const { return 0; }
   __device__ void add_seq_cst(std::uint32_t&, std::int32_t) const {}
   __device__ void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(word, value);
+    store_seq_cst_each(1, [&](int) -> std::uint64_t& { return word; }, value);
   }
   /// A thread for each: one fence of their warp, and all stores after it.
   template <class WordOf>
   __device__ void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) const {
-    __syncthreads();
+    sync();
     if (static_cast<int>(threadIdx.x) < num)
       store_release(word_of(static_cast<int>(threadIdx.x)), value);
   }
@@ -124,9 +131,11 @@ class GpuBlock {
   /// A block polls the host at most every 0.13 ms: each poll is two writes and a read over PCIe,
   /// and every waiting block polls. The answer to one thread is valid for all.
   __device__ Stop stopped(int peer) {
-    awaited_peer_ = peer;
     Clock& clock = shared_.clock;
-    if (clock.stop != 0) return static_cast<Stop>(clock.stop);
+    if (clock.stop != 0) {
+      note_awaited(peer);
+      return static_cast<Stop>(clock.stop);
+    }
     std::uint64_t now_ns;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns));
     const std::uint32_t now = static_cast<std::uint32_t>(now_ns >> kTickBits) | 1;
@@ -141,11 +150,14 @@ class GpuBlock {
       stop = Stop::kAborted;
     else if (std::uint64_t{now - clock.began} << kTickBits > call_.timeout_ns)
       stop = Stop::kTimeout;
-    if (stop != Stop::kNone) clock.stop = static_cast<std::uint32_t>(stop);
+    if (stop != Stop::kNone) {
+      clock.stop = static_cast<std::uint32_t>(stop);
+      note_awaited(peer);
+    }
     return stop;
   }
-  __device__ int awaited_peer() const { return awaited_peer_; }
-  __device__ void note_awaited(int peer) { awaited_peer_ = peer; }
+  __device__ int awaited_peer() const { return shared_.awaited_peer; }
+  __device__ void note_awaited(int peer) { shared_.awaited_peer = peer; }
 
   __device__ bool claim(std::uint32_t& word) const { return atomicExch_system(&word, 1u) == 0; }
   __device__ void unclaim(std::uint32_t& word) const {
@@ -160,6 +172,8 @@ class GpuBlock {
   static constexpr int kTickBits = 16;
   static constexpr std::uint32_t kAskEveryTicks = 2;
 
+  /// Barrier 0 is that of all threads of a block of CUDA.
+  __device__ static unsigned barrier() { return threadIdx.y + 1; }
   __device__ static void store_release(std::uint64_t& word, std::uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
   }
@@ -167,7 +181,6 @@ class GpuBlock {
   const GroupFrame& call_;
   Shared& shared_;
   unsigned turn_ = 0;
-  int awaited_peer_ = -1;
 };
 
 static_assert(Block<GpuBlock>);
@@ -178,11 +191,11 @@ static_assert(Block<GpuBlock>);
 #define RINGCOMM_BARE(...) __VA_ARGS__
 
 /// The parameter stays in constant memory: indexed at run time, a copy would go to local memory.
-#define RINGCOMM_GPU_KERNEL(name, Call, body)                                              \
-  extern "C" __global__ void __launch_bounds__(::ringcomm::cuda::kBlockThreads,            \
-                                               ::ringcomm::cuda::kBlocksPerMultiprocessor) \
-      name(const __grid_constant__::ringcomm::cuda::Call call) {                           \
-    __shared__::ringcomm::cuda::GpuBlock::Shared shared;                                   \
-    ::ringcomm::cuda::GpuBlock block(call, shared);                                        \
-    RINGCOMM_BARE body(block, call);                                                       \
+#define RINGCOMM_GPU_KERNEL(name, Call, body)                                               \
+  extern "C" __global__ void __launch_bounds__(::ringcomm::cuda::kPlaceThreads,             \
+                                               ::ringcomm::cuda::kPlacesPerMultiprocessor)  \
+      name(const __grid_constant__::ringcomm::cuda::Call call) {                            \
+    __shared__::ringcomm::cuda::GpuBlock::Shared shared[::ringcomm::cuda::kBlocksPerPlace]; \
+    ::ringcomm::cuda::GpuBlock block(call, shared[threadIdx.y]);                            \
+    RINGCOMM_BARE body(block, call);                                                        \
   }

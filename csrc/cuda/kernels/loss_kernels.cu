@@ -21,26 +21,16 @@ class GpuRowBlock {
 
   __device__ unsigned thread_idx() const { return threadIdx.x; }
   __device__ static constexpr unsigned num_threads() { return kLossThreads; }
-  __device__ unsigned cluster_rank() const {
-    unsigned rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+#define RINGCOMM_SPECIAL_REGISTER(function, name) \
+  __device__ unsigned function() const {          \
+    unsigned value;                               \
+    asm("mov.u32 %0, %%" name ";" : "=r"(value)); \
+    return value;                                 \
   }
-  __device__ unsigned cluster_blocks() const {
-    unsigned number;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(number));
-    return number;
-  }
-  __device__ unsigned cluster_idx() const {
-    unsigned idx;
-    asm("mov.u32 %0, %%clusterid.x;" : "=r"(idx));
-    return idx;
-  }
-  __device__ unsigned num_clusters() const {
-    unsigned number;
-    asm("mov.u32 %0, %%nclusterid.x;" : "=r"(number));
-    return number;
-  }
+  RINGCOMM_SPECIAL_REGISTER(cluster_rank, "cluster_ctarank")
+  RINGCOMM_SPECIAL_REGISTER(cluster_blocks, "cluster_nctarank")
+  RINGCOMM_SPECIAL_REGISTER(cluster_idx, "clusterid.x")
+  RINGCOMM_SPECIAL_REGISTER(num_clusters, "nclusterid.x")
   __device__ static std::byte* shared() {
     extern __shared__ __align__(128) unsigned char memory[];
     return reinterpret_cast<std::byte*>(memory);

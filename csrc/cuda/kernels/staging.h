@@ -13,12 +13,16 @@ namespace ringcomm::cuda {
 
 inline constexpr int kMaxRanks = 32;
 
-/// Threads of a block of any kernel.
-inline constexpr int kBlockThreads = 512;
+/// Threads of a block of any kernel: what has a barrier and a channel to the same block of other
+/// ranks.
+inline constexpr int kBlockThreads = 256;
+/// Blocks that a launch puts at a place, as one block of CUDA: one works while another waits.
+inline constexpr int kBlocksPerPlace = 2;
+inline constexpr int kPlaceThreads = kBlockThreads * kBlocksPerPlace;
 
-/// Blocks of any kernel of a group that share a multiprocessor: a thread has 64 registers. Checked
-/// where kernels are loaded.
-inline constexpr int kBlocksPerMultiprocessor = 2;
+/// Places of any kernel of a group on a multiprocessor: a thread has 64 registers. Checked where
+/// kernels are loaded.
+inline constexpr int kPlacesPerMultiprocessor = 2;
 
 /// Words of a call's header, as kernels compare them: CallHeader without the call's number.
 inline constexpr int kHeaderWords = 32;
@@ -80,12 +84,14 @@ struct alignas(kLineBytes) PhaseHeader {
 /// in its own part of each, so that its cursors protect everything that it accesses.
 struct StagingLayout {
   std::uint32_t world_size = 1;
-  std::uint32_t num_blocks = 1;         ///< of any call, at most
-  std::uint32_t num_packet_blocks = 1;  ///< of a call by packets, at most
-  std::uint32_t packets_per_block = 0;  ///< for each peer, in each of two places
-  std::uint32_t region_bytes = 0;       ///< of a block, in each of two phases
-  std::uint32_t num_p2p_channels = 1;   ///< of a send or receive, at most
+  std::uint32_t num_blocks = kBlocksPerPlace;  ///< of any call, at most: those of all places
+  std::uint32_t num_packet_blocks = 1;         ///< of a call by packets, at most
+  std::uint32_t packets_per_block = 0;         ///< for each peer, in each of two places
+  std::uint32_t region_bytes = 0;              ///< of a block, in each of two phases
+  std::uint32_t num_p2p_channels = 1;          ///< of a send or receive, at most
   std::uint32_t p2p_slot_bytes = 0;
+
+  RINGCOMM_HD constexpr std::uint32_t num_places() const { return num_blocks / kBlocksPerPlace; }
 
   static constexpr std::uint32_t kP2pSlots = 2;
   /// The slots of a ring's link share the two regions of a block.

@@ -84,23 +84,17 @@ at::Tensor DeviceReduceOp::readable(const at::Tensor& array) const {
 void DeviceReduceOp::apply(at::Tensor& to, const at::Tensor& a, const at::Tensor& b) const {
   switch (reduction_) {
     case Reduction::kProduct:
-      at::mul_out(to, a, b);
-      break;
+      return static_cast<void>(at::mul_out(to, a, b));
     case Reduction::kMin:
-      at::minimum_out(to, a, b);
-      break;
+      return static_cast<void>(at::minimum_out(to, a, b));
     case Reduction::kMax:
-      at::maximum_out(to, a, b);
-      break;
+      return static_cast<void>(at::maximum_out(to, a, b));
     case Reduction::kBitAnd:
-      at::bitwise_and_out(to, a, b);
-      break;
+      return static_cast<void>(at::bitwise_and_out(to, a, b));
     case Reduction::kBitOr:
-      at::bitwise_or_out(to, a, b);
-      break;
+      return static_cast<void>(at::bitwise_or_out(to, a, b));
     case Reduction::kBitXor:
-      at::bitwise_xor_out(to, a, b);
-      break;
+      return static_cast<void>(at::bitwise_xor_out(to, a, b));
     default:
       at::add_out(to, a, b);
   }
@@ -151,7 +145,7 @@ void update_chunk(const Collective& call, const void* grad, void* param, std::si
   const cuda::ContextGuard guard(device.index());
   cuda::KernelCall kernel_call;
   const cuda::LaunchPlan plan = cuda::plan_own_update(call, grad, param, num_elems, kernel_call);
-  kernels.launch(kernels.find(plan.kernel), plan.num_blocks, kernel_call, handle_of(stream));
+  kernels.launch(kernels.find(plan.kernel), plan, kernel_call, handle_of(stream));
 }
 
 }  // namespace ringcomm

@@ -11,7 +11,7 @@ from gpu_ranks import LAYOUT, Gpus, device, on_cuda
 
 MIB = 1 << 20
 # Of all ranks on a GPU together; or of each, for what messages have beside that.
-STAGING_BYTES, RANK_STAGING_BYTES = 26 * MIB, 8 * MIB
+STAGING_BYTES, RANK_STAGING_BYTES = 27 * MIB, 8 * MIB
 # Of each rank: the code of all kernels, which are loaded up front (for sm_90 about 14 MiB), and
 # what the driver rounds up, 2 MiB for each of the four images.
 CODE_BYTES = (14 + 4 * 2) * MIB

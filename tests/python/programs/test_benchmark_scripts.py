@@ -62,7 +62,7 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
     "device_kernels": (
         "--device cpu --scale 64 --seconds 0.01",
         "case",
-        ["linear", "embedding", "sgd", "linear_loss"],
+        ["linear", "linear_plans", "embedding", "sgd", "linear_loss"],
     ),
     "pipeline": (
         "--seconds 0.01 --repeats 0 --worlds 2 --factors 2 --unit-ms 0.2",

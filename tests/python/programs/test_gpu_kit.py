@@ -38,6 +38,7 @@ ROWS = {
     "kernel-sweep": (SWEEP, 100),
     "collectives": ("exit 3", 20),
     "cross-entropy-clusters": ("kill -SEGV $$", 20),
+    "update-plans": ("true", 20),
     "profile": ("echo '{\"us\": 1}' >> $OUT/records.jsonl", 20),
     "faults": ("sleep 600", 2),
     "without-mps": ("sleep 600 & echo $! > $OUT/pid; wait", 100),
