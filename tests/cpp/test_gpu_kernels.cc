@@ -409,6 +409,17 @@ TEST_CASE("kernels: blocks share places only if there is none for each, and then
     }
   CHECK(has_odd);
   CHECK(has_paired);
+  for (int world_size = 2; world_size <= cuda::kMaxRanks; ++world_size)
+    for (const int sharing : {1, world_size}) {
+      const cuda::StagingLayout of_group =
+          cuda::make_staging_layout({.world_size = world_size,
+                                     .max_ranks_per_device = sharing,
+                                     .is_on_one_device = sharing > 1,
+                                     .min_multiprocessors = 132});
+      CHECK(of_group.num_blocks % cuda::kBlocksPerPlace == 0);
+      CHECK(of_group.num_packet_blocks % cuda::kBlocksPerPlace == 0);
+      CHECK(of_group.num_packet_blocks <= of_group.num_blocks);
+    }
   for (const unsigned num_places : {1u, 2u, 3u})
     for (const std::uint64_t num_bytes : {std::uint64_t{0}, std::uint64_t{40'000}, kManyBytes}) {
       cuda::P2pCall call;

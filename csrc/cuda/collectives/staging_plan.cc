@@ -109,9 +109,11 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
       (facts.takes_turns
            ? static_cast<std::uint32_t>(std::clamp(resident / kShareOfFirst, 1, kMaxPlaces))
            : places_that_fit(facts));
-  // Every rank has packets for every rank, so their memory grows with the square of the ranks.
+  // Every rank has packets for every rank, so their memory grows with the square of the ranks. Of
+  // whole places, as a launch is.
   layout.num_packet_blocks = std::min(
-      layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(256 / world, 1, 64)));
+      layout.num_blocks,
+      static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)) * kBlocksPerPlace);
   layout.packets_per_block =
       kHeaderPackets +
       static_cast<std::uint32_t>(
