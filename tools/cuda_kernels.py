@@ -73,15 +73,17 @@ def compile_all(
 ) -> Path:
     """Compiles what has changed into the folder: for each file NAME.fatbin, of all architectures.
 
-    The last of `archs`, or of those that are asked for or served, is also there as PTX, for GPUs to
-    come. The file that embeds the images is touched where it is older than one of them. Raises
+    The first of `archs`, or of those that are asked for or served, is also there as PTX, for other
+    GPUs. The file that embeds the images is touched where it is older than one of them. Raises
     BuildProblem.
     """
     archs = archs or archs_asked() or ARCHITECTURES
     flags = [*FLAGS, "-O3", *defines]
     for arch in archs:
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-    flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    # For GPUs that are newer than all of them. Code for sm_80 has the fewest barriers, of which some
+    # of these GPUs have few (cuda/kernels/gpu_block.cuh).
+    flags += ["-gencode", f"arch=compute_{archs[0]},code=compute_{archs[0]}"]
     folder.mkdir(parents=True, exist_ok=True)
     release = release_of(nvcc)
     paths, num_jobs = sources(), buildconfig.num_jobs()

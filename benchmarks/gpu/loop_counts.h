@@ -12,7 +12,7 @@ inline constexpr double kSumOfFew = 154;
 inline constexpr double kStoreSum = 156;
 inline constexpr double kAlsoStore = 7;
 inline constexpr double kRingSum = 159;
-inline constexpr double kAdamW = 513;
+inline constexpr double kAdamW = 514;
 inline constexpr double kLossRow = 1375;
 
 }  // namespace ringcomm::benchmarks::loops

@@ -28,7 +28,7 @@ long long setting(const char* name, long long otherwise, long long least = 0,
 ///   non-blocking. A null pointer for a result ends the process.
 /// - Nothing keeps a kernel from memory of a GPU whose peer access was not enabled.
 /// - A child that is forked after cuInit gets no error, although no stream has a thread there.
-/// - Grids and blocks have one dimension, kernels one parameter.
+/// - Grids have one dimension, blocks two, kernels one parameter.
 struct Settings {
   static int number(const char* name, int otherwise, int least = 0) {
     return static_cast<int>(setting(name, otherwise, least));

@@ -6,7 +6,6 @@
 
 #include "cuda/collectives/launch_plan.h"
 #include "cuda/driver/driver.h"
-#include "cuda/kernels/call.h"
 
 namespace ringcomm::cuda {
 

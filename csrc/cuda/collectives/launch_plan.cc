@@ -70,7 +70,7 @@ void use_blocks(LaunchPlan& plan, std::size_t num_pieces, std::size_t most,
                 std::size_t num_places) {
   plan.num_blocks = static_cast<unsigned>(std::clamp<std::size_t>(num_pieces, 1, most));
   plan.blocks_per_place = plan.num_blocks > num_places ? kBlocksPerPlace : 1;
-  // Whole places; a block that has no piece ends at once.
+  // Whole places; a block that has no piece only meets the others, or ends at once.
   plan.num_blocks = static_cast<unsigned>(num_slices(plan.num_blocks, plan.blocks_per_place) *
                                           plan.blocks_per_place);
 }
@@ -214,12 +214,10 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
 
 void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const ShardUpdate& update = *call.update;
-  const Optimizer optimizer = update.spec.optimizer;
+  constexpr const char* kOptimizers[] = {"", "sgd_", "adamw_", "lomo_"};
   plan.kernel = std::string("ringcomm_update_") +
-                (optimizer == Optimizer::kSgd     ? "sgd"
-                 : optimizer == Optimizer::kAdamW ? "adamw"
-                                                  : "lomo") +
-                "_" + name_of(call.dtype) + "_" + name_of(update.spec.param_dtype);
+                kOptimizers[static_cast<std::size_t>(update.spec.optimizer)] + name_of(call.dtype) +
+                "_" + name_of(update.spec.param_dtype);
   kernel_call.update = make_update_op(update.spec, call.dtype).scalars;
   kernel_call.master = update.master;
   kernel_call.states[0] = update.states[0];
@@ -463,11 +461,9 @@ LaunchPlan plan_exchange(std::vector<P2pMessage> messages, unsigned places_per_l
     num_channels = std::max(num_channels, P2pSlices(layout, messages[i].num_bytes).num_channels);
   }
   call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
-  LaunchPlan of_lane;
-  use_blocks(of_lane, num_channels, std::size_t{places_per_lane} * kBlocksPerPlace, 1);
-  call.blocks_per_lane = of_lane.num_blocks;
-  plan.blocks_per_place = of_lane.blocks_per_place;
-  plan.num_blocks = num_lanes * call.blocks_per_lane;
+  use_blocks(plan, num_channels, std::size_t{places_per_lane} * kBlocksPerPlace, 1);
+  call.blocks_per_lane = plan.num_blocks;
+  plan.num_blocks *= num_lanes;
   return plan;
 }
 

@@ -46,13 +46,13 @@ struct Tables {
 ///
 /// - sync is the barrier of the block's threads.
 /// - agree is a barrier that returns the same value to all threads: kNone if all threads pass
-///   kNone, or else one of the other Stops, with awaited_peer() of the thread that passed it.
+///   kNone, or else one of the other Stops, with awaited_peer() of a thread that passed one.
 /// - tables is memory of the block, the same for all of its threads.
 /// - store_packet and load_packet move the two words of a Packet, each atomically, in no order.
 /// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0.
 /// - publish_word makes a word of the control block, and all that this thread wrote before, visible
 ///   to the host.
-/// - awaited_peer is the rank of the last stopped() or note_awaited().
+/// - awaited_peer is the rank of the first stopped() that told to stop, or of note_awaited().
 template <class B>
 concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,
                                     std::uint64_t& word, std::uint32_t& flag) {

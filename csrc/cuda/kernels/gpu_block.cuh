@@ -5,13 +5,21 @@
 #include "core/wait_policy.h"
 #include "cuda/kernels/block.h"
 #include "cuda/kernels/call.h"
-#include "cuda/kernels/memory.h"
+
+// With its number in a register a kernel reserves all 16 barriers, of which some GPUs have too few.
+// Constant numbers cost the ring a stack on sm_100.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100
+#define RINGCOMM_BARRIER(name, by_number, first, second) name " " by_number
+#else
+#define RINGCOMM_BARRIER(name, by_number, first, second) \
+  "@!y " name " " first " @y " name " " second
+#endif
 
 namespace ringcomm::cuda {
 
 /// The threads of a block of CUDA with one threadIdx.y. What a thread has acquired is ordered
 /// before what the others do after a barrier, and what they did before it before what one releases
-/// after it (docs/design/ gpu_orders.md).
+/// after it (docs/design/gpu_orders.md).
 class GpuBlock {
  public:
   // In memory that the threads of a block share.
@@ -43,7 +51,10 @@ class GpuBlock {
   __device__ unsigned block_idx() const { return blockIdx.x * blockDim.y + threadIdx.y; }
   __device__ unsigned num_blocks() const { return gridDim.x * blockDim.y; }
   __device__ void sync() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier()), "n"(kBlockThreads) : "memory");
+    asm volatile("{ .reg .pred y; setp.ne.b32 y, %0, 0; " RINGCOMM_BARRIER(
+                     "bar.sync", "%0, %1;", "0, %1;", "1, %1;") " }" ::"r"(threadIdx.y),
+                 "n"(kBlockThreads)
+                 : "memory");
   }
   __device__ Tables& tables() const { return shared_.tables; }
 
@@ -64,10 +75,11 @@ class GpuBlock {
   __device__ Stop agree(Stop stop) {
     int is_any;
     asm volatile(
-        "{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, %3, p; "
-        "selp.b32 %0, 1, 0, q; }"
+        "{ .reg .pred p, q, y; setp.ne.b32 p, %1, 0; setp.ne.b32 y, %2, 0; " RINGCOMM_BARRIER(
+            "bar.red.or.pred", "q, %2, %3, p;", "q, 0, %3, p;",
+            "q, 1, %3, p;") " selp.b32 %0, 1, 0, q; }"
         : "=r"(is_any)
-        : "r"(static_cast<int>(stop)), "r"(barrier()), "n"(kBlockThreads)
+        : "r"(static_cast<int>(stop)), "r"(threadIdx.y), "n"(kBlockThreads)
         : "memory");
     if (is_any == 0) return Stop::kNone;
     // If several threads write, the last one wins.
@@ -132,10 +144,7 @@ class GpuBlock {
   /// and every waiting block polls. The answer to one thread is valid for all.
   __device__ Stop stopped(int peer) {
     Clock& clock = shared_.clock;
-    if (clock.stop != 0) {
-      note_awaited(peer);
-      return static_cast<Stop>(clock.stop);
-    }
+    if (clock.stop != 0) return static_cast<Stop>(clock.stop);
     std::uint64_t now_ns;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now_ns));
     const std::uint32_t now = static_cast<std::uint32_t>(now_ns >> kTickBits) | 1;
@@ -172,8 +181,6 @@ class GpuBlock {
   static constexpr int kTickBits = 16;
   static constexpr std::uint32_t kAskEveryTicks = 2;
 
-  /// Barrier 0 is that of all threads of a block of CUDA.
-  __device__ static unsigned barrier() { return threadIdx.y + 1; }
   __device__ static void store_release(std::uint64_t& word, std::uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&word), "l"(value) : "memory");
   }

@@ -130,7 +130,7 @@ def check_full_blocks(rank: int) -> str:
 
 @pytest.mark.slow
 def test_blocks_of_all_threads_that_a_gpu_gives_them() -> None:
-    """512 threads as on a GPU: each has its own vectors, and a warp's divide as they do there."""
+    """256 threads as on a GPU: each has its own vectors, and a warp's divide as they do there."""
     few = {"RINGCOMM_EMULATOR_SMS": "6", "RINGCOMM_EMULATOR_THREADS": "512"}
     env = {**with_kernels(), **few}
     results = run_on_gpus(2, check_full_blocks, env=env, timeout_s=240.0, group_timeout_s=120.0)
