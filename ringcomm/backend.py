@@ -18,7 +18,7 @@ from ringcomm.torch_names import backend_of
 _log = logging.getLogger("ringcomm")
 
 # The options of a group that are passed to the engine.
-_FIELDS = ("algorithm", "is_rank_ordered", "one_shot_max_bytes", "transport", "p2p_backend")
+_FIELDS = ("algorithm", "is_rank_ordered", "one_shot_max_bytes", "transport", "p2p_backend", "says_waits")
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -103,6 +103,7 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
         "is_rank_ordered": options.deterministic == "rank_order",
         "one_shot_max_bytes": tuned or 0,
         "transport": options.transport or "",
+        "says_waits": options.says_waits,
         "p2p_backend": message_backend.checked(options.p2p_backend) if has_messages else "",
     }
 

@@ -13,7 +13,7 @@ _CUT = "a ring now chooses the number and size of its slots by itself"
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    All ranks must have the same options. They are compared when the group is made, and a difference
+    All ranks must have the same options, but for says_waits. They are compared when the group is made, and a difference
     raises MismatchError on every rank. A field that is left at its default is taken from the
     environment variable RINGCOMM_<FIELD>, if that is set.
 
@@ -31,6 +31,8 @@ class Options:
             torch.distributed that supports CPU tensors. For tensors of a device that it supports,
             it must have all_to_all, all_gather_into_tensor and broadcast as well.
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
+        says_waits: whether a rank that has waited for 10, 60 and 300 s in a call writes a line to
+            stderr that names the call and the rank that it waits for. It may differ between ranks.
     """
 
     algorithm: Literal["auto", "one_shot", "two_shot", "ring"] = "auto"
@@ -38,6 +40,7 @@ class Options:
     transport: Literal["shm", "p2p"] | None = None
     p2p_backend: str = "gloo"
     tuning: str | None = None
+    says_waits: bool = True
 
     def __new__(cls, *_: Any, **given: Any) -> "Options":
         """Refuses options that no longer exist by their name."""
@@ -61,8 +64,19 @@ class Options:
             text = os.environ.get(name)
             if not text or getattr(self, field.name) != field.default:
                 continue
-            found[field.name] = text
+            found[field.name] = flag(name, text) if field.type in (bool, "bool") else text
         return replace(self, **found)
+
+
+def flag(name: str, text: str) -> bool:
+    """The value of an environment variable that is 0 or 1.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text not in ("0", "1"):
+        raise ValueError(f"the environment variable {name} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def checks_targets() -> bool:
@@ -71,9 +85,5 @@ def checks_targets() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    text = os.environ.get("RINGCOMM_CHECK_TARGETS") or "0"
-    if text not in ("0", "1"):
-        raise ValueError(
-            f"the environment variable RINGCOMM_CHECK_TARGETS must be 0 or 1, got {text!r}"
-        )
-    return text == "1"
+    name = "RINGCOMM_CHECK_TARGETS"
+    return flag(name, os.environ.get(name) or "0")

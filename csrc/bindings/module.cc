@@ -23,7 +23,7 @@ BackendPtr create_process_group(const c10::intrusive_ptr<c10d::Store>& store, in
                                 std::chrono::milliseconds timeout, const std::string& algorithm,
                                 bool is_rank_ordered, std::size_t one_shot_max_bytes,
                                 const std::string& transport, const std::string& p2p_backend,
-                                const std::string& group_name,
+                                bool says_waits, const std::string& group_name,
                                 const std::vector<uint64_t>& global_ranks) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
                     size, " ranks; ranks are 0 to ", size - 1);
@@ -31,7 +31,8 @@ BackendPtr create_process_group(const c10::intrusive_ptr<c10d::Store>& store, in
                                    .is_rank_ordered = is_rank_ordered,
                                    .one_shot_max_bytes = one_shot_max_bytes,
                                    .transport = transport,
-                                   .p2p_backend = p2p_backend};
+                                   .p2p_backend = p2p_backend,
+                                   .says_waits = says_waits};
   auto options = c10::make_intrusive<GroupOptions>(engine, timeout);
   options->group_name = group_name;
   options->global_ranks_in_group = global_ranks;
@@ -102,6 +103,7 @@ void bind_classes(py::module_& m) {
   option("one_shot_max_bytes", &CommunicatorOptions::one_shot_max_bytes);
   option("transport", &CommunicatorOptions::transport);
   option("p2p_backend", &CommunicatorOptions::p2p_backend);
+  option("says_waits", &CommunicatorOptions::says_waits);
   // Its destructor releases the GIL while it waits for threads.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
@@ -128,7 +130,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define_eager_ops(eager);
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "timeout"_a,
         "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a, "p2p_backend"_a,
-        "group_name"_a, "global_ranks"_a, py::call_guard<py::gil_scoped_release>());
+        "says_waits"_a, "group_name"_a, "global_ranks"_a, py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats",
         [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
@@ -147,6 +149,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return process_group_of(backend).empty_shared_on(device, sizes, dtype);
       },
       without_gil);
+  m.def("flight_records", [] {
+    py::list records;
+    for (const std::string& record : flight::copies()) records.append(py::bytes(record));
+    return records;
+  });
+  m.def("flight_clock", [] { return std::tuple(flight::ticks(), flight::monotonic_ns()); });
   m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
   m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);
   m.def("is_shared", &is_shared, "tensor"_a);

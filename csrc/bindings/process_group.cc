@@ -117,8 +117,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
         options_->engine.p2p_backend.empty() ? MakeMessages{} : make_messages,
         ask_world(store, options_->global_ranks_in_group));
   });
-  if (trace::is_on())
-    communicator_->trace_as(options_->group_name, options_->global_ranks_in_group);
+  communicator_->record_as(options_->group_name, options_->global_ranks_in_group);
   enter_world(store, options_->global_ranks_in_group, communicator_);
   if (make_devices != nullptr) devices_ = make_devices(store, options_, communicator_, rank, size);
 }

@@ -50,8 +50,9 @@ struct CommunicatorOptions {
   std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
   std::string transport = {};              ///< "shm", "p2p", or "": by where the ranks are
   std::string p2p_backend = {};            ///< what carries messages, where anything does
-  /// Where this rank is; empty: found out. The one that may differ between ranks.
+  /// Where this rank is; empty: found out. This and the next one may differ between ranks.
   std::string host_id = {};
+  bool says_waits = true;  ///< long waits are written to stderr (flight.h)
 
   /// "algorithm=auto deterministic=none one_shot_max_bytes=0 ..."
   std::string to_text() const;

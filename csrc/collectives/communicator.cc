@@ -85,6 +85,7 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
   if (!options.transport.empty() && options.transport != "shm" && options.transport != "p2p")
     throw std::invalid_argument("transport must be shm or p2p, got '" + options.transport + "'");
   if (world_size > 1) {
+    flight::start();  // before a peer asks for it
     std::tie(carrier_, transport_) =
         make_carrier(store, rank, world_size, options, make_messages, known, timeout);
     if (!carrier_->shares_memory()) queue_.leave_to_thread();
@@ -96,9 +97,15 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
 
 Communicator::~Communicator() { trace::leave_group(trace_group_); }
 
-void Communicator::trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
-  trace_group_ = trace::add_group(name, rank_, ranks, transport_);
-  if (p2p_ != nullptr) p2p_->trace_as(trace_group_);
+void Communicator::record_as(const std::string& name, const std::vector<std::uint64_t>& ranks) {
+  if (trace::is_on()) trace_group_ = trace::add_group(name, rank_, ranks, transport_);
+  if (carrier_ == nullptr) return;
+  Membership& members = carrier_->membership();
+  log_ = flight::Log::make(name, rank_, ranks, transport_, members, options_.says_waits);
+  p2p_->record_as(trace_group_, log_.get());
+  if (log_ == nullptr) return;
+  failure_->record_in(log_.get());
+  members.on_wait([log = log_.get()](int rank) { log->note_wait(rank); });
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
@@ -184,6 +191,13 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     stats_.count(header.op, {});
     return;
   }
+  const flight::Run run(log_.get(), {.seq = header.seq,
+                                     .num_bytes = call.num_bytes(),
+                                     .peer = header.root,
+                                     .op = header.op,
+                                     .dtype = header.dtype,
+                                     .reduction = header.reduction,
+                                     .algorithm = header.algorithm});
   const auto activity = [&] {
     return Activity{.op = name_of(header.op),
                     .seq = static_cast<std::int64_t>(header.seq),

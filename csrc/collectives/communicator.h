@@ -12,6 +12,7 @@
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/failure.h"
+#include "collectives/flight.h"
 #include "collectives/ordered_queue.h"
 #include "collectives/p2p.h"
 #include "collectives/trace.h"
@@ -63,9 +64,9 @@ class Communicator {
   Algorithm algorithm_of(const Collective& call) const;
   /// A readable description of the transport and the reason for its choice.
   const std::string& transport() const { return transport_; }
-  /// Adds the group to a recording, with its name and its ranks' numbers in the job. Call it before
-  /// all collectives, while trace::is_on().
-  void trace_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
+  /// Adds the group to the flight recorder, and to a recording if there is one, with its name and
+  /// its ranks' numbers in the job. Call it before all collectives.
+  void record_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
   /// The group's number there.
   std::uint32_t trace_group() const { return trace_group_; }
   /// Bytes of shared memory mapped for the group, touched or not.
@@ -116,6 +117,7 @@ class Communicator {
   std::string transport_ = "none: a group of one";
   std::uint32_t trace_group_ = trace::kNoGroup;
   std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
+  std::unique_ptr<flight::Log> log_;  // null without a recorder
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;
   std::atomic<std::uint64_t> num_issued_ = 0;

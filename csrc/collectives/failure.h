@@ -14,6 +14,10 @@
 
 namespace ringcomm {
 
+namespace flight {
+class Log;
+}
+
 /// What `body` throws, or null.
 template <class Body>
 std::exception_ptr error_of(const Body& body) {
@@ -50,6 +54,8 @@ class Failure {
   /// Throws Error in a process forked from the group's.
   void check_not_inherited() const;
   std::exception_ptr first_cause() const;
+  /// Where the first cause is recorded, too; lives as long. Before anything may fail.
+  void record_in(flight::Log* log) { log_ = log; }
   /// Whether the group has ended, as far as this rank knows.
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
@@ -79,6 +85,7 @@ class Failure {
   const std::string prefix_ =
       "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
   std::atomic<bool> has_failed_ = false;
+  flight::Log* log_ = nullptr;
   mutable std::mutex mutex_;
   std::exception_ptr first_cause_;
 };

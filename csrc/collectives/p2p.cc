@@ -17,30 +17,37 @@ void PointToPoint::post(const P2pOpPtr& op) {
         std::to_string(world_size_) + ", got " + std::to_string(op->peer));
   failure_.check_not_inherited();  // before a lock that may have been held at the fork
   op->deadline = deadline_after(op->timeout);
-  if (trace_group_ == trace::kNoGroup) return start(op);
-
-  static std::atomic<std::uint64_t> num_messages = 0;
   // The engine's own messages have tags above the users' 32 bits.
-  const bool is_own = op->tag >> 32U != 0;
-  op->traced = {.begin_ns = trace::now_ns(),
-                .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
-                .num_bytes = op->num_bytes,
-                .group = trace_group_,
-                .to = op->is_send() ? op->peer : -1,
-                .from = op->is_send() ? -1 : op->peer,
-                .chunk = is_own ? -1 : static_cast<std::int32_t>(op->tag),
-                .kind = trace::Kind::kMessage,
-                .name = trace::name_number(op->is_send() ? "send" : "recv")};
-  trace::add(op->traced);  // without an end: of a process that is killed there is nothing else
+  if (log_ != nullptr && op->tag >> 32U == 0)
+    op->recorded = log_->begin({.seq = op->tag,
+                                .num_bytes = op->num_bytes,
+                                .peer = op->peer,
+                                .op = op->is_send() ? OpKind::kSend : OpKind::kRecv});
+  if (trace_group_ != trace::kNoGroup) trace_begin(*op);
   try {
     start(op);
   } catch (...) {
-    trace_end(*op);
+    record_end(*op);
     throw;
   }
 }
 
-void PointToPoint::trace_end(const P2pOp& op) {
+void PointToPoint::trace_begin(P2pOp& op) const {
+  static std::atomic<std::uint64_t> num_messages = 0;
+  op.traced = {.begin_ns = trace::now_ns(),
+               .seq = num_messages.fetch_add(1, std::memory_order_relaxed),
+               .num_bytes = op.num_bytes,
+               .group = trace_group_,
+               .to = op.is_send() ? op.peer : -1,
+               .from = op.is_send() ? -1 : op.peer,
+               .chunk = op.tag >> 32U != 0 ? -1 : static_cast<std::int32_t>(op.tag),
+               .kind = trace::Kind::kMessage,
+               .name = trace::name_number(op.is_send() ? "send" : "recv")};
+  trace::add(op.traced);  // without an end: of a process that is killed there is nothing else
+}
+
+void PointToPoint::record_end(const P2pOp& op) {
+  flight::Log::end(op.recorded);
   if (op.traced.group == trace::kNoGroup) return;
   trace::Event event = op.traced;
   if (!op.is_send()) event.from = op.peer;  // of a receive from any source it is known now
@@ -51,6 +58,7 @@ void PointToPoint::trace_end(const P2pOp& op) {
 bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
                         const Interrupted& is_interrupted) {
   failure_.check_not_inherited();
+  op->recorded.note_wait(op->peer >= 0 ? op->peer : flight::kAnyRank);
   if (trace_group_ == trace::kNoGroup) return await(op, deadline, is_interrupted);
   const trace::Span waits([&] {
     return trace::Event{.group = trace_group_,
@@ -81,7 +89,7 @@ void PointToPoint::conclude(Lock& lock, std::span<const P2pOpPtr> ops) {
   has_news_.notify_all();
   lock.unlock();
   for (const P2pOpPtr& op : ops) {
-    trace_end(*op);
+    record_end(*op);
     if (const auto done = std::exchange(op->done, nullptr)) done();
   }
   lock.lock();

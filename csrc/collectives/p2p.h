@@ -12,6 +12,7 @@
 
 #include "collectives/collective.h"
 #include "collectives/failure.h"
+#include "collectives/flight.h"
 #include "collectives/trace.h"
 
 namespace ringcomm {
@@ -40,6 +41,7 @@ struct P2pOp {
   bool is_done = false;
   std::exception_ptr error = {};
   trace::Event traced = {};  ///< its begin; of no group while nothing is recorded
+  flight::Call recorded = {};
 
   bool is_send() const { return kind == Kind::kSend; }
 };
@@ -66,8 +68,12 @@ class PointToPoint {
   /// `is_interrupted` as in wait(). A second call does nothing.
   virtual void close(const Interrupted& is_interrupted) = 0;
 
-  /// Records the messages from now on; `group` is the recording's number of the group.
-  void trace_as(std::uint32_t group) { trace_group_ = group; }
+  /// Records the messages from now on; `group` is the recording's number of the group, `log` may be
+  /// null and lives as long.
+  void record_as(std::uint32_t group, flight::Log* log) {
+    trace_group_ = group;
+    log_ = log;
+  }
 
  protected:
   using Lock = std::unique_lock<std::mutex>;
@@ -100,9 +106,11 @@ class PointToPoint {
   bool is_stopping_ = false;
 
  private:
-  static void trace_end(const P2pOp& op);
+  void trace_begin(P2pOp& op) const;
+  static void record_end(const P2pOp& op);
 
   std::uint32_t trace_group_ = trace::kNoGroup;
+  flight::Log* log_ = nullptr;
 };
 
 /// "recv from rank 2 (tag 6, 44 bytes)"

@@ -15,6 +15,7 @@
 #include <sstream>
 
 #include "core/types.h"
+#include "transport/shm/fd.h"
 #include "transport/shm/group.h"
 #include "transport/shm/shared_arena.h"
 
@@ -84,7 +85,7 @@ class Lines {
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-9-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-10-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(shm::AbortRecord), sizeof(shm::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -129,6 +130,17 @@ void PeerProcess::end(int pidfd) {
     if (status && WIFEXITED(*status)) has_exited = true;
   }
   is_dead = true;
+}
+
+std::shared_ptr<const shm::SharedMemory> PeerProcess::flight() const {
+  const std::lock_guard lock(mutex_);
+  return flight_;
+}
+
+void PeerProcess::keep_flight(int fd) {
+  auto mapped = std::make_shared<const shm::SharedMemory>(shm::SharedMemory::of_peer(fd));
+  const std::lock_guard lock(mutex_);
+  flight_ = std::move(mapped);
 }
 
 std::shared_ptr<shm::PeerMemory> PeerProcess::memory() const {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,7 +21,8 @@ namespace ringcomm {
 
 namespace shm {
 class PeerMemory;
-}
+class SharedMemory;
+}  // namespace shm
 
 /// What the library needs of a store that all ranks of a group share (an adapter to torch's Store).
 class KeyValueStore {
@@ -62,6 +64,9 @@ struct PeerProcess {
   void keep_last_words(std::string words);
   /// It has ended: asks the kernel how. `pidfd` may be -1.
   void end(int pidfd);
+  /// Its flight recorder, as this process maps it, also after its end; null if it has sent none.
+  std::shared_ptr<const shm::SharedMemory> flight() const;
+  void keep_flight(int fd);
   /// Its buffers, as this process maps them; one for all groups that hold the pointer.
   std::shared_ptr<shm::PeerMemory> memory() const;
 
@@ -69,6 +74,7 @@ struct PeerProcess {
   mutable std::mutex mutex_;  // guards the next ones
   mutable std::weak_ptr<shm::PeerMemory> memory_;
   std::string last_words_;
+  std::shared_ptr<const shm::SharedMemory> flight_;
 };
 
 /// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.
@@ -107,6 +113,11 @@ class Membership {
   virtual Stop state_of(int rank) const = 0;
   /// The number of collectives that `rank` has begun; -1 if that is not known.
   virtual std::int64_t num_calls_of(int rank) const = 0;
+  /// Called in the thread of a collective that has begun to wait for `rank` for long; set once.
+  void on_wait(std::function<void(int rank)> note) { note_wait_ = std::move(note); }
+  void note_wait(int rank) const {
+    if (note_wait_) note_wait_(rank);
+  }
 
   /// Whether a rank has begun to abort the group: as this rank knows or, with `asks`, can read.
   virtual bool is_given_up(bool asks) noexcept = 0;
@@ -117,6 +128,9 @@ class Membership {
 
  protected:
   PeerProcesses processes_;  // set when the group is made; none null
+
+ private:
+  std::function<void(int rank)> note_wait_;
 };
 
 /// The size of CallHeader (which asserts it): ranks compare it in their records.

@@ -64,8 +64,10 @@ class MessageCarrier final : public Carrier {
         hosts_(is_flat ? flat_ : HostsView(peer_table, ranks.rank())),
         members_(store, ranks) {
     try {
-      if (hosts_.local_ranks.size() > 1)
+      if (hosts_.local_ranks.size() > 1) {
         local_ = std::make_unique<ShmCarrier>(ranks, peer_table, ranks.rank(), options);
+        local_->membership().on_wait([this](int rank) { members_.note_wait(rank); });
+      }
       // Before this rank leaves the memory of its host, where others may be in a call already.
       members_.on_abort([this] {
         if (local_ != nullptr) local_->membership().abort(members_.abort_reason());

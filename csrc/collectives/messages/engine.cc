@@ -26,6 +26,7 @@ void MessageEngine::wait(Handle message) {
     return trace::Event{
         .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
   });
+  operation_->note_wait(message->peer);
   operation_->await(message->peer);
   const MessageEnd end = message->message->wait();
   if (end != MessageEnd::kDone)

@@ -30,7 +30,11 @@ constexpr const char* kWatchRequest = "watch";
 // What a process sends before it exits. Last words are printable, so they are never this.
 constexpr const char* kExitNote = "\x04";
 
+// Comes with the descriptor that a watcher gets.
+constexpr const char* kSharedNote = "\x05";
+
 constexpr std::chrono::milliseconds kNow{0};
+constexpr int kLookMs = 2000;
 constexpr std::chrono::milliseconds kAcceptRetry{10};
 // A peer that sends without end must not block the bootstrap's other work.
 constexpr int kMaxTextsAtOnce = 16;
@@ -85,7 +89,9 @@ bool has_ended(const UniqueFd& socket, const UniqueFd& pidfd, PeerProcess& proce
     for (int i = 0; i < kMaxTextsAtOnce; ++i) {
       const auto message = recv_message(socket.get(), kNow);
       if (!message || message->text.empty()) break;
-      if (message->text == kExitNote)
+      if (message->text == kSharedNote)
+        process.keep_flight(message->fd.get());
+      else if (message->text == kExitNote)
         process.has_exited = true;
       else
         process.keep_last_words(message->text);
@@ -183,6 +189,13 @@ std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t 
   return watches_.try_emplace(address, std::move(watch)).first->second.process;
 }
 
+void Bootstrap::share_with_watchers(int fd, std::function<void()> look) {
+  const std::lock_guard lock(mutex_);
+  shared_fd_ = fd;
+  look_ = std::move(look);
+  ::eventfd_write(wake_event_.get(), 1);
+}
+
 void Bootstrap::say_last_words(const std::string& text) noexcept {
   const std::lock_guard current_lock(current_mutex);
   if (current == nullptr) return;
@@ -198,15 +211,18 @@ void Bootstrap::say_exit() noexcept { say_last_words(kExitNote); }
 void Bootstrap::run() {
   for (;;) {
     std::vector<pollfd> entries{entry_of(listener_), entry_of(wake_event_)};
+    std::function<void()> look;
     {
       const std::lock_guard lock(mutex_);
+      look = look_;
       for (const auto& [address, watch] : watches_)
         entries.insert(entries.end(), {entry_of(watch.pidfd), entry_of(watch.socket)});
       for (const UniqueFd& connection : connections_) entries.push_back(entry_of(connection));
     }
     // It refuses more entries than a lowered RLIMIT_NOFILE. Each is looked at by itself below.
-    if (::poll(entries.data(), entries.size(), -1) < 0 && errno != EINTR)
+    if (::poll(entries.data(), entries.size(), look ? kLookMs : -1) < 0 && errno != EINTR)
       std::this_thread::sleep_for(kLookInterval);
+    if (look) succeeds(look);
     eventfd_t count = 0;
     ::eventfd_read(wake_event_.get(), &count);
     accept_all();
@@ -238,7 +254,11 @@ void Bootstrap::accept_all() noexcept {
 // Answers one request if there is one, with the lock held. False if the connection can be closed.
 bool Bootstrap::serve(int connection) {
   const auto message = recv_message(connection, kNow);
-  if (!message || message->text == kWatchRequest) return true;
+  if (!message) return true;
+  if (message->text == kWatchRequest) {
+    if (shared_fd_ >= 0) send_message(connection, kSharedNote, shared_fd_);
+    return true;
+  }
   // Where there is no such offer, the other end sees the end of the connection.
   if (const auto found = offers_.find(message->text); found != offers_.end()) {
     RINGCOMM_STEP("before memory is sent");

@@ -41,6 +41,11 @@ class Bootstrap {
   std::shared_ptr<PeerProcess> watch(const std::string& address, pid_t pid,
                                      const std::string& host = {});
 
+  /// Sends `fd` to every process that watches this one from now on (PeerProcess::flight()), and
+  /// calls `look` every few seconds on its thread. Once, before any process watches this one; `fd`
+  /// and what `look` uses must stay.
+  void share_with_watchers(int fd, std::function<void()> look);
+
   /// Tell the processes that watch this one why it is about to end (256 bytes of it), or that it is
   /// about to exit. They do not wait, and do nothing in a process without a bootstrap.
   static void say_last_words(const std::string& text) noexcept;
@@ -68,6 +73,8 @@ class Bootstrap {
   std::map<std::string, UniqueFd> offers_;
   std::map<std::string, Watch> watches_;  // by address
   std::vector<UniqueFd> connections_;     // accepted; a watcher's stays as long as this process
+  int shared_fd_ = -1;
+  std::function<void()> look_;
 };
 
 }  // namespace ringcomm::shm

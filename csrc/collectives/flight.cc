@@ -1,0 +1,336 @@
+#include "collectives/flight.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <tuple>
+
+#include "core/errors.h"
+#include "transport/process.h"
+#include "transport/shm/bootstrap.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <x86intrin.h>
+#endif
+
+namespace ringcomm::flight {
+namespace {
+
+// When a wait is said, in seconds since the call began.
+constexpr std::uint64_t kSaidAfter_s[] = {10, 60, 300};
+
+// Whether the cycle counter has one rate on all cores, also while they sleep.
+bool has_cycle_counter() {
+#if defined(__x86_64__)
+  static const bool has = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d >> 8 & 1) != 0;
+  }();
+  return has;
+#else
+  return false;
+#endif
+}
+
+template <std::size_t kSize>
+void set_text(char (&to)[kSize], const std::string& text) {
+  const std::size_t num_chars = std::min(text.size(), kSize - 1);
+  std::memcpy(to, text.data(), num_chars);
+  std::memset(to + num_chars, 0, kSize - num_chars);
+}
+
+// The same on all ranks of a group: of its name and its ranks.
+std::uint64_t id_of(const std::string& name, const std::vector<std::uint64_t>& global_ranks) {
+  std::uint64_t id = std::hash<std::string>{}(name);
+  for (const std::uint64_t rank : global_ranks) {
+    id = (id ^ rank) * 0x9e3779b97f4a7c15U;
+    id ^= id >> 29;
+  }
+  return id;
+}
+
+// "4 MiB", "1.5 KiB", "12 bytes"
+std::string size_text(std::uint64_t num_bytes) {
+  if (num_bytes < 1024) return std::to_string(num_bytes) + " bytes";
+  const char* unit = "KiB";
+  double size = static_cast<double>(num_bytes) / 1024;
+  if (size >= 1024) size /= 1024, unit = "MiB";
+  if (size >= 1024) size /= 1024, unit = "GiB";
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g ", size);
+  return std::string(text) + unit;
+}
+
+std::string call_text(const Event& event) {
+  const bool is_message = event.op == OpKind::kSend || event.op == OpKind::kRecv;
+  const std::string number =
+      is_message ? " with tag " + std::to_string(event.seq) : " #" + std::to_string(event.seq);
+  return name_of(event.op) + number + " (" + size_text(event.num_bytes) + ")";
+}
+
+// A consistent copy, unless it is just being replaced.
+std::optional<Event> read(const Event& from) {
+  const std::uint64_t number = __atomic_load_n(&from.number, __ATOMIC_ACQUIRE);
+  Event event;
+  std::memcpy(&event, &from, sizeof event);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (number == 0 || __atomic_load_n(&from.number, __ATOMIC_RELAXED) != number) return std::nullopt;
+  return event;
+}
+
+/// Turns ticks of this machine into durations.
+class Clock {
+ public:
+  explicit Clock(const Header& header) : now_(ticks()) {
+    const std::uint64_t passed_ns = monotonic_ns() - header.anchor_ns;
+    const std::uint64_t passed = now_ - header.anchor_ticks;
+    ns_per_tick_ = passed > 0 ? static_cast<double>(passed_ns) / static_cast<double>(passed) : 1;
+  }
+  std::uint64_t seconds_since(std::uint64_t then) const {
+    return then >= now_
+               ? 0
+               : static_cast<std::uint64_t>(static_cast<double>(now_ - then) * ns_per_tick_ / 1e9);
+  }
+
+ private:
+  std::uint64_t now_;
+  double ns_per_tick_;
+};
+
+}  // namespace
+
+class Recorder {
+ public:
+  static Recorder* find() { return of_process.find(); }
+  static Recorder& get() { return of_process.get(); }
+
+  Recorder() {
+    try {
+      fd_ = shm::create_memfd(Memory::kNumBytes, "ringcomm-flight");
+      mapped_ = shm::SharedMemory(fd_.get(), Memory::kNumBytes);
+    } catch (const Error&) {  // no memory, or no descriptor: nothing is recorded
+      fd_.reset();
+      return;
+    }
+    Header& header = memory().header();
+    header.num_bytes = Memory::kNumBytes;
+    header.pid = ::getpid();
+    header.has_cycle_counter = has_cycle_counter();
+    header.anchor_ticks = ticks();
+    header.anchor_ns = monotonic_ns();
+    set_text(header.version, RINGCOMM_VERSION);
+    std::memcpy(header.magic, Header::kMagic, sizeof header.magic);  // last: it is complete
+    shm::Bootstrap::instance().share_with_watchers(fd_.get(), [this] { say_waits(); });
+  }
+
+  bool is_there() const { return static_cast<bool>(fd_); }
+  int fd() const { return fd_.get(); }
+  Memory memory() const { return Memory(mapped_.data()); }
+
+  std::uint32_t take_place() {
+    const std::lock_guard lock(mutex_);
+    const GroupEntry* groups = memory().groups();
+    const auto is_free = [&](std::uint32_t place) {
+      return groups[place].state == GroupEntry::kUnused || groups[place].state == GroupEntry::kLeft;
+    };
+    for (std::size_t i = 0; i < kNumGroups && !is_free(next_place_); ++i) step();
+    const std::uint32_t place = next_place_;
+    step();
+    return place;
+  }
+  void add(Log* log) {
+    const std::lock_guard lock(mutex_);
+    logs_.insert(log);
+  }
+  void remove(Log* log) {
+    const std::lock_guard lock(mutex_);
+    logs_.erase(log);
+  }
+
+  std::vector<std::string> copies() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::string> found{text_of(mapped_)};
+    std::set<const PeerProcess*> seen;
+    for (const Log* log : logs_)
+      for (const auto& process : log->processes_)
+        if (seen.insert(process.get()).second)
+          if (const auto memory = process->flight()) found.push_back(text_of(*memory));
+    return found;
+  }
+
+ private:
+  static constinit PerProcess<Recorder> of_process;
+
+  static std::string text_of(const shm::SharedMemory& memory) {
+    return {reinterpret_cast<const char*>(memory.data()), memory.num_bytes()};
+  }
+  void step() { next_place_ = (next_place_ + 1) % kNumGroups; }
+
+  // On the bootstrap's thread, every few seconds.
+  void say_waits() {
+    const std::lock_guard lock(mutex_);
+    if (logs_.empty()) return;
+    const Clock clock(memory().header());
+    std::map<std::uint64_t, std::size_t> still;
+    for (std::size_t i = 0; i < kNumEvents; ++i) {
+      const std::optional<Event> event = read(memory().events()[i]);
+      if (!event || event->end_ticks != 0 || event->waits_for == kNobody) continue;
+      const auto log = std::ranges::find_if(
+          logs_, [&](const Log* each) { return each->place_ == event->group; });
+      if (log == logs_.end() || !(*log)->says_waits_) continue;
+      const std::uint64_t waited_s = clock.seconds_since(event->begin_ticks);
+      std::size_t& num_said = still[event->number] = num_said_[event->number];
+      if (num_said == std::size(kSaidAfter_s) || waited_s < kSaidAfter_s[num_said]) continue;
+      while (num_said < std::size(kSaidAfter_s) && waited_s >= kSaidAfter_s[num_said]) ++num_said;
+      say(**log, *event, clock);
+    }
+    num_said_ = std::move(still);
+  }
+
+  void say(const Log& log, const Event& event, const Clock& clock) const {
+    std::string line = log.prefix_ + call_text(event) + " waits for ";
+    const auto idx = static_cast<std::size_t>(event.waits_for);
+    if (event.waits_for < 0 || idx >= log.processes_.size()) {
+      line += "any rank";
+    } else {
+      const PeerProcess& peer = *log.processes_[idx];
+      line += "rank " + std::to_string(event.waits_for) + " (pid " + std::to_string(peer.pid) +
+              " on " + peer.host;
+      if (!peer.bootstrap_address.empty())
+        line += peer.is_dead ? ", ended" : peer.is_stopped() ? ", stopped" : ", running";
+      line += last_call_of(peer, log.id_, clock) + ")";
+    }
+    line += " for " + std::to_string(clock.seconds_since(event.begin_ticks)) +
+            " s; `ringcomm doctor --job " + std::to_string(::getpid()) + "` shows all ranks\n";
+    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+  }
+
+  // The last one in the group `id`.
+  static std::string last_call_of(const PeerProcess& peer, std::uint64_t id, const Clock& clock) {
+    const auto mapped = peer.flight();
+    if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return {};
+    const Memory memory(mapped->data());
+    std::optional<Event> last;
+    for (std::size_t i = 0; i < kNumEvents; ++i) {
+      const std::optional<Event> event = read(memory.events()[i]);
+      if (!event || event->group >= kNumGroups || memory.groups()[event->group].id != id) continue;
+      if (!last || event->number > last->number) last = event;
+    }
+    if (!last) return ", no call yet";
+    const bool is_over = last->end_ticks != 0;
+    const std::uint64_t since = clock.seconds_since(is_over ? last->end_ticks : last->begin_ticks);
+    return (is_over ? ", last call: " : ", in ") + call_text(*last) + " " + std::to_string(since) +
+           (is_over ? " s ago" : " s");
+  }
+
+  shm::UniqueFd fd_;
+  shm::SharedMemory mapped_;
+  std::mutex mutex_;  // guards the next ones
+  std::uint32_t next_place_ = 0;
+  std::set<Log*> logs_;
+  std::map<std::uint64_t, std::size_t> num_said_;  // of the calls that wait, by their numbers
+};
+
+constinit PerProcess<Recorder> Recorder::of_process;
+
+std::uint64_t monotonic_ns() {
+  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+
+std::uint64_t ticks() {
+#if defined(__x86_64__)
+  if (has_cycle_counter()) [[likely]]
+    return __rdtsc();
+#endif
+  return monotonic_ns();
+}
+
+void start() { Recorder::get(); }
+
+int descriptor() {
+  const Recorder* recorder = Recorder::find();
+  return recorder != nullptr ? recorder->fd() : -1;
+}
+
+std::vector<std::string> copies() {
+  Recorder* recorder = Recorder::find();
+  return recorder != nullptr && recorder->is_there() ? recorder->copies()
+                                                     : std::vector<std::string>();
+}
+
+std::unique_ptr<Log> Log::make(const std::string& name, int rank,
+                               const std::vector<std::uint64_t>& global_ranks,
+                               const std::string& transport, const Membership& members,
+                               bool says_waits) {
+  Recorder* recorder = Recorder::find();
+  if (recorder == nullptr || !recorder->is_there()) return nullptr;
+  std::unique_ptr<Log> log(new Log(*recorder, recorder->take_place()));
+  const std::size_t world_size = members.processes().size();
+  log->id_ = id_of(name, global_ranks);
+  log->rank_ = rank;
+  log->prefix_ = "ringcomm rank " + std::to_string(rank) + "/" + std::to_string(world_size) + ": ";
+  log->processes_ = members.processes();
+  log->says_waits_ = says_waits;
+  GroupEntry& entry = recorder->memory().groups()[log->place_];
+  entry.rank = rank;
+  entry.world_size = static_cast<std::int32_t>(world_size);
+  entry.id = log->id_;
+  set_text(entry.name, name);
+  set_text(entry.transport, transport);
+  set_text(entry.failure, "");
+  for (std::size_t i = 0; i < std::min(world_size, kNumMembers); ++i)
+    entry.members[i] = {
+        .pid = log->processes_[i]->pid,
+        .global_rank = static_cast<std::int32_t>(i < global_ranks.size() ? global_ranks[i] : i)};
+  __atomic_store_n(&entry.state, GroupEntry::kAlive, __ATOMIC_RELEASE);
+  recorder->add(log.get());
+  return log;
+}
+
+Log::Log(Recorder& recorder, std::uint32_t place) : recorder_(recorder), place_(place) {}
+
+Log::~Log() {
+  if (Recorder::find() != &recorder_) return;  // in a forked child
+  recorder_.remove(this);
+  __atomic_store_n(&recorder_.memory().groups()[place_].state, GroupEntry::kLeft, __ATOMIC_RELEASE);
+}
+
+Call Log::begin(const Event& described) {
+  const Memory memory = recorder_.memory();
+  const std::uint64_t number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
+  Event& event = memory.events()[number % kNumEvents];
+  __atomic_store_n(&event.number, std::uint64_t{0}, __ATOMIC_RELAXED);
+  std::atomic_thread_fence(std::memory_order_release);
+  event.begin_ticks = ticks();
+  event.end_ticks = 0;
+  event.seq = described.seq;
+  event.num_bytes = described.num_bytes;
+  event.group = place_;
+  event.peer = described.peer;
+  event.waits_for = kNobody;
+  event.op = described.op;
+  event.dtype = described.dtype;
+  event.reduction = described.reduction;
+  event.algorithm = described.algorithm;
+  __atomic_store_n(&event.number, number, __ATOMIC_RELEASE);
+  return {&event, number};
+}
+
+void Log::end(const Call& call) {
+  if (call.event == nullptr || call.event->number != call.number) return;
+  __atomic_store_n(&call.event->end_ticks, ticks(), __ATOMIC_RELAXED);
+}
+
+void Log::fail(const std::string& why) {
+  GroupEntry& entry = recorder_.memory().groups()[place_];
+  set_text(entry.failure, why);
+  __atomic_store_n(&entry.state, GroupEntry::kFailed, __ATOMIC_RELEASE);
+}
+
+}  // namespace ringcomm::flight

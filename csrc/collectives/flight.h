@@ -1,0 +1,162 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/collective.h"
+#include "transport/membership.h"
+#include "transport/shm/fd.h"
+
+/// The flight recorder: the last calls of this process, always on. They are in a memfd of the
+/// process that its peers map, so it outlives the process, and which a process of the same user
+/// can read from outside (ringcomm/trace/flight.py, which has the layout too). The bootstrap's
+/// thread also reads it: it says which calls wait for long, and for whom.
+namespace ringcomm::flight {
+
+inline constexpr std::size_t kNumEvents = 1024;  // the last ones
+inline constexpr std::size_t kNumGroups = 128;   // a group takes the place of the oldest that ended
+inline constexpr std::size_t kNumMembers = 64;   // the first ranks of a group
+inline constexpr std::int32_t kNobody = -1, kAnyRank = -2;
+
+/// A collective, from the start of its run, or a message, from the call: a line of its own. Written
+/// by one thread at a time; a reader sees by `number`, before and after, whether it is the same.
+struct alignas(64) Event {
+  std::uint64_t number = 0;  ///< of the process's calls, from 1 on; 0 while it is replaced
+  std::uint64_t begin_ticks = 0;
+  std::uint64_t end_ticks = 0;  ///< 0 until it ends
+  std::uint64_t seq = 0;        ///< of a collective in its group; of a message its tag
+  std::uint64_t num_bytes = 0;
+  std::uint32_t group = 0;           ///< its place among the groups
+  std::int32_t peer = -1;            ///< the root, or the other rank of a message
+  std::int32_t waits_for = kNobody;  ///< the rank that a long wait is for
+  OpKind op = OpKind::kBarrier;
+  DType dtype = DType::kByte;
+  Reduction reduction = Reduction::kSum;
+  Algorithm algorithm = Algorithm::kAuto;
+};
+static_assert(sizeof(Event) == 64);
+
+/// A group as one of its ranks knows it.
+struct GroupEntry {
+  struct Member {
+    std::int32_t pid;          ///< as this process sees it; -1 if it does not
+    std::int32_t global_rank;  ///< in the job
+  };
+  enum State : std::uint32_t { kUnused, kAlive, kFailed, kLeft };
+
+  std::uint32_t state;
+  std::int32_t rank, world_size;
+  std::uint32_t unused;
+  std::uint64_t id;  ///< equal on all ranks of a group
+  char name[48];
+  char transport[96];
+  char failure[256];
+  Member members[kNumMembers];
+};
+
+struct Header {
+  static constexpr char kMagic[9] = "RINGFLY1";
+  char magic[8];
+  std::uint64_t num_bytes;
+  std::int32_t pid;
+  std::uint32_t has_cycle_counter;        ///< ticks are cycles; else nanoseconds
+  std::uint64_t anchor_ticks, anchor_ns;  ///< the same moment by both clocks
+  char version[32];                       ///< of ringcomm
+  std::uint64_t num_calls;
+};
+
+/// Layout of the memfd: a page with the header, groups, events.
+struct Memory {
+  explicit Memory(std::byte* data) : data_(data) {}
+  Header& header() const { return *reinterpret_cast<Header*>(data_); }
+  GroupEntry* groups() const { return reinterpret_cast<GroupEntry*>(data_ + kGroupsOffset); }
+  Event* events() const { return reinterpret_cast<Event*>(data_ + kEventsOffset); }
+
+  static constexpr std::size_t kGroupsOffset = 4096;
+  static constexpr std::size_t kEventsOffset = kGroupsOffset + kNumGroups * sizeof(GroupEntry);
+  static constexpr std::size_t kNumBytes = kEventsOffset + kNumEvents * sizeof(Event);
+  static_assert(kEventsOffset % 64 == 0);
+
+ private:
+  std::byte* data_;
+};
+
+/// Makes this process's recorder, before its first group; later calls do nothing. Where the system
+/// has no memory for it, nothing is recorded.
+void start();
+/// Its descriptor; -1 if there is none.
+int descriptor();
+/// Copies of the memory of this process and of those that it watches or has watched, newest state.
+std::vector<std::string> copies();
+/// Now, by the clock of events and by CLOCK_MONOTONIC.
+std::uint64_t ticks();
+std::uint64_t monotonic_ns();
+
+/// A call that has begun. Of nothing if there is no recorder.
+struct Call {
+  Event* event = nullptr;
+  std::uint64_t number = 0;
+
+  void note_wait(std::int32_t peer) const {
+    if (event != nullptr) __atomic_store_n(&event->waits_for, peer, __ATOMIC_RELAXED);
+  }
+};
+
+/// This rank's side of a group in the recorder. Its calls may begin and end in any thread.
+class Log {
+ public:
+  /// Null if there is no recorder. `says_waits`: long waits are written to stderr.
+  static std::unique_ptr<Log> make(const std::string& name, int rank,
+                                   const std::vector<std::uint64_t>& global_ranks,
+                                   const std::string& transport, const Membership& members,
+                                   bool says_waits);
+  /// The rank has left the group.
+  ~Log();
+  Log(const Log&) = delete;
+  Log& operator=(const Log&) = delete;
+
+  Call begin(const Event& described);
+  static void end(const Call& call);
+  void fail(const std::string& why);
+
+  /// The collective that runs waits for this rank; in its thread.
+  void note_wait(int peer) const { running_.note_wait(peer); }
+
+ private:
+  friend class Recorder;
+  friend class Run;
+  Log(class Recorder& recorder, std::uint32_t place);
+
+  Recorder& recorder_;
+  std::uint32_t place_;
+  std::uint64_t id_ = 0;
+  int rank_ = 0;
+  std::string prefix_;  // of what is said
+  PeerProcesses processes_;
+  bool says_waits_ = false;
+  Call running_;
+};
+
+/// A collective that runs while this lives. `log` may be null.
+class Run {
+ public:
+  Run(Log* log, const Event& described) : log_(log) {
+    if (log != nullptr) log->running_ = log->begin(described);
+  }
+  ~Run() {
+    if (log_ != nullptr) Log::end(std::exchange(log_->running_, {}));
+  }
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+ private:
+  Log* log_;
+};
+
+}  // namespace ringcomm::flight
