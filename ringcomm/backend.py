@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
-from ringcomm.options import Options
+from ringcomm.options import Options, warn_of_unknown_variables
 from ringcomm.torch_names import backend_of
 
 _log = logging.getLogger("ringcomm")
@@ -40,6 +40,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """
     _tell_peers_of_the_end()
     trace.start()
+    warn_of_unknown_variables()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
         fields = {name: getattr(pg_options, name) for name in _FIELDS}

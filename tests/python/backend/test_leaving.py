@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,28 @@ def test_only_ranks_that_do_not_connect_are_named(tmp_path: Path) -> None:
     for error in errors[::3]:
         assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
         assert "ranks 1 and 2 did not connect to the others in 1000 ms" in error["text"]
+
+
+def make_groups_with_warnings(rank: int, path: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        init_group(rank, path, 2)
+        dist.new_group()
+    return [str(one.message) for one in found if "RINGCOMM_" in str(one.message)]
+
+
+def test_an_unknown_variable_is_a_warning_once_per_process(tmp_path: Path) -> None:
+    env = {
+        "RINGCOMM_TUNNING": "x",
+        "RINGCOMM_ABC": "1",
+        "RINGCOMM_TRACE": "",
+        "RINGCOMM_SEQUENCES": "1",
+    }
+    options: dict[str, Any] = {"backend": None, "fresh": True, "env": env}
+    for abc, tuning in run_ranks(2, make_groups_with_warnings, str(tmp_path / "store"), **options):
+        assert abc.startswith("the environment variable RINGCOMM_ABC is set")
+        assert "did you mean" not in abc
+        assert tuning.endswith("did you mean RINGCOMM_TUNING?")
 
 
 def watch_from_a_namespace(rank: int, path: str) -> int:
