@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
 from typing import Any
@@ -69,6 +70,12 @@ class _Advice(logging.Handler):
             "give the store a file in a folder that all ranks can write",
         ),
         (
+            "DistStoreError",
+            "waiting for clients",
+            "not all ranks have called init_process_group; the errors of the others name them, and "
+            "with torchrun all errors do",
+        ),
+        (
             "RuntimeError",
             "No backend type associated with device type",
             "name a backend for each device, or use init_process_group('ringcomm'), "
@@ -78,12 +85,28 @@ class _Advice(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        for name, words, what_to_do in self.KNOWN:
-            note = f"ringcomm: {what_to_do}"
-            if type(error).__name__ != name or words not in str(error):
-                continue
+        advice = [
+            what_to_do
+            for name, words, what_to_do in self.KNOWN
+            if type(error).__name__ == name and words in str(error)
+        ]
+        if _means_ringcomm(str(error)):
+            advice.append("did you mean the backend 'ringcomm'?")
+        for note in (f"ringcomm: {what_to_do}" for what_to_do in advice):
             if note not in getattr(error, "__notes__", []):  # of a call within this one
                 error.add_note(note)  # type: ignore[union-attr]
+
+
+def _means_ringcomm(text: str) -> bool:
+    """Whether torch says that it has no backend of some name, and "ringcomm" is the closest."""
+    found = re.match(r"Unknown (?:c10d )?backend (?:type )?'?(\w+)", text)
+    if found is None:
+        return False
+    import difflib
+
+    import torch.distributed as dist
+
+    return difflib.get_close_matches(found[1].lower(), dist.Backend.backend_list, 1) == ["ringcomm"]
 
 
 def _serve_gloo(c10d: Any) -> None:

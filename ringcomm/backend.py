@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
-from ringcomm.options import Options
+from ringcomm.errors import RingcommError
+from ringcomm.options import Options, warn_of_unknown_variables
 from ringcomm.torch_names import backend_of
 
 _log = logging.getLogger("ringcomm")
@@ -39,21 +40,28 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """
     _tell_peers_of_the_end()
     trace.start()
+    warn_of_unknown_variables()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
         fields = {name: getattr(pg_options, name) for name in _FIELDS}
     else:
         fields = _engine_options(pg_options, size)
-    backend = _C.create_process_group(
-        store=dist_backend_opts.store,
-        rank=dist_backend_opts.group_rank,
-        size=size,
-        timeout=dist_backend_opts.timeout,
-        group_name=str(dist_backend_opts.group_id),
-        # Empty for the default group, which has all ranks.
-        global_ranks=list(dist_backend_opts.global_ranks_in_group or range(size)),
-        **fields,
-    )
+    # Empty for the default group, which has all ranks.
+    global_ranks = list(dist_backend_opts.global_ranks_in_group or range(size))
+    try:
+        backend = _C.create_process_group(
+            store=dist_backend_opts.store,
+            rank=dist_backend_opts.group_rank,
+            size=size,
+            timeout=dist_backend_opts.timeout,
+            group_name=str(dist_backend_opts.group_id),
+            global_ranks=global_ranks,
+            **fields,
+        )
+    except RingcommError as error:
+        if global_ranks != list(range(size)):
+            error.args = (f"{error}; ranks of this group are the global ranks {global_ranks}",)
+        raise
     _log.info(
         "group %s, rank %d of %d: %s",
         dist_backend_opts.group_id,

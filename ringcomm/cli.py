@@ -40,7 +40,6 @@ _WANTED_FOR = {
     "matplotlib": ("--plot needs", "matplotlib"),
     "mpi4py": ("ranks of mpiexec need", "mpi4py"),
     "quack": ("quack needs", "quack-kernels"),
-    "psutil": ("measuring needs", "psutil"),
     "rich": ("tables need", "rich"),
 }
 

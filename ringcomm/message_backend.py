@@ -66,12 +66,12 @@ def make(
     timeout: datetime.timedelta,
     group_name: str,
     global_ranks: list[int],
-    goes_on: Callable[[int], bool],
+    goes_on: Callable[[list[int]], bool],
 ) -> Any:
     """Makes this rank's object of the backend; called by the engine, collective over the group.
 
     `timeout` limits the construction: messages have no timeout. `goes_on` is called about every 50
-    ms with a missing rank and returns whether to keep waiting for it.
+    ms with the missing ranks and returns whether to keep waiting for them.
 
     Returns:
         A c10d Backend, once all ranks have made theirs: otherwise a rank that leaves the group at
@@ -105,6 +105,7 @@ def make(
             told = str(error) or type(error).__name__
         own_store.set(f"made/{rank}", told)
 
+    store.set(f"here/{rank}", "")
     if name == "gloo":
         # Gloo's connect ends only at its own timeout. If this rank fails earlier, the thread is
         # left running until then.
@@ -124,10 +125,17 @@ def make(
             missing.remove(other)
         return not missing
 
+    absent = [*missing]
+
+    def late() -> list[int]:
+        """The ranks that are not here. Without them no other rank can make its backend."""
+        absent[:] = [other for other in absent if not store.check([f"here/{other}"])]
+        return absent or missing
+
     pause_s = 0.001
     while not has_all():
-        if not goes_on(missing[0]) and not has_all():  # a rank may arrive and then end
-            raise RuntimeError(f"rank {missing[0]} did not arrive")
+        if not goes_on(late()) and not has_all():  # a rank may arrive and then end
+            raise RuntimeError(f"ranks did not arrive: {late()}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
     return ends[0]

@@ -1,12 +1,36 @@
 """The options of a group; docs/reference/environment.md lists all environment variables."""
 
+import difflib
+import functools
 import os
+import warnings
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 # Options of earlier versions, which are refused by name.
 _REMOVED = ("num_slots", "slot_bytes")
 _CUT = "a ring now chooses the number and size of its slots by itself"
+# Read by csrc/, losses, recordings and the build; each of the others stands for a field of Options.
+_OTHER_VARIABLES = (
+    *("RINGCOMM_AS_GLOO", "RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
+    *("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS", "RINGCOMM_CUDA_DRIVER", "RINGCOMM_CUDA_IMAGE"),
+    *("RINGCOMM_TRACE", "RINGCOMM_TRACE_EVENTS"),
+    *("RINGCOMM_PREBUILT", "RINGCOMM_USE_ENV", "RINGCOMM_TORCH_INDEX", "RINGCOMM_MAX_JOBS"),
+    "RINGCOMM_WERROR",
+)
+# Read by make, the tests and their emulator, whose groups give no warning of them.
+_OF_TESTS = (
+    *("RINGCOMM_NVCC", "RINGCOMM_ALL_KERNELS", "RINGCOMM_BARE", "RINGCOMM_COMPARE"),
+    *(
+        "RINGCOMM_DEATHS",
+        "RINGCOMM_LOOP",
+        "RINGCOMM_LOOPS_SECONDS",
+        "RINGCOMM_LOOPS_SEED",
+        "RINGCOMM_WRITE_PAIRS",
+    ),
+    *("RINGCOMM_SEQUENCE", "RINGCOMM_SEQUENCES", "RINGCOMM_SEQUENCE_SEED"),
+)
+_OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,34 @@ def flag(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"the environment variable {name} must be 0 or 1, got {text!r}")
     return text == "1"
+
+
+def known_variables() -> set[str]:
+    """The names of all environment variables of ringcomm that users may set."""
+    return {f"RINGCOMM_{field.name.upper()}" for field in fields(Options)} | {*_OTHER_VARIABLES}
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """The names of set variables that look like ringcomm's and are not: what each may mean."""
+    known = known_variables()
+    found: dict[str, str | None] = {}
+    for name in sorted(os.environ.keys() - known - {*_OF_TESTS}):
+        if name.startswith("RINGCOMM_") and not name.startswith((_OF_EMULATOR, _OF_TEST_RANKS)):
+            own = {other.removeprefix("RINGCOMM_"): other for other in sorted(known)}
+            near = difflib.get_close_matches(name.removeprefix("RINGCOMM_"), own, 1)
+            found[name] = own[near[0]] if near else None
+    return found
+
+
+@functools.cache
+def warn_of_unknown_variables() -> None:
+    """Warns once per process of each variable that looks like ringcomm's and is not."""
+    for name, near in unknown_variables().items():
+        hint = f"did you mean {near}?" if near else "docs/reference/environment.md lists them"
+        warnings.warn(
+            f"the environment variable {name} is set, but ringcomm has none of that name; {hint}",
+            stacklevel=2,
+        )
 
 
 def checks_targets() -> bool:

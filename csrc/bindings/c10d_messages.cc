@@ -155,7 +155,7 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(
     const GroupOptions& options, const LookForRanks& look, const std::string& purpose) {
   const py::gil_scoped_acquire acquired;
   std::exception_ptr in_vain;
-  const py::cpp_function goes_on([&](int missing) {
+  const py::cpp_function goes_on([&](const std::vector<int>& missing) {
     try {
       look(missing);
     } catch (...) {

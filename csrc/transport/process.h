@@ -17,6 +17,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 // What the library needs from the process that it is in: pages, forks, threads, waits, limits.
 
@@ -145,10 +146,10 @@ struct WaitLimits {
   std::function<bool()> is_interrupted;
 };
 
-/// Called about every kLookInterval while the message transport connects, with a rank that has not
-/// arrived yet. Throws Error if that rank cannot arrive any more; the caller then checks a last
-/// time whether all have arrived, because one may have arrived and ended since.
-using LookForRanks = std::function<void(int missing)>;
+/// Called about every kLookInterval while the message transport connects, with the ranks that have
+/// not arrived yet. Throws Error if one cannot arrive any more; the caller then checks a last time
+/// whether all have arrived, because one may have arrived and ended since.
+using LookForRanks = std::function<void(const std::vector<int>& missing)>;
 
 /// `timeout` from now; the end of time where the clock does not count that far.
 inline std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout) {

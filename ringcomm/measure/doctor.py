@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -21,11 +20,11 @@ from ringcomm import _C, tuning
 from ringcomm.backend import resolve_group
 from ringcomm.measure import machine
 from ringcomm.measure.ranks import RankError, Team, run_ranks
-from ringcomm.measure.screen import byte_count
+from ringcomm.measure.screen import byte_count, in_gib, in_seconds
 from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.options import unknown_variables
 from ringcomm.torch_names import backend_of
 
-MIB = 1 << 20
 INIT_TIMEOUT = timedelta(seconds=30)
 # One size per algorithm; the last does not fit in a core's cache.
 ALL_REDUCE_BYTES = (1 << 10, 256 << 10, 16 << 20)
@@ -34,25 +33,6 @@ BANDWIDTH_BYTES = 4 << 20
 NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
 # With more ranks only neighbours are timed, because the number of pairs grows with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
-# Read by csrc/, losses and the build; each of the others stands for a field of ringcomm.Options.
-OTHER_VARIABLES = (
-    *("RINGCOMM_AS_GLOO", "RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
-    *("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS", "RINGCOMM_CUDA_DRIVER", "RINGCOMM_CUDA_IMAGE"),
-    *("RINGCOMM_TRACE", "RINGCOMM_TRACE_EVENTS"),
-    *(
-        "RINGCOMM_PREBUILT",
-        "RINGCOMM_USE_ENV",
-        "RINGCOMM_TORCH_INDEX",
-        "RINGCOMM_MAX_JOBS",
-        "RINGCOMM_WERROR",
-    ),
-)
-
-
-def known_variables() -> set[str]:
-    """The names of all environment variables that ringcomm reads."""
-    options = {f"RINGCOMM_{field.name.upper()}" for field in fields(ringcomm.Options)}
-    return options | set(OTHER_VARIABLES)
 
 
 def _num_all_reduces() -> dict[str, int]:
@@ -122,6 +102,7 @@ def _run_rank(team: Team, seconds: float) -> None:
         if team.rank == 0:
             team.report(parts)
 
+    warnings.filterwarnings("ignore", "the environment variable RINGCOMM_")  # a check of its own
     begin = time.perf_counter()
     error = None
     try:
@@ -146,41 +127,45 @@ def _run_rank(team: Team, seconds: float) -> None:
     dist.destroy_process_group()
 
 
-def _notes(report: dict[str, Any], world_size: int) -> Iterator[str]:
-    """Problems that the parts of a report show."""
+def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, str, str]]:
+    """Of each problem that the parts of a report show: its check, what is wrong, and the fix."""
     group, known, variables = report["group"], report["machine"], report["environment"]
-    yield from (f"the group could not be created: {text}" for text in group.get("errors", []))
+    for text in group.get("errors", []):
+        fix = "look the message up in docs/how-to/mistakes.md"
+        yield "group", f"the group could not be created: {text}", fix
     if group.get("others_busy_percent", 0.0) > machine.MAX_OTHERS_PERCENT:
-        yield (
-            f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
-            " measurement: times are longer than on an idle machine"
-        )
+        text = f"other programs used {group['others_busy_percent']:.0f} % of the machine during the"
+        text += " measurement: times are longer than on an idle machine"
+        yield "others", text, "measure again when the machine is idle"
     num_cores = min(report["cpus"]["num_cores"] or known["cores"], known["cores"])
     if world_size > num_cores:
-        yield f"{world_size} ranks on {num_cores} core(s): the ranks have to take turns"
+        text = f"{world_size} ranks on {num_cores} core(s): the ranks have to take turns"
+        yield "cpus", text, f"start at most {num_cores} rank(s)"
     allowed, file = report["limits"]["cpu_cores"] or (float("inf"), "")
     if allowed < min(world_size, len(os.sched_getaffinity(0))):
-        yield (
-            f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
-            " throttled"
-        )
-    for name in sorted(variables.keys() - known_variables()):
-        yield f"{name} is set, but ringcomm has no such variable"
+        text = f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
+        fix = f"allow it {world_size} CPUs (docker run --cpus {world_size}), or start fewer ranks"
+        yield "limits", f"{text} throttled", fix
+    for name, near in unknown_variables().items():
+        text = f"{name} is set, but ringcomm has no such variable"
+        yield "environment", text, f"did you mean {near}?" if near else f"unset {name}"
     if (path := variables.get("RINGCOMM_TUNING")) is None:
         return
+    fix = f"ringcomm tune --world-sizes {world_size} --json {path}"
     try:
         found = tuning.load(path)
     except (OSError, ValueError) as error:
-        yield f"RINGCOMM_TUNING: {error}"
+        yield "tuning", f"RINGCOMM_TUNING: {error}", fix
         return
-    yield from (f"RINGCOMM_TUNING: {path}: {text}" for text in found.differences(known))
+    for text in found.differences(known):
+        yield "tuning", f"RINGCOMM_TUNING: {path}: {text}", fix
     if found.one_shot_max_bytes(world_size) is None:
-        yield f"RINGCOMM_TUNING: {path} has no entry for {world_size} ranks"
+        yield "tuning", f"RINGCOMM_TUNING: {path} has no entry for {world_size} ranks", fix
 
 
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
     """The report that --json prints; has `group.errors` if the group cannot be made."""
-    limits, known, memory = machine.read_limits(), machine.identity(), psutil.virtual_memory()
+    limits, known, memory = machine.read_limits(), machine.identity(), machine.memory()
     group: dict[str, Any] = {}
     try:
         run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
@@ -188,15 +173,10 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
         group["errors"] = [str(error)]
     report = {
         "versions": machine.versions(),
-        "machine": {
-            **known,
-            "total_bytes": memory.total,
-            "available_bytes": memory.available,
-            "load": psutil.getloadavg(),
-        },
+        "machine": {**known, **memory, "load": os.getloadavg()},
         "cpus": {
             "num_online": os.cpu_count(),
-            "num_cores": psutil.cpu_count(logical=False),
+            "num_cores": machine.num_cores(),
             "usable": sorted(os.sched_getaffinity(0)),
         },
         "limits": limits,
@@ -204,29 +184,77 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
         "world_size": world_size,
         "group": group,
     }
-    return dict(machine.rounded({**report, "notes": list(_notes(report, world_size))}))
+    problems = [
+        {"check": check, "problem": problem, "fix": fix}
+        for check, problem, fix in _problems(report, world_size)
+    ]
+    notes = [problem["problem"] for problem in problems]
+    return dict(machine.rounded({**report, "notes": notes, "problems": problems}))
 
 
-def _words(value: Any) -> str:
-    """A part of the report in a line."""
-    if isinstance(value, dict):
-        parts = [f"{name} {_words(part)}" for name, part in value.items() if part not in (None, [])]
-        return ", ".join(parts)
-    if isinstance(value, (list, tuple)):
-        return "; ".join(map(_words, value))
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return byte_count(value) if isinstance(value, int) and value > MIB else f"{value}"
+def _machine_facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(check, what was found) of the machine and the environment."""
+    versions, known, cpus = report["versions"], report["machine"], report["cpus"]
+    names = ("ringcomm", "torch", "python", "kernel")
+    told = ", ".join(f"{name} {versions[name]}" for name in names)
+    yield "versions", f"{told}, {versions['os']}, {versions['simd']} instructions"
+    cores = "" if cpus["num_cores"] is None else f", {cpus['num_cores']} cores"
+    yield "cpus", f"{known['cpu']}: {known['cores']} of {cpus['num_online']} CPUs usable{cores}"
+    total, available = in_gib(known["total_bytes"]), in_gib(known["available_bytes"])
+    yield "memory", f"{total} of memory, {available} available"
+    yield "load", "load " + ", ".join(f"{load:.2f}" for load in known["load"])
+    cpu, memory = report["limits"]["cpu_cores"], report["limits"]["memory_bytes"]
+    parts = [f"{cpu[0]:g} CPUs" if cpu else "no limit of CPU time"]
+    parts.append(f"{in_gib(memory[0])} of memory" if memory else "no limit of memory")
+    yield "limits", f"cgroup: {', '.join(parts)}; {report['limits']['max_fds']:,} open files"
+    variables = [f"{name}={value}" for name, value in report["environment"].items()]
+    yield "environment", ", ".join(variables) or "no RINGCOMM_* variable is set"
+    if path := report["environment"].get("RINGCOMM_TUNING"):
+        yield "tuning", f"{path} was tuned on this machine"
+
+
+def _group_facts(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(check, what was measured) of a group, as far as it came."""
+    if "init_s" in group:
+        yield "group", f"made in {in_seconds(group['init_s'])}"
+    for point in group.get("all_reduce", []):
+        times = [in_seconds(point[name] / 1e6) for name in ("p50_us", "p99_us")]
+        told = f"{times[0]}, 99th percentile {times[1]}, {point['busbw_gb_per_s']:.3g} GB/s"
+        how = " and ".join(point["algorithms"]) or "no algorithm: one rank"
+        yield "all_reduce", f"all_reduce of {byte_count(point['bytes'])}: {told} ({how})"
+    pairs = group.get("pairs", [])
+    if pairs:
+        yield "transport", f"transport {pairs[0]['transport']}, {pairs[0]['why']}"
+    for pair in pairs:
+        if "latency_us" in pair:
+            latency, rate = in_seconds(pair["latency_us"] / 1e6), f"{pair['gb_per_s']:.3g} GB/s"
+            ranks = "ranks {} and {}".format(*pair["ranks"])
+            yield "pairs", f"{ranks}: 1 KiB in {latency}, 4 MiB with {rate}"
+    if "memory" in group:
+        touched, mapped = (in_gib(group["memory"][f"{n}_bytes"]) for n in ("resident", "mapped"))
+        yield "group memory", f"memory: {touched} in use of at most {mapped}"
+    if "others_busy_percent" in group:
+        percent = f"{group['others_busy_percent']:.0f} %"
+        yield "others", f"other programs used {percent} of the machine meanwhile"
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Prints a line for each part and for each measurement of the group, then the problems."""
-    for name in ("versions", "machine", "cpus", "limits", "environment"):
-        print(f"{name}: {_words(report[name]) or 'nothing is set'}")
-    print(f"\na group of {report['world_size']} rank(s)")
-    for name, found in report["group"].items():
-        for one in found if isinstance(found, list) else [found]:
-            print(f"{name}: {_words(one)}")
-    print()
-    for note in report["notes"] or ["no problems found"]:
-        print(f"• {note}")
+    """Prints a line for each check: ✓ and what was found, or ✗, what is wrong, and a fix."""
+    problems = list(report["problems"])
+    facts = {
+        "this machine": list(_machine_facts(report)),
+        f"a group of {report['world_size']} rank(s)": list(_group_facts(report["group"])),
+    }
+    if "errors" in report["group"]:
+        facts[[*facts][1]].append(("group", ""))
+    for title, checks in facts.items():
+        print(title)
+        for check, fact in checks:
+            wrong = [problem for problem in problems if problem["check"] == check]
+            for problem in wrong:
+                print(f"  ✗ {problem['problem']}\n    fix: {problem['fix']}")
+            if not wrong:
+                print(f"  ✓ {fact}")
+        print()
+    count = len(problems)
+    print(f"{count} problem(s) found" if count else "no problems found")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.utils import collect_env
@@ -23,6 +22,7 @@ from ringcomm import _C
 
 # If other programs use more than this share of all cores, a measured ratio is not reliable.
 MAX_OTHERS_PERCENT = 10.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def utc_now() -> datetime.datetime:
@@ -61,12 +61,40 @@ def mapped_memory() -> dict[str, int]:
 
     A page that n processes map counts 1/n in the share.
     """
-    ours = [m for m in psutil.Process().memory_maps(grouped=False) if "/memfd:ringcomm" in m.path]
+    totals = {"Size": 0, "Rss": 0, "Pss": 0}
+    is_ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if " " in name:  # the first line of a mapping: addresses, permissions, ..., file
+            is_ours = "/memfd:ringcomm" in line
+        elif is_ours and name in totals:
+            totals[name] += int(rest.split()[0]) << 10
     return {
-        "mapped_bytes": sum(m.size for m in ours),
-        "resident_bytes": sum(m.rss for m in ours),
-        "share_bytes": sum(m.pss for m in ours),
+        "mapped_bytes": totals["Size"],
+        "resident_bytes": totals["Rss"],
+        "share_bytes": totals["Pss"],
     }
+
+
+def memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """`total_bytes` of the machine, and the `available_bytes` that need no swapping."""
+    found = dict(re.findall(r"^(\w+): +(\d+) kB$", path.read_text(), re.M))
+    return {
+        "total_bytes": int(found["MemTotal"]) << 10,
+        "available_bytes": int(found["MemAvailable"]) << 10,
+    }
+
+
+def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """The number of physical cores that are online; None where the kernel does not tell."""
+    found = cpus.glob("cpu[0-9]*/topology/thread_siblings_list")
+    return len({path.read_text() for path in found}) or None
+
+
+def _cpu_s(pid: int) -> float:
+    """Seconds of CPU time of a process and of the children that it has waited for."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    return sum(map(int, after_name.split()[11:15])) / TICKS_PER_S
 
 
 class OthersWatch:
@@ -85,12 +113,13 @@ class OthersWatch:
 
     def _read(self) -> tuple[float, float]:
         # Interrupts are left out, because our own loopback traffic is not charged to a process.
-        times = psutil.cpu_times()
-        busy_s = times.user + times.nice + times.system + times.steal
+        ticks = [int(text) for text in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+        user, nice, system, *_, steal = ticks
+        busy_s = (user + nice + system + steal) / TICKS_PER_S
         for pid in self._pids:
             # The time of a process that has ended counts as that of others: the safe side.
-            with contextlib.suppress(psutil.Error):
-                busy_s -= sum(psutil.Process(pid).cpu_times()[:4])  # also of its children
+            with contextlib.suppress(OSError):
+                busy_s -= _cpu_s(pid)
         return time.monotonic(), busy_s
 
     def percent(self) -> float:

@@ -92,6 +92,14 @@ def in_gb(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def in_gib(num_bytes: float) -> str:
+    """``7.75 GiB`` in powers of 1024, or in MiB or KiB where it is less: three digits."""
+    for size, unit in UNITS:
+        if num_bytes >= size:
+            return f"{factor(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def in_seconds(seconds: float) -> str:
     """``1.25 s``, ``12.5 ms`` or ``8.1 µs``: three digits."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 HIDDEN = (
-    *("accelerate", "liger_kernel", "matplotlib", "mpi4py", "psutil", "quack", "rich"),
+    *("accelerate", "liger_kernel", "matplotlib", "mpi4py", "quack", "rich"),
     *("transformers", "triton"),
 )
 

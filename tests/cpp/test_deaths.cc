@@ -275,7 +275,7 @@ std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
     for (Backoff backoff;; backoff.sleep()) {
       std::exception_ptr in_vain;
       try {
-        look(peer);
+        look({peer});
       } catch (const Error&) {
         in_vain = std::current_exception();
       }

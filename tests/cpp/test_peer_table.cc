@@ -76,6 +76,36 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
   });
 }
 
+TEST_CASE("of ranks that are waited for, only those that have not come are named") {
+  MemoryStore store;
+  run_threads(4, [&](int rank) {
+    shm::Rendezvous rendezvous(store, terms(rank, 4, "here"), milliseconds(1'000));
+    rendezvous.find_ranks();
+    const Error error =
+        error_of([&] { rendezvous.wait_for_all([](int peer) { return peer % 2 == 0; }); });
+    const bool is_odd = rank % 2 == 1;
+    expect_error(error, ErrorKind::kTimeout,
+                 {is_odd ? (rank == 1 ? ": rank 3 did not join" : ": rank 1 did not join")
+                         : ": ranks 1 and 3 did not join"});
+  });
+}
+
+TEST_CASE("the ranks that do not fetch the memory of their host are named") {
+  MemoryStore store;
+  run_threads(4, [&](int rank) {
+    if (rank < 2) {
+      const Error error = error_of([&] {
+        testing::make_group(store, {.rank = rank, .world_size = 4}, {}, milliseconds(1'000));
+      });
+      return expect_error(error, ErrorKind::kTimeout,
+                          {"ranks 2 and 3 did not fetch the group's memory in 1000 ms"});
+    }
+    shm::Rendezvous rendezvous(store, {.rank = rank, .world_size = 4}, milliseconds(5'000));
+    rendezvous.find_ranks();
+    std::this_thread::sleep_for(milliseconds(2'000));
+  });
+}
+
 // As where rank 0 waits in another group for rank 2, which is stopped. Neither has a record.
 TEST_CASE("a rank that another group knows to be stopped is named, and not one that waits for it") {
   MemoryStore store;

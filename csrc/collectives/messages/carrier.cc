@@ -72,8 +72,8 @@ class MessageCarrier final : public Carrier {
       members_.on_abort([this] {
         if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
       });
-      transport_ = make_messages([&ranks](int missing) {
-        ranks.look(missing, "rank " + std::to_string(missing) + " did not connect to the others");
+      transport_ = make_messages([&ranks](const std::vector<int>& missing) {
+        ranks.look(missing, "did not connect to the others");
       });
     } catch (const std::exception& error) {
       members_.tell(error);

@@ -35,8 +35,8 @@ MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
   prefix_ = "ringcomm/messages/" + std::to_string(generation) + "/";
   const std::string key = prefix_ + "rank/";
   store.set(key + std::to_string(rank_), "");
-  for (int peer = 0; peer < ranks.world_size(); ++peer)
-    static_cast<void>(ranks.wait_for(key + std::to_string(peer), peer));
+  std::string ignored;
+  ranks.wait_for_all([&](int peer) { return store.try_get(key + std::to_string(peer), ignored); });
 }
 
 void MessageMembers::leave() {

@@ -176,7 +176,7 @@ class MessageDeviceCarrier final : public cuda::DeviceCarrier {
 // Ends the group on all ranks if a rank cannot arrive.
 LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c10::Device device) {
   const auto deadline = deadline_after(std::min(options.timeout, kLongestTimeout));
-  return [&communicator, &options, device, deadline](int missing) {
+  return [&communicator, &options, device, deadline](const std::vector<int>& missing) {
     const Activity activity{.op = "init",
                             .description = "connecting tensors on " + device.str(),
                             .timeout = options.timeout};
@@ -184,9 +184,9 @@ LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c
       if (communicator.members()->has_died(rank))
         communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
     if (is_interrupted())
-      communicator.failure().raise_stopped(Stop::kInterrupted, missing, activity);
+      communicator.failure().raise_stopped(Stop::kInterrupted, missing.front(), activity);
     if (std::chrono::steady_clock::now() >= deadline)
-      communicator.failure().raise_stopped(Stop::kTimeout, missing, activity);
+      communicator.failure().raise_stopped(Stop::kTimeout, missing.front(), activity);
   };
 }
 

@@ -127,15 +127,14 @@ void Group::join() {
 void Group::wait_until_joined(Rendezvous& rendezvous) {
   for (Backoff backoff;; backoff.sleep()) {
     const bool is_aborted = state_of(rank_) == Stop::kAborted;
-    int unjoined = 0;
-    while (unjoined < world_size() && has_joined(unjoined)) ++unjoined;
-    if (unjoined == world_size()) return;
+    std::vector<int> missing;
+    for (int rank = 0; rank < world_size(); ++rank)
+      if (!has_joined(rank)) missing.push_back(whole_rank(rank));
+    if (missing.empty()) return;
     if (is_aborted) rendezvous.throw_told(abort_reason());
-    for (int rank = unjoined; rank < world_size(); ++rank)
+    for (int rank = 0; rank < world_size(); ++rank)
       if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(whole_rank(rank));
-    const int peer = whole_rank(unjoined);
-    rendezvous.check_time(peer,
-                          "rank " + std::to_string(peer) + " did not fetch the group's memory");
+    rendezvous.check_time(std::move(missing), "did not fetch the group's memory");
   }
 }
 

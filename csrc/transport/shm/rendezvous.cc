@@ -21,11 +21,11 @@ std::string apart_key(int rank, int peer) {
   return "ringcomm/apart/" + std::to_string(rank) + "/" + std::to_string(peer);
 }
 
-// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3"
-std::string listed(std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
+// "rank 1", "ranks 1 and 2", "ranks 1, 2 and 3"; of more than eight "... and 5 more"
+std::string listed(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i == 8) return text + " and " + std::to_string(ranks.size() - i) + " more";
     if (i > 0) text += i + 1 < ranks.size() ? ", " : " and ";
     text += std::to_string(ranks[i]);
   }
@@ -87,31 +87,32 @@ void Rendezvous::tell(const Error& error) {
   }
 }
 
-PeerTable Rendezvous::find_ranks() try {
-  peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
-  store_.set(rank_key(rank()), mine_.to_text());
+void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come) {
   std::deque<int> missing;
   for (int peer = 0; peer < world_size(); ++peer)
     if (peer != rank()) missing.push_back(peer);
   for (Backoff backoff; !missing.empty();) {
     const int peer = missing.front();
     missing.pop_front();
-    if (meet(peer)) {
+    if (has_come(peer)) {
       backoff.reset();
       continue;
     }
     missing.push_back(peer);
     const int dead = dead_rank();
-    // Records that have arrived meanwhile may complete the group, and the dead rank may have
-    // joined.
-    if (dead >= 0 || Clock::now() >= deadline_)
-      std::erase_if(missing, [this](int other) { return meet(other); });
+    // Those that have come meanwhile may complete the group, also the dead rank before it ended.
+    if (dead >= 0 || Clock::now() >= deadline_) std::erase_if(missing, has_come);
     if (missing.empty()) break;
     if (dead >= 0) throw_died(dead);
-    check_time(*std::min_element(missing.begin(), missing.end()),
-               listed({missing.begin(), missing.end()}) + " did not join the group");
+    check_time({missing.begin(), missing.end()}, "did not join the group");
     backoff.sleep();
   }
+}
+
+PeerTable Rendezvous::find_ranks() try {
+  peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
+  store_.set(rank_key(rank()), mine_.to_text());
+  wait_for_all([this](int peer) { return meet(peer); });
   std::vector<RankRecord> records;
   for (const Peer& peer : peers_) records.push_back(peer.record);
   return PeerTable(records);
@@ -133,11 +134,10 @@ SharedMemory Rendezvous::share_memory(const std::vector<int>& ranks, std::size_t
 }
 
 SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
-  const std::string what =
-      "rank " + std::to_string(leader) + " did not hand over the group's memory";
+  const char* const what = "did not hand over the group's memory";
   const auto look_at_leader = [&] {
     if (has_died(leader)) throw_died(leader);
-    check_time(leader, what);
+    check_time({leader}, what);
   };
   std::string joined_key;  // of a record without a failure
   // A failure that is there before may be one of an earlier group, which the leader then replaces.
@@ -145,7 +145,7 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
   for (Backoff backoff;; backoff.sleep()) {
     if (peer_of(leader).record.failure.text.empty()) joined_key = peer_of(leader).record.memory_key;
     if (!meet(leader)) {  // it had died, and its new record is not confirmed yet
-      check_time(leader, what);
+      check_time({leader}, what);
       continue;
     }
     const RankRecord record = peer_of(leader).record;  // which look_at_leader() may replace
@@ -165,19 +165,9 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
   }
 }
 
-std::string Rendezvous::wait_for(const std::string& key, int peer) {
-  std::string value;
-  for (Backoff backoff;; backoff.sleep()) {
-    const int dead = dead_rank();  // before the last look at what it may have set
-    if (store_.try_get(key, value)) return value;
-    if (dead >= 0) throw_died(dead);
-    check_time(peer, "rank " + std::to_string(peer) + " did not join the group");
-  }
-}
-
-void Rendezvous::look(int peer, const std::string& what) {
+void Rendezvous::look(const std::vector<int>& missing, const std::string& what) {
   if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
-  check_time(peer, what);
+  check_time(missing, what);
 }
 
 // Whether a rank that was found has ended, and no other process has replaced it.
@@ -271,7 +261,7 @@ void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
                                    "} and {" + theirs.options + "}");
 }
 
-void Rendezvous::check_time(int peer, const std::string& what) {
+void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
   if (store_.is_interrupted())
     fail(ErrorKind::kInterrupted, rank(), "interrupted by a signal while the group was made");
   // Ranks of one host may share their memory while one of another host cannot join any more.
@@ -279,7 +269,9 @@ void Rendezvous::check_time(int peer, const std::string& what) {
     if (!std::binary_search(sharing_.begin(), sharing_.end(), other) && has_died(other))
       throw_died(other);
   if (Clock::now() < deadline_) return;
-  const std::string after = what + " in " + std::to_string(timeout_.count()) + " ms";
+  std::sort(missing.begin(), missing.end());
+  const std::string after =
+      listed(missing) + " " + what + " in " + std::to_string(timeout_.count()) + " ms";
   // The rank waited for may itself wait for that one, in another group.
   for (int stopped = 0; stopped < world_size(); ++stopped)
     if (process_of(stopped).is_stopped())
@@ -287,12 +279,12 @@ void Rendezvous::check_time(int peer, const std::string& what) {
            after + ", and the process of " + name_of_process(stopped, process_of(stopped)) +
                " is stopped");
   if (is_replaced())
-    fail(ErrorKind::kTimeout, peer,
+    fail(ErrorKind::kTimeout, missing.front(),
          after + "; another process joined as rank " + std::to_string(rank()) +
              " too: give each process a rank of its own");
-  fail(ErrorKind::kTimeout, peer,
+  fail(ErrorKind::kTimeout, missing.front(),
        after + "; start " + std::to_string(world_size()) +
-           " ranks, read that rank's error, or raise the timeout of init_process_group");
+           " ranks, read the errors of the missing ones, or raise the group's timeout");
 }
 
 void Rendezvous::throw_died(int peer) const {

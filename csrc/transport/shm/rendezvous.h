@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,15 +46,16 @@ class Rendezvous {
   /// Collective over the ranks of a host (`ranks`, ascending), after find_ranks(): maps the memory
   /// of the first of them. Throws the same.
   SharedMemory share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
-  /// Waits for the value that `peer` sets at `key` when it joins. Throws like find_ranks().
-  std::string wait_for(const std::string& key, int peer);
+  /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
+  void wait_for_all(const std::function<bool(int peer)>& has_come);
 
   /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
   /// check_time().
-  void look(int peer, const std::string& what);
-  /// Throws Error: kPeerDied for a rank of another host than this one's, kInterrupted, or kTimeout
-  /// that blames a stopped rank, or else `peer`, for `what` once time is up.
-  void check_time(int peer, const std::string& what);
+  void look(const std::vector<int>& missing, const std::string& what);
+  /// Throws Error: kPeerDied for a rank of another host than this one's, kInterrupted, or once time
+  /// is up kTimeout, which says that the ranks `missing` did not do `what`. It blames a stopped
+  /// rank, or else the first of them.
+  void check_time(std::vector<int> missing, const std::string& what);
   /// Throws Error of kPeerDied, or what the rank failed with before it ended.
   [[noreturn]] void throw_died(int peer) const;
   /// Throws Error of what another rank has failed with.

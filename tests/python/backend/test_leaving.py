@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
-from ringcomm import _C
+from ringcomm import _C, message_backend
 
 CLONE_NEWPID = 0x20000000
 
@@ -155,6 +156,73 @@ def test_ranks_that_were_not_started_are_named(tmp_path: Path) -> None:
         error = json.loads((tmp_path / f"error-{rank}").read_text())
         assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 2), error
         assert "ranks 2 and 3 did not join the group" in error["text"]
+
+
+def fail_among(rank: int, path: str, world_size: int) -> dict[str, Any]:
+    return caught(init_group, rank, path, world_size, 0.5)
+
+
+def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"backend": None, "fresh": True}
+    (error,) = run_ranks(1, fail_among, str(tmp_path / "store"), 12, **options)
+    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not join the group" in error["text"]
+
+
+def call_new_group_in_part(rank: int) -> dict[str, Any]:
+    """Rank 3 of the group's ranks 1 and 3 does not call it."""
+    if rank == 3:
+        return {}
+    return caught(dist.new_group, [1, 3], datetime.timedelta(seconds=1))
+
+
+def test_new_group_names_missing_ranks_with_their_global_ranks() -> None:
+    error = run_ranks(4, call_new_group_in_part, fresh=True)[1]
+    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
+    assert "rank 1 did not join the group" in error["text"]
+    assert error["text"].endswith("; ranks of this group are the global ranks [1, 3]")
+
+
+def make_nothing(*args: Any) -> None:
+    time.sleep(3)
+    raise RuntimeError("too late")
+
+
+def init_but_do_not_connect(rank: int, path: str, late: tuple[int, ...]) -> dict[str, Any]:
+    """The late ranks are in the group, and never make their Gloo, so no other rank can."""
+    if rank in late:
+        message_backend.make = make_nothing  # type: ignore[assignment]
+    return caught(init_group, rank, path, 4, 1.0)
+
+
+def test_only_ranks_that_do_not_connect_are_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"backend": None, "fresh": True, "env": {"RINGCOMM_TRANSPORT": "p2p"}}
+    errors = run_ranks(4, init_but_do_not_connect, str(tmp_path / "store"), (1, 2), **options)
+    for error in errors[::3]:
+        assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
+        assert "ranks 1 and 2 did not connect to the others in 1000 ms" in error["text"]
+
+
+def make_groups_with_warnings(rank: int, path: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        init_group(rank, path, 2)
+        dist.new_group()
+    return [str(one.message) for one in found if "RINGCOMM_" in str(one.message)]
+
+
+def test_an_unknown_variable_is_a_warning_once_per_process(tmp_path: Path) -> None:
+    env = {
+        "RINGCOMM_TUNNING": "x",
+        "RINGCOMM_ABC": "1",
+        "RINGCOMM_TRACE": "",
+        "RINGCOMM_SEQUENCES": "1",
+    }
+    options: dict[str, Any] = {"backend": None, "fresh": True, "env": env}
+    for abc, tuning in run_ranks(2, make_groups_with_warnings, str(tmp_path / "store"), **options):
+        assert abc.startswith("the environment variable RINGCOMM_ABC is set")
+        assert "did you mean" not in abc
+        assert tuning.endswith("did you mean RINGCOMM_TUNING?")
 
 
 def watch_from_a_namespace(rank: int, path: str) -> int:

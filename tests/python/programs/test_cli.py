@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import re
 import signal
@@ -171,6 +172,8 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     ):
         assert text in notes
     assert "RINGCOMM_TUNING is set" not in notes
+    assert [problem["problem"] for problem in report["problems"]] == report["notes"]
+    assert all(problem["fix"] for problem in report["problems"])
     assert doctor.examine(1, 0.0)["group"]["pairs"] == []
 
 
@@ -179,9 +182,56 @@ def test_doctor_says_why_a_group_cannot_be_made() -> None:
     status, out, err = run("doctor", "--world-size", "2", RINGCOMM_TRANSPORT="tcp")
     assert (status, err) == (EXIT_FAILED, "")
     cause = "rank 1: ValueError: ringcomm: transport must be shm or p2p, got 'tcp'"
-    assert f"the group could not be created: {cause}" in out
+    assert f"  ✗ the group could not be created: {cause}\n    fix: look the message up" in out
     assert "cores" in out
     assert "all_reduce" not in out
+
+
+def test_doctor_prints_a_line_for_each_check() -> None:
+    """✓ with units that people read, ✗ with one fix."""
+    env = {"RINGCOMM_TRANSPRT": "shm", "RINGCOMM_ALGORITHM": "two_shot"}
+    status, out, err = run("doctor", "--world-size", "2", "--seconds", "0", **env)
+    assert (status, err) == (EXIT_OK, "")
+    lines = [line for line in out.splitlines() if line]
+    checks = [line for line in lines if line.startswith("  ✓ ")]
+    wrong = [index for index, line in enumerate(lines) if line.startswith("  ✗ ")]
+    fixes = [index for index, line in enumerate(lines) if line.startswith("    fix: ")]
+    assert fixes == [index + 1 for index in wrong]
+    assert len(lines) == len(checks) + 2 * len(wrong) + 3  # two titles, and how many problems
+    assert lines[-1] == f"{len(wrong)} problem(s) found"
+    named = lines.index("  ✗ RINGCOMM_TRANSPRT is set, but ringcomm has no such variable")
+    assert lines[named + 1] == "    fix: did you mean RINGCOMM_TRANSPORT?"
+    time_, rate = r"[\d.,]+ (µs|ms|s)", r"[\d.e+]+ GB/s"
+    for pattern in (
+        r"  ✓ [\d.,]+ [GM]iB of memory, [\d.,]+ [GM]iB available",
+        rf"  ✓ all_reduce of 16 MiB: {time_}, 99th percentile {time_}, {rate} \(two_shot\)",
+        rf"  ✓ ranks 0 and 1: 1 KiB in {time_}, 4 MiB with {rate}",
+        r"  ✓ memory: [\d.]+ [MK]iB in use of at most [\d.]+ MiB",
+    ):
+        assert any(re.fullmatch(pattern, line) for line in checks), (pattern, out)
+
+
+def test_what_proc_says_of_memory_and_processes() -> None:
+    found = machine.memory()
+    assert found["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < found["available_bytes"] <= found["total_bytes"]
+    assert 1 <= (machine.num_cores() or 1) <= (os.cpu_count() or 1)
+    before = machine._cpu_s(os.getpid())
+    begin = time.process_time()
+    while time.process_time() < begin + 0.3:
+        pass
+    assert machine._cpu_s(os.getpid()) - before >= 0.2
+    descriptor = os.memfd_create("ringcomm-of-a-test")
+    os.ftruncate(descriptor, 8 << 12)
+    with mmap.mmap(descriptor, 8 << 12) as memory:
+        memory[:1] = b"x"
+        after = machine.mapped_memory()
+        memory.flush()
+    os.close(descriptor)
+    gone = machine.mapped_memory()
+    assert after["mapped_bytes"] - gone["mapped_bytes"] == 8 << 12
+    assert after["resident_bytes"] - gone["resident_bytes"] >= 1 << 12
+    assert after["share_bytes"] - gone["share_bytes"] >= 1 << 12
 
 
 def test_ctrl_c_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -> None:

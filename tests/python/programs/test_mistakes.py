@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from ringcomm import _C, _extension
+from ringcomm.options import warn_of_unknown_variables
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "how-to" / "mistakes.md"
@@ -165,6 +166,35 @@ def unknown_backend(patch: pytest.MonkeyPatch, folder: Path) -> str:
     return said_by(sys.executable, "-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+def mistyped_backend(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    return said_of_backend("ringcom")
+
+
+def too_few_without_torchrun(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    with pytest.raises(dist.DistStoreError) as error:
+        dist.init_process_group(
+            "ringcomm",
+            "tcp://127.0.0.1:0",  # a free port
+            rank=0,
+            world_size=2,
+            timeout=datetime.timedelta(seconds=1),
+        )
+    return all_said(error.value)
+
+
+def said_of_backend(name: str) -> str:
+    with pytest.raises(Exception, match="Unknown") as error:
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    return all_said(error.value)
+
+
+def mistyped_variable(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    patch.setenv("RINGCOMM_TRANSPRT", "shm")
+    with pytest.warns(UserWarning, match="RINGCOMM_TRANSPRT") as warned:
+        warn_of_unknown_variables.__wrapped__()
+    return str(warned[0].message)
+
+
 ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
     "no compiler": no_compiler,
     "a compiler that is too old": old_compiler,
@@ -176,14 +206,27 @@ ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
     "a checkout without write permission": no_permission,
     "started without torchrun": no_torchrun,
     "the backend is unknown to torch": unknown_backend,
+    "fewer ranks than the world size, without torchrun": too_few_without_torchrun,
+    "a mistyped backend": mistyped_backend,
+    "a mistyped environment variable": mistyped_variable,
 }
 
 
+@pytest.mark.filterwarnings("ignore:Device capability of")
 @pytest.mark.parametrize("mistake", ALONE)
 def test_a_mistake_of_one_process(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_said(mistake, ALONE[mistake](monkeypatch, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:Device capability of")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of errors are of Python 3.11")
+def test_the_advice_on_backends_is_for_names_close_to_ringcomm() -> None:
+    for name in ("rincomm", "ring", "RingCom", "cpu:ringcom"):
+        assert "did you mean the backend 'ringcomm'?" in said_of_backend(name), name
+    for name in ("foo", "gloop", "rccl", "cpu:gluo"):
+        assert "did you mean" not in said_of_backend(name), name
 
 
 def test_an_extension_of_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,14 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from ringcomm import Options
-from ringcomm.measure import doctor
+from ringcomm.options import known_variables, unknown_variables
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+READS = re.compile(r'(?:environ(?:\.get\(|\.pop\(|\[)|getenv\()\s*"(RINGCOMM_\w+)"')
 VARIABLES = ROOT / "docs" / "reference" / "environment.md"
 
 
@@ -54,12 +57,26 @@ def test_the_page_lists_the_environment_variables_that_are_read() -> None:
             if path.suffix in (".cc", ".h"):
                 text = path.read_text(encoding="utf-8")
                 read |= set(re.findall(r'getenv\("(RINGCOMM_\w+)"', text))
-    for name in ("ringcomm/options.py", "ringcomm/trace/__init__.py", "_ringcomm_autoload.py"):
-        path = ROOT / name
-        read |= set(re.findall(r'"(RINGCOMM_\w+)"', path.read_text(encoding="utf-8")))
+    for path in (*(ROOT / "ringcomm").rglob("*.py"), ROOT / "_ringcomm_autoload.py"):
+        read |= set(READS.findall(path.read_text(encoding="utf-8")))
     read |= {f"RINGCOMM_{field.name.upper()}" for field in fields(Options)}
     for path in (ROOT / "setup.py", *(ROOT / "tools").glob("*.py")):
         read_by_build |= set(re.findall(r'"(RINGCOMM_\w+)"', path.read_text(encoding="utf-8")))
     assert read
     assert read_by_build
-    assert listed == read | read_by_build == doctor.known_variables()
+    assert listed == read | read_by_build == known_variables()
+
+
+def test_groups_give_no_warning_of_variables_that_tests_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor of known ones."""
+    paths = [p for top in ("tests", "benchmarks", "tools") for p in (ROOT / top).rglob("*")]
+    texts = [p.read_text(encoding="utf-8") for p in paths if p.suffix in (".py", ".cc", ".h")]
+    read = {name for text in texts for name in READS.findall(text)}
+    assert read - known_variables()
+    for name in read | known_variables():
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables() == {}
+    monkeypatch.setenv("RINGCOMM_ALGO", "ring")
+    assert unknown_variables() == {"RINGCOMM_ALGO": "RINGCOMM_ALGORITHM"}

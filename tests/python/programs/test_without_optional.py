@@ -19,7 +19,6 @@ DECLARED = {"networkx", "numpy", "torch", "typing_extensions"}
 OURS = {"_ringcomm_autoload", "kernels", "ringcomm"}
 # What imports anything else, by package. Add to it only what the tests below show to say so.
 OPTIONAL = {
-    "psutil": {"ringcomm/measure/doctor.py", "ringcomm/measure/machine.py"},
     # Of a model of transformers.
     "transformers": {
         "ringcomm/integrations/transformers/pipeline.py",
@@ -85,10 +84,7 @@ def test_every_module_is_imported_without_them() -> None:
     found = dict(line.split() for line in done.stdout.splitlines())
     kernels = {name: found.pop(name) for name in [*found] if name.startswith("ringcomm.kernels.")}
     assert set(kernels.values()) <= {"triton"}
-    # What measures, and nothing else, wants psutil when it is imported.
-    measuring = "ringcomm.measure."
-    assert all(name.startswith(measuring) for name in found)
-    assert set(found.values()) == {"psutil"}
+    assert not found
 
 
 CALLS = """
@@ -117,18 +113,19 @@ with activations.partition(min_elems=1, offload="cpu"):
     model(torch.ones(2, 8, requires_grad=True)).sum().backward()
 dist.destroy_process_group()
 assert run(["plan", "--model", "gpt2", "--gpus", "1", "--tokens", "4k"]) == 0
-for command in (["doctor"], ["tune"], ["bench", "all_reduce"]):
-    try:
-        run(command)
-    except SystemExit as stop:
-        assert stop.code == 2
-    else:
-        raise AssertionError
+assert run(["doctor", "--world-size", "2", "--seconds", "0"]) == 0
+quick = ["--seconds", "0", "--repeats", "0", "--json", sys.argv[1] + ".json"]
+assert run(["tune", "--world-sizes", "2", "--sizes", "1k,4k", *quick]) == 0
+try:
+    run(["bench", "all_reduce"])
+except SystemExit as stop:
+    assert stop.code == 2
+else:
+    raise AssertionError
 """
 
 
 def test_calls_go_without_them_or_say_what_to_install(tmp_path: Path) -> None:
     done = run_bare(CALLS, str(tmp_path / "store"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("measuring needs the package psutil: pip install psutil") == 2
     assert "tables need the package rich: pip install rich" in done.stderr
