@@ -15,11 +15,19 @@ from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, warn_of_unknown_variables
 from ringcomm.torch_names import backend_of
+from ringcomm.trace import flight
 
 _log = logging.getLogger("ringcomm")
 
 # The options of a group that are passed to the engine.
-_FIELDS = ("algorithm", "is_rank_ordered", "one_shot_max_bytes", "transport", "p2p_backend", "says_waits")
+_FIELDS = (
+    "algorithm",
+    "is_rank_ordered",
+    "one_shot_max_bytes",
+    "transport",
+    "p2p_backend",
+    "says_waits",
+)
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -39,6 +47,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         RingcommError: a rank did not join, or ranks have different options or world sizes.
     """
     _tell_peers_of_the_end()
+    flight.offer_stacks()
     trace.start()
     warn_of_unknown_variables()
     size = dist_backend_opts.group_size

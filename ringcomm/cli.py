@@ -96,8 +96,12 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     Reads the cores, the container's limits, versions and RINGCOMM_* variables. Then it starts
     ranks, makes a group, and measures all_reduce, messages between each pair of ranks, and memory.
     The exit status is 1 if the group cannot be made.
+
+    With --job it starts nothing: it tells what the ranks of a running job are in, whom they wait
+    for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be examined.
     """
     add = parser.add_argument
+    add("--job", type=int, metavar="PID", help="of torchrun, or of any rank of a job that runs")
     num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
     about = "ranks to start, 1 to 64; by default one per CPU, 2 to 4"
     add("--world-size", type=int, default=num_ranks, help=about)
@@ -108,6 +112,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
 
 def _doctor(options: argparse.Namespace) -> int:
     error = options.parser.error
+    if options.job is not None:
+        return _doctor_of_job(options)
     if not 1 <= options.world_size <= tuning.MAX_WORLD_SIZE:
         error(f"--world-size must be 1 to {tuning.MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
@@ -122,6 +128,21 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         print_report(report)
     return 1 if "errors" in report["group"] else 0
+
+
+def _doctor_of_job(options: argparse.Namespace) -> int:
+    from ringcomm.measure import job
+
+    try:
+        report = job.examine(options.job)
+    except job.JobError as error:
+        print(f"ringcomm doctor: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(report, allow_nan=False))
+    else:
+        job.print_report(report)
+    return 0
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> Run:

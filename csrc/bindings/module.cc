@@ -154,6 +154,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const std::string& record : flight::copies()) records.append(py::bytes(record));
     return records;
   });
+  m.def("flight_names", [] {
+    py::dict names;
+    const auto set = [&]<class Kind>(const char* key, Kind, int num) {
+      py::list list;
+      for (int i = 0; i < num; ++i) list.append(name_of(static_cast<Kind>(i)));
+      names[key] = list;
+    };
+    set("op", OpKind{}, kNumOpKinds);
+    set("dtype", DType{}, kNumDTypes);
+    set("reduction", Reduction{}, kNumReductions);
+    set("algorithm", Algorithm{}, kNumAlgorithms);
+    return names;
+  });
   m.def("flight_clock", [] { return std::tuple(flight::ticks(), flight::monotonic_ns()); });
   m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
   m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);
