@@ -102,6 +102,8 @@ std::string boot_and_network() {
 
 }  // namespace
 
+constinit std::atomic<std::uint64_t> PeerProcess::num_ended = 0;
+
 bool PeerProcess::is_stopped() const {
   if (bootstrap_address.empty() || is_pid_hidden || is_dead) return false;
   const std::vector<std::string> fields = stat_of(pid);
@@ -129,6 +131,7 @@ void PeerProcess::end(int pidfd) {
     if (status && WIFEXITED(*status)) has_exited = true;
   }
   is_dead = true;
+  num_ended.fetch_add(1);
 }
 
 std::shared_ptr<shm::PeerMemory> PeerProcess::memory() const {
