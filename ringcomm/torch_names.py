@@ -159,10 +159,9 @@ def set_timeout(options: Any, timeout: Any) -> None:
     options._timeout = timeout
 
 
-def global_ranks_of(group: dist.ProcessGroup) -> list[int]:
+def global_ranks_of(group: dist.ProcessGroup) -> dict[int, int]:
     """The ranks of a group in the default group, by their rank in the group."""
-    numbers = _c10d._world.pg_group_ranks[group]
-    return sorted(numbers, key=numbers.__getitem__)
+    return {rank: number for number, rank in _c10d._world.pg_group_ranks[group].items()}
 
 
 def new_process_group(
@@ -180,7 +179,8 @@ def new_process_group(
     """
     world, backend = _c10d._world, _c10d._world.pg_map[like][0]
     # torch hands one options object to all of a group's backends.
-    is_ringcomm = all(isinstance(backend_of(like, d).options, type(options)) for d in like._device_types)
+    others = [getattr(backend_of(like, device), "options", None) for device in devices_of(like)]
+    is_ringcomm = all(isinstance(other, type(options)) for other in others)
     made, _ = _c10d._new_process_group_helper(
         len(global_ranks),
         rank,
@@ -203,14 +203,14 @@ def replace_default_group(group: dist.ProcessGroup) -> None:
 
 
 def renumber_groups(kept: list[int], leave: Container[Any]) -> None:
-    """Numbers the global ranks of all groups but some anew: kept[i] becomes i, others are dropped."""
+    """Numbers global ranks anew, but in the groups to leave: kept[i] becomes i, others go."""
     number_of = {old: new for new, old in enumerate(kept)}
-    for group, ranks in _c10d._world.pg_group_ranks.items():
-        if group in leave:
+    for group, old_ranks in _c10d._world.pg_group_ranks.items():
+        if group in leave or not isinstance(group, dist.ProcessGroup):  # not in that group
             continue
-        ranks = {number_of[old]: rank for old, rank in ranks.items() if old in number_of}
+        ranks = {number_of[old]: rank for old, rank in old_ranks.items() if old in number_of}
         _c10d._world.pg_group_ranks[group] = ranks
-        for device in group._device_types if len(ranks) == group.size() else ():
+        for device in devices_of(group) if len(ranks) == group.size() else ():
             # What a group that is split from this one is told.
             options = getattr(backend_of(group, device), "options", None)
             if options is not None:

@@ -112,22 +112,26 @@ void bind_survivors(py::module_& m) {
   };
   using Its = AgreementOfSurvivors;
   py::class_<Its>(m, "Survivors")
-      .def("agree",
-           [=](Its& its) { return result_of([&] { return its.survivors.agree(); }); }, without_gil)
-      .def("take_store",
-           [=](Its& its) { return result_of([&] { return its.survivors.take_store().release(); }); },
-           without_gil)
-      .def("introduce",
-           [](Its& its, const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-              const std::vector<uint64_t>& global_ranks) {
-             introduce(store, its.engine, ranks, global_ranks);
-           },
-           "store"_a, "ranks"_a, "global_ranks"_a)
-      .def("confirm",
-           [=](Its& its, bool has_made) {
-             return result_of([&] { return its.survivors.confirm(has_made); });
-           },
-           "has_made"_a, without_gil)
+      .def(
+          "agree", [=](Its& its) { return result_of([&] { return its.survivors.agree(); }); },
+          without_gil)
+      .def(
+          "take_store",
+          [=](Its& its) { return result_of([&] { return its.survivors.take_store().release(); }); },
+          without_gil)
+      .def(
+          "introduce",
+          [](Its& its, const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+             const std::vector<uint64_t>& global_ranks) {
+            introduce(store, its.engine, ranks, global_ranks);
+          },
+          "store"_a, "ranks"_a, "global_ranks"_a)
+      .def(
+          "confirm",
+          [=](Its& its, bool has_made) {
+            return result_of([&] { return its.survivors.confirm(has_made); });
+          },
+          "has_made"_a, without_gil)
       .def_property_readonly("attempt", [](const Its& its) { return its.survivors.attempt(); });
   m.def("begin_shrink", &begin_shrink, "backend"_a, "timeout"_a, without_gil);
   m.def("health", &health_of, "backend"_a);

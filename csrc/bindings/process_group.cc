@@ -107,8 +107,8 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
 }  // namespace
 
 void introduce(const c10::intrusive_ptr<c10d::Store>& store,
-               const std::shared_ptr<Communicator>& communicator,
-               const std::vector<int>& ranks, const std::vector<uint64_t>& global_ranks) {
+               const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
+               const std::vector<uint64_t>& global_ranks) {
   World known{.group = communicator, .processes = {}, .is_predecessor = true};
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (known.processes.size() <= global_ranks[i]) known.processes.resize(global_ranks[i] + 1);

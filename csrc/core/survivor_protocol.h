@@ -67,8 +67,7 @@ class SurvivorProtocol {
     const std::uint64_t chosen = arch_.read_once(words_.chosen(attempt));
     if (chosen == 0 || chosen > static_cast<std::uint64_t>(world_size_)) return false;
     for (int idx = 0; idx <= RankSet::word_of(world_size_ - 1); ++idx)
-      set.word(idx) =
-          arch_.read_once(words_.proposal(attempt, static_cast<int>(chosen) - 1, idx));
+      set.word(idx) = arch_.read_once(words_.proposal(attempt, static_cast<int>(chosen) - 1, idx));
     return true;
   }
 
@@ -83,8 +82,7 @@ class SurvivorProtocol {
   bool confirm(int attempt, const RankSet& set, bool has_made) {
     if (has_made) enter(attempt, kMade);
     for (int peer = 0; peer < world_size_ && has_made; ++peer)
-      if (peer != rank_ && set.has(peer))
-        has_made = wait_for(attempt, kMade, peer) == Stop::kNone;
+      if (peer != rank_ && set.has(peer)) has_made = wait_for(attempt, kMade, peer) == Stop::kNone;
     arch_.set_first(words_.verdict(attempt), has_made ? kAllMade : kFailed);
     return arch_.read_once(words_.verdict(attempt)) == kAllMade;
   }

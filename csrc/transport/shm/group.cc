@@ -38,8 +38,8 @@ void reserve_link(const LinkGeometry& link) {
 SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
     : world_size_(world_size), config_(config) {
   const auto world = static_cast<std::size_t>(world_size);
-  control_offset_bytes_ = whole_pages(sizeof(AbortRecord) + sizeof(SurvivorChoices) +
-                                      world * sizeof(std::uint32_t));
+  control_offset_bytes_ =
+      whole_pages(sizeof(AbortRecord) + sizeof(SurvivorChoices) + world * sizeof(std::uint32_t));
   boards_offset_bytes_ = control_offset_bytes_ + world * whole_pages(sizeof(RankControl));
   rings_offset_bytes_ = boards_offset_bytes_ + world * 2 * whole_pages(config.board_bytes);
   p2p_offset_bytes_ =
@@ -172,8 +172,8 @@ std::int64_t Group::num_calls_of(int rank) const {
 bool Group::has_left(int rank) const { return load_acquire(control(rank).has_left) != 0; }
 
 int Group::gone_before(std::uint64_t seq) {
-  const std::uint64_t num_gone =
-      PeerProcess::num_ended.load(std::memory_order_relaxed) + load_acquire(abort_record().num_left);
+  const std::uint64_t num_gone = PeerProcess::num_ended.load(std::memory_order_relaxed) +
+                                 load_acquire(abort_record().num_left);
   if (num_gone == num_gone_seen_) return -1;
   bool is_whole = true;
   for (int rank = 0; rank < world_size(); ++rank) {

@@ -64,8 +64,8 @@ struct RankControl {
 
 /// The layout of the memory that a group shares, which every rank computes:
 ///
-///   abort record, survivors' choices, has_joined of each rank | control of each rank | boards | ring links r -> r + 1
-///   | point-to-point links of each ordered pair
+///   abort record, survivors' choices, has_joined of each rank | control of each rank | boards |
+///   ring links r -> r + 1 | point-to-point links of each ordered pair
 ///
 /// A zeroed segment is valid and empty: no rank initializes it, and unused pages are never touched.
 class SegmentLayout {
@@ -105,7 +105,9 @@ struct SurvivorWords {
   std::uint64_t& proposal(int attempt, int rank, int idx) const {
     return layout->control(base, rank).survivor_proposals[attempt][idx];
   }
-  std::uint64_t& chosen(int attempt) const { return layout->survivor_choices(base).chosen[attempt]; }
+  std::uint64_t& chosen(int attempt) const {
+    return layout->survivor_choices(base).chosen[attempt];
+  }
   std::uint64_t& verdict(int attempt) const {
     return layout->survivor_choices(base).verdict[attempt];
   }
@@ -177,7 +179,8 @@ class Group final : public Membership {
   SegmentLayout layout_;
   int generation_ = process_generation();
   SharedMemory memory_;
-  std::uint64_t num_gone_seen_ = 0;  // ends and departures, when no rank of the group was among them
+  std::uint64_t num_gone_seen_ =
+      0;  // ends and departures, when no rank of the group was among them
 };
 
 /// The limits of the current operation, for the waits of its protocols.

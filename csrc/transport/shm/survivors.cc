@@ -32,8 +32,7 @@ Survivors::Survivors(Group& group, const WaitLimits& limits)
 
 Survivors::~Survivors() {
   withdraw_store();
-  if (attempt_ >= 0)
-    arch_.set_first(group_.survivor_words().verdict(attempt_), Protocol::kFailed);
+  if (attempt_ >= 0) arch_.set_first(group_.survivor_words().verdict(attempt_), Protocol::kFailed);
 }
 
 void Survivors::withdraw_store() {

@@ -32,9 +32,7 @@ class CheckerArch {
     if (machine_.memory.peek(idx) == 0) machine_.memory.store(rank_, idx, value, Order::kSeqCst);
     machine_.observe(Op::kStoreSeqCst, rank_, idx, value);
   }
-  std::uint64_t read_once(const std::uint64_t& word) {
-    return load(Op::kReadOnce, word);
-  }
+  std::uint64_t read_once(const std::uint64_t& word) { return load(Op::kReadOnce, word); }
   /// Not part of the concept; for mutants.
   void store_relaxed(std::uint64_t& word, std::uint64_t value) {
     store(Op::kStoreRelaxed, Order::kRelaxed, word, value);
