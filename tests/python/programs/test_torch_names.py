@@ -157,7 +157,6 @@ IN_TORCH = (
     "dist.distributed_c10d._DistributedBackendOptions",
     "dist.distributed_c10d._new_process_group_helper",
     "dist.distributed_c10d._resolve_process_group",
-    "dist.distributed_c10d._new_process_group_helper",
     "dist.distributed_c10d._update_default_pg",
     "dist.distributed_c10d._world.pg_group_ranks",
     "dist.distributed_c10d._world.pg_map",
