@@ -20,6 +20,7 @@ from ranks import run_ranks
 from test_errors import ENVS, caught
 
 import ringcomm
+from ringcomm.torch_names import backend_of
 
 SOON_S = 5.0  # shrink takes milliseconds; the rest is for busy machines
 
@@ -53,11 +54,18 @@ def shrunk(rank: int, group: Any = None, **options: Any) -> dict[str, Any]:
     }
 
 
+def num_calls() -> int:
+    return sum(counts["num_calls"] for counts in ringcomm.stats().values())
+
+
 def lose(rank: int, victims: list[int]) -> dict[str, Any]:
+    dist.barrier()
     if rank in victims:
         die()
     fail()
+    before = num_calls()
     result = shrunk(rank)
+    assert num_calls() > before > 0
     # What programs do next.
     sub = dist.new_group([0])
     if result["rank"] == 0:
@@ -107,7 +115,7 @@ def raise_in_one(rank: int, what: str) -> dict[str, Any]:
     elif rank == 1 and what == "exception":
         error = {"type": "ValueError"}  # of its own, between two calls
     elif rank == 1 and what == "abort":
-        dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+        backend_of(ringcomm.backend.resolve_group(), torch.device("cpu")).abort()
         error = fail()
     else:
         if what == "exception":
