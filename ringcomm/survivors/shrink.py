@@ -76,6 +76,9 @@ def shrink(
             new = _make(old, backend, survivors, agreement, min(limit, own_timeout))
         except (RingcommError, RuntimeError, ValueError, OSError) as failure:
             error = failure  # on this rank; the others hear of it, and all try again
+        except BaseException:
+            agreement.confirm(False)
+            raise
         if agreement.confirm(new is not None):
             assert new is not None  # the verdict is that all ranks have made it
             break

@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -78,15 +79,22 @@ std::unique_ptr<Communicator> make_group(const std::string& folder, const std::s
                                         MakeMessages{}, known);
 }
 
+shm::Group& group_of(Communicator& communicator) {
+  return dynamic_cast<shm::Group&>(*communicator.members());
+}
+
 void survive(int rank, const std::string& folder) {
   const auto old = make_group(folder, "old/", rank, kRanks, kPatience);
   const WaitLimits patient{.timeout = kPatience, .is_interrupted = {}};
   old->run({.op = OpKind::kBarrier}, patient);
   if (rank == 0) ::raise(SIGKILL);
   for (Backoff backoff; !old->members()->has_died(0); backoff.sleep()) continue;
+  // It has begun the first call, and will not begin the second.
+  if (group_of(*old).gone_before(0) != -1 || group_of(*old).gone_before(1) != 0)
+    throw std::runtime_error("a call of a dead rank is not told from one that it never begins");
   if (rank == plan.victim) board->is_counting = true;
   const milliseconds timeout = plan.signal == SIGSTOP ? kStopTimeout : kPatience;
-  auto& group = dynamic_cast<shm::Group&>(*old->members());
+  shm::Group& group = group_of(*old);
   shm::Survivors survivors(group, {.timeout = timeout, .is_interrupted = {}});
   std::unique_ptr<Communicator> made;
   std::vector<int> ranks;

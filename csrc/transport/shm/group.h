@@ -179,8 +179,7 @@ class Group final : public Membership {
   SegmentLayout layout_;
   int generation_ = process_generation();
   SharedMemory memory_;
-  std::uint64_t num_gone_seen_ =
-      0;  // ends and departures, when no rank of the group was among them
+  std::uint64_t num_gone_seen_ = 0;  // when no rank of the group was among them
 };
 
 /// The limits of the current operation, for the waits of its protocols.
