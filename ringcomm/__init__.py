@@ -15,19 +15,23 @@ from ringcomm.memory import empty_shared
 from ringcomm.memory import is_shared as is_shared
 from ringcomm.ops.collectives import monitored_barrier
 from ringcomm.options import Options
+from ringcomm.survivors import Health, health, shrink
 from ringcomm.version import __version__
 
 _ringcomm_autoload.register()
 
 __all__ = [
     "CollectiveTimeoutError",
+    "Health",
     "MismatchError",
     "Options",
     "PeerDiedError",
     "RingcommError",
     "__version__",
     "empty_shared",
+    "health",
     "monitored_barrier",
     "ops",
+    "shrink",
     "stats",
 ]

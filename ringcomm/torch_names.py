@@ -8,7 +8,7 @@ running torch has each name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -95,6 +95,8 @@ def storage_id(tensor: Tensor) -> int:
 
 # ---- process groups
 
+_c10d: Any = dist.distributed_c10d
+
 # torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about
 # them on every call.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -134,8 +136,7 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The group of this process with torch's name for it."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return resolve(name)
+    return _c10d._resolve_process_group(name)
 
 
 def backend_plugins() -> dict[str, Any]:
@@ -145,7 +146,7 @@ def backend_plugins() -> dict[str, Any]:
 
 def new_backend_options() -> Any:
     """What a backend's creator takes as its first argument."""
-    return dist.distributed_c10d._DistributedBackendOptions()
+    return _c10d._DistributedBackendOptions()
 
 
 def timeout_of(backend: Any) -> Any:
@@ -156,6 +157,64 @@ def timeout_of(backend: Any) -> Any:
 def set_timeout(options: Any, timeout: Any) -> None:
     """Sets the timeout in the options of a backend."""
     options._timeout = timeout
+
+
+def global_ranks_of(group: dist.ProcessGroup) -> dict[int, int]:
+    """The ranks of a group in the default group, by their rank in the group."""
+    return {rank: number for number, rank in _c10d._world.pg_group_ranks[group].items()}
+
+
+def new_process_group(
+    like: dist.ProcessGroup,
+    rank: int,
+    global_ranks: list[int],
+    store: dist.Store,
+    name: str,
+    options: Any,
+    timeout: Any,
+) -> dist.ProcessGroup:
+    """A group with the backends of another one, over a store of its own. Collective over it.
+
+    torch knows it by its name. `options` are those of ringcomm's backend.
+    """
+    world, backend = _c10d._world, _c10d._world.pg_map[like][0]
+    # torch hands one options object to all of a group's backends.
+    others = [getattr(backend_of(like, device), "options", None) for device in devices_of(like)]
+    is_ringcomm = all(isinstance(other, type(options)) for other in others)
+    made, _ = _c10d._new_process_group_helper(
+        len(global_ranks),
+        rank,
+        [] if like is dist.group.WORLD else global_ranks,
+        backend,
+        store,
+        name,
+        backend_options=options if is_ringcomm else None,
+        timeout=timeout,
+        device_id=like.bound_device_id,
+        group_desc=f"{like.group_desc}:shrunk",
+    )
+    world.pg_group_ranks[made] = {number: idx for idx, number in enumerate(global_ranks)}
+    return made
+
+
+def replace_default_group(group: dist.ProcessGroup) -> None:
+    """Makes a group of all ranks the default group; the one before stays as an ordinary group."""
+    _c10d._update_default_pg(group)
+
+
+def renumber_groups(kept: list[int], leave: Container[Any]) -> None:
+    """Numbers global ranks anew, but in the groups to leave: kept[i] becomes i, others go."""
+    number_of = {old: new for new, old in enumerate(kept)}
+    for group, old_ranks in _c10d._world.pg_group_ranks.items():
+        if group in leave or not isinstance(group, dist.ProcessGroup):  # not in that group
+            continue
+        ranks = {number_of[old]: rank for old, rank in old_ranks.items() if old in number_of}
+        _c10d._world.pg_group_ranks[group] = ranks
+        for device in devices_of(group) if len(ranks) == group.size() else ():
+            # What a group that is split from this one is told.
+            options = getattr(backend_of(group, device), "options", None)
+            if options is not None:
+                options.global_ranks_in_group = sorted(ranks, key=ranks.__getitem__)
 
 
 def die_with_parent(signal: int) -> None:

@@ -4,12 +4,15 @@
 #include <torch/version.h>
 
 #include "bindings/process_group.h"
+#include "bindings/python_errors.h"
 #include "collectives/collective.h"
 #include "collectives/trace.h"
 #include "reduce/reduce_op.h"
 #include "transport/process.h"
 #include "transport/shm/bootstrap.h"
+#include "transport/shm/group.h"
 #include "transport/shm/shared_arena.h"
+#include "transport/shm/survivors.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -48,6 +51,91 @@ ProcessGroupRingcomm& process_group_of(const BackendPtr& backend) {
 
 std::shared_ptr<Communicator> engine_of(const BackendPtr& backend) {
   return process_group_of(backend).communicator();
+}
+
+// What this rank knows of a group, without communication.
+py::dict health_of(const BackendPtr& backend) {
+  const std::shared_ptr<Communicator> engine = engine_of(backend);
+  Membership* const members = engine->members();
+  std::vector<std::string> ranks;
+  for (int rank = 0; rank < engine->world_size(); ++rank) {
+    const bool is_peer = members != nullptr && rank != engine->rank();
+    ranks.emplace_back(is_peer && members->has_left(rank)     ? "left"
+                       : is_peer && members->has_died(rank)   ? "dead"
+                       : is_peer && members->is_stopped(rank) ? "stopped"
+                                                              : "alive");
+  }
+  std::optional<std::string> failure;
+  try {
+    engine->failure().rethrow_if_any();
+    if (members != nullptr && members->is_given_up(/*asks=*/false) &&
+        members->state_of(engine->rank()) == Stop::kAborted)
+      failure = members->abort_reason().text;
+  } catch (const Error& error) {
+    failure = error.what();
+  }
+  return py::dict("ranks"_a = ranks, "failure"_a = failure);
+}
+
+// This rank's part in an agreement, and what it is about.
+struct AgreementOfSurvivors {
+  std::shared_ptr<Communicator> engine;
+  shm::Survivors survivors;
+};
+
+std::unique_ptr<AgreementOfSurvivors> begin_shrink(const BackendPtr& backend,
+                                                   std::chrono::milliseconds timeout) {
+  std::shared_ptr<Communicator> engine = engine_of(backend);
+  auto* const group = dynamic_cast<shm::Group*>(engine->members());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      group != nullptr, "ringcomm: shrink supports groups whose ranks all share memory, and this ",
+      "one uses ", engine->transport(), "; restart the job with the ranks that are left");
+  std::unique_ptr<AgreementOfSurvivors> made;
+  with_python_errors([&] {
+    engine->failure().check_not_inherited();
+    const WaitLimits limits{.timeout = std::min(timeout, kLongestTimeout),
+                            .is_interrupted = is_interrupted};
+    made.reset(new AgreementOfSurvivors{engine, {*group, limits}});
+  });
+  // The others' waits end, also where nothing has failed yet.
+  if (!engine->failure().has_failed())
+    engine->abort("rank " + std::to_string(engine->rank()) + " called ringcomm.shrink");
+  return made;
+}
+
+void bind_survivors(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> without_gil;
+  // What the call returns, with Python's errors.
+  const auto result_of = [](const auto& call) {
+    decltype(call()) result{};
+    with_python_errors([&] { result = call(); });
+    return result;
+  };
+  using Its = AgreementOfSurvivors;
+  py::class_<Its>(m, "Survivors")
+      .def(
+          "agree", [=](Its& its) { return result_of([&] { return its.survivors.agree(); }); },
+          without_gil)
+      .def(
+          "take_store",
+          [=](Its& its) { return result_of([&] { return its.survivors.take_store().release(); }); },
+          without_gil)
+      .def(
+          "introduce",
+          [](Its& its, const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+             const std::vector<uint64_t>& global_ranks) {
+            introduce(store, its.engine, ranks, global_ranks);
+          },
+          "store"_a, "ranks"_a, "global_ranks"_a)
+      .def(
+          "confirm",
+          [=](Its& its, bool has_made) {
+            return result_of([&] { return its.survivors.confirm(has_made); });
+          },
+          "has_made"_a, without_gil)
+      .def_property_readonly("attempt", [](const Its& its) { return its.survivors.attempt(); });
+  m.def("begin_shrink", &begin_shrink, "backend"_a, "timeout"_a, without_gil);
+  m.def("health", &health_of, "backend"_a);
 }
 
 // The usage of memory that peers can map.
@@ -126,18 +214,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
   m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
   bind_classes(m);
+  bind_survivors(m);
   auto eager = m.def_submodule("eager");
   define_eager_ops(eager);
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "timeout"_a,
         "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a, "p2p_backend"_a,
         "says_waits"_a, "group_name"_a, "global_ranks"_a, py::call_guard<py::gil_scoped_release>());
+  const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats",
         [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
   m.def("transport_of", [](const BackendPtr& backend) { return engine_of(backend)->transport(); });
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });
-  const py::call_guard<py::gil_scoped_release> without_gil;
   m.def(
       "device_transports",
       [](const BackendPtr& backend) { return process_group_of(backend).device_transports(); },

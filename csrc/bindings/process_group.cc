@@ -55,11 +55,17 @@ constexpr const char* kNoDevices =
 // How long calls of other threads have to leave a group that is destroyed.
 constexpr std::chrono::seconds kLeavePatience{10};
 
-// The groups that have all ranks, by the store that they were made over, as long as they live: they
-// know the processes of every later group over that store.
+// The processes that are known to a group, by global rank, while it lives.
+struct World {
+  std::weak_ptr<Communicator> group;
+  PeerProcesses processes;
+  bool is_predecessor = false;  // the group is of another store
+};
+// The groups that have all ranks, by the store that they were made over: they know the processes of
+// every later group over that store.
 struct Worlds {
   std::mutex mutex;
-  std::map<const c10d::Store*, std::weak_ptr<Communicator>> by_store;
+  std::map<const c10d::Store*, World> by_store;
 };
 constinit PerProcess<Worlds> worlds;
 
@@ -74,9 +80,8 @@ PeerProcesses ask_world(const c10::intrusive_ptr<c10d::Store>& store,
   Worlds& all = worlds.get();
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_store.find(base_of(store));
-  const auto world = found != all.by_store.end() ? found->second.lock() : nullptr;
-  if (world == nullptr || world->members() == nullptr) return {};
-  const PeerProcesses& processes = world->members()->processes();
+  if (found == all.by_store.end() || found->second.group.expired()) return {};
+  const PeerProcesses& processes = found->second.processes;
   PeerProcesses known;
   for (const uint64_t global_rank : global_ranks)
     known.push_back(global_rank < processes.size() ? processes[global_rank] : nullptr);
@@ -90,14 +95,30 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
     if (global_ranks[rank] != rank) return;
   Worlds& all = worlds.get();
   const std::lock_guard lock(all.mutex);
-  std::erase_if(all.by_store, [](const auto& item) { return item.second.expired(); });
+  std::erase_if(all.by_store, [](const auto& item) { return item.second.group.expired(); });
   // A group of the first ranks only knows fewer than one of all.
-  std::weak_ptr<Communicator>& known = all.by_store[base_of(store)];
-  const std::shared_ptr<Communicator> other = known.lock();
-  if (other == nullptr || other->world_size() < communicator->world_size()) known = communicator;
+  World& known = all.by_store[base_of(store)];
+  const Membership* const members = communicator->members();
+  if (members != nullptr &&
+      (known.is_predecessor || known.processes.size() < members->processes().size()))
+    known = {.group = communicator, .processes = members->processes()};
 }
 
 }  // namespace
+
+void introduce(const c10::intrusive_ptr<c10d::Store>& store,
+               const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
+               const std::vector<uint64_t>& global_ranks) {
+  World known{.group = communicator, .processes = {}, .is_predecessor = true};
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (known.processes.size() <= global_ranks[i]) known.processes.resize(global_ranks[i] + 1);
+    known.processes[global_ranks[i]] =
+        communicator->members()->processes()[static_cast<std::size_t>(ranks[i])];
+  }
+  Worlds& all = worlds.get();
+  const std::lock_guard lock(all.mutex);
+  all.by_store[base_of(store)] = std::move(known);
+}
 
 constinit MakeDevices make_devices = nullptr;
 

@@ -29,6 +29,12 @@ at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
 /// Whether all elements of the tensor are in such memory of this process.
 bool is_shared(const at::Tensor& tensor);
 
+/// Groups that are made over `store` while `communicator` lives know the processes of its `ranks`,
+/// whose global ranks there are `global_ranks`, before these have arrived.
+void introduce(const c10::intrusive_ptr<c10d::Store>& store,
+               const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
+               const std::vector<uint64_t>& global_ranks);
+
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
 /// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and
 /// return no work, as torch allows.

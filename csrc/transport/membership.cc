@@ -103,6 +103,8 @@ std::string boot_and_network() {
 
 }  // namespace
 
+constinit std::atomic<std::uint64_t> PeerProcess::num_ended = 0;
+
 bool PeerProcess::is_stopped() const {
   if (bootstrap_address.empty() || is_pid_hidden || is_dead) return false;
   const std::vector<std::string> fields = stat_of(pid);
@@ -130,6 +132,7 @@ void PeerProcess::end(int pidfd) {
     if (status && WIFEXITED(*status)) has_exited = true;
   }
   is_dead = true;
+  num_ended.fetch_add(1);
 }
 
 std::shared_ptr<const shm::SharedMemory> PeerProcess::flight() const {

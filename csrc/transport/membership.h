@@ -54,6 +54,8 @@ struct PeerProcess {
   std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
   bool is_pid_hidden = false;
   std::atomic<bool> is_dead = false;  ///< ended, or runs another program
+  /// The processes that this one has seen end; increased after is_dead.
+  static std::atomic<std::uint64_t> num_ended;
   /// By itself, as far as it or the kernel has told; known before is_dead is set.
   std::atomic<bool> has_exited = false;
 
@@ -111,6 +113,8 @@ class Membership {
   /// Whether this rank may wait for `rank`, from what it knows: kNone, kPeerDied, kPeerLeft or, for
   /// the whole group, kAborted.
   virtual Stop state_of(int rank) const = 0;
+  /// Whether `rank` is known to have destroyed its side of the group.
+  virtual bool has_left(int rank) const = 0;
   /// The number of collectives that `rank` has begun; -1 if that is not known.
   virtual std::int64_t num_calls_of(int rank) const = 0;
   /// Called in the thread of a collective that has begun to wait for `rank` for long; set once.

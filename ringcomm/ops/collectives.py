@@ -1,5 +1,7 @@
 """Wrappers, fakes and gradients of csrc/bindings/collective_ops.cc.
 
+A call that fails leaves its input unchanged, and returns no result; `out` may then hold any values.
+
 Gradients are adjoints of the sum of the ranks' losses, as in torch.distributed.nn. all_reduce(sum)
 is therefore its own adjoint; all_gather and reduce_scatter(sum) are each other's adjoints, and so
 are broadcast and reduce.
@@ -59,7 +61,8 @@ def all_reduce(
         ValueError: a tensor is not dense, `out` has another shape or requires grad, or the
             reduction is unknown or not defined for the dtype.
         TypeError: the dtype cannot be reduced, or `out` has another dtype.
-        RingcommError: a rank failed or called something else.
+        RingcommError: a rank failed or called something else. `tensor` is unchanged, and `out`
+            may hold any values.
 
     Collective; blocks until the result is available. Differentiable for sum and avg; the backward
     pass of another reduction raises NotImplementedError.
@@ -84,7 +87,8 @@ def reduce_scatter(
         A new tensor of shape (d, ...), for tensors of shape (N * d, ...) on N ranks: rows [rank *
         d, (rank + 1) * d) of the reduction. Raises ValueError if N does not divide the rows.
 
-    Collective; blocks until the result is available. Differentiable for sum and avg.
+    Collective; blocks until the result is available. A failed call leaves `tensor` unchanged.
+    Differentiable for sum and avg.
     """
     return _call("reduce_scatter", tensor, reduce_op, resolve_group(group).group_name)
 
@@ -93,7 +97,8 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     """Concatenates the ranks' tensors along the first dimension, in rank order, as a new tensor.
 
     Tensors have the same shape (d, ...) on all ranks and any dtype; a scalar raises ValueError.
-    Collective; blocks until the result is available. Differentiable.
+    Collective; blocks until the result is available. A failed call leaves `tensor` unchanged.
+    Differentiable.
     """
     return _call("all_gather", tensor, resolve_group(group).group_name)
 
@@ -102,8 +107,8 @@ def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) 
     """Returns the tensor of rank `src`, as a new tensor.
 
     Tensors have any shape and dtype, the same on all ranks. `src` is a rank in the group's
-    numbering; others raise ValueError. Collective; blocks until the result is available.
-    Differentiable.
+    numbering; others raise ValueError. Collective; blocks until the result is available. A failed
+    call leaves `tensor` unchanged. Differentiable.
     """
     return _call("broadcast", tensor, src, resolve_group(group).group_name)
 
@@ -114,7 +119,8 @@ def reduce(
     """Returns the reduction of the ranks' tensors on rank `dst`, and zeros on the others.
 
     Arguments and errors as for all_reduce; `dst` is a rank in the group's numbering. Collective;
-    blocks until the result is available. Differentiable for sum.
+    blocks until the result is available. A failed call leaves `tensor` unchanged. Differentiable
+    for sum.
     """
     return _call("reduce", tensor, dst, reduce_op, resolve_group(group).group_name)
 

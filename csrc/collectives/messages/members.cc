@@ -61,7 +61,7 @@ bool MessageMembers::is_alive(int rank) const {
 }
 
 // Whether `rank` has destroyed its side of the group.
-bool MessageMembers::has_left(int rank) {
+bool MessageMembers::ask_left(int rank) {
   std::string text;
   if (!store_->try_get(prefix_ + "left/" + std::to_string(rank), text)) return false;
   const std::lock_guard lock(mutex_);
@@ -178,7 +178,7 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
     for (Backoff backoff;; backoff.sleep()) {
       const bool may_say_why = peer >= 0 && members_.is_alive(peer) && Clock::now() < deadline;
       if (members_.look()) return Stop::kAborted;
-      if (peer >= 0 && members_.has_left(peer)) return Stop::kPeerLeft;
+      if (peer >= 0 && members_.ask_left(peer)) return Stop::kPeerLeft;
       if (!may_say_why) break;
     }
   } catch (const std::exception&) {

@@ -55,6 +55,7 @@ class MessageMembers final : public Membership {
 
   /// Others are in the store, which takes its time.
   Stop state_of(int rank) const override;
+  bool has_left(int rank) const override { return num_calls_of(rank) >= 0; }
   /// Known once a wait for the rank has ended because it has left.
   std::int64_t num_calls_of(int rank) const override;
   bool is_given_up(bool asks) noexcept override;
@@ -95,7 +96,7 @@ class MessageMembers final : public Membership {
 
   void keep(const AbortReason& reason);
   bool is_alive(int rank) const;
-  bool has_left(int rank);
+  bool ask_left(int rank);
   bool look();
   void look_patiently();
   bool is_gone(int peer) const;

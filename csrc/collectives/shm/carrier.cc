@@ -109,6 +109,8 @@ void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
 
 Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
                         const WaitLimits& limits) {
+  if (const int gone = group_.gone_before(header.seq); gone >= 0)
+    throw Stopped{group_.state_of(gone), gone};
   group_.note_call(header.seq);
   scope_.begin(limits);
   engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()),

@@ -38,7 +38,8 @@ void reserve_link(const LinkGeometry& link) {
 SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
     : world_size_(world_size), config_(config) {
   const auto world = static_cast<std::size_t>(world_size);
-  control_offset_bytes_ = whole_pages(sizeof(AbortRecord) + world * sizeof(std::uint32_t));
+  control_offset_bytes_ =
+      whole_pages(sizeof(AbortRecord) + sizeof(SurvivorChoices) + world * sizeof(std::uint32_t));
   boards_offset_bytes_ = control_offset_bytes_ + world * whole_pages(sizeof(RankControl));
   rings_offset_bytes_ = boards_offset_bytes_ + world * 2 * whole_pages(config.board_bytes);
   p2p_offset_bytes_ =
@@ -48,7 +49,8 @@ SegmentLayout::SegmentLayout(int world_size, const SegmentConfig& config)
 }
 
 std::uint32_t& SegmentLayout::has_joined(std::byte* base, int rank) const {
-  return reinterpret_cast<std::uint32_t*>(base + sizeof(AbortRecord))[rank];
+  base += sizeof(AbortRecord) + sizeof(SurvivorChoices);
+  return reinterpret_cast<std::uint32_t*>(base)[rank];
 }
 
 RankControl& SegmentLayout::control(std::byte* base, int rank) const {
@@ -142,6 +144,7 @@ Group::~Group() {
   if (is_inherited()) return;
   RINGCOMM_STEP("before a rank has left");
   __atomic_store_n(&control(rank_).has_left, 1U, __ATOMIC_RELEASE);
+  __atomic_fetch_add(&abort_record().num_left, 1U, __ATOMIC_RELEASE);
 }
 
 // Values read from the memory are checked, because a faulty peer may have written them.
@@ -157,12 +160,28 @@ Stop Group::state_of(int peer) const {
   if (state == AbortRecord::kWritten) return Stop::kAborted;
   if (const int writer = writer_of(state); writer >= 0 && has_died(writer)) return Stop::kAborted;
   if (peer == rank_) return Stop::kNone;
-  if (load_acquire(control(peer).has_left) != 0) return Stop::kPeerLeft;
+  if (has_left(peer)) return Stop::kPeerLeft;
   return has_died(peer) ? Stop::kPeerDied : Stop::kNone;
 }
 
 std::int64_t Group::num_calls_of(int rank) const {
   return static_cast<std::int64_t>(load_acquire(control(rank).num_calls));
+}
+
+bool Group::has_left(int rank) const { return load_acquire(control(rank).has_left) != 0; }
+
+int Group::gone_before(std::uint64_t seq) {
+  const std::uint64_t num_gone = PeerProcess::num_ended.load(std::memory_order_relaxed) +
+                                 load_acquire(abort_record().num_left);
+  if (num_gone == num_gone_seen_) return -1;
+  bool is_whole = true;
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (rank == rank_ || (!has_died(rank) && !has_left(rank))) continue;
+    is_whole = false;
+    if (num_calls_of(rank) <= static_cast<std::int64_t>(seq)) return rank;
+  }
+  if (is_whole) num_gone_seen_ = num_gone;
+  return -1;
 }
 
 void Group::note_call(std::uint64_t seq) {

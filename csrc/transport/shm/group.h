@@ -9,6 +9,7 @@
 #include "core/arch.h"
 #include "core/board_protocol.h"
 #include "core/link_protocol.h"
+#include "core/survivor_protocol.h"
 #include "transport/membership.h"
 #include "transport/process.h"
 #include "transport/shm/fd.h"
@@ -35,7 +36,18 @@ struct AbortRecord {
   std::uint32_t kind = 0;     ///< an ErrorKind
   std::int32_t origin = -1;   ///< the rank that failed
   std::int32_t culprit = -1;  ///< the rank that it blames
+  /// The ranks that have left; in the line of `state`, which rarely changes.
+  std::uint32_t num_left = 0;
   char text[1024] = {};
+};
+
+/// How often the ranks of a group try to agree on survivors.
+inline constexpr int kMaxAttempts = 8;
+
+/// What the survivors of a group choose (SurvivorProtocol), by attempt.
+struct SurvivorChoices {
+  std::uint64_t chosen[kMaxAttempts] = {};
+  std::uint64_t verdict[kMaxAttempts] = {};
 };
 
 /// Words that one rank writes and all others read. In pages of its own, touched first by the rank,
@@ -45,12 +57,15 @@ struct RankControl {
   /// 1 from the destruction of its side of the group on.
   alignas(kLineBytes) std::uint32_t has_left = 0;
   std::uint64_t num_calls = 0;  ///< collectives that it has begun
+  Cursor survivor_stage;
+  std::uint64_t survivor_proposals[kMaxAttempts][RankSet::kWords] = {};
+  std::uint64_t store_number = 0;  ///< of what it offers as the survivors' new store
 };
 
 /// The layout of the memory that a group shares, which every rank computes:
 ///
-///   abort record, has_joined of each rank | control of each rank | boards | ring links r -> r + 1
-///   | point-to-point links of each ordered pair
+///   abort record, survivors' choices, has_joined of each rank | control of each rank | boards |
+///   ring links r -> r + 1 | point-to-point links of each ordered pair
 ///
 /// A zeroed segment is valid and empty: no rank initializes it, and unused pages are never touched.
 class SegmentLayout {
@@ -60,6 +75,9 @@ class SegmentLayout {
   std::size_t num_bytes() const { return num_bytes_; }
 
   AbortRecord& abort_record(std::byte* base) const { return *reinterpret_cast<AbortRecord*>(base); }
+  SurvivorChoices& survivor_choices(std::byte* base) const {
+    return *reinterpret_cast<SurvivorChoices*>(base + sizeof(AbortRecord));
+  }
   /// 1 once the rank has mapped the memory.
   std::uint32_t& has_joined(std::byte* base, int rank) const;
   RankControl& control(std::byte* base, int rank) const;
@@ -76,6 +94,24 @@ class SegmentLayout {
   std::size_t rings_offset_bytes_;
   std::size_t p2p_offset_bytes_;
   std::size_t num_bytes_;
+};
+
+/// The words of SurvivorProtocol in a group's memory, which must outlive this object.
+struct SurvivorWords {
+  const SegmentLayout* layout;
+  std::byte* base;
+
+  Cursor& stage(int rank) const { return layout->control(base, rank).survivor_stage; }
+  std::uint64_t& proposal(int attempt, int rank, int idx) const {
+    return layout->control(base, rank).survivor_proposals[attempt][idx];
+  }
+  std::uint64_t& chosen(int attempt) const {
+    return layout->survivor_choices(base).chosen[attempt];
+  }
+  std::uint64_t& verdict(int attempt) const {
+    return layout->survivor_choices(base).verdict[attempt];
+  }
+  std::uint64_t& store_number(int rank) const { return layout->control(base, rank).store_number; }
 };
 
 /// The memory that the ranks of one group share, and the state of their processes.
@@ -107,8 +143,14 @@ class Group final : public Membership {
   /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.
   bool is_inherited() const { return generation_ != process_generation(); }
 
+  SurvivorWords survivor_words() const { return {&layout_, memory_.data()}; }
+
   Stop state_of(int peer) const override;
+  bool has_left(int rank) const override;
   std::int64_t num_calls_of(int rank) const override;
+  /// A rank that ended or left before it began collective `seq`, and so never will; -1 if none is
+  /// known. Reads two words unless a process has ended or a rank has left since it last looked.
+  int gone_before(std::uint64_t seq);
   /// This rank begins collective `seq`.
   void note_call(std::uint64_t seq);
   /// A rank that ended or left before it published as many phases as this rank, and so cannot
@@ -137,6 +179,7 @@ class Group final : public Membership {
   SegmentLayout layout_;
   int generation_ = process_generation();
   SharedMemory memory_;
+  std::uint64_t num_gone_seen_ = 0;  // when no rank of the group was among them
 };
 
 /// The limits of the current operation, for the waits of its protocols.

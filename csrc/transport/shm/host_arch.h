@@ -50,6 +50,14 @@ class HostArch {
     __atomic_fetch_add(&word, static_cast<std::uint32_t>(delta), __ATOMIC_SEQ_CST);
   }
 
+  // Not of every Arch: for SurvivorProtocol.
+  void set_first(std::uint64_t& word, std::uint64_t value) const {
+    RINGCOMM_STEP("before a choice");
+    std::uint64_t none = 0;
+    __atomic_compare_exchange_n(&word, &none, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  }
+  std::uint64_t read_once(const std::uint64_t& word) const { return load_acquire(word); }
+
   void copy(void* to, const void* from, std::size_t num_bytes) const {
     if (num_bytes > 0) std::memcpy(to, from, num_bytes);
   }

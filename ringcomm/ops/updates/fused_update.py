@@ -168,7 +168,8 @@ def reduce_scatter_update_all_gather_(
             ringcomm. Nothing has been sent.
         TypeError: a tensor has an unsupported dtype.
         MismatchError: arguments that must be equal differ between ranks.
-        RingcommError: a rank failed or called something else.
+        RingcommError: a rank failed or called something else. `param` and the state may hold any
+            values; `grad` is unchanged.
 
     Collective; blocks until the result is available.
     """

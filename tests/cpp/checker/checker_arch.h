@@ -24,6 +24,15 @@ class CheckerArch {
   std::uint32_t load_seq_cst(const std::uint32_t& count) {
     return static_cast<std::uint32_t>(load(Op::kLoadSeqCst, count));
   }
+  /// For SurvivorProtocol, as is read_once(): what is read decides the rest of the program.
+  void set_first(std::uint64_t& word, std::uint64_t value) {
+    machine_.point(rank_);
+    const int idx = machine_.memory.word_idx(&word);
+    machine_.memory.flush_all(rank_);
+    if (machine_.memory.peek(idx) == 0) machine_.memory.store(rank_, idx, value, Order::kSeqCst);
+    machine_.observe(Op::kStoreSeqCst, rank_, idx, value);
+  }
+  std::uint64_t read_once(const std::uint64_t& word) { return load(Op::kReadOnce, word); }
   /// Not part of the concept; for mutants.
   void store_relaxed(std::uint64_t& word, std::uint64_t value) {
     store(Op::kStoreRelaxed, Order::kRelaxed, word, value);
@@ -80,6 +89,8 @@ class CheckerArch {
     return reinterpret_cast<const Cursor*>(&packet)[is_high ? 1 : 0];
   }
   bool stores_high_first = false;
+  /// Its waits end at once, as if their time were up.
+  bool waits_for_nobody = false;
 
   /// Does not spin: every interleaving is explored without.
   SpinBudget budget() { return SpinBudget::none(); }
@@ -112,7 +123,8 @@ class CheckerArch {
   Stop stopped(int peer) {
     // Without a victim the answer never changes, so no interleaving point is needed.
     if (machine_.has_victim()) machine_.point(rank_);
-    return machine_.stopped(rank_, peer);
+    const Stop stop = machine_.stopped(rank_, peer);
+    return stop == Stop::kNone && waits_for_nobody ? Stop::kTimeout : stop;
   }
 
   /// Declares that this rank's program now depends on `step` and the checked memory only, so that

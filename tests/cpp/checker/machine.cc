@@ -201,6 +201,7 @@ void Machine::observe(Op op, int rank, int idx, std::uint64_t value) {
       mix(static_cast<std::uint64_t>(op) << 32 | static_cast<std::uint64_t>(idx), value);
   switch (op) {
     case Op::kRead:
+    case Op::kReadOnce:
     case Op::kWrite:
     case Op::kStoreRelaxed:
     case Op::kStoreRelease:

@@ -56,6 +56,7 @@ struct Transition {
 enum class Op : std::uint8_t {
   kLoadAcquire,
   kLoadSeqCst,
+  kReadOnce,
   kStoreRelaxed,
   kStoreRelease,
   kStoreSeqCst,

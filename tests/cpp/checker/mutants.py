@@ -260,4 +260,25 @@ MUTANTS = (
         "number % 2",
         (Run("packet2", "wrong_data"),),
     ),
+    Mutant(
+        "verdict_not_first",
+        "survivor_protocol.h",
+        "arch_.set_first(words_.verdict(attempt), has_made ? kAllMade : kFailed);",
+        "arch_.store_seq_cst(words_.verdict(attempt), has_made ? kAllMade : kFailed);",
+        (Run("survivors2_impatient", "wrong_data"),),
+    ),
+    Mutant(
+        "chosen_not_first",
+        "survivor_protocol.h",
+        "arch_.set_first(words_.chosen(attempt), static_cast<std::uint64_t>(rank_) + 1);",
+        "arch_.store_seq_cst(words_.chosen(attempt), static_cast<std::uint64_t>(rank_) + 1);",
+        (Run("survivors2_impatient", "wrong_data"),),
+    ),
+    Mutant(
+        "verdict_without_wait",
+        "survivor_protocol.h",
+        "has_made = wait_for(attempt, kMade, peer) == Stop::kNone;",
+        "has_made = true;",
+        (Run("survivors2_death", "wrong_data"),),
+    ),
 )

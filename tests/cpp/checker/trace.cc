@@ -7,6 +7,8 @@ const char* text_of(Op op) {
   switch (op) {
     case Op::kLoadAcquire:
       return "load_acquire ";
+    case Op::kReadOnce:
+      return "read_once ";
     case Op::kLoadSeqCst:
       return "load_seq_cst ";
     case Op::kStoreRelaxed:
@@ -48,6 +50,7 @@ const char* text_of(Op op) {
 std::string text_of_value(Op op, std::uint64_t value) {
   switch (op) {
     case Op::kLoadAcquire:
+    case Op::kReadOnce:
     case Op::kLoadSeqCst:
     case Op::kRead:
       return " -> " + std::to_string(value);

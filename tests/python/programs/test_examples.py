@@ -101,6 +101,18 @@ def test_finetune(tmp_path: Path) -> None:
     assert (tmp_path / "it.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("system", "victim"), [("ddp", 1), ("ddp", 0), ("zero-1", 3), ("zero-2", 0), ("lomo", 2)]
+)
+def test_survivors_have_the_losses_of_one_process(system: str, victim: int, tmp_path: Path) -> None:
+    line = f"survive --system {system} --steps 8 --rows 12 --commit 3"
+    everyone = losses(4, f"{line} --die {victim}:5", tmp_path, fresh=True, may_die=[victim])
+    (expected,) = losses(1, line, tmp_path)
+    assert len(expected) == 9
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert everyone[rank] == pytest.approx(expected, rel=2e-5)
+
+
 # ---- the main job: checks, checkpoints
 
 
@@ -167,5 +179,5 @@ def test_every_example_is_short_and_needs_no_device() -> None:
         assert len(lines) <= 120, path.name
         assert not any("CUDA is not supported" in line for line in lines)
     run = {line.split()[0] for _, line, _ in CASES.values()}
-    shared = {"common", "model", "checkpoint", "parameter_server", "finetune"}
+    shared = {"common", "model", "checkpoint", "parameter_server", "finetune", "survive"}
     assert {path.stem for path in files} == run | shared

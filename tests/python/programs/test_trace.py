@@ -6,6 +6,7 @@ recorder alone: tests/cpp/test_trace.cc.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ringcomm import Options, cli, stats
+from ringcomm import Options, RingcommError, cli, shrink, stats
 from ringcomm.trace import EVENT_BYTES, recordings
 from ringcomm.trace.merge import merge, steps
 
@@ -322,6 +323,25 @@ def test_ranks_of_a_group_have_their_numbers_in_the_job(tmp_path: Path) -> None:
     assert [e["name"] for e in of(events, "message", 1)] == ["recv from rank 2"]
     arrows = Counter(e["id"] for e in events if e["ph"] in "stf")
     assert sorted(arrows.values()) == [2, 3]
+
+
+def shrink_after_a_death(rank: int) -> None:
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(RingcommError):
+        while True:
+            dist.all_reduce(torch.ones(4))
+    shrink()
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_shrunk_group_has_a_name_of_its_own(tmp_path: Path) -> None:
+    record(tmp_path, shrink_after_a_death, may_die=[0])
+    events, _ = merged(tmp_path)
+    groups = [e["args"]["group"] for e in of(events, "collective", 1)]
+    assert groups[-1] != groups[0]
+    assert groups[-1].startswith(groups[0])
 
 
 def page_size_library(folder: Path, num_bytes: int) -> str:

@@ -1,0 +1,127 @@
+"""A new group of the ranks that are left of one that has failed; docs/design/shrink.md."""
+
+import contextlib
+import datetime
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringcomm import _C
+from ringcomm.backend import resolve_group
+from ringcomm.errors import RingcommError
+from ringcomm.torch_names import (
+    backend_of,
+    global_ranks_of,
+    new_process_group,
+    renumber_groups,
+    replace_default_group,
+    set_timeout,
+    timeout_of,
+)
+
+_log = logging.getLogger("ringcomm")
+
+
+def shrink(
+    group: dist.ProcessGroup | None = None, *, timeout: datetime.timedelta | None = None
+) -> dist.ProcessGroup:
+    """Replaces a group by one of the ranks that are left. Collective over these ranks.
+
+    Call it on every rank that has caught a RingcommError of the group, or that gives up a
+    collective because of an error of its own: the waits of the others in the group then end with
+    an error. A rank whose process has ended or that has destroyed the group is left out. So is a
+    rank that does not call shrink() within the timeout; when it calls shrink() later, that raises.
+    If no rank is lost, the new group has all of them.
+
+    The ranks of the new group have the order of the old one. It has the same options and timeout,
+    and a store of its own, which depends on no process. The old group is destroyed; its pending
+    operations raise. The new group of the default group becomes the default group: global ranks
+    are numbered anew, also in the other groups that exist. Those without a lost rank keep working;
+    the others have failed, and may be shrunk or destroyed. Wrappers that hold the old group, such
+    as DistributedDataParallel and DeviceMesh, must be made again.
+
+    What tensors hold after the failed collective is in docs/how-to/hang.md. Weights may differ
+    between the ranks: go on from the last state that all ranks have (examples/survive.py).
+
+    Args:
+        group: the group, whose ranks all share memory; None is the default group.
+        timeout: how long to wait for a rank that lives, in each attempt; None is the timeout of
+            the group. Another attempt follows if a further rank is lost meanwhile.
+
+    Returns:
+        The new group.
+
+    Raises:
+        NotImplementedError: the group exchanges messages: it spans several hosts, or has the
+            transport "p2p".
+        RingcommError: the other ranks have gone on without this one, or 8 attempts have failed.
+        ValueError: the group has one rank only, has another backend for CPU tensors, was
+            destroyed, or this rank is not in it.
+    """
+    old = resolve_group(group)
+    if old.size() < 2:
+        raise ValueError("a group of one rank has no rank to lose: shrink() needs two at least")
+    backend = backend_of(old, torch.device("cpu"))
+    own_timeout = timeout_of(backend)
+    limit = own_timeout if timeout is None else timeout
+    if limit <= datetime.timedelta(0):
+        raise ValueError(f"timeout of shrink must be positive, got {limit}")
+    agreement = _C.begin_shrink(backend, limit)
+    while True:
+        survivors = agreement.agree()
+        new = error = None
+        try:
+            new = _make(old, backend, survivors, agreement, min(limit, own_timeout))
+        except (RingcommError, RuntimeError, ValueError, OSError) as failure:
+            error = failure  # on this rank; the others hear of it, and all try again
+        except BaseException:
+            agreement.confirm(False)
+            raise
+        if agreement.confirm(new is not None):
+            assert new is not None  # the verdict is that all ranks have made it
+            break
+        _log.info("shrink: attempt %d failed: %s", agreement.attempt, error or "on another rank")
+        if new is not None:
+            _destroy(new)
+    set_timeout(backend_of(new, torch.device("cpu")).options, own_timeout)
+    if old is dist.group.WORLD:
+        renumber_groups(survivors, {old, new})
+        replace_default_group(new)
+    _destroy(old)
+    _log.info("shrink: ranks %s of %d go on", survivors, old.size())
+    return new
+
+
+def _make(
+    old: dist.ProcessGroup,
+    backend: Any,
+    survivors: list[int],
+    agreement: _C.Survivors,
+    timeout: datetime.timedelta,
+) -> dist.ProcessGroup:
+    """The new group, which torch knows; collective over the survivors."""
+    # The descriptor is never closed: a FileStore opens its path for each access, also when it is
+    # destroyed, which may be when the process exits.
+    store = dist.FileStore(f"/proc/self/fd/{agreement.take_store()}", -1)
+    numbers = global_ranks_of(old)
+    is_default = old is dist.group.WORLD
+    global_ranks = [idx if is_default else numbers[rank] for idx, rank in enumerate(survivors)]
+    # If one of them ends before it has arrived, the others know it.
+    agreement.introduce(store, survivors, global_ranks)
+    return new_process_group(
+        like=old,
+        rank=survivors.index(old.rank()),
+        global_ranks=global_ranks,
+        store=store,
+        name=f"{old.group_name}.{agreement.attempt + 1}",
+        options=backend.options,
+        timeout=timeout,
+    )
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Destroys one group; that it has failed is no error here."""
+    with contextlib.suppress(RingcommError):
+        dist.destroy_process_group(group)

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "core/annotations.h"
+#include "transport/membership.h"
+
+namespace ringcomm::testing {
+
+// One file for each key, created atomically.
+class FolderStore final : public KeyValueStore {
+ public:
+  FolderStore(std::string folder, std::function<void()> has_set, std::string prefix = {})
+      : folder_(std::move(folder)), has_set_(std::move(has_set)), prefix_(std::move(prefix)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    const std::string fresh = write(key, value);
+    RINGCOMM_STEP("before the store has a record");
+    std::filesystem::rename(fresh, path_of(key));
+    has_set_();
+    RINGCOMM_STEP("after the store has a record");
+  }
+  void set_first(const std::string& key, const std::string& value) override {
+    const std::string fresh = write(key, value);
+    RINGCOMM_STEP("before the store has the first record");
+    [[maybe_unused]] const int ignored = ::link(fresh.c_str(), path_of(key).c_str());
+    RINGCOMM_STEP("after the store has the first record");
+    std::filesystem::remove(fresh);
+  }
+  bool try_get(const std::string& key, std::string& value) override {
+    std::ifstream file(path_of(key));
+    if (!file) return false;
+    std::ostringstream text;
+    text << file.rdbuf();
+    value = text.str();
+    RINGCOMM_STEP("after a record was read");
+    return true;
+  }
+  // For a key that only one rank uses.
+  std::int64_t add(const std::string& key, std::int64_t number) override {
+    std::string sum = "0";
+    try_get(key, sum);
+    sum = std::to_string(std::stoll(sum) + number);
+    set(key, sum);
+    return std::stoll(sum);
+  }
+  std::unique_ptr<KeyValueStore> clone() override { return std::make_unique<FolderStore>(*this); }
+
+ private:
+  std::string write(const std::string& key, const std::string& value) const {
+    static std::atomic<int> num_written = 0;
+    const std::string path =
+        path_of(key) + "." + std::to_string(::getpid()) + "." + std::to_string(num_written++);
+    std::ofstream(path) << value;
+    return path;
+  }
+  std::string path_of(const std::string& key) const {
+    std::string name = prefix_ + key;
+    std::replace(name.begin(), name.end(), '/', '_');
+    return folder_ + "/" + name;
+  }
+
+  std::string folder_;
+  std::function<void()> has_set_;
+  std::string prefix_;
+};
+
+}  // namespace ringcomm::testing
