@@ -110,7 +110,11 @@ class Recorder {
   static Recorder* find() { return of_process.find(); }
   static Recorder& get() { return of_process.get(); }
 
-  Recorder() {
+  /// Once. Not in the constructor: of several threads that make one, all but one throw theirs away.
+  void open() {
+    const std::lock_guard lock(mutex_);
+    if (is_opened_) return;
+    is_opened_ = true;
     try {
       fd_ = shm::create_memfd(Memory::kNumBytes, "ringcomm-flight");
       mapped_ = shm::SharedMemory(fd_.get(), Memory::kNumBytes);
@@ -232,6 +236,7 @@ class Recorder {
   shm::UniqueFd fd_;
   shm::SharedMemory mapped_;
   std::mutex mutex_;  // guards the next ones
+  bool is_opened_ = false;
   std::uint32_t next_place_ = 0;
   std::set<Log*> logs_;
   std::map<std::uint64_t, std::size_t> num_said_;  // of the calls that wait, by their numbers
@@ -251,7 +256,7 @@ std::uint64_t ticks() {
   return monotonic_ns();
 }
 
-void start() { Recorder::get(); }
+void start() { Recorder::get().open(); }
 
 int descriptor() {
   const Recorder* recorder = Recorder::find();

@@ -18,7 +18,7 @@ struct GroupTerms {
   int rank = 0;
   int world_size = 1;
   /// The options that must be equal on all ranks, in readable form ("algorithm=auto num_slots=2").
-  std::string options;
+  std::string options = {};
   std::string host_id = {};  ///< the host's identity; empty for host_id()
   PeerProcesses known = {};  ///< the ranks' processes, from another group; null or missing: unknown
   bool shares_memory = true;  ///< whether ranks of one host will; implies that sockets reach them
