@@ -83,14 +83,14 @@ struct AgreementOfSurvivors {
   shm::Survivors survivors;
 };
 
-std::unique_ptr<AgreementOfSurvivors> begin_shrink(const BackendPtr& backend,
+std::shared_ptr<AgreementOfSurvivors> begin_shrink(const BackendPtr& backend,
                                                    std::chrono::milliseconds timeout) {
   std::shared_ptr<Communicator> engine = engine_of(backend);
   auto* const group = dynamic_cast<shm::Group*>(engine->members());
   TORCH_CHECK_NOT_IMPLEMENTED(
       group != nullptr, "ringcomm: shrink supports groups whose ranks all share memory, and this ",
       "one uses ", engine->transport(), "; restart the job with the ranks that are left");
-  std::unique_ptr<AgreementOfSurvivors> made;
+  std::shared_ptr<AgreementOfSurvivors> made;
   with_python_errors([&] {
     engine->failure().check_not_inherited();
     const WaitLimits limits{.timeout = std::min(timeout, kLongestTimeout),
@@ -112,7 +112,7 @@ void bind_survivors(py::module_& m) {
     return result;
   };
   using Its = AgreementOfSurvivors;
-  py::class_<Its>(m, "Survivors")
+  py::class_<Its, std::shared_ptr<Its>>(m, "Survivors")
       .def(
           "agree", [=](Its& its) { return result_of([&] { return its.survivors.agree(); }); },
           without_gil)
@@ -122,9 +122,12 @@ void bind_survivors(py::module_& m) {
           without_gil)
       .def(
           "introduce",
-          [](Its& its, const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-             const std::vector<uint64_t>& global_ranks) {
-            introduce(store, its.engine, ranks, global_ranks);
+          [](const std::shared_ptr<Its>& its, const c10::intrusive_ptr<c10d::Store>& store,
+             const std::vector<int>& ranks, const std::vector<uint64_t>& global_ranks) {
+            introduce(store, its->engine, ranks, global_ranks, [weak = std::weak_ptr(its)] {
+              const auto alive = weak.lock();
+              return alive != nullptr && alive->survivors.is_over();
+            });
           },
           "store"_a, "ranks"_a, "global_ranks"_a)
       .def(

@@ -19,10 +19,14 @@ namespace {
 // torch's store (TCPStore, FileStore, HashStore, prefixed) as the rendezvous knows stores.
 class StoreAdapter final : public KeyValueStore {
  public:
-  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  /// `is_abandoned`: whether nobody needs the group any more; may be empty.
+  StoreAdapter(c10::intrusive_ptr<c10d::Store> store, std::function<bool()> is_abandoned)
+      : store_(std::move(store)), is_abandoned_(std::move(is_abandoned)) {}
 
   void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
-  bool is_interrupted() override { return ringcomm::is_interrupted(); }
+  bool is_interrupted() override {
+    return ringcomm::is_interrupted() || (is_abandoned_ && is_abandoned_());
+  }
   bool try_get(const std::string& key, std::string& value) override {
     if (!store_->check({key})) return false;
     value = store_->get_to_str(key);
@@ -39,11 +43,12 @@ class StoreAdapter final : public KeyValueStore {
     }
   }
   std::unique_ptr<KeyValueStore> clone() override {
-    return std::make_unique<StoreAdapter>(store_->clone());
+    return std::make_unique<StoreAdapter>(store_->clone(), is_abandoned_);
   }
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
+  std::function<bool()> is_abandoned_;
 };
 
 constexpr const char* kDestroyed =
@@ -59,7 +64,7 @@ constexpr std::chrono::seconds kLeavePatience{10};
 struct World {
   std::weak_ptr<Communicator> group;
   PeerProcesses processes;
-  bool is_predecessor = false;  // the group is of another store
+  std::function<bool()> is_abandoned = {};  // of a predecessor, which had another store
 };
 // The groups that have all ranks, by the store that they were made over: they know the processes of
 // every later group over that store.
@@ -100,16 +105,23 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
   World& known = all.by_store[base_of(store)];
   const Membership* const members = communicator->members();
   if (members != nullptr &&
-      (known.is_predecessor || known.processes.size() < members->processes().size()))
+      (known.is_abandoned || known.processes.size() < members->processes().size()))
     known = {.group = communicator, .processes = members->processes()};
+}
+
+std::function<bool()> abandonment_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  Worlds& all = worlds.get();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.by_store.find(base_of(store));
+  return found != all.by_store.end() ? found->second.is_abandoned : nullptr;
 }
 
 }  // namespace
 
 void introduce(const c10::intrusive_ptr<c10d::Store>& store,
                const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
-               const std::vector<uint64_t>& global_ranks) {
-  World known{.group = communicator, .processes = {}, .is_predecessor = true};
+               const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned) {
+  World known{.group = communicator, .processes = {}, .is_abandoned = std::move(is_abandoned)};
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (known.processes.size() <= global_ranks[i]) known.processes.resize(global_ranks[i] + 1);
     known.processes[global_ranks[i]] =
@@ -127,7 +139,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
     : Backend(rank, size),
       options_(std::move(options)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
-  StoreAdapter adapter(store);
+  StoreAdapter adapter(store, abandonment_of(store));
   const MakeMessages make_messages = [&](const LookForRanks& look) {
     return messages_over(make_message_backend(options_->engine.p2p_backend, store, rank, size,
                                               *options_, look, "the group's messages"));

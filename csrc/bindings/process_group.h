@@ -30,10 +30,11 @@ at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
 bool is_shared(const at::Tensor& tensor);
 
 /// Groups that are made over `store` while `communicator` lives know the processes of its `ranks`,
-/// whose global ranks there are `global_ranks`, before these have arrived.
+/// whose global ranks there are `global_ranks`, before these have arrived. Their construction ends
+/// with an error once `is_abandoned` returns true.
 void introduce(const c10::intrusive_ptr<c10d::Store>& store,
                const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
-               const std::vector<uint64_t>& global_ranks);
+               const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned);
 
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
 /// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and

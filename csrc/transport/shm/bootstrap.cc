@@ -240,7 +240,8 @@ void Bootstrap::run() {
 }
 
 void Bootstrap::accept_all() noexcept {
-  while (UniqueFd connection{::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)}) {
+  while (UniqueFd connection{
+      ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)}) {
     succeeds([&] {
       if (!is_trusted_peer(connection.get())) return;
       const std::lock_guard lock(mutex_);

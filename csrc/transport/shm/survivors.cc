@@ -41,7 +41,7 @@ void Survivors::withdraw_store() {
 
 std::vector<int> Survivors::agree() {
   const SurvivorWords words = group_.survivor_words();
-  // A call that was interrupted has made attempts before.
+  // An earlier call may have been interrupted in an attempt.
   const std::uint64_t stage = arch_.load_acquire(words.stage(group_.rank()).value);
   const std::uint64_t next = (stage + Protocol::kNumStages - 1) / Protocol::kNumStages;
   if (next >= kMaxAttempts)
@@ -56,6 +56,18 @@ std::vector<int> Survivors::agree() {
     for (int earlier = 0; earlier < attempt_; ++earlier)
       if (RankSet set; protocol_.find_chosen(earlier, set)) is_asked &= set.has(rank);
     if (is_asked) asked.add(rank);
+  }
+  if (attempt_ > 0 && asked.has(group_.rank())) {
+    // It has no verdict if this rank was interrupted in it. Without this rank it must fail before
+    // the rank enters the next.
+    arch_.set_first(words.verdict(attempt_ - 1), Protocol::kFailed);
+    if (arch_.read_once(words.verdict(attempt_ - 1)) == Protocol::kAllMade) {
+      attempt_ = -1;
+      throw Error({.kind = ErrorKind::kAborted, .rank = group_.rank()},
+                  "ringcomm: shrink was interrupted on rank " + std::to_string(group_.rank()) +
+                      " when all ranks had made the new group, and the others use it; end this "
+                      "process, and shrink again on the others");
+    }
   }
   begin_wait(words.chosen(attempt_));
   RINGCOMM_STEP("before a survivor joins");
@@ -105,7 +117,7 @@ UniqueFd Survivors::take_store() {
                                                      "ringcomm: shrink: the first rank ended");
                                      });
   // After a verdict, the number may be that of the next attempt.
-  if (!fd || arch_.load_acquire(words.verdict(attempt_)) != 0)
+  if (!fd || is_over())
     throw Error({.kind = ErrorKind::kPeerDied, .rank = first},
                 "ringcomm: shrink: rank " + std::to_string(first) + " did not make the new store");
   return fd;

@@ -29,6 +29,10 @@ class Survivors final : public StopSource {
   std::vector<int> agree();
   /// The number of the attempt, equal on all of its ranks, from 0 on.
   int attempt() const { return attempt_; }
+  /// Whether the attempt has its verdict: there is no more use in making the group.
+  bool is_over() const {
+    return arch_.load_acquire(group_.survivor_words().verdict(attempt_)) != 0;
+  }
   /// A file without a name that all ranks of the attempt share, empty at first.
   UniqueFd take_store();
   /// Whether all ranks have made the new group, as all of them are told.

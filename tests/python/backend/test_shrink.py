@@ -9,9 +9,11 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -135,6 +137,55 @@ def test_no_rank_is_lost(what: str) -> None:
         assert result["error"]["type"] == (
             "ValueError" if what == "exception" and rank == 1 else kind
         )
+
+
+def leave(rank: int) -> dict[str, Any]:
+    if rank == 1:
+        dist.barrier()
+        dist.destroy_process_group()
+        return {}
+    dist.barrier()
+    fail()
+    return shrunk(rank)
+
+
+def test_a_rank_that_has_destroyed_the_group_is_left_out() -> None:
+    results = run_ranks(3, leave, fresh=True)
+    assert results[0]["ranks"] == results[2]["ranks"] == [0, 2]
+
+
+def sleep(*_: Any) -> None:
+    time.sleep(10)
+
+
+def interrupt_one(rank: int, phase: str) -> dict[str, Any]:
+    """Ctrl-C in shrink() on rank 1, which then calls it again: a further attempt has all ranks."""
+    if rank == 1:
+        module = sys.modules["ringcomm.survivors.shrink"]  # its name is also the function's
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            if phase == "wait":
+                ringcomm.shrink()
+            else:
+                with mock.patch.object(module, "_make", side_effect=sleep):
+                    ringcomm.shrink()
+        except KeyboardInterrupt:
+            return shrunk(rank)  # while what was interrupted is still referenced
+        raise AssertionError("no KeyboardInterrupt")
+    if rank == 2 and phase == "wait":
+        time.sleep(2)
+    fail()
+    return shrunk(rank)
+
+
+@pytest.mark.parametrize("phase", ["wait", "make"])
+def test_an_interrupted_rank_may_call_again(phase: str) -> None:
+    for result in run_ranks(3, interrupt_one, phase, fresh=True):
+        assert result["ranks"] == [0, 1, 2]
+        assert result["name"].endswith(".2")  # of the second attempt
+        assert result["seconds"] < 2 + SOON_S
 
 
 def stop_one(rank: int, path: str) -> dict[str, Any]:
