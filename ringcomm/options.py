@@ -37,9 +37,9 @@ _OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    All ranks must have the same options, but for says_waits. They are compared when the group is made, and a difference
-    raises MismatchError on every rank. A field that is left at its default is taken from the
-    environment variable RINGCOMM_<FIELD>, if that is set.
+    All ranks must have the same options, but for says_waits. They are compared when the group is
+    made, and a difference raises MismatchError on every rank. A field that is left at its default
+    is taken from the environment variable RINGCOMM_<FIELD>, if that is set.
 
     Attributes:
         algorithm: the algorithm of all_reduce. "auto" selects by size and number of ranks; on

@@ -81,8 +81,8 @@ def compile_all(
     flags = [*FLAGS, "-O3", *defines]
     for arch in archs:
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-    # For GPUs that are newer than all of them. Code for sm_80 has the fewest barriers, of which some
-    # of these GPUs have few (cuda/kernels/gpu_block.cuh).
+    # For other GPUs. Code for sm_80 has the fewest barriers, of which some of them have few
+    # (cuda/kernels/gpu_block.cuh).
     flags += ["-gencode", f"arch=compute_{archs[0]},code=compute_{archs[0]}"]
     folder.mkdir(parents=True, exist_ok=True)
     release = release_of(nvcc)

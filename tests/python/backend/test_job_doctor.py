@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,12 +125,10 @@ def test_groups_that_wait_for_each_other(tmp_path: Path) -> None:
 def test_the_command_reads_the_job_of_a_launcher(tmp_path: Path) -> None:
     with hanging(tmp_path, "sleeps", world_size=2):
         command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(os.getpid())]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        assert found.returncode == 0, found.stderr
+        run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        found = run(command)
         assert "rank 1 is the cause" in found.stdout
-        found = subprocess.run(
-            [*command, "--json"], capture_output=True, text=True, timeout=LIMIT_S
-        )
+        found = run([*command, "--json"])
         assert json.loads(found.stdout)["cause"] == 1
 
 
