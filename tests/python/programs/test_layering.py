@@ -150,7 +150,7 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
 # The parts of the engine: their folders, and at most how many lines and files they have. These
 # numbers only go down: whoever makes a part smaller lowers them.
 PARTS = {
-    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 13_925, 89),
+    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 13_924, 89),
     "other operators": (("kernels", "ops"), 2_745, 22),
     "GPUs": (("cuda",), 9_450, 60),
 }
