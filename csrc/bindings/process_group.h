@@ -7,8 +7,6 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <typeinfo>
-#include <utility>
 
 #include "bindings/devices.h"
 #include "collectives/trace.h"

@@ -14,8 +14,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
-#include <utility>
 
 namespace ringcomm {
 namespace {

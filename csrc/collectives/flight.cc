@@ -118,19 +118,11 @@ class Recorder {
     try {
       fd_ = shm::create_memfd(Memory::kNumBytes, "ringcomm-flight");
       mapped_ = shm::SharedMemory(fd_.get(), Memory::kNumBytes);
-    } catch (const Error&) {  // no memory, or no descriptor: nothing is recorded
+      fill_header();
+      shm::Bootstrap::instance().share_with_watchers(fd_.get(), [this] { say_waits(); });
+    } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
       fd_.reset();
-      return;
     }
-    Header& header = memory().header();
-    header.num_bytes = Memory::kNumBytes;
-    header.pid = ::getpid();
-    header.has_cycle_counter = has_cycle_counter();
-    header.anchor_ticks = ticks();
-    header.anchor_ns = monotonic_ns();
-    set_text(header.version, RINGCOMM_VERSION);
-    std::memcpy(header.magic, Header::kMagic, sizeof header.magic);  // last: it is complete
-    shm::Bootstrap::instance().share_with_watchers(fd_.get(), [this] { say_waits(); });
   }
 
   bool is_there() const { return static_cast<bool>(fd_); }
@@ -173,6 +165,16 @@ class Recorder {
 
   static std::string text_of(const shm::SharedMemory& memory) {
     return {reinterpret_cast<const char*>(memory.data()), memory.num_bytes()};
+  }
+  void fill_header() const {
+    Header& header = memory().header();
+    header.num_bytes = Memory::kNumBytes;
+    header.pid = ::getpid();
+    header.has_cycle_counter = has_cycle_counter();
+    header.anchor_ticks = ticks();
+    header.anchor_ns = monotonic_ns();
+    set_text(header.version, RINGCOMM_VERSION);
+    std::memcpy(header.magic, Header::kMagic, sizeof header.magic);  // last: it is complete
   }
   void step() { next_place_ = (next_place_ + 1) % kNumGroups; }
 

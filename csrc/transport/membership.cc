@@ -163,6 +163,14 @@ std::string why_it_ended(const std::string& last_words) {
   return last_words.empty() ? "; read the end of its output" : ": " + last_words;
 }
 
+AbortReason AbortReason::of(const std::exception& error, int origin) {
+  const auto* known = dynamic_cast<const Error*>(&error);
+  return {.kind = known != nullptr ? known->info().kind : ErrorKind::kAborted,
+          .origin = origin,
+          .culprit = known != nullptr ? known->info().rank : origin,
+          .text = error.what()};
+}
+
 std::string AbortReason::to_text() const {
   return to_lines({std::to_string(static_cast<int>(kind)), std::to_string(origin),
                    std::to_string(culprit), text});

@@ -94,6 +94,8 @@ struct AbortReason {
   int culprit = -1;  ///< the rank that it blames, or -1
   std::string text;
 
+  /// That rank `origin` fails with this error.
+  static AbortReason of(const std::exception& error, int origin);
   std::string to_text() const;
   static AbortReason from_text(const std::string& text);
 };

@@ -1,6 +1,5 @@
 #include "transport/process.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <filesystem>

@@ -76,7 +76,8 @@ class MessageCarrier final : public Carrier {
         ranks.look(missing, "did not connect to the others");
       });
     } catch (const std::exception& error) {
-      members_.tell(error);
+      // The other ranks may have made the group already, and wait for this rank.
+      members_.abort(AbortReason::of(error, ranks.rank()));
       throw;
     }
     members_.watch(*transport_);

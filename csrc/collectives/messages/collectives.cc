@@ -6,7 +6,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"

@@ -2,7 +2,6 @@
 
 #include <cstring>
 #include <new>
-#include <string>
 
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"

@@ -4,7 +4,6 @@
 #include <cstdlib>
 
 #include "core/errors.h"
-#include "transport/process.h"
 
 namespace ringcomm {
 namespace {
@@ -76,14 +75,6 @@ std::int64_t MessageMembers::num_calls_of(int rank) const {
 }
 
 // ---- The end of the group.
-
-void MessageMembers::tell(const std::exception& error) {
-  const auto* known = dynamic_cast<const Error*>(&error);
-  abort({.kind = known != nullptr ? known->info().kind : ErrorKind::kAborted,
-         .origin = rank_,
-         .culprit = known != nullptr ? known->info().rank : rank_,
-         .text = error.what()});
-}
 
 void MessageMembers::abort(const AbortReason& reason) {
   if (state_of(rank_) == Stop::kAborted) return;

@@ -13,7 +13,6 @@
 #include <set>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "core/arch.h"
 #include "transport/membership.h"
@@ -36,9 +35,6 @@ class MessageMembers final : public Membership {
   /// Throws what `ranks` does.
   MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks);
 
-  /// A part of making the group has failed here. The other ranks hear of it: they may have made the
-  /// group already, and wait for this rank.
-  void tell(const std::exception& error);
   /// Called with the reason when the group ends; set once, before anything may end it.
   void on_abort(std::function<void()> callback) { on_abort_ = std::move(callback); }
   /// The messages that end with the group; set once, before the first of them. `transport` must

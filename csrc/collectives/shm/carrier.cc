@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "collectives/collective.h"
 #include "transport/shm/shared_arena.h"
 
 namespace ringcomm {

@@ -1,6 +1,5 @@
 #include "collectives/shm/engine.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <thread>

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 
@@ -60,13 +59,21 @@ struct Envelope {
   msghdr header{};
 };
 
+// What to do about an error of the system, where that is known.
+std::string remedy_of(int code) {
+  if (code == EMFILE) return "; raise the limit of open files (ulimit -n)";
+  if (code == ENOMEM) return "; free memory, or raise the limit of address space (ulimit -v)";
+  if (code == EPERM || code == ENOSYS) return "; allow this call in the container's seccomp filter";
+  return "";
+}
+
 }  // namespace
 
 void throw_errno(const std::string& what) {
   const int code = errno;
   throw Error({.kind = ErrorKind::kSystem}, "ringcomm: " + what +
                                                 " failed: " + std::strerror(code) + " (errno " +
-                                                std::to_string(code) + ")");
+                                                std::to_string(code) + ")" + remedy_of(code));
 }
 
 SharedMemory::SharedMemory(int fd, std::size_t num_bytes) {

@@ -96,10 +96,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
     // Of the others some wait in the memory, and some have yet to fetch it: those find the reason
     // in this rank's record.
     rendezvous.tell(error);
-    abort({.kind = error.info().kind,
-           .origin = whole_rank(rank_),
-           .culprit = error.info().rank,
-           .text = error.what()});
+    abort(AbortReason::of(error, whole_rank(rank_)));
     join();  // if it had no memory: its peers do not wait for it
     throw;
   }

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
-#include <cstring>
 #include <ctime>
 #include <mutex>
 #include <set>

@@ -1,5 +1,6 @@
 #include "transport/shm/rendezvous.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,6 +39,17 @@ std::string new_memory_key(const Bootstrap& bootstrap) {
   return bootstrap.address() + "/" + std::to_string(num_keys++);
 }
 
+// Fails early: later, a peer would wait for this rank, and torch's FileStore end the process.
+void check_descriptors(std::size_t num_peers) {
+  // Some of this rank; for each peer a pidfd, a socket in each direction and one for memory. Peers
+  // on other hosts need none: no more than 16 are counted.
+  std::vector<UniqueFd> files(6 + 4 * std::min(num_peers, std::size_t{16}));
+  for (UniqueFd& file : files) {
+    file.reset(::open("/", O_PATH | O_CLOEXEC));
+    if (!file) throw_errno("opening " + std::to_string(files.size()) + " files for a group");
+  }
+}
+
 }  // namespace
 
 Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
@@ -46,12 +58,9 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
       terms_(terms),
       timeout_(timeout),
       deadline_(deadline_after(timeout)),
-      bootstrap_(Bootstrap::instance()),
       mine_{.host_id = terms.host_id.empty() ? host_id() : terms.host_id,
             .host = host_name(),
-            .bootstrap_address = bootstrap_.address(),
             .pid = ::getpid(),
-            .memory_key = new_memory_key(bootstrap_),
             .options = terms.options,
             .machine_id = machine_id(),
             .world_size = terms.world_size},
@@ -64,7 +73,9 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
     if (process == nullptr) process = std::make_shared<PeerProcess>();
 }
 
-Rendezvous::~Rendezvous() { bootstrap_.withdraw(mine_.memory_key); }
+Rendezvous::~Rendezvous() {
+  if (bootstrap_ != nullptr) bootstrap_->withdraw(mine_.memory_key);
+}
 
 // Whether another process of this rank has replaced its record.
 bool Rendezvous::is_replaced() {
@@ -77,10 +88,7 @@ void Rendezvous::tell(const Error& error) {
   if (error.info().kind == ErrorKind::kInterrupted) return;
   try {
     if (is_replaced()) return;
-    mine_.failure = {.kind = error.info().kind,
-                     .origin = rank(),
-                     .culprit = error.info().rank,
-                     .text = error.what()};
+    mine_.failure = AbortReason::of(error, rank());
     store_.set(rank_key(rank()), mine_.to_text());
   } catch (const std::exception&) {
     // The store is lost, and the others notice it themselves.
@@ -110,6 +118,10 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come) {
 }
 
 PeerTable Rendezvous::find_ranks() try {
+  check_descriptors(peers_.size() - std::max<std::size_t>(terms_.known.size(), 1));
+  bootstrap_ = &Bootstrap::instance();
+  mine_.bootstrap_address = bootstrap_->address();
+  mine_.memory_key = new_memory_key(*bootstrap_);
   peer_of(rank()) = {.text = mine_.to_text(), .record = mine_};
   store_.set(rank_key(rank()), mine_.to_text());
   wait_for_all([this](int peer) { return meet(peer); });
@@ -126,7 +138,7 @@ SharedMemory Rendezvous::share_memory(const std::vector<int>& ranks, std::size_t
   if (rank() != ranks.front()) return fetch_memory(ranks.front(), num_bytes);
   UniqueFd fd = create_memfd(num_bytes);
   SharedMemory memory(fd.get(), num_bytes);
-  if (ranks.size() > 1) bootstrap_.offer(mine_.memory_key, std::move(fd));
+  if (ranks.size() > 1) bootstrap_->offer(mine_.memory_key, std::move(fd));
   return memory;
 } catch (const Error& error) {
   tell(error);
@@ -149,8 +161,8 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
       continue;
     }
     const RankRecord record = peer_of(leader).record;  // which look_at_leader() may replace
-    if (const UniqueFd fd = bootstrap_.fetch(record.bootstrap_address, record.memory_key, timeout_,
-                                             look_at_leader)) {
+    if (const UniqueFd fd = bootstrap_->fetch(record.bootstrap_address, record.memory_key, timeout_,
+                                              look_at_leader)) {
       SharedMemory memory = SharedMemory::of_peer(fd.get());
       if (memory.num_bytes() == num_bytes) return memory;
       throw Error({.kind = ErrorKind::kMismatch, .rank = leader, .op = "init"},
@@ -216,7 +228,7 @@ std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, 
   const bool can_watch = theirs.machine_id == mine_.machine_id ||
                          (terms_.shares_memory && theirs.host_id == mine_.host_id);
   if (can_watch)
-    if (auto process = bootstrap_.watch(theirs.bootstrap_address, theirs.pid, theirs.host))
+    if (auto process = bootstrap_->watch(theirs.bootstrap_address, theirs.pid, theirs.host))
       return process;
   auto process = std::make_shared<PeerProcess>(theirs.pid, theirs.host);
   if (!can_watch) return process;

@@ -98,7 +98,7 @@ class Rendezvous {
   GroupTerms terms_;
   std::chrono::milliseconds timeout_;
   Clock::time_point deadline_;
-  Bootstrap& bootstrap_;
+  Bootstrap* bootstrap_ = nullptr;  // from find_ranks() on
   RankRecord mine_;
   std::vector<Peer> peers_;  // by rank
   PeerProcesses processes_;

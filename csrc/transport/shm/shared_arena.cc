@@ -7,7 +7,6 @@
 #include <iterator>
 #include <system_error>
 #include <thread>
-#include <utility>
 
 #include "core/errors.h"
 #include "transport/shm/bootstrap.h"

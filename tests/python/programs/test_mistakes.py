@@ -6,7 +6,6 @@ test_without_optional.py (missing packages).
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 import re
@@ -392,33 +391,9 @@ def run_program(rank: int, program: Callable[[int, Path], None], folder: Path) -
     return said_in_rank(program, rank, folder)
 
 
-# ---- what is no mistake
-
-
-def in_little_memory(rank: int, folder: Path) -> list[float] | None:
-    """Sums of a group whose processes see a /dev/shm of 64 KiB; None where that is refused."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    new_mounts, private = 0x00020000, 0x4C000
-    if libc.unshare(new_mounts) or libc.mount(b"none", b"/", None, private, None):
-        return None
-    if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k"):
-        return None
-    init(rank, 2, folder)
-    tensor = torch.ones(4 << 20)
-    dist.all_reduce(tensor)
-    return [float(tensor.min()), float(tensor.max())]
-
-
-def test_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
-    found = run_ranks(2, in_little_memory, tmp_path, backend=None, fresh=True)
-    if None in found:
-        pytest.skip("mounting needs root")
-    assert found == [[2.0, 2.0]] * 2
-
-
 def test_every_row_of_the_page_is_tried() -> None:
     elsewhere = {
-        "a container with a small `/dev/shm`",  # above
+        "a container with a small `/dev/shm`",  # test_hard_machines.py
         "a CUDA tensor, and a build without kernels",  # needs a GPU
     }
     assert ROWS.keys() == ALONE.keys() | RANKS.keys() | elsewhere
