@@ -146,9 +146,9 @@ inline constexpr std::size_t kCallHeaderBytes = 104;
 struct RankRecord {
   std::string host_id;            ///< equal for processes that share memory with each other
   std::string host;               ///< its name, for messages
-  std::string bootstrap_address;  ///< where its bootstrap listens
+  std::string bootstrap_address = {};  ///< where its bootstrap listens
   pid_t pid = -1;
-  std::string memory_key;  ///< names memory that it may offer for this group
+  std::string memory_key = {};  ///< names memory that it may offer for this group
   std::string options;
   std::string machine_id = {};  ///< equal for processes that can watch each other
   int world_size = 0;           ///< of the group that it makes
