@@ -137,5 +137,4 @@ def checks_targets() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    name = "RINGCOMM_CHECK_TARGETS"
-    return flag(name, os.environ.get(name) or "0")
+    return flag("RINGCOMM_CHECK_TARGETS", os.environ.get("RINGCOMM_CHECK_TARGETS") or "0")
