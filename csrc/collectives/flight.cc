@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -74,14 +76,29 @@ std::string call_text(const Event& event) {
   return name_of(event.op) + number + " (" + size_text(event.num_bytes) + ")";
 }
 
-// A consistent copy, unless it is just being replaced.
+// An event is copied word by word, so that a reader in another thread races with nothing; the first
+// word is its number.
+constexpr std::size_t kNumWords = sizeof(Event) / sizeof(std::uint64_t);
+using Words = std::array<std::uint64_t, kNumWords>;
+
+// A consistent copy, unless it is just being replaced: the acquires keep the last look behind them.
 std::optional<Event> read(const Event& from) {
-  const std::uint64_t number = __atomic_load_n(&from.number, __ATOMIC_ACQUIRE);
-  Event event;
-  std::memcpy(&event, &from, sizeof event);
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (number == 0 || __atomic_load_n(&from.number, __ATOMIC_RELAXED) != number) return std::nullopt;
-  return event;
+  const auto* words = reinterpret_cast<const std::uint64_t*>(&from);
+  Words copy;
+  for (std::size_t i = 0; i < kNumWords; ++i)
+    copy[i] = __atomic_load_n(&words[i], __ATOMIC_ACQUIRE);
+  if (copy[0] == 0 || __atomic_load_n(&words[0], __ATOMIC_RELAXED) != copy[0]) return std::nullopt;
+  return std::bit_cast<Event>(copy);
+}
+
+// The releases keep the number 0 before what is replaced, and the number behind it.
+void write(Event& to, const Event& event) {
+  auto* words = reinterpret_cast<std::uint64_t*>(&to);
+  const auto copy = std::bit_cast<Words>(event);
+  __atomic_store_n(&words[0], std::uint64_t{0}, __ATOMIC_RELAXED);
+  for (std::size_t i = 1; i < kNumWords; ++i)
+    __atomic_store_n(&words[i], copy[i], __ATOMIC_RELEASE);
+  __atomic_store_n(&words[0], copy[0], __ATOMIC_RELEASE);
 }
 
 /// Turns ticks of this machine into durations.
@@ -310,27 +327,19 @@ Log::~Log() {
 
 Call Log::begin(const Event& described) {
   const Memory memory = recorder_.memory();
-  const std::uint64_t number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
-  Event& event = memory.events()[number % kNumEvents];
-  __atomic_store_n(&event.number, std::uint64_t{0}, __ATOMIC_RELAXED);
-  std::atomic_thread_fence(std::memory_order_release);
-  event.begin_ticks = ticks();
-  event.end_ticks = 0;
-  event.seq = described.seq;
-  event.num_bytes = described.num_bytes;
+  Event event = described;
+  event.number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
   event.group = place_;
-  event.peer = described.peer;
-  event.waits_for = kNobody;
-  event.op = described.op;
-  event.dtype = described.dtype;
-  event.reduction = described.reduction;
-  event.algorithm = described.algorithm;
-  __atomic_store_n(&event.number, number, __ATOMIC_RELEASE);
-  return {&event, number};
+  event.begin_ticks = ticks();
+  Event& place = memory.events()[event.number % kNumEvents];
+  write(place, event);
+  return {&place, event.number};
 }
 
 void Log::end(const Call& call) {
-  if (call.event == nullptr || call.event->number != call.number) return;
+  if (call.event == nullptr ||
+      __atomic_load_n(&call.event->number, __ATOMIC_RELAXED) != call.number)
+    return;
   __atomic_store_n(&call.event->end_ticks, ticks(), __ATOMIC_RELAXED);
 }
 

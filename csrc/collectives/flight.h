@@ -26,7 +26,7 @@ inline constexpr std::int32_t kNobody = -1, kAnyRank = -2;
 
 /// A collective, from the start of its run, or a message, from the call: a line of its own. Written
 /// by one thread at a time; a reader sees by `number`, before and after, whether it is the same.
-struct alignas(64) Event {
+struct Event {
   std::uint64_t number = 0;  ///< of the process's calls, from 1 on; 0 while it is replaced
   std::uint64_t begin_ticks = 0;
   std::uint64_t end_ticks = 0;  ///< 0 until it ends
@@ -39,6 +39,7 @@ struct alignas(64) Event {
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
+  std::uint64_t unused = 0;
 };
 static_assert(sizeof(Event) == 64);
 
