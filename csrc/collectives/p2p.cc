@@ -17,6 +17,7 @@ void PointToPoint::post(const P2pOpPtr& op) {
         std::to_string(world_size_) + ", got " + std::to_string(op->peer));
   failure_.check_not_inherited();  // before a lock that may have been held at the fork
   op->deadline = deadline_after(op->timeout);
+  if (op->peer >= 0) op->awaited = op->peer;
   // The engine's own messages have tags above the users' 32 bits.
   if (log_ != nullptr && op->tag >> 32U == 0)
     op->recorded = log_->begin({.seq = op->tag,
@@ -58,7 +59,7 @@ void PointToPoint::record_end(const P2pOp& op) {
 bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
                         const Interrupted& is_interrupted) {
   failure_.check_not_inherited();
-  op->recorded.note_wait(op->peer >= 0 ? op->peer : flight::kAnyRank);
+  op->recorded.note_wait(op->awaited);
   if (trace_group_ == trace::kNoGroup) return await(op, deadline, is_interrupted);
   const trace::Span waits([&] {
     return trace::Event{.group = trace_group_,

@@ -42,6 +42,7 @@ struct P2pOp {
   std::exception_ptr error = {};
   trace::Event traced = {};  ///< its begin; of no group while nothing is recorded
   flight::Call recorded = {};
+  int awaited = flight::kAnyRank;  ///< `peer` as it was given; that of any source is set later
 
   bool is_send() const { return kind == Kind::kSend; }
 };
