@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ringcomm.measure.machine import TICKS_PER_S
 from ringcomm.measure.screen import byte_count
 from ringcomm.trace import flight
 from ringcomm.trace.flight import ANY_RANK, Call, Group, Record
@@ -25,7 +26,6 @@ from ringcomm.trace.flight import ANY_RANK, Call, Group, Record
 SAMPLE_S = 0.5
 STACK_S = 1.0
 BUSY_PERCENT = 30.0
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Frames in these are not the user's.
 _LIBRARIES = ("/torch/", "/ringcomm/", "/site-packages/", "/lib/python")
 _LOADERS = ("utils/data/dataloader.py", "multiprocessing/queues.py")
@@ -74,14 +74,19 @@ class Rank:
         return (own or self.stack or [""])[0]
 
 
+def _stat_fields(pid: int) -> list[str]:
+    """What /proc/PID/stat has after the name. Raises OSError if the process has ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def _stat(pid: int) -> tuple[str, int]:
     """The state of a process, and its ticks of CPU time. Raises OSError if it has ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = _stat_fields(pid)
     return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(_stat_fields(pid)[1])
 
 
 def _descendants(pid: int) -> list[int]:
@@ -339,7 +344,7 @@ def examine(pid: int) -> dict[str, Any]:
             "state": {"T": "stopped", "t": "stopped", "R": "running"}.get(rank.state, "sleeping"),
             "cpu_percent": round(rank.cpu_percent),
             "group": rank.group_of(call).name if call is not None else "",
-            "call": None if call is None else asdict(call),
+            "call": None if call is None else {**asdict(call), "text": call.text()},
             "waits_for": peer.number if isinstance(peer, Rank) else peer,
             "stack": rank.stack,
             "place": rank.place(),
@@ -354,9 +359,7 @@ def print_report(report: dict[str, Any]) -> None:
         if call is None:
             what = "no call yet"
         else:
-            is_message = call["op"] in ("send", "recv")
-            number = f"tag {call['seq']}" if is_message else f"#{call['seq']}"
-            what = f"{call['op']} {number} ({byte_count(call['num_bytes'])}, group {row['group']})"
+            what = f"{call['text']} ({byte_count(call['num_bytes'])}, group {row['group']})"
             if call["ended_s"] is None:
                 whom = "" if row["waits_for"] is None else f", waits for rank {row['waits_for']}"
                 what = f"in {what} for {call['began_s']:.0f} s{whom}"
