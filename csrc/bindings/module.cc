@@ -241,11 +241,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return process_group_of(backend).empty_shared_on(device, sizes, dtype);
       },
       without_gil);
-  m.def("flight_records", [] {
-    py::list records;
-    for (const std::string& record : flight::copies()) records.append(py::bytes(record));
-    return records;
-  });
   m.def("flight_names", [] {
     py::dict names;
     const auto set = [&]<class Kind>(const char* key, Kind, int num) {

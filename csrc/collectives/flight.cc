@@ -166,23 +166,9 @@ class Recorder {
     logs_.erase(log);
   }
 
-  std::vector<std::string> copies() {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::string> found{text_of(mapped_)};
-    std::set<const PeerProcess*> seen;
-    for (const Log* log : logs_)
-      for (const auto& process : log->processes_)
-        if (seen.insert(process.get()).second)
-          if (const auto memory = process->flight()) found.push_back(text_of(*memory));
-    return found;
-  }
-
  private:
   static constinit PerProcess<Recorder> of_process;
 
-  static std::string text_of(const shm::SharedMemory& memory) {
-    return {reinterpret_cast<const char*>(memory.data()), memory.num_bytes()};
-  }
   void fill_header() const {
     Header& header = memory().header();
     header.num_bytes = Memory::kNumBytes;
@@ -282,12 +268,6 @@ int descriptor() {
   return recorder != nullptr ? recorder->fd() : -1;
 }
 
-std::vector<std::string> copies() {
-  Recorder* recorder = Recorder::find();
-  return recorder != nullptr && recorder->is_there() ? recorder->copies()
-                                                     : std::vector<std::string>();
-}
-
 std::unique_ptr<Log> Log::make(const std::string& name, int rank,
                                const std::vector<std::uint64_t>& global_ranks,
                                const std::string& transport, const Membership& members,
@@ -297,7 +277,6 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
   std::unique_ptr<Log> log(new Log(*recorder, recorder->take_place()));
   const std::size_t world_size = members.processes().size();
   log->id_ = id_of(name, global_ranks);
-  log->rank_ = rank;
   log->prefix_ = "ringcomm rank " + std::to_string(rank) + "/" + std::to_string(world_size) + ": ";
   log->processes_ = members.processes();
   log->says_waits_ = says_waits;

@@ -93,8 +93,6 @@ struct Memory {
 void start();
 /// Its descriptor; -1 if there is none.
 int descriptor();
-/// Copies of the memory of this process and of those that it watches or has watched, newest state.
-std::vector<std::string> copies();
 /// Now, by the clock of events and by CLOCK_MONOTONIC.
 std::uint64_t ticks();
 std::uint64_t monotonic_ns();
@@ -137,7 +135,6 @@ class Log {
   Recorder& recorder_;
   std::uint32_t place_;
   std::uint64_t id_ = 0;
-  int rank_ = 0;
   std::string prefix_;  // of what is said
   PeerProcesses processes_;
   bool says_waits_ = false;

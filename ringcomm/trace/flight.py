@@ -168,11 +168,6 @@ def parse(data: bytes) -> Record:
     return record
 
 
-def own() -> list[Record]:
-    """The records of this process and of its peers on this machine, also of those that ended."""
-    return [parse(data) for data in _C.flight_records()]
-
-
 @functools.cache
 def offer_stacks() -> None:
     """Lets `ringcomm doctor --job` ask this process for its Python stacks, unless it cannot."""
