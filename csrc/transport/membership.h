@@ -144,8 +144,8 @@ inline constexpr std::size_t kCallHeaderBytes = 104;
 
 /// The record that each rank publishes in the store before ranks share memory.
 struct RankRecord {
-  std::string host_id;            ///< equal for processes that share memory with each other
-  std::string host;               ///< its name, for messages
+  std::string host_id;                 ///< equal for processes that share memory with each other
+  std::string host;                    ///< its name, for messages
   std::string bootstrap_address = {};  ///< where its bootstrap listens
   pid_t pid = -1;
   std::string memory_key = {};  ///< names memory that it may offer for this group

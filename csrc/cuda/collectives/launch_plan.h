@@ -26,7 +26,7 @@ struct LaunchPlan {
   unsigned blocks_per_place = 1;  ///< 1 as long as there is a place for each
   /// The number of launches if ranks take turns (KernelCall::first_step).
   std::uint32_t num_turns = 1;
-  Traffic traffic;
+  Traffic traffic = {};
   bool can_lend = true;  ///< whether peers may use its buffers in place
 };
 
