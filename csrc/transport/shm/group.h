@@ -28,7 +28,7 @@ struct SegmentConfig {
 };
 
 /// The reason of the first rank that fails, written once and read by all others.
-struct AbortRecord {
+struct alignas(kLineBytes) AbortRecord {
   /// kFirstWriter + r: rank r is writing it.
   static constexpr std::uint32_t kNone = 0, kWritten = 1, kFirstWriter = 2;
   std::uint32_t state = kNone;
@@ -44,7 +44,7 @@ struct AbortRecord {
 inline constexpr int kMaxAttempts = 8;
 
 /// What the survivors of a group choose (SurvivorProtocol), by attempt.
-struct SurvivorChoices {
+struct alignas(kLineBytes) SurvivorChoices {
   std::uint64_t chosen[kMaxAttempts] = {};
   std::uint64_t verdict[kMaxAttempts] = {};
 };
