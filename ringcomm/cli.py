@@ -1,4 +1,4 @@
-"""The command `ringcomm`, or `python -m ringcomm`: bench (in checkouts), doctor, plan, trace, tune.
+"""The command `ringcomm`, or `python -m ringcomm`: bench, doctor, plan, trace, tune.
 
 Each sub-command has a function that adds its options to a parser and returns the function that runs
 it. The latter imports what it needs and returns the exit status.
@@ -60,30 +60,37 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> Run:
-    """Compares an operation of ringcomm with other backends, in turn, and verifies the results.
+    """Compares ringcomm with Gloo on this machine, in half a minute; verifies the results.
 
-    OP is one of all_reduce, all_reduce_apart, all_reduce_shared, reduce_scatter, all_gather,
-    broadcast, all_to_all, round_trip, sendrecv and barrier, or several of them separated by commas;
-    or cross_entropy, or systems. `ringcomm bench OP --help` shows its options.
+    `ringcomm bench OP` measures one operation in depth. OP is one of all_reduce, all_reduce_apart,
+    all_reduce_shared, reduce_scatter, all_gather, broadcast, all_to_all, round_trip, sendrecv and
+    barrier, or several of them separated by commas; or cross_entropy, or systems. It needs the
+    folder benchmarks/ of a checkout. `ringcomm bench OP --help` shows its options.
 
-    The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks. The
-    measurements are in the folder benchmarks/ of a checkout; a wheel does not have them.
+    The command starts its own ranks. `torchrun ... -m ringcomm bench OP` uses torchrun's ranks.
     """
-    parser.add_argument("op", metavar="OP", help="the operation to measure, see above")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of OP")
+    from ringcomm.measure import bench
+
+    parser.add_argument("op", nargs="?", metavar="OP", help="an operation, with options of its own")
+    bench.add_arguments(parser)
     return _bench
 
 
 def _bench(options: argparse.Namespace) -> int:
+    op = options.op
+    if op is None:
+        from ringcomm.measure import bench
+
+        return bench.run(options)
     if not (BENCHMARKS / "front_door.py").is_file():
         options.parser.error(
-            "the measurements are not in an installed wheel: clone ringcomm's repository and run"
-            " this there after `pip install --no-build-isolation -e .`"
+            f"{op}: an installed package has the short comparison only, which needs no OP. Clone"
+            " ringcomm's repository and run this there after `pip install -e .`"
         )
     if str(BENCHMARKS) not in sys.path:
         sys.path.insert(0, str(BENCHMARKS))
     try:
-        options.parser = import_module("front_door").make_parser(options.op, options.parser.prog)
+        options.parser = import_module("front_door").make_parser(op, options.parser.prog)
     except ValueError as error:
         options.parser.error(str(error))
     chosen = options.parser.parse_args(options.arguments)
@@ -354,7 +361,7 @@ def _tuning_table(world: tuning.World, times: list[Any]) -> str:
 
 
 _COMMANDS = {
-    "bench": (_add_bench, "compare an operation with other backends"),
+    "bench": (_add_bench, "compare ringcomm with Gloo on this machine"),
     "doctor": (_add_doctor, "examine this machine and a group on it"),
     "plan": (_add_plan, "rank training systems and meshes for a model by predicted time"),
     "trace": (_add_trace, "record all ranks of a program and write one trace for Perfetto"),
@@ -372,7 +379,11 @@ def run(argv: list[str]) -> int:
         sub = choices.add_parser(name, help=about, description=inspect.getdoc(add_arguments))
         sub.formatter_class = _HelpFormatter
         sub.set_defaults(parser=sub, run=add_arguments(sub))
-    options = parser.parse_args(argv)
+    # What follows an operation of `bench` is for that operation's parser.
+    is_operation = argv[:1] == ["bench"] and len(argv) > 1 and not argv[1].startswith("-")
+    num_own = 2 if is_operation else len(argv)
+    options = parser.parse_args(argv[:num_own])
+    options.arguments = argv[num_own:]
     try:
         status: int = options.run(options)
     except ModuleNotFoundError as error:
