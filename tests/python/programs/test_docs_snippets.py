@@ -31,7 +31,7 @@ FENCE = re.compile(
     r"^(?:<!-- test: ([^>]*) -->\n)?```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S
 )
 WORDS = {"", "compile"}
-LANGUAGES = {"python", "sh", "text", "yaml", "json"}
+LANGUAGES = {"python", "sh", "text", "yaml", "json", "diff"}
 NUM_BATCHES = 4
 LIMIT_S = 240
 
