@@ -183,6 +183,7 @@ def main() -> None:
         py_modules=["_ringcomm_autoload"],
         entry_points={
             "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
+            "vllm.general_plugins": ["ringcomm = ringcomm.integrations.vllm:plugin"],
             "console_scripts": ["ringcomm = ringcomm.cli:main"],
         },
         license="Apache-2.0",

@@ -41,12 +41,14 @@ void wait_for(const WorkPtr& work) {
   if (work != nullptr) work->wait();
 }
 
-// A group's backend for the tensor's device; null where it has none.
+// A group's backend for the tensor's device; null where it has none. To ask for the group's devices
+// first would allocate a list of them in each call.
 c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, const at::Tensor& tensor) {
-  const auto type = tensor.device().type();
-  const auto is_same = [&](const c10::Device& device) { return device.type() == type; };
-  if (std::ranges::none_of(group.getDeviceTypes(), is_same)) return {};
-  return group.getBackend(type);
+  try {
+    return group.getBackend(tensor.device().type());
+  } catch (const c10::Error&) {
+    return {};
+  }
 }
 
 // A group's backend for the tensor's device if it is ringcomm's. Null if it is another one, or if
@@ -86,10 +88,7 @@ at::Tensor empty_with_rows(int64_t num_rows, const at::Tensor& input) {
 void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
                  const std::string& group_name) {
   check_no_grad(input, "all_reduce_", "all_reduce");
-  Tensors tensors = {input};
-  const auto group = c10d::resolve_process_group(group_name);
-  wait_for(group->allreduce(
-      tensors, {.reduceOp = reduce_op_from(reduce_op), .asyncOp = needs_work(*group)}));
+  all_reduce_in_place(*c10d::resolve_process_group(group_name), input, reduce_op_from(reduce_op));
   mark_written(input);
 }
 
@@ -196,30 +195,15 @@ void define(torch::Library& m, const std::string& schema, Function* function) {
 
 // ---- without the dispatcher
 
-// The tensor, if a call on it would run the kernel for CPUs and nothing else: no autograd, tracing,
-// transform, mode, subclass or profiler. Null otherwise.
-const at::Tensor* find_eager(py::handle object) {
-  if (!THPVariable_CheckTypeExact(Py_TYPE(object.ptr()))) return nullptr;
-  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  if (tensor.requires_grad() && at::GradMode::is_enabled()) return nullptr;
-  if (at::hasCallbacks() || at::impl::torch_function_mode_enabled()) return nullptr;
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  // Keys of which our operators have no kernel are in every call's set.
-  const c10::DispatchKeySet keys = ((tensor.key_set() | local.included_) - local.excluded_) -
-                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
-                                   c10::autocast_dispatch_keyset -
-                                   c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-  return keys.highestPriorityTypeId() == c10::DispatchKey::CPU ? &tensor : nullptr;
-}
-
 // Null if the call must go through the dispatcher, which also words the errors.
 py::object eager_all_reduce(py::handle input, const std::string& reduce_op, py::handle group,
                             py::handle out) {
-  const at::Tensor* const from = find_eager(input);
-  const at::Tensor* const given = from == nullptr || out.is_none() ? from : find_eager(out);
+  const at::Tensor* const from = find_eager(input.ptr());
+  const at::Tensor* const given = from == nullptr || out.is_none() ? from : find_eager(out.ptr());
   if (given == nullptr || !py::isinstance<c10d::ProcessGroup>(group)) return py::none();
-  if (given != from && (given->sizes() != from->sizes() || given->dtype() != from->dtype() ||
-                        given->storage().is_alias_of(from->storage())))
+  if (!given->is_same(*from) &&
+      (given->sizes() != from->sizes() || given->dtype() != from->dtype() ||
+       given->storage().is_alias_of(from->storage())))
     return py::none();
   auto& all_backends = *py::cast<c10d::ProcessGroup*>(group);
   const auto ringcomm = find_ringcomm(all_backends, *from);
@@ -238,7 +222,7 @@ py::object eager_all_reduce(py::handle input, const std::string& reduce_op, py::
 template <class... Options>
 auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
   return [function](py::handle input, std::decay_t<Options>... options) -> py::object {
-    const at::Tensor* const tensor = find_eager(input);
+    const at::Tensor* const tensor = find_eager(input.ptr());
     if (tensor == nullptr) return py::none();
     at::Tensor result;
     {
@@ -250,6 +234,28 @@ auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
 }
 
 }  // namespace
+
+const at::Tensor* find_eager(_object* object) {
+  if (!THPVariable_CheckTypeExact(Py_TYPE(object))) return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if (tensor.requires_grad() && at::GradMode::is_enabled()) return nullptr;
+  if (at::hasCallbacks() || at::impl::torch_function_mode_enabled()) return nullptr;
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  // Keys of which our operators have no kernel are in every call's set.
+  const c10::DispatchKeySet keys = ((tensor.key_set() | local.included_) - local.excluded_) -
+                                   c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+                                   c10::autocast_dispatch_keyset -
+                                   c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
+  return keys.highestPriorityTypeId() == c10::DispatchKey::CPU ? &tensor : nullptr;
+}
+
+void all_reduce_in_place(c10d::ProcessGroup& group, const at::Tensor& tensor,
+                         const c10d::ReduceOp& op) {
+  const auto ringcomm = find_ringcomm(group, tensor);
+  if (ringcomm != nullptr && ringcomm->all_reduce_at_once(tensor, tensor, op)) return;
+  Tensors tensors = {tensor};
+  wait_for(group.allreduce(tensors, {.reduceOp = op, .asyncOp = needs_work(group)}));
+}
 
 void reduce_update_gather(const std::string& group_name, const UpdateTensors& tensors,
                           const UpdateSpec& spec, bool is_average) {

@@ -14,6 +14,12 @@
 
 #include "collectives/communicator.h"
 
+struct _object;  // Python's PyObject
+
+namespace c10d {
+class ProcessGroup;
+}
+
 namespace ringcomm {
 
 using Tensors = std::vector<at::Tensor>;
@@ -123,7 +129,16 @@ struct UpdateTensors {
 /// `spec` lacks what follows from the tensors. Throws ValueError for another backend's group.
 void reduce_update_gather(const std::string& group_name, const UpdateTensors& tensors,
                           const UpdateSpec& spec, bool is_average);
+/// Over any backend.
+void all_reduce_in_place(c10d::ProcessGroup& group, const at::Tensor& tensor,
+                         const c10d::ReduceOp& op);
 /// All ranks' softmax stats, merged in rank order, and the number of ranks. Over any backend.
 std::pair<at::Tensor, int> merge_over_ranks(const at::Tensor& stats, const std::string& group_name);
+
+// ---- operators without torch's dispatcher
+
+/// The tensor of a Python object, if an operator on it would run the kernel for CPUs and nothing
+/// else: no autograd, tracing, transform, mode, subclass or profiler. Null otherwise.
+const at::Tensor* find_eager(_object* object);
 
 }  // namespace ringcomm

@@ -17,7 +17,7 @@ constexpr std::size_t kLanes = kVectorBytes / sizeof(float);
 [[gnu::always_inline]] inline Fp32 all(float value) { return Fp32{} + value; }
 
 // ---- one vector of elements, in the order of memory, as fp32 and back; every NaN is stored as the
-// ---- canonical one
+// ---- canonical one; rounded() is what load() gives after store()
 
 struct Float32Array {
   static constexpr std::size_t kElementBytes = 4;
@@ -25,6 +25,7 @@ struct Float32Array {
   [[gnu::always_inline]] static void store(char* to, const Fp32& v) {
     store_bytes(to, canonical_nan<float>(v));
   }
+  [[gnu::always_inline]] static Fp32 rounded(const Fp32& v) { return canonical_nan<float>(v); }
 };
 
 struct Float16Array {
@@ -35,6 +36,9 @@ struct Float16Array {
   [[gnu::always_inline]] static void store(char* to, const Fp32& v) {
     store_bytes(to, narrow_float16(canonical_nan<float>(v)));
   }
+  [[gnu::always_inline]] static Fp32 rounded(const Fp32& v) {
+    return widen_float16(narrow_float16(canonical_nan<float>(v)));
+  }
 };
 
 struct BFloat16Array {
@@ -44,6 +48,9 @@ struct BFloat16Array {
   }
   [[gnu::always_inline]] static void store(char* to, const Fp32& v) {
     store_bytes(to, __builtin_convertvector(rounded_to_bfloat16(v) >> 16, HalfWord));
+  }
+  [[gnu::always_inline]] static Fp32 rounded(const Fp32& v) {
+    return bits_as<Fp32>(rounded_to_bfloat16(v) & 0xffff0000u);
   }
 };
 

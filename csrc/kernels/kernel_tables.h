@@ -2,6 +2,7 @@
 
 #include <string_view>
 
+#include "kernels/rms_norm.h"
 #include "kernels/softmax.h"
 #include "kernels/weight_update.h"
 #include "reduce/update_op.h"
@@ -29,6 +30,7 @@ struct Kernels {
   decltype(UpdateOp::apply) updates[kNumOptimizers][kNumFloatDTypes][kNumFloatDTypes] = {};
   WeightOps weights[kNumWeightFormats][kNumFloatDTypes] = {};  ///< by gradient
   GradOps grads[kNumFloatDTypes] = {};
+  AddRmsNorm add_rms_norm[kNumFloatDTypes] = {};
 };
 
 extern const Kernels kBaselineFloatKernels;

@@ -72,6 +72,11 @@ const GradOps* find_grad_ops(DType grad_dtype) {
   return idx < 0 ? nullptr : &kernels().grads[idx];
 }
 
+AddRmsNorm find_add_rms_norm(DType dtype) {
+  const int idx = float_dtype_idx(dtype);
+  return idx < 0 ? nullptr : kernels().add_rms_norm[idx];
+}
+
 UpdateScalars scalars_of(const UpdateSpec& spec) {
   check_spec(spec);
   const auto& own = spec.coefficients;

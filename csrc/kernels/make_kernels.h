@@ -2,6 +2,7 @@
 
 // All kernels of one level, as a table; for the source file of that level.
 
+#include "kernels/norm_kernels.h"
 #include "kernels/softmax_kernels.h"
 #include "kernels/update_kernels.h"
 #include "kernels/weight_kernels.h"
@@ -31,6 +32,7 @@ consteval Kernels make_kernels() {
   for_each_array([&]<class Array>(int idx) {
     kernels.softmax[idx] = {stats_of<Array>, grad_of<Array>};
     kernels.grads[idx] = {add_squares<Array>, add<Array>};
+    kernels.add_rms_norm[idx] = add_rms_norm<Array>;
   });
   set_updates<SgdStep>(kernels, Optimizer::kSgd);
   set_updates<AdamWStep>(kernels, Optimizer::kAdamW);

@@ -21,9 +21,13 @@ py::tuple softmax_shard_entry(int64_t vocab_start, int64_t vocab_size, int64_t i
 }
 
 }  // namespace
+
+void define_rms_norm(py::module_& m);  // rms_norm.cc
+
 }  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ringcomm's operators that are not communication: torch.ops.ringcomm.*";
   m.def("softmax_shard_entry", &ringcomm::softmax_shard_entry);
+  ringcomm::define_rms_norm(m);
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -125,15 +126,16 @@ def measure(
 ) -> dict[str, Timings] | None:
     """Blocks of all contenders in turn, for about ``seconds`` in all. Collective.
 
-    The first contender changes from round to round, and all ranks make the same calls. The time of
-    a call is that of the slowest rank, measured from the end of the previous call on that rank.
+    Each round has another random order: with a fixed successor, what follows a contender that
+    sleeps would always have the scheduler's credit. All ranks make the same calls. The time of a
+    call is that of the slowest rank, measured from the end of the previous call on that rank.
 
     Returns:
         By contender on rank 0; None elsewhere.
     """
     for contender in contenders.values():
         _warm_up(team, contender)
-    labels = list(contenders)
+    labels, shuffle = list(contenders), random.Random(1)  # the same on all ranks
     mine: dict[str, list[list[float]]] = {label: [] for label in labels}
     gc.collect()
     gc.disable()
@@ -143,7 +145,7 @@ def measure(
         while team.agree(num_rounds < MIN_ROUNDS or time.monotonic() - begin < seconds):
             for label in labels:
                 mine[label].append(contenders[label].block())
-            labels.append(labels.pop(0))
+            shuffle.shuffle(labels)
             num_rounds += 1
     finally:
         gc.enable()

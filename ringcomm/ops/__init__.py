@@ -7,6 +7,7 @@ from ringcomm.ops.collectives import all_gather, all_reduce, broadcast, reduce, 
 from ringcomm.ops.losses import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.linear_cross_entropy import linear_cross_entropy
+from ringcomm.ops.rms_norm import all_reduce_add_rms_norm_
 from ringcomm.ops.updates import weight_update as _weight_update  # noqa: F401
 from ringcomm.ops.updates.fused_update import (
     AdamWStep,
@@ -24,6 +25,7 @@ __all__ = [
     "SGDStep",
     "all_gather",
     "all_reduce",
+    "all_reduce_add_rms_norm_",
     "broadcast",
     "cross_entropy",
     "linear_cross_entropy",

@@ -28,17 +28,20 @@ from ringcomm.parallel import ParallelDims, expert, get_state_dict, set_state_di
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *("ringcomm", "ringcomm.nn", "ringcomm.ops", "ringcomm.optim", "ringcomm.planner"),
-    *("ringcomm.integrations.accelerate", "ringcomm.integrations.transformers"),
+    *("ringcomm.integrations.accelerate", "ringcomm.integrations.deepspeed"),
+    *("ringcomm.integrations.sglang", "ringcomm.integrations.transformers"),
+    "ringcomm.integrations.vllm",
     *("ringcomm.parallel", "ringcomm.parallel.activations"),
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
     *("ringcomm.parallel.tensor", "ringcomm.parallel.zero"),
 )
-MOST_NAMES = 66
+MOST_NAMES = 70
 # What takes a group and no mesh.
 WITHOUT = {
     *("empty_shared", "health", "monitored_barrier", "shrink", "stats"),  # as torch.distributed
     *("all_gather", "all_reduce", "broadcast", "new_shard_state", "reduce", "reduce_scatter"),
     *("reduce_scatter_update_all_gather_", "ZeroOptimizer"),  # made by zero.shard()
+    "all_reduce_add_rms_norm_",
 }
 
 

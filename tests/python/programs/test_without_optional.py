@@ -19,12 +19,15 @@ DECLARED = {"networkx", "numpy", "torch", "typing_extensions"}
 OURS = {"_ringcomm_autoload", "kernels", "ringcomm"}
 # What imports anything else, by package. Add to it only what the tests below show to say so.
 OPTIONAL = {
+    "deepspeed": {"ringcomm/integrations/deepspeed.py"},
+    "sglang": {"ringcomm/integrations/sglang.py"},
     # Of a model of transformers.
     "transformers": {
         "ringcomm/integrations/transformers/pipeline.py",
         "ringcomm/integrations/transformers/training.py",
     },
     "triton": {"ringcomm/ops/triton_kernels.py"},
+    "vllm": {"ringcomm/integrations/vllm.py"},
 }
 
 

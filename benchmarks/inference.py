@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Measures tensor-parallel inference on two ranks: one fused call, and decoding.
+
+    python benchmarks/inference.py [--deepspeed FILE] [--vllm FILE]
+
+First all_reduce_add_rms_norm_ against its parts: an all_reduce, and then torch's add_ and rms_norm,
+or a second call that fuses these two. Then tokens per second of examples/decode.py with each way to
+make the two sums of a layer: ringcomm's, Gloo's, those of other projects, and none. FILE is a
+project's shared-memory operators, compiled alone: DeepSpeed's `deepspeed_shm_comm` extension, or a
+library that registers vLLM's `torch.ops._C.shm_allreduce` and `fused_add_rms_norm`. Embedding and
+logits go over ringcomm in all ways but Gloo's. One JSON line per way is appended to
+benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+
+# isort: on
+from decode import AddNorm, Decoder, make_model
+from groups import run_ranks
+from report import Report, comparison, records_of, table_of
+from torch import Tensor
+from torch.nn import functional as F
+from weather import WeatherWatch
+
+from ringcomm import ops
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.timing import Contender, measure, open_default_group
+
+WORLD_SIZE = 2
+EPS = 1e-5
+SIZES_BYTES = tuple(1 << power for power in range(11, 17))  # of a call's input, 2 to 64 KiB
+FEATURES = 1024
+CONTEXT = 64  # tokens after which decoding starts again
+FUSED, NONE = "ringcomm, fused", "nothing sent"
+
+
+def add_and_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """By torch: residual += x, and x becomes its norm."""
+    residual.add_(x)
+    x.copy_(F.rms_norm(residual, weight.shape, weight, eps))
+
+
+def in_two(reduce: Callable[[Tensor], object], add_norm: AddNorm = add_and_norm) -> AddNorm:
+    """A way to sum in place and then to norm."""
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        reduce(x)
+        add_norm(x, residual, weight, eps)
+
+    return call
+
+
+def own_ways(alone: dist.ProcessGroup) -> dict[str, AddNorm]:
+    """ringcomm's; `alone` is a group of this rank."""
+
+    def fused_alone(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> object:
+        return ops.all_reduce_add_rms_norm_(x, residual, weight, eps, alone)
+
+    def reduce(x: Tensor) -> object:
+        return ops.all_reduce(x, out=x)
+
+    return {
+        FUSED: ops.all_reduce_add_rms_norm_,
+        "ops.all_reduce, fused norm": in_two(reduce, fused_alone),
+        "ops.all_reduce, torch": in_two(reduce),
+        "dist.all_reduce, torch": in_two(dist.all_reduce),
+    }
+
+
+def deepspeed_way(team: Team, file: Path) -> AddNorm:
+    """DeepSpeed's extension names its segments by these variables."""
+    os.environ.update(LOCAL_SIZE=str(team.world_size), MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(team.agree(os.getpid()))
+    spec = importlib.util.spec_from_file_location("deepspeed_shm_comm", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.initialize(team.world_size, team.rank)
+    return in_two(torch.ops.deepspeed.inference_all_reduce_)
+
+
+def vllm_way(team: Team, file: Path) -> AddNorm:
+    """With vLLM's own fused norm."""
+    torch.ops.load_library(file)
+    library: Any = torch.ops._C
+    name = f"benchmark-{team.agree(os.getpid())}"
+    handle = library.init_shm_manager(name, team.world_size, team.rank, 1)
+    dist.barrier()
+    library.join_shm_manager(handle, name)
+    dist.barrier()
+    return in_two(partial(library.shm_allreduce, handle), library.fused_add_rms_norm)
+
+
+def peers_of(team: Team, options: argparse.Namespace) -> dict[str, AddNorm]:
+    """The ways of other projects, of those that are given."""
+    makers = {"DeepSpeed": (deepspeed_way, options.deepspeed), "vLLM": (vllm_way, options.vllm)}
+    return {name: make(team, file) for name, (make, file) in makers.items() if file is not None}
+
+
+def check_call(team: Team, add_norm: AddNorm, dtype: torch.dtype) -> int:
+    """How many elements of a call's results are wrong, on all ranks. Collective."""
+    parts = [torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
+    x, residual = parts[team.rank].to(dtype), torch.ones(4, FEATURES, dtype=dtype)
+    weight = torch.linspace(0.5, 2, FEATURES).to(dtype)
+    add_norm(x, residual, weight, EPS)
+    total = 1 + sum(part.to(dtype).float() for part in parts)
+    normed = F.rms_norm(total, (FEATURES,), weight.float(), EPS)
+    limit = 1e-5 if dtype == torch.float32 else 0.05
+    wrong = sum(
+        int(((found.float() - wanted).abs() > limit * (1 + wanted.abs())).sum())
+        for found, wanted in ((x, normed), (residual, total))
+    )
+    return sum(team.share(wrong))
+
+
+def measure_calls(
+    team: Team, watch: WeatherWatch, ways: dict[str, AddNorm], options: argparse.Namespace
+) -> None:
+    """Each size in turn; rank 0 reports."""
+    dtype = getattr(torch, options.dtype)
+    wrong = {name: check_call(team, way, dtype) for name, way in ways.items()}
+    weight = torch.ones(FEATURES, dtype=dtype)
+    for size in SIZES_BYTES:
+        shape = (max(1, size // dtype.itemsize // FEATURES), min(FEATURES, size // dtype.itemsize))
+
+        def call(way: AddNorm, shape: tuple[int, int] = shape) -> Callable[[], object]:
+            x, residual = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+            return partial(way, x, residual, weight[: shape[1]], EPS)
+
+        contenders = {name: Contender(call(way), dist.barrier) for name, way in ways.items()}
+        timings, weather = watch.calmest(
+            partial(measure, team, contenders, options.seconds), options.repeats
+        )
+        if timings is not None:
+            records = records_of(timings, FUSED, wrong, name="way")
+            for record in records:
+                record.update(what="call", size_bytes=size, **weather.record())
+            team.report(records)
+
+
+def decoding(add_norm: AddNorm, group: dist.ProcessGroup, options: Any) -> Callable[[], int]:
+    """A call that decodes one token."""
+    model = make_model(options.hidden, options.layers, getattr(torch, options.dtype))
+    decoder = Decoder(model, group, add_norm)
+    start = torch.tensor([[1]])
+    texts = (itertools.islice(decoder.tokens(start), CONTEXT) for _ in itertools.count())
+    return itertools.chain.from_iterable(texts).__next__
+
+
+def measure_decoding(
+    team: Team,
+    watch: WeatherWatch,
+    ways: dict[str, tuple[AddNorm, dist.ProcessGroup]],
+    options: argparse.Namespace,
+) -> None:
+    """All ways in turn; rank 0 reports. Tokens must be those of the first."""
+    calls = {name: decoding(*way, options) for name, way in ways.items()}
+    written = {name: [call() for _ in range(CONTEXT)] for name, call in calls.items()}
+    wrong = {
+        name: sum(team.share(name != NONE and tokens != written[FUSED]))
+        for name, tokens in written.items()
+    }
+    contenders = {name: Contender(call, dist.barrier) for name, call in calls.items()}
+    timings, weather = watch.calmest(
+        partial(measure, team, contenders, options.decode_seconds), options.repeats
+    )
+    if timings is not None:
+        records = records_of(timings, FUSED, wrong, name="way")
+        for record in records:
+            record.update(what="token", size_bytes=None, **weather.record())
+            record["tokens_per_s"] = 1e6 / record["p50_us"]
+        team.report(records)
+
+
+def run_rank(team: Team, options: argparse.Namespace) -> None:
+    """One rank: both parts, in one set of processes."""
+    open_default_group(team, "ringcomm")
+    world = dist.group.WORLD
+    assert world is not None
+    alone, _ = dist.new_subgroups(1)
+    gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
+    ways = own_ways(alone)
+    peers = peers_of(team, options)
+    watch = WeatherWatch(team)
+    with torch.inference_mode():
+        measure_calls(team, watch, {**ways, **peers}, options)
+    over_gloo = in_two(lambda x: dist.all_reduce(x, group=gloo))
+    on_world = {**ways, **peers, NONE: in_two(lambda x: x)}
+    by_group = {name: (way, world) for name, way in on_world.items()}
+    measure_decoding(team, watch, {**by_group, "Gloo": (over_gloo, gloo)}, options)
+    dist.destroy_process_group()
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """Formats a record as a table row."""
+    return [
+        "token" if record["size_bytes"] is None else f"{record['size_bytes'] >> 10} KiB",
+        record["way"],
+        *(f"{record[name]:.2f}" for name in ("p50_us", "p99_us")),
+        comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+    ]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = harness.make_parser(__doc__, seconds=4.0, per="size")
+    add = parser.add_argument
+    add("--decode-seconds", type=float, default=40.0, help="of decoding, all ways together")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    add("--hidden", type=int, default=512, help="of the decoder")
+    add("--layers", type=int, default=4, help="of the decoder")
+    add("--deepspeed", type=Path, help="DeepSpeed's shared-memory extension")
+    add("--vllm", type=Path, help="a library of vLLM's shared-memory operators")
+    options = parser.parse_args(argv)
+    options.json = options.json or harness.default_path(f"inference-w{WORLD_SIZE}")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures; returns the exit code, 3 when results differ."""
+    options = parse(argv)
+    dimensions = {name: getattr(options, name) for name in ("dtype", "hidden", "layers")}
+    report = Report("inference", options.json, world_size=WORLD_SIZE, **dimensions)
+    run_ranks(WORLD_SIZE, lambda team: run_rank(team, options), report.add)
+    headers = ["bytes", "way", "p50 µs", "p99 µs", "time over", "others %"]
+    caption = "A call, and decoding a token, on two ranks."
+    return report.finish(table_of(headers, caption, report.records, row_of, ("size_bytes",)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("inference.py", main))

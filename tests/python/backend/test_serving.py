@@ -1,0 +1,188 @@
+"""The adapters for vLLM, SGLang and DeepSpeed, on stand-ins with the interfaces of these.
+
+docs/how-to/serve.md says what was run with the real classes.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_ranks
+from torch import Tensor
+
+from ringcomm.integrations import deepspeed, sglang, vllm
+
+
+@contextmanager
+def modules(**found: Any) -> Iterator[None]:
+    """Makes modules importable: names with __ for dots, and what they have."""
+    stands_in: dict[str, ModuleType] = {}
+    for name, members in found.items():
+        parts = name.split("__")
+        for end in range(1, len(parts) + 1):
+            stands_in.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        vars(stands_in[".".join(parts)]).update(members)
+    for name, module in stands_in.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(stands_in[parent], own, module)
+    with mock.patch.dict(sys.modules, stands_in):
+        yield
+
+
+@pytest.mark.parametrize("adapter", [vllm, sglang, deepspeed])
+def test_without_the_library(adapter: Any) -> None:
+    name = adapter.__name__.rpartition(".")[2]
+    with mock.patch.dict(sys.modules, {name: None}), pytest.raises(ImportError, match=name):
+        adapter.register()
+
+
+# ---- vLLM
+
+
+class CpuShm:
+    """vLLM's own, which would load its operators."""
+
+
+@in_ranks(2)
+def test_vllm(rank: int) -> None:
+    platform = SimpleNamespace(dist_backend="gloo")
+    with modules(
+        vllm__distributed__device_communicators__cpu_communicator={"_CPUSHMDistributed": CpuShm},
+        vllm__platforms__cpu={"CpuPlatform": platform},
+    ):
+        from vllm.distributed.device_communicators import cpu_communicator
+
+        with mock.patch.dict("os.environ", {"VLLM_PLUGINS": "other"}):
+            vllm.plugin()
+        assert cpu_communicator._CPUSHMDistributed is CpuShm
+        with mock.patch.dict("os.environ", {"VLLM_PLUGINS": "other,ringcomm"}):
+            vllm.plugin()
+        chosen: Any = cpu_communicator._CPUSHMDistributed
+    assert platform.dist_backend == "ringcomm"
+    communicator = SimpleNamespace(
+        device_group=dist.group.WORLD, unique_name="tp:0", ranks=[0, 1], rank=rank
+    )
+    module = chosen(communicator)
+    assert isinstance(module, vllm.CpuDistributed)
+    names: list[Any] = [None, None]
+    dist.all_gather_object(names, chosen.make_group_name(communicator))
+    assert names[0] == names[1]
+    x = torch.full((3, 4), rank + 1.0, dtype=torch.bfloat16)
+    assert module.all_reduce(x, group=communicator.device_group) is None
+    assert x.tolist() == [[3.0] * 4] * 3
+    parts = [torch.empty(2) for _ in range(2)] if rank == 1 else None
+    module.gather(torch.full((2,), float(rank)), parts, dst=1, group=communicator.device_group)
+    if parts is not None:
+        assert torch.stack(parts).tolist() == [[0, 0], [1, 1]]
+    out = torch.empty(4, 2)
+    module.all_gather_into_tensor(out, torch.full((2, 2), float(rank)))
+    assert out[:, 0].tolist() == [0, 0, 1, 1]
+    sent = {"hidden": torch.arange(6.0).view(2, 3).t(), "empty": torch.empty(0, dtype=torch.int32)}
+    if rank == 0:
+        module.send_tensor_dict(sent, 1)
+    else:
+        received = module.recv_tensor_dict(0)
+        assert received.keys() == sent.keys()
+        assert all(torch.equal(received[name], value) for name, value in sent.items())
+
+
+# ---- SGLang
+
+
+class GroupCoordinator:
+    """What SGLang's does with tensors that are not on a CPU, or alone."""
+
+    def __init__(self, group: Any) -> None:
+        self.device_group, self.world_size = group, group.size()
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        return input_ + 100
+
+    def fused_allreduce_rmsnorm(
+        self, input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
+    ) -> None:
+        return None
+
+
+@in_ranks(2)
+def test_sglang(rank: int) -> None:
+    state = {
+        "GroupCoordinator": GroupCoordinator,
+        "_DEVICE_TO_DISTRIBUTED_BACKEND": {"cpu": "gloo", "cuda": "nccl"},
+        "is_shm_available": lambda dtype, world_size, local_size: True,
+    }
+    with modules(sglang__srt__distributed__parallel_state=state):
+        sglang.register()
+        sglang.register()  # changes nothing more
+        from sglang.srt.distributed import parallel_state
+
+        assert parallel_state._DEVICE_TO_DISTRIBUTED_BACKEND["cpu"] == "ringcomm"
+        assert not parallel_state.is_shm_available(torch.float32, 2, 2)
+    group = GroupCoordinator(dist.group.WORLD)
+    x = torch.full((3, 4), rank + 1.0)
+    assert group.all_reduce(x) is x
+    assert x.tolist() == [[3.0] * 4] * 3
+    x, residual = torch.full((1, 4), rank + 1.0), torch.ones(1, 4)
+    result: Any = group.fused_allreduce_rmsnorm(x, residual, torch.ones(4), 0.0)
+    assert [part.tolist() for part in result] == [[[1.0] * 4], [[4.0] * 4]]
+    meta = torch.empty(2, device="meta")  # any other device
+    assert group.all_reduce(meta) is not meta
+    assert group.fused_allreduce_rmsnorm(meta, meta, meta, 0.0) is None
+
+
+# ---- DeepSpeed
+
+
+class ReduceOp(enum.Enum):
+    """DeepSpeed's own names."""
+
+    SUM = 0
+    MAX = 2
+
+
+class TorchBackend:
+    """What DeepSpeed's has for it."""
+
+    def _reduce_op(self, op: Any) -> Any:
+        return getattr(dist.ReduceOp, op.name)
+
+    def inference_all_reduce(self, tensor: Tensor, op: Any, group: Any = None) -> Any:
+        raise AssertionError("DeepSpeed's own")
+
+
+def build_shm_op() -> Any:
+    raise AssertionError("compiles DeepSpeed's operator")
+
+
+@in_ranks(3)
+def test_deepspeed(rank: int) -> None:
+    with modules(
+        deepspeed__comm__torch={"TorchBackend": TorchBackend, "build_shm_op": build_shm_op}
+    ):
+        deepspeed.register()
+        from deepspeed.comm import torch as backend
+
+        assert backend.build_shm_op() is None
+    group = dist.new_group([0, 1])
+    engine: Any = TorchBackend()
+    for op in (ReduceOp.SUM, dist.ReduceOp.SUM):
+        x = torch.full((4, 4), rank + 1.0).t()[:, ::2]  # strided, which DeepSpeed's leaves as it is
+        assert engine.inference_all_reduce(x, op) is x
+        assert x.tolist() == [[6.0] * 2] * 4
+    largest = torch.full((2,), rank, dtype=torch.int64)
+    engine.inference_all_reduce(largest, ReduceOp.MAX)
+    assert largest.tolist() == [2, 2]
+    if rank < 2:
+        pair = torch.ones(2)
+        engine.inference_all_reduce(pair, ReduceOp.SUM, group)
+        assert pair.tolist() == [2, 2]
