@@ -8,8 +8,7 @@ or a second call that fuses these two. Then tokens per second of examples/decode
 make the two sums of a layer: ringcomm's, Gloo's, those of other projects, and none. FILE is a
 project's shared-memory operators, compiled alone: DeepSpeed's `deepspeed_shm_comm` extension, or a
 library that registers vLLM's `torch.ops._C.shm_allreduce` and `fused_add_rms_norm`. Embedding and
-logits go over ringcomm in all ways but Gloo's. One JSON line per way is appended to
-benchmarks/results.
+logits go over ringcomm in all ways. One JSON line per way is appended to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -155,23 +154,20 @@ def measure_calls(
             team.report(records)
 
 
-def decoding(add_norm: AddNorm, group: dist.ProcessGroup, options: Any) -> Callable[[], int]:
+def decoding(add_norm: AddNorm, options: argparse.Namespace) -> Callable[[], int]:
     """A call that decodes one token."""
     model = make_model(options.hidden, options.layers, getattr(torch, options.dtype))
-    decoder = Decoder(model, group, add_norm)
+    decoder = Decoder(model, add_norm)
     start = torch.tensor([[1]])
     texts = (itertools.islice(decoder.tokens(start), CONTEXT) for _ in itertools.count())
     return itertools.chain.from_iterable(texts).__next__
 
 
 def measure_decoding(
-    team: Team,
-    watch: WeatherWatch,
-    ways: dict[str, tuple[AddNorm, dist.ProcessGroup]],
-    options: argparse.Namespace,
+    team: Team, watch: WeatherWatch, ways: dict[str, AddNorm], options: argparse.Namespace
 ) -> None:
     """All ways in turn; rank 0 reports. Tokens must be those of the first."""
-    calls = {name: decoding(*way, options) for name, way in ways.items()}
+    calls = {name: decoding(way, options) for name, way in ways.items()}
     written = {name: [call() for _ in range(CONTEXT)] for name, call in calls.items()}
     wrong = {
         name: sum(team.share(name != NONE and tokens != written[FUSED]))
@@ -192,8 +188,6 @@ def measure_decoding(
 def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank: both parts, in one set of processes."""
     open_default_group(team, "ringcomm")
-    world = dist.group.WORLD
-    assert world is not None
     alone, _ = dist.new_subgroups(1)
     gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
     ways = own_ways(alone)
@@ -201,10 +195,8 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
     watch = WeatherWatch(team)
     with torch.inference_mode():
         measure_calls(team, watch, {**ways, **peers}, options)
-    over_gloo = in_two(lambda x: dist.all_reduce(x, group=gloo))
-    on_world = {**ways, **peers, NONE: in_two(lambda x: x)}
-    by_group = {name: (way, world) for name, way in on_world.items()}
-    measure_decoding(team, watch, {**by_group, "Gloo": (over_gloo, gloo)}, options)
+    ways |= {"Gloo": in_two(lambda x: dist.all_reduce(x, group=gloo)), **peers}
+    measure_decoding(team, watch, {**ways, NONE: in_two(lambda x: x)}, options)
     dist.destroy_process_group()
 
 

@@ -2,9 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/decode.py --tokens 64
 
-Each layer has two sums over the ranks, and each is one call that also adds the residual and
-computes the next RMSNorm. The model has random weights: what counts is the number of tokens per
-second, and that all ranks write the same ones.
+Each of a layer's two sums over the ranks is one call that also adds the residual and computes the
+next RMSNorm. The weights are random.
 """
 
 from __future__ import annotations
@@ -24,18 +23,13 @@ from ringcomm.integrations.transformers import tensor_parallelize
 
 # In place: this rank's part of a sum becomes the normalized result, and the residual its sum.
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], object]
-NUM_HEADS, NUM_KV_HEADS = 8, 4
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--tokens", type=int, default=64, help="to write")
-    add("--prompt", default="A tensor-parallel decoder", help="its bytes are the first tokens")
     add("--hidden", type=int, default=512, help="hidden size, a multiple of 16")
     add("--layers", type=int, default=4)
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
@@ -52,45 +46,31 @@ def make_model(hidden: int, layers: int, dtype: torch.dtype) -> Any:
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
     )
-    model: Any = LlamaForCausalLM(config)
-    return model.to(dtype).eval()
+    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 class Decoder:
-    """Greedy decoding by a Llama that is split over the ranks of a group.
+    """Greedy decoding by a LlamaForCausalLM, which it splits over the ranks in place."""
 
-    Args:
-        model: LlamaForCausalLM; tensor_parallelize() splits it in place.
-        group: None for the default group.
-        add_norm: what is called in place of ops.all_reduce_add_rms_norm_().
-    """
-
-    def __init__(
-        self, model: Any, group: dist.ProcessGroup | None = None, add_norm: AddNorm | None = None
-    ) -> None:
-        self._model = tensor_parallelize(model, group, gather_logits=True)
-        self._add_norm = add_norm or (
-            lambda x, residual, weight, eps: ops.all_reduce_add_rms_norm_(
-                x, residual, weight, eps, group
-            )
-        )
+    def __init__(self, model: Any, add_norm: AddNorm = ops.all_reduce_add_rms_norm_) -> None:
+        self._model = tensor_parallelize(model, gather_logits=True)
+        self._add_norm = add_norm
         for layer in model.model.layers:  # their sums are part of add_norm
             layer.self_attn.o_proj = _without_sum(layer.self_attn.o_proj)
             layer.mlp.down_proj = _without_sum(layer.mlp.down_proj)
 
-    def _next_token(self, ids: Tensor, cache: Any, num_before: int) -> Tensor:
-        """The likeliest token after ids (1, tokens), of which the cache has `num_before` before."""
+    def _next_token(self, ids: Tensor, cache: Any) -> Tensor:
+        """The likeliest token after ids (1, tokens) and those that the cache has."""
         base = self._model.model
-        layers = list(base.layers)
         residual = base.embed_tokens(ids)
-        positions = torch.arange(num_before, num_before + ids.shape[1]).unsqueeze(0)
+        positions = cache.get_seq_length() + torch.arange(ids.shape[1]).unsqueeze(0)
         rotary = base.rotary_emb(residual, position_ids=positions)
-        x = layers[0].input_layernorm(residual)
-        norms = [*(layer.input_layernorm for layer in layers[1:]), base.norm]
-        for layer, next_norm in zip(layers, norms, strict=True):
+        first, *norms = (*(layer.input_layernorm for layer in base.layers), base.norm)
+        x = first(residual)
+        for layer, next_norm in zip(base.layers, norms, strict=True):
             x, _ = layer.self_attn(
                 x, position_embeddings=rotary, attention_mask=None, past_key_values=cache
             )
@@ -98,26 +78,22 @@ class Decoder:
             self._add_norm(x, residual, norm.weight, norm.variance_epsilon)
             x = layer.mlp(x)
             self._add_norm(x, residual, next_norm.weight, next_norm.variance_epsilon)
-        logits: Tensor = self._model.lm_head(x[:, -1:])
-        return logits.argmax(-1)
+        return self._model.lm_head(x[:, -1:]).argmax(-1)
 
     def tokens(self, prompt: Tensor) -> Iterator[int]:
         """Yields the tokens that follow, without an end; prompt: int64 (1, tokens). Collective."""
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self._model.config)
-        ids, num_before = prompt, 0
+        cache, ids = DynamicCache(config=self._model.config), prompt
         while True:
             with torch.inference_mode():
-                following = self._next_token(ids, cache, num_before)
-            num_before += ids.shape[1]
-            ids = following
-            yield int(following)
+                ids = self._next_token(ids, cache)
+            yield int(ids)
 
 
 def _without_sum(linear: Any) -> nn.Linear:
     """This rank's part of a row-parallel layer."""
-    part = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
+    part = nn.Linear(1, 1, bias=False, device="meta")
     part.weight = linear.weight
     return part
 
@@ -126,19 +102,16 @@ def main(options: argparse.Namespace) -> list[int]:
     """Decodes; the tokens."""
     torch.set_num_threads(1)
     model = make_model(options.hidden, options.layers, getattr(torch, options.dtype))
-    following = Decoder(model).tokens(torch.tensor([list(options.prompt.encode())]))
+    following = Decoder(model).tokens(torch.tensor([[*b"A tensor-parallel decoder"]]))
     written = [next(following)]  # the prompt's own pass is not timed
     begin = time.perf_counter()
     written += [next(following) for _ in range(options.tokens - 1)]
-    seconds = time.perf_counter() - begin
+    per_second = (options.tokens - 1) / (time.perf_counter() - begin)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, written)
     assert all(theirs == written for theirs in everyone), "ranks wrote different tokens"
     if dist.get_rank() == 0:
-        per_layer = 2 * options.hidden * model.dtype.itemsize
-        print(f"{len(written)} tokens, the same on {len(everyone)} ranks", flush=True)
-        print(f"{per_layer} bytes are summed in each of {options.layers} layers for a token")
-        print(f"{(options.tokens - 1) / seconds:.1f} tokens per second", flush=True)
+        print(f"{per_second:.1f} tokens per second", flush=True)
     return written
 
 

@@ -11,7 +11,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <typeinfo>
 
 #include "bindings/process_group.h"

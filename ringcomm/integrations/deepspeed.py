@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -22,10 +23,11 @@ def register() -> None:
     leaves strided tensors and dtypes other than float32, float16 and bfloat16 as they are. Raises
     ImportError without DeepSpeed.
     """
-    from deepspeed.comm import torch as backend
+    from deepspeed.comm.torch import TorchBackend
 
-    backend.build_shm_op = lambda: None
-    backend.TorchBackend.inference_all_reduce = inference_all_reduce
+    # The attribute `torch` of deepspeed.comm is PyTorch.
+    vars(sys.modules[TorchBackend.__module__])["build_shm_op"] = lambda: None
+    TorchBackend.inference_all_reduce = inference_all_reduce
 
 
 def inference_all_reduce(

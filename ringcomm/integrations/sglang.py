@@ -20,11 +20,12 @@ def register() -> None:
     for it. Tensors of other devices take SGLang's own way. Raises ImportError without SGLang.
     """
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
 
     coordinator: Any = parallel_state.GroupCoordinator
     if getattr(coordinator, "uses_ringcomm", False):
         return
-    parallel_state._DEVICE_TO_DISTRIBUTED_BACKEND["cpu"] = "ringcomm"
+    CpuDeviceMixin.get_torch_distributed_backend_str = lambda _: "ringcomm"
     parallel_state.is_shm_available = lambda *_: False
     sum_of_others = coordinator.all_reduce
     norm_of_others = getattr(coordinator, "fused_allreduce_rmsnorm", None)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import ops
+from ringcomm.torch_names import all_gather_single
 
 __all__ = ["register"]
 
@@ -68,7 +69,7 @@ class CpuDistributed:
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None
     ) -> None:
         """The ranks' inputs, concatenated along dimension 0."""
-        dist.all_gather_into_tensor(output, input, group=self._group)
+        all_gather_single(output, input, group=self._group)
 
     def send_tensor_dict(self, tensor_dict: dict[str, Tensor], dst: int) -> None:
         """To the rank `dst` of the group, as its recv_tensor_dict() takes it."""

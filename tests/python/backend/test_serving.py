@@ -118,15 +118,18 @@ class GroupCoordinator:
 def test_sglang(rank: int) -> None:
     state = {
         "GroupCoordinator": GroupCoordinator,
-        "_DEVICE_TO_DISTRIBUTED_BACKEND": {"cpu": "gloo", "cuda": "nccl"},
         "is_shm_available": lambda dtype, world_size, local_size: True,
     }
-    with modules(sglang__srt__distributed__parallel_state=state):
+    platform = type("CpuDeviceMixin", (), {"get_torch_distributed_backend_str": lambda _: "gloo"})
+    with modules(
+        sglang__srt__distributed__parallel_state=state,
+        sglang__srt__platforms__cpu={"CpuDeviceMixin": platform},
+    ):
         sglang.register()
         sglang.register()  # changes nothing more
         from sglang.srt.distributed import parallel_state
 
-        assert parallel_state._DEVICE_TO_DISTRIBUTED_BACKEND["cpu"] == "ringcomm"
+        assert platform().get_torch_distributed_backend_str() == "ringcomm"
         assert not parallel_state.is_shm_available(torch.float32, 2, 2)
     group = GroupCoordinator(dist.group.WORLD)
     x = torch.full((3, 4), rank + 1.0)
@@ -166,13 +169,14 @@ def build_shm_op() -> Any:
 
 @in_ranks(3)
 def test_deepspeed(rank: int) -> None:
-    with modules(
-        deepspeed__comm__torch={"TorchBackend": TorchBackend, "build_shm_op": build_shm_op}
+    members = {"TorchBackend": TorchBackend, "build_shm_op": build_shm_op}
+    with (
+        modules(deepspeed__comm__torch=members),
+        mock.patch.object(TorchBackend, "__module__", "deepspeed.comm.torch"),
     ):
+        sys.modules["deepspeed.comm"].torch = torch  # type: ignore[attr-defined] # as DeepSpeed does
         deepspeed.register()
-        from deepspeed.comm import torch as backend
-
-        assert backend.build_shm_op() is None
+        assert sys.modules["deepspeed.comm.torch"].build_shm_op() is None
     group = dist.new_group([0, 1])
     engine: Any = TorchBackend()
     for op in (ReduceOp.SUM, dist.ReduceOp.SUM):

@@ -101,6 +101,14 @@ def test_finetune(tmp_path: Path) -> None:
     assert (tmp_path / "it.png").stat().st_size > 1000
 
 
+def test_decoded_tokens_are_those_of_one_process() -> None:
+    pytest.importorskip("transformers")
+    words = ["decode", "--tokens", "12", "--hidden", "128", "--layers", "2", "--dtype", "float32"]
+    (expected,) = run_ranks(1, run_example, words)
+    assert len(expected) == 12
+    assert run_ranks(2, run_example, words) == [expected] * 2
+
+
 @pytest.mark.parametrize(
     ("system", "victim"), [("ddp", 1), ("ddp", 0), ("zero-1", 3), ("zero-2", 0), ("lomo", 2)]
 )
@@ -179,5 +187,5 @@ def test_every_example_is_short_and_needs_no_device() -> None:
         assert len(lines) <= 120, path.name
         assert not any("CUDA is not supported" in line for line in lines)
     run = {line.split()[0] for _, line, _ in CASES.values()}
-    shared = {"common", "model", "checkpoint", "parameter_server", "finetune", "survive"}
+    shared = {"common", "model", "checkpoint", "parameter_server", "finetune", "survive", "decode"}
     assert {path.stem for path in files} == run | shared
