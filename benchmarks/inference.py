@@ -116,17 +116,17 @@ def peers_of(team: Team, options: argparse.Namespace) -> dict[str, AddNorm]:
 def check_call(team: Team, add_norm: AddNorm, dtype: torch.dtype) -> int:
     """How many elements of a call's results are wrong, on all ranks. Collective."""
     parts = [torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
-    x, residual = parts[team.rank].to(dtype), torch.ones(4, FEATURES, dtype=dtype)
+    x, residual = parts[team.rank].to(dtype, copy=True), torch.ones(4, FEATURES, dtype=dtype)
     weight = torch.linspace(0.5, 2, FEATURES).to(dtype)
     add_norm(x, residual, weight, EPS)
-    total = 1 + sum(part.to(dtype).float() for part in parts)
+    total = 1 + torch.stack([part.to(dtype).float() for part in parts]).sum(0)
     normed = F.rms_norm(total, (FEATURES,), weight.float(), EPS)
     limit = 1e-5 if dtype == torch.float32 else 0.05
-    wrong = sum(
+    num_wrong: int = sum(
         int(((found.float() - wanted).abs() > limit * (1 + wanted.abs())).sum())
         for found, wanted in ((x, normed), (residual, total))
     )
-    return sum(team.share(wrong))
+    return sum(team.share(num_wrong))
 
 
 def measure_calls(

@@ -49,7 +49,8 @@ def make_model(hidden: int, layers: int, dtype: torch.dtype) -> Any:
         num_attention_heads=8,
         num_key_value_heads=4,
     )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 class Decoder:

@@ -78,7 +78,7 @@ def test_vllm(rank: int) -> None:
     dist.all_gather_object(names, chosen.make_group_name(communicator))
     assert names[0] == names[1]
     x = torch.full((3, 4), rank + 1.0, dtype=torch.bfloat16)
-    assert module.all_reduce(x, group=communicator.device_group) is None
+    module.all_reduce(x, group=communicator.device_group)
     assert x.tolist() == [[3.0] * 4] * 3
     parts = [torch.empty(2) for _ in range(2)] if rank == 1 else None
     module.gather(torch.full((2,), float(rank)), parts, dst=1, group=communicator.device_group)
@@ -110,7 +110,7 @@ class GroupCoordinator:
 
     def fused_allreduce_rmsnorm(
         self, input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
-    ) -> None:
+    ) -> Any:
         return None
 
 

@@ -31,6 +31,10 @@ from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.parallel import pipeline
 
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
+INFERENCE = [
+    *("ringcomm, fused", "ops.all_reduce, fused norm"),
+    *("ops.all_reduce, torch", "dist.all_reduce, torch"),
+]
 # A script with its options, the field that tells its records apart, and what is recorded of it.
 SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
     # What is too small to run where it lies is staged, and no record.
@@ -54,6 +58,11 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "way",
         ["fused", "zero1", "ringcomm", "gloo"],
     ),
+    "inference": (
+        "--seconds 0 --repeats 0 --decode-seconds 0 --hidden 64 --layers 1",
+        "way",
+        [*(6 * INFERENCE), *INFERENCE, "Gloo", "nothing sent"],
+    ),
     "llama_memory": (
         "--device cpu --size tiny --layers 1 --rows 1 --tokens 8 --ways AdamW",
         "way",
@@ -75,7 +84,7 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_records_of_a_script(script: str, tmp_path: Path) -> None:
-    if script == "llama_memory":
+    if script in ("inference", "llama_memory"):
         pytest.importorskip("transformers")
     options, field, expected = SCRIPTS[script]
     path = tmp_path / "records.jsonl"
