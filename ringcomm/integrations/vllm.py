@@ -27,7 +27,7 @@ def register() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.dist_backend = "ringcomm"
-    cpu_communicator._CPUSHMDistributed = CpuDistributed
+    vars(cpu_communicator)["_CPUSHMDistributed"] = CpuDistributed
 
 
 def plugin() -> None:
