@@ -237,5 +237,8 @@ def test_a_long_wait_is_said_once_by_who_wants_it(launcher: Launcher, tmp_path: 
                     "ringcomm doctor --job",
                 ):
                     assert words in line, line
-            assert any("waits for rank 2 " in line for line in lines), lines
+            assert "waits for rank 2 " in lines[0], lines
+            # On host b, rank 1 waits for the rank of host a that it exchanges its part with.
+            other = "0 (pid" if name == "hosts" else "2 (pid"
+            assert f"waits for rank {other}" in lines[1], lines
         assert not lines_of(folders["silent"])
