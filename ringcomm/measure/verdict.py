@@ -79,7 +79,7 @@ class Rank:
         """Seconds outside of calls between its last calls, the oldest first, and since the last."""
         found: list[float] = []
         until = None
-        for call in self.record.calls[-_NUM_GAPS:]:
+        for call in self._last_calls():
             if until is not None:
                 found.append(max(0.0, until - call.began_s))
             ended = call.ended_s or 0.0
@@ -88,8 +88,17 @@ class Rank:
 
     def outside_share(self) -> float:
         """Of the time since it began the first of its last calls, the part outside of calls."""
-        calls = self.record.calls[-_NUM_GAPS:]
+        calls = self._last_calls()
         return sum(self.gaps()) / max(calls[0].began_s, 1e-9) if calls else 1.0
+
+    def _last_calls(self) -> list[Call]:
+        """Without messages that are under way, and that it does not wait for."""
+        calls = self.record.calls[-_NUM_GAPS:]
+        return [
+            call
+            for call in calls
+            if call.ended_s is not None or not call.is_message or call.waits_for != flight.NOBODY
+        ]
 
 
 def _named(numbers: list[int]) -> str:
@@ -172,7 +181,7 @@ def _end_of_outside(end: Rank, group: Group | None) -> str:
     if group is not None and group.state == "failed":
         return _blame(end, f"its group {group.name} has failed, and it {why}: {group.failure}")
     gaps = end.gaps()
-    num_before = sum(gap >= _AS_LONG * gaps[-1] for gap in gaps[:-1])
+    num_before = sum(gap >= _AS_LONG * gaps[-1] > 0 for gap in gaps[:-1])
     if num_before >= _NUM_TIMES:
         return (
             f"no hang so far: rank {end.number} is slow: it {why} for {gaps[-1]:.1f} s since its "
@@ -192,7 +201,7 @@ def _end_of_missing(ranks: list[Rank], rank: Rank, call: Call) -> tuple[str, int
     pid = group.pids[call.waits_for] if call.waits_for < len(group.pids) else -1
     if pid > 0:
         number = number_of(group, call.waits_for)
-        return f"rank {number} is the cause: its process {pid} has ended", number
+        return f"rank {number} is the cause: its process {pid} has ended, or has no record", number
     # Of a host that is gone, each rank here waits for another one.
     awaited = {call.waits_for}
     for each in ranks:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ringcomm import RingcommError
 
 HANG_S = 100
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -44,6 +45,10 @@ class Job:
     @property
     def is_last(self) -> bool:
         return self.rank == self.world_size - 1
+
+
+def die_with_parent(*_: object) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def wait_for_a_thread() -> None:
@@ -120,7 +125,9 @@ def loader(job: Job) -> None:
             return index
 
     if job.is_last:
-        next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
+        next(
+            iter(torch.utils.data.DataLoader(Slow(), num_workers=1, worker_init_fn=die_with_parent))
+        )
 
 
 def send_without_recv(job: Job) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import datetime
 import json
 import os
@@ -35,7 +34,6 @@ import machines  # noqa: E402
 LIMIT_S = 120
 PAGE = HERE.parents[2] / "docs" / "how-to" / "hang.md"
 BEGIN, END = "<!-- hangs: begin -->", "<!-- hangs: end -->"
-PR_SET_PDEATHSIG = 1
 
 
 # ---- the launcher
@@ -63,9 +61,11 @@ def run_rank(name: str, folder: Path, rank: int, world_size: int) -> None:
 
 def fork(folder: Path, body: Callable[..., None], *args: Any) -> int:
     """Forks a process that ends with the launcher; its output goes to a file."""
+    from hang_cases import die_with_parent
+
     pid = os.fork()
     if pid == 0:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         signal.alarm(LIMIT_S)
         log = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -107,8 +107,24 @@ def enter_host(name: str, folder: Path, ranks: list[int], world_size: int) -> No
     os.waitpid(fork(folder, run_host, name, folder, ranks, world_size), 0)
 
 
+def start(name: str, path: str, world_size: int, env: Any, are_hosts: bool) -> list[int]:
+    """Forks the processes of a job."""
+    folder, ranks, pids = Path(path), list(range(world_size)), []
+    kept = dict(os.environ)
+    if are_hosts:
+        half = world_size // 2
+        pids.append(fork(folder, enter_host, name, folder, ranks[:half], world_size))
+        ranks, env = ranks[half:], {**env, "RINGCOMM_HOST_ID": "b"}
+    for rank in ranks:
+        os.environ.update(env[rank] if isinstance(env, list) else env)
+        pids += fork_ranks(name, folder, [rank], world_size)
+        os.environ.clear()
+        os.environ.update(kept)
+    return pids
+
+
 def serve() -> NoReturn:
-    """Takes jobs from standard input, a line each; an empty line ends the ranks."""
+    """Takes jobs from standard input, a line each; an empty line ends all of them."""
     import torch
     from hang_cases import CASES
 
@@ -116,27 +132,17 @@ def serve() -> NoReturn:
     torch.set_num_threads(1)
     pids: list[int] = []
     for line in sys.stdin:
+        started: list[int] = []
         if line.strip():
-            name, path, world_size, env, are_hosts = json.loads(line)
-            folder, ranks = Path(path), list(range(world_size))
-            kept = dict(os.environ)
-            if are_hosts:
-                half = world_size // 2
-                pids.append(fork(folder, enter_host, name, folder, ranks[:half], world_size))
-                ranks, env = ranks[half:], {**env, "RINGCOMM_HOST_ID": "b"}
-            for rank in ranks:
-                own = env[rank] if isinstance(env, list) else env
-                os.environ.update(own)
-                pids += fork_ranks(name, folder, [rank], world_size)
-                os.environ.clear()
-                os.environ.update(kept)
+            started = start(*json.loads(line))
+            pids += started
         else:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             pids = []
-        print(json.dumps(pids), flush=True)
+        print(json.dumps(started), flush=True)
     os._exit(0)
 
 
@@ -176,7 +182,7 @@ class Launcher:
         are_hosts: bool = False,
         settle_s: float = 1.0,
     ) -> Iterator[list[int]]:
-        """The pids of the ranks of a job that is in this case, by rank.
+        """The pids of a job's ranks, once it is in this case; at the end all jobs end.
 
         Args:
             env: of all ranks, or of each.

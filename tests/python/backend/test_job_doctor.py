@@ -104,9 +104,8 @@ def test_two_jobs_of_one_parent_are_told_apart(launcher: Launcher, tmp_path: Pat
         folder.mkdir()
     with (
         launcher.job("stopped", folders[0], 2) as first,
-        launcher.job("computes", folders[1], 2) as both,
+        launcher.job("computes", folders[1], 2) as second,
     ):
-        second = both[2:]
         for pids, words in ((first, "is stopped"), (second, "it computes")):
             report = job.examine(pids[0])
             assert [row["pid"] for row in report["ranks"]] == pids
