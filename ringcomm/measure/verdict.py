@@ -136,7 +136,7 @@ def _why_outside(rank: Rank) -> str:
     at = f", at {rank.place()}" if rank.stack else ""
     if any(name in line for line in rank.stack for name in _LOADERS):
         return f"is in the data loader{at}"
-    if rank.cpu_percent >= BUSY_PERCENT:
+    if rank.cpu_percent >= BUSY_PERCENT or rank.state == "R":  # which may wait for a core
         return f"computes ({rank.cpu_percent:.0f} % of a core){at}"
     return f"is in no call of ringcomm, and sleeps{at}"
 
