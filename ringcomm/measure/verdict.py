@@ -233,14 +233,14 @@ def _of_circle(ranks: list[Rank], circle: list[Rank]) -> tuple[str, int | None]:
         (rank,) = odd.values()
         others = [each for each in ranks if keys.get(each.pid) == common]
         at = f", at {rank.place()}" if rank.stack else ""
-        return (
-            f"rank {rank.number} is the cause: it is in "
-            f"{_wait_text(ranks, rank, calls[rank.pid])}{at}, while "
+        text = _blame(
+            rank,
+            f"it is in {_wait_text(ranks, rank, calls[rank.pid])}{at}, while "
             f"{_named([each.number for each in others])} wait in "
             f"{others[0].text(calls[others[0].pid])}: it has left out a call, or makes calls in "
             "another order",
-            rank.number,
         )
+        return text, rank.number
     texts = [
         f"rank {one.number} waits for {two.number} in {_wait_text(ranks, one, calls[one.pid])}"
         for one, two in pairwise(circle)
@@ -344,11 +344,14 @@ def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
     """
     if all(rank.num_calls > 0 for rank in ranks) and not num_lost:
         return _of_progress(ranks)
-    # First those that wait for a certain rank, and for long.
-    waiting = [(call.waits_for >= 0, call.began_s, rank) for rank in ranks if (call := rank.call)]
-    if waiting:
-        return _of_wait(ranks, max(waiting, key=lambda each: each[:2])[2])
+    waiting = [(call.began_s, rank, call) for rank in ranks if (call := rank.call)]
+    waiting.sort(key=lambda each: each[0], reverse=True)
+    for _, rank, call in waiting:
+        if call.waits_for >= 0:
+            return _of_wait(ranks, rank)
     found = _of_failures(ranks) or _of_lost(ranks)
+    if found is None and waiting:  # for any rank, or for no long time
+        return _of_wait(ranks, waiting[0][1])
     return found or (
         "no rank is in a call of ringcomm: the job does not wait for a collective",
         None,

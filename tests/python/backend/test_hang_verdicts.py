@@ -56,7 +56,9 @@ def test_a_receive_from_any_rank_does_not_hide_a_wait() -> None:
     server = rank(0, call("recv", 0, ANY_RANK, 99.0))
     text, cause = say(server, rank(1, call(waits_for=2)), rank(2, OVER))
     assert cause == 2, text
-    text, cause = say(server)
+    failed = rank(1, state="failed", failure="no memory", culprit=1)
+    assert say(server, failed, rank(2), rank(3))[1] == 1
+    text, cause = say(server, rank(1), rank(2), rank(3))
     assert (text, cause) == ("rank 0 is in recv with tag 0 of group 0 and waits for any rank", 0)
 
 
