@@ -1,6 +1,7 @@
 """Errors that ringcomm raises at run time.
 
-Wrong arguments raise ValueError, TypeError or NotImplementedError and leave the group usable.
+Wrong arguments raise ValueError, TypeError or NotImplementedError before anything is written, and
+leave the group usable.
 """
 
 from torch.distributed import DistBackendError
@@ -8,6 +9,9 @@ from torch.distributed import DistBackendError
 
 class RingcommError(DistBackendError):
     """A collective failed. Further calls of the group raise the same error.
+
+    Tensors that the call only reads are unchanged. A tensor that it changes in place may hold any
+    mixture of old, partial and final values, and outputs any values. Nothing else is written.
 
     Attributes:
         rank: the rank at fault in the group's numbering, -1 when unknown.
@@ -37,7 +41,10 @@ class PeerDiedError(RingcommError):
 
 
 class MismatchError(RingcommError):
-    """Ranks called different collectives, or made the group with different options or sizes."""
+    """Ranks called different collectives, or made the group with different options or sizes.
+
+    Over shared memory no tensor has been written. Over messages one that the call changes may have.
+    """
 
 
 class CollectiveTimeoutError(RingcommError, TimeoutError):

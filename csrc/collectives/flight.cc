@@ -59,14 +59,13 @@ std::uint64_t id_of(const std::string& name, const std::vector<std::uint64_t>& g
 
 // "4 MiB", "1.5 KiB", "12 bytes"
 std::string size_text(std::uint64_t num_bytes) {
-  if (num_bytes < 1024) return std::to_string(num_bytes) + " bytes";
-  const char* unit = "KiB";
-  double size = static_cast<double>(num_bytes) / 1024;
-  if (size >= 1024) size /= 1024, unit = "MiB";
-  if (size >= 1024) size /= 1024, unit = "GiB";
+  static constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB"};
+  auto size = static_cast<double>(num_bytes);
+  std::size_t unit = 0;
+  for (; size >= 1024 && unit + 1 < std::size(kUnits); ++unit) size /= 1024;
   char text[32];
-  std::snprintf(text, sizeof text, "%.3g ", size);
-  return std::string(text) + unit;
+  std::snprintf(text, sizeof text, "%.4g %s", size, kUnits[unit]);
+  return text;
 }
 
 std::string call_text(const Event& event) {
@@ -110,9 +109,8 @@ class Clock {
     ns_per_tick_ = passed > 0 ? static_cast<double>(passed_ns) / static_cast<double>(passed) : 1;
   }
   std::uint64_t seconds_since(std::uint64_t then) const {
-    return then >= now_
-               ? 0
-               : static_cast<std::uint64_t>(static_cast<double>(now_ - then) * ns_per_tick_ / 1e9);
+    const auto passed = static_cast<double>(now_ - std::min(then, now_));
+    return static_cast<std::uint64_t>(passed * ns_per_tick_ / 1e9);
   }
 
  private:
@@ -124,8 +122,7 @@ class Clock {
 
 class Recorder {
  public:
-  static Recorder* find() { return of_process.find(); }
-  static Recorder& get() { return of_process.get(); }
+  static constinit PerProcess<Recorder> of_process;
 
   /// Once. Not in the constructor: of several threads that make one, all but one throw theirs away.
   void open() {
@@ -142,7 +139,6 @@ class Recorder {
     }
   }
 
-  bool is_there() const { return static_cast<bool>(fd_); }
   int fd() const { return fd_.get(); }
   Memory memory() const { return Memory(mapped_.data()); }
 
@@ -167,13 +163,10 @@ class Recorder {
   }
 
  private:
-  static constinit PerProcess<Recorder> of_process;
-
   void fill_header() const {
     Header& header = memory().header();
     header.num_bytes = Memory::kNumBytes;
     header.pid = ::getpid();
-    header.has_cycle_counter = has_cycle_counter();
     header.anchor_ticks = ticks();
     header.anchor_ns = monotonic_ns();
     set_text(header.version, RINGCOMM_VERSION);
@@ -261,10 +254,10 @@ std::uint64_t ticks() {
   return monotonic_ns();
 }
 
-void start() { Recorder::get().open(); }
+void start() { Recorder::of_process.get().open(); }
 
 int descriptor() {
-  const Recorder* recorder = Recorder::find();
+  const Recorder* recorder = Recorder::of_process.find();
   return recorder != nullptr ? recorder->fd() : -1;
 }
 
@@ -272,8 +265,8 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
                                const std::vector<std::uint64_t>& global_ranks,
                                const std::string& transport, const Membership& members,
                                bool says_waits) {
-  Recorder* recorder = Recorder::find();
-  if (recorder == nullptr || !recorder->is_there()) return nullptr;
+  if (descriptor() < 0) return nullptr;
+  Recorder* recorder = Recorder::of_process.find();
   std::unique_ptr<Log> log(new Log(*recorder, recorder->take_place()));
   const std::size_t world_size = members.processes().size();
   log->id_ = id_of(name, global_ranks);
@@ -283,13 +276,19 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
   GroupEntry& entry = recorder->memory().groups()[log->place_];
   entry.rank = rank;
   entry.world_size = static_cast<std::int32_t>(world_size);
+  entry.culprit = -1;
   entry.id = log->id_;
   set_text(entry.name, name);
   set_text(entry.transport, transport);
   set_text(entry.failure, "");
+  const auto seen_pid = [&](std::size_t member) {  // a process on this machine has an address
+    const PeerProcess& process = *log->processes_[member];
+    const bool is_hidden = process.bootstrap_address.empty() || process.is_pid_hidden;
+    return is_hidden && static_cast<int>(member) != rank ? -1 : process.pid;
+  };
   for (std::size_t i = 0; i < std::min(world_size, kNumMembers); ++i)
     entry.members[i] = {
-        .pid = log->processes_[i]->pid,
+        .pid = seen_pid(i),
         .global_rank = static_cast<std::int32_t>(i < global_ranks.size() ? global_ranks[i] : i)};
   __atomic_store_n(&entry.state, GroupEntry::kAlive, __ATOMIC_RELEASE);
   recorder->add(log.get());
@@ -299,7 +298,7 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
 Log::Log(Recorder& recorder, std::uint32_t place) : recorder_(recorder), place_(place) {}
 
 Log::~Log() {
-  if (Recorder::find() != &recorder_) return;  // in a forked child
+  if (Recorder::of_process.find() != &recorder_) return;  // in a forked child
   recorder_.remove(this);
   __atomic_store_n(&recorder_.memory().groups()[place_].state, GroupEntry::kLeft, __ATOMIC_RELEASE);
 }
@@ -322,8 +321,9 @@ void Log::end(const Call& call) {
   __atomic_store_n(&call.event->end_ticks, ticks(), __ATOMIC_RELAXED);
 }
 
-void Log::fail(const std::string& why) {
+void Log::fail(const std::string& why, int culprit) {
   GroupEntry& entry = recorder_.memory().groups()[place_];
+  entry.culprit = culprit;
   set_text(entry.failure, why);
   __atomic_store_n(&entry.state, GroupEntry::kFailed, __ATOMIC_RELEASE);
 }

@@ -46,15 +46,15 @@ static_assert(sizeof(Event) == 64);
 /// A group as one of its ranks knows it.
 struct GroupEntry {
   struct Member {
-    std::int32_t pid;          ///< as this process sees it; -1 if it does not
+    std::int32_t pid;          ///< as this process sees it; -1 if it does not, as on another host
     std::int32_t global_rank;  ///< in the job
   };
   enum State : std::uint32_t { kUnused, kAlive, kFailed, kLeft };
 
   std::uint32_t state;
   std::int32_t rank, world_size;
-  std::uint32_t unused;
-  std::uint64_t id;  ///< equal on all ranks of a group
+  std::int32_t culprit;  ///< of the failure; -1 if it has none, or nobody is known
+  std::uint64_t id;      ///< equal on all ranks of a group
   char name[48];
   char transport[96];
   char failure[256];
@@ -65,8 +65,7 @@ struct Header {
   static constexpr char kMagic[9] = "RINGFLY1";
   char magic[8];
   std::uint64_t num_bytes;
-  std::int32_t pid;
-  std::uint32_t has_cycle_counter;        ///< ticks are cycles; else nanoseconds
+  std::int32_t pid, unused;
   std::uint64_t anchor_ticks, anchor_ns;  ///< the same moment by both clocks
   char version[32];                       ///< of ringcomm
   std::uint64_t num_calls;
@@ -122,7 +121,7 @@ class Log {
 
   Call begin(const Event& described);
   static void end(const Call& call);
-  void fail(const std::string& why);
+  void fail(const std::string& why, int culprit);
 
   /// The collective that runs waits for this rank; in its thread.
   void note_wait(int peer) const { running_.note_wait(peer); }

@@ -19,8 +19,8 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 MEMFD, STACKS_MEMFD = "ringcomm-flight", "ringcomm-stacks"
 NOBODY, ANY_RANK = -1, -2
 
-_HEADER = struct.Struct("=8sQiIQQ32sQ")
-_GROUP = struct.Struct("=IiiIQ48s96s256s512s")
+_HEADER = struct.Struct("=8sQiiQQ32sQ")
+_GROUP = struct.Struct("=IiiiQ48s96s256s512s")
 _EVENT = struct.Struct("=QQQQQIiiBBBB8x")
 _MAGIC = b"RINGFLY1"
 _NUM_GROUPS, _NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
@@ -67,7 +67,8 @@ class Group:
     world_size: int
     transport: str
     failure: str
-    pids: list[int]
+    culprit: int  # of the failure, in the group; -1: nobody
+    pids: list[int]  # -1: this process cannot see it, as on another host
     global_ranks: list[int]
 
 
@@ -96,7 +97,7 @@ def _text(data: bytes) -> str:
 
 def _group(data: bytes, place: int) -> Group | None:
     fields = _GROUP.unpack_from(data, _GROUPS_OFFSET + place * _GROUP.size)
-    state, rank, world_size, _, id_, name, transport, failure, members = fields
+    state, rank, world_size, culprit, id_, name, transport, failure, members = fields
     if not 0 < state < len(_STATES):
         return None
     numbers = struct.unpack(f"={2 * _NUM_MEMBERS}i", members)
@@ -109,6 +110,7 @@ def _group(data: bytes, place: int) -> Group | None:
         world_size=world_size,
         transport=_text(transport),
         failure=_text(failure),
+        culprit=culprit,
         pids=list(numbers[: 2 * num : 2]),
         global_ranks=list(numbers[1 : 2 * num : 2]),
     )
@@ -125,7 +127,8 @@ def parse(data: bytes) -> Record:
     _, num_bytes, pid, _, anchor_ticks, anchor_ns, version, num_calls = _HEADER.unpack_from(data)
     if _text(version) != __version__ or num_bytes != NUM_BYTES or len(data) < NUM_BYTES:
         raise ValueError(
-            f"process {pid} runs ringcomm {_text(version)}, and this is {__version__}: use its"
+            f"process {pid} runs ringcomm {_text(version)}, and this is {__version__}: run "
+            "`ringcomm doctor` of that version"
         )
     now_ticks, now_ns = _C.flight_clock()
     ns_per_tick = (now_ns - anchor_ns) / max(1, now_ticks - anchor_ticks)
