@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -54,14 +55,14 @@ class Rank:
     @property
     def call(self) -> Call | None:
         """The call that it is in: of messages only one that it waits for."""
-        running = [call for call in self.record.calls if call.ended_s is None]
+        running = [call for call in self.record.calls if call.state == "running"]
         found = [call for call in running if not call.is_message or call.waits_for != flight.NOBODY]
         return found[-1] if found else None
 
     @property
     def last(self) -> Call | None:
-        """Its last call that has ended."""
-        over = [call for call in self.record.calls if call.ended_s is not None]
+        """Its last call that has ended, or is enqueued to a device."""
+        over = [call for call in self.record.calls if call.state != "running"]
         return over[-1] if over else None
 
     def group_of(self, call: Call) -> Group:
@@ -307,6 +308,25 @@ def _end_of(ranks: list[Rank], rank: Rank) -> tuple[str, int | None]:
     return f"rank {end.number} is the cause: it {_why_outside(end)}{since}", end.number
 
 
+def _behind_on_devices(ranks: list[Rank]) -> tuple[str, int | None] | None:
+    """A rank that has enqueued fewer collectives than another one of a group, and makes no call."""
+    groups: dict[int, list[tuple[int, Rank, Call | None]]] = {}
+    for rank in ranks:
+        for place, group in rank.record.groups.items():
+            calls = [c for c in rank.record.calls if c.on_device and c.group == place]
+            last = next((call for call in reversed(calls) if not call.is_message), None)
+            number = -1 if last is None else last.seq
+            if group.state == "alive":
+                groups.setdefault(group.id, []).append((number, rank, last))
+    for members in groups.values():
+        behind, ahead = (chosen(members, key=lambda each: each[0]) for chosen in (min, max))
+        call, late = ahead[2], behind[1]
+        if call is not None and behind[0] < ahead[0] and late.num_calls == 0:
+            text = f"it has not enqueued {call.text()}, as rank {ahead[1].number} has, and "
+            return f"rank {late.number} is the cause: {text}{_why_outside(late)}", late.number
+    return None
+
+
 def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
     """One sentence, and the rank that is the cause."""
     failures = [g.failure for r in ranks for g in r.record.groups.values() if g.state == "failed"]
@@ -314,15 +334,20 @@ def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
         return f"a group has failed: {failures[0]}", None
     waiting = [rank for rank in ranks if rank.call is not None]
     if not waiting:
-        return "no rank is in a call of ringcomm: the job does not wait for a collective", None
+        text = "no rank is in a call of ringcomm: the job does not wait for a collective"
+        return _behind_on_devices(ranks) or (text, None)
     if all(rank.num_calls > 0 for rank in ranks) and not num_lost:
         return "no hang: every rank makes calls", None
     longest = max(waiting, key=lambda rank: rank.call.began_s if rank.call else 0)
     return _end_of(ranks, longest)
 
 
-def examine(pid: int) -> dict[str, Any]:
+def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[str, Any]:
     """The ranks of a job, and the verdict.
+
+    Args:
+        pid: of a rank, or of a process that has started ranks.
+        look: called with the ranks.
 
     Raises:
         JobError: it cannot be examined.
@@ -333,11 +358,13 @@ def examine(pid: int) -> dict[str, Any]:
         raise JobError(f"the job of process {pid} has ended meanwhile")
     for rank in ranks:
         rank.stack = _stack_of(rank)
+    if look is not None:
+        look(ranks)
     text, cause = verdict(ranks, len(found) - len(ranks))
     rows = []
     for rank in ranks:
         call = rank.call or rank.last
-        peer = _peer(ranks, rank, call) if call is not None and call.ended_s is None else None
+        peer = _peer(ranks, rank, call) if call is not None and call.state == "running" else None
         rows.append({
             "rank": rank.number,
             "pid": rank.pid,
@@ -360,7 +387,9 @@ def print_report(report: dict[str, Any]) -> None:
             what = "no call yet"
         else:
             what = f"{call['text']} ({byte_count(call['num_bytes'])}, group {row['group']})"
-            if call["ended_s"] is None:
+            if call["state"] == "enqueued":
+                what = f"last: {what}, enqueued to a device {call['began_s']:.0f} s ago"
+            elif call["ended_s"] is None:
                 whom = "" if row["waits_for"] is None else f", waits for rank {row['waits_for']}"
                 what = f"in {what} for {call['began_s']:.0f} s{whom}"
             else:
