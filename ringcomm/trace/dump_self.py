@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ringcomm import errors
@@ -63,12 +64,13 @@ def _stacks() -> dict[str, list[str]]:
     stacks: dict[str, list[str]] = {}
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, f"thread {ident}")
-        lines, at = [], frame
+        lines: list[str] = []
+        at: FrameType | None = frame
         while at is not None:
             code = at.f_code
             if lines or code.co_filename not in _OWN_FILES:
                 lines.append(f"{code.co_filename}:{at.f_lineno} {code.co_name}")
-            at = at.f_back  # type: ignore[assignment]
+            at = at.f_back
         if name != _THREAD:
             stacks[name] = lines
     return stacks

@@ -95,10 +95,17 @@ def write(
 def _process(record: Record, num_calls: int, *, has_ended: bool) -> dict[str, Any]:
     groups = {str(place): _in_ns(asdict(g), record) for place, g in record.groups.items()}
     calls = [_in_ns(asdict(call), record) for call in record.calls[-num_calls:]]
-    about = {"rank": record.rank, "pid": record.pid, "has_ended": has_ended}
-    about |= {"version": record.version, "num_calls": record.num_calls}
-    about |= {"started_ns": record.started_ns, "read_ns": record.read_ns}
-    return {**about, "groups": groups, "calls": calls}
+    return {
+        "rank": record.rank,
+        "pid": record.pid,
+        "has_ended": has_ended,
+        "version": record.version,
+        "num_calls": record.num_calls,
+        "started_ns": record.started_ns,
+        "read_ns": record.read_ns,
+        "groups": groups,
+        "calls": calls,
+    }
 
 
 def _in_ns(values: dict[str, Any], record: Record) -> dict[str, Any]:

@@ -111,9 +111,7 @@ class _Writer:
         yield _metadata("process_sort_index", row, sort_index=row)
         yield _metadata("process_labels", row, labels=about)
         if title != f"rank {process.rank}":
-            self.notes.append(f"{title}: {about}")
-        if process.dumped:
-            self.notes.append(f"rank {process.rank}: {process.dumped}")
+            self.notes.append(f"{title}: {about}{process.dumped and ', '}{process.dumped}")
         for failure in process.failures:
             yield self._note(process, 0, failure["time_ns"], failure["failure"])
             self.notes.append(failure["failure"])

@@ -52,7 +52,7 @@ class _Dump:
         """Adds a call as one of the group `name`; `seq` is its number there."""
         about = {"name": name, "desc": name, "ranks": str(sorted(ranks))}
         self.config[name] = about
-        entry = {"process_group": (name, name), "profiling_name": f"gloo:{title}"}
+        entry: Entry = {"process_group": (name, name), "profiling_name": f"gloo:{title}"}
         entry |= {"collective_seq_id": seq, "p2p_seq_id": seq, "is_p2p": call.is_message}
         self.entries.append(
             (call.number, {**entry, **_sizes(call, len(ranks)), **self._about(call)})

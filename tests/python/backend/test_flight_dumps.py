@@ -113,7 +113,8 @@ def test_survivors_dump_the_calls_of_a_rank_that_died(tmp_path: Path) -> None:
 
     summary = merge([folder], tmp_path / "trace.json")
     assert summary.num_ranks == 3
-    assert "rank 2: the last 2 of 2 calls, from the dump of another rank, " in str(summary.notes)
+    (note,) = [note for note in summary.notes if note.startswith("rank 2 (dump): ")]
+    assert "the last 2 of 2 calls, from the dump of another rank, job-" in note
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["rank 0 (failed)", "rank 1 (failed)", "rank 2 (dump)"]
@@ -168,6 +169,26 @@ def test_torch_finds_nothing_wrong_where_nothing_is(tmp_path: Path) -> None:
         assert word not in said, said
     events = merge([tmp_path], tmp_path / "trace.json").num_events
     assert events > 0
+
+
+def reduce_and_dump(rank: int) -> None:
+    dist.all_reduce(torch.ones(8))
+    ringcomm.flight_dump()
+
+
+def test_of_a_process_with_both_the_recording_is_in_the_trace(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded"
+    env = [{"RINGCOMM_FLIGHT_DUMP": f"{recorded}/"}] * 2
+    env[1] = {**env[1], "RINGCOMM_TRACE": str(recorded)}
+    run_ranks(2, reduce_and_dump, fresh=True, env=env)
+    summary = merge([recorded], tmp_path / "trace.json")
+    assert summary.num_ranks == 2
+    assert [note.partition(":")[0] for note in summary.notes] == ["rank 0 (dump)"]
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert [name.partition(" (")[0] for name in names] == ["rank 0", "rank 1"]
+    arrows = [e["ph"] for e in events if e.get("cat") == "arrow" and e["name"] == "same call"]
+    assert sorted(arrows) == ["f", "s"]  # both ranks' clocks agree
 
 
 # ---- on request

@@ -79,7 +79,8 @@ def late_on_a_device(rank: int, folder: str) -> tuple[str, int | None, str]:
     dist.all_reduce(x)
     module().synchronize()
     dist.barrier()
-    done, found = Path(folder, "done"), ("", None, "")
+    done = Path(folder, "done")
+    found: tuple[str, int | None, str] = ("", None, "")
     deadline = time.monotonic() + LIMIT_S
     if rank == 0:
         dist.all_reduce(x)
