@@ -37,7 +37,7 @@ class _Group:
     name: str
     ranks: list[int]  # in the job, by rank in the group
     calls: dict[int, list[Call]] = field(default_factory=dict)  # by rank in the job
-    is_whole: bool = True  # no call of a rank has been replaced by a later one
+    cut: set[int] = field(default_factory=set)  # ranks whose older calls are no longer there
 
 
 @dataclass
@@ -124,7 +124,8 @@ def _groups(processes: Sequence[Known]) -> list[_Group]:
             own = record.groups[place]
             group = found.setdefault(id_, _Group(own.name, _ranks(own)))
             group.calls[record.rank] = [call for call in record.calls if call.group == place]
-            group.is_whole = group.is_whole and record.num_calls <= len(record.calls)
+            if record.num_calls > len(record.calls):
+                group.cut.add(record.rank)
     numbers = Counter(group.name for group in found.values())
     for id_, group in found.items():
         if numbers[group.name] > 1:
@@ -143,11 +144,13 @@ def _collectives(
     group: _Group, calls: list[Call]
 ) -> Iterator[tuple[Call, str, list[int], int, str]]:
     for on_device in (False, True):
-        of_ranks = [
-            [call.seq for call in each if not call.is_message and call.on_device == on_device]
-            for each in group.calls.values()
+        left = [
+            [c.seq for c in group.calls[rank] if not c.is_message and c.on_device == on_device]
+            for rank in group.cut
         ]
-        first = 0 if group.is_whole else max((min(seqs, default=0) for seqs in of_ranks), default=0)
+        if not all(left):  # a rank may have made any of these calls
+            continue
+        first = max((seqs[0] for seqs in left), default=0)
         name = f"{group.name} on devices" if on_device else group.name
         for call in calls:
             if not call.is_message and call.on_device == on_device and call.seq >= first:
@@ -158,7 +161,7 @@ def _messages(
     group: _Group, rank: int, calls: list[Call]
 ) -> Iterator[tuple[Call, str, list[int], int, str]]:
     numbers: dict[str, int] = defaultdict(int)
-    for call in calls if group.is_whole else ():
+    for call in calls if not group.cut else ():
         if not call.is_message or not 0 <= call.peer < len(group.ranks):
             continue
         peer, is_send = group.ranks[call.peer], call.op == "send"

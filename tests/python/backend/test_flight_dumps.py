@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -224,6 +225,13 @@ def test_a_process_without_a_group_has_nothing_to_dump(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def a_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    run_ranks(2, ask, str(folder), fresh=True)
+    return folder
+
+
 # ---- hangs
 
 
@@ -285,6 +293,22 @@ def test_the_doctor_dumps_ranks_that_cannot(tmp_path: Path, case: str) -> None:
     assert '"wait for rank 2"' in text
 
 
+@needs_analyser
+def test_only_calls_that_all_ranks_still_have_are_compared(tmp_path: Path, a_job: Path) -> None:
+    """Of 1,100 calls the recorders have the last 1,024; one of the dumps has lost 100 more."""
+    for path in a_job.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    dump = dump_of(tmp_path / "asked-1.json")
+    del dump["processes"][0]["calls"][:100]
+    (tmp_path / "asked-1.json").write_text(json.dumps(dump))
+    said = analyse(tmp_path)
+    assert "Not all ranks" not in said
+    for rank in range(2):
+        entries = pickle.loads((tmp_path / "torch" / f"rank{rank}").read_bytes())["entries"]
+        assert [entry["collective_seq_id"] for entry in entries] == list(range(176, 1100))
+        assert [entry["record_id"] for entry in entries] == list(range(924))
+
+
 # ---- bad input
 
 
@@ -316,13 +340,6 @@ def of_another_job(folder: Path) -> None:
 def emptied(folder: Path) -> None:
     for path in folder.iterdir():
         path.write_text('{"traceEvents": []}')
-
-
-@pytest.fixture(scope="module")
-def a_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    run_ranks(2, ask, str(folder), fresh=True)
-    return folder
 
 
 @pytest.mark.parametrize(
