@@ -42,8 +42,7 @@ def _write(folder: Path, form: str, ranks: list[Rank]) -> None:
         for rank in ranks:
             peers: list[flight.Record] = []
             with contextlib.suppress(OSError):
-                mapped = flight.mapped_records(rank.pid)
-                peers = [peer for peer in mapped if peer.pid != rank.record.pid]
+                _, peers = flight.mapped_records(rank.pid)
             stacks = {"MainThread": rank.stack}
             dumps.write(f"{target}/rank", rank.record, peers, "ringcomm doctor", stacks)
         if form == "torch":

@@ -17,7 +17,6 @@ from typing import Any
 from ringcomm import errors
 from ringcomm.trace import dumps, flight
 
-VARIABLE = "RINGCOMM_FLIGHT_DUMP"
 # Next to flight.STACK_SIGNAL. A program uses SIGUSR1 and SIGUSR2 itself.
 DUMP_SIGNAL = signal.SIGRTMAX - 4
 _THREAD = "ringcomm-dump"
@@ -42,20 +41,21 @@ def flight_dump(prefix: str | os.PathLike[str] | None = None) -> Path:
         ValueError: there is no prefix, or this process has no group of several ranks.
         OSError: the file cannot be written, or the system does not let the process read its memory.
     """
-    chosen = os.fspath(prefix) if prefix is not None else os.environ.get(VARIABLE)
+    chosen = os.fspath(prefix) if prefix is not None else _prefix()
     if not chosen:
-        raise ValueError(f"give a prefix, or set the environment variable {VARIABLE}")
+        raise ValueError("give a prefix, or set the environment variable RINGCOMM_FLIGHT_DUMP")
     return _dump(chosen, "request")
 
 
+def _prefix() -> str:
+    return os.environ.get("RINGCOMM_FLIGHT_DUMP") or ""
+
+
 def _dump(prefix: str, reason: str) -> Path:
-    own: list[flight.Record] = []
-    peers: list[flight.Record] = []
-    for record in flight.mapped_records():
-        (own if record.pid == os.getpid() else peers).append(record)
-    if not own or own[0].rank < 0:
+    own, peers = flight.mapped_records()
+    if own is None or own.pid != os.getpid() or own.rank < 0:
         raise ValueError("this process has no group of ringcomm of several ranks to dump")
-    return dumps.write(prefix, own[0], peers, reason, _stacks())
+    return dumps.write(prefix, own, peers, reason, _stacks())
 
 
 def _stacks() -> dict[str, list[str]]:
@@ -78,7 +78,7 @@ def _stacks() -> dict[str, list[str]]:
 
 def start() -> None:
     """Dumps this process on errors and on DUMP_SIGNAL, if RINGCOMM_FLIGHT_DUMP is set."""
-    if os.environ.get(VARIABLE):
+    if _prefix():
         errors.on_error = _on_error
         _offer(os.getpid())
 
@@ -99,11 +99,11 @@ def _on_error(message: str) -> None:
 def _try_to_dump(reason: str) -> None:
     """Writes the path, or why there is none, to stderr: the program goes on as it would."""
     try:
-        text = f"its flight recorder is in {_dump(os.environ[VARIABLE], reason)}"
+        text = f"its flight recorder is in {_dump(_prefix(), reason)}"
     except ValueError:  # no group: a forked child
         return
     except Exception as error:
-        text = f"{VARIABLE}: cannot dump its flight recorder: {error}"
+        text = f"RINGCOMM_FLIGHT_DUMP: cannot dump its flight recorder: {error}"
     with contextlib.suppress(OSError, ValueError):
         print(f"ringcomm process {os.getpid()}: {text}", file=sys.stderr, flush=True)
 

@@ -184,8 +184,11 @@ def parse(data: bytes) -> Record:
     return record
 
 
-def mapped_records(pid: int | str = "self") -> list[Record]:
+def mapped_records(pid: int | str = "self") -> tuple[Record | None, list[Record]]:
     """The records that a process maps: its own, and those of its peers, also of ended ones.
+
+    Its own is the one of which it has the descriptor: pids of other PID namespaces may be equal. A
+    forked child has its parent's.
 
     Raises:
         OSError: its memory may not be read: it belongs to another user, or the system allows that
@@ -196,13 +199,21 @@ def mapped_records(pid: int | str = "self") -> list[Record]:
         fields = re.fullmatch(rf"(\w+)-\S+ \S+ 0+ \S+ (\d+)\s+/memfd:{MEMFD} .*", line)
         if fields is not None:
             found[fields[2]] = int(fields[1], 16)
-    records = []
+    opened = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # just closed
+            opened.add(str(entry.stat().st_ino))
+    own, peers = None, []
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
-        for address in found.values():
+        for inode, address in found.items():
             # Another version's, or one that another thread has just unmapped.
             with contextlib.suppress(OSError, ValueError):
-                records.append(parse(os.pread(memory.fileno(), NUM_BYTES, address)))
-    return records
+                record = parse(os.pread(memory.fileno(), NUM_BYTES, address))
+                if inode in opened:
+                    own = record
+                else:
+                    peers.append(record)
+    return own, peers
 
 
 @functools.cache

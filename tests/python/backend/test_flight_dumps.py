@@ -83,8 +83,11 @@ def lose_a_rank(rank: int) -> str:
     return str(caught.value)
 
 
-def run_dumping(folder: Path, body: Callable[..., Any], **options: Any) -> list[Any]:
-    env = [{"RINGCOMM_FLIGHT_DUMP": f"{folder}/job-"}] * 3
+def run_dumping(
+    folder: Path, body: Callable[..., Any], hosts: str = "aaa", **options: Any
+) -> list[Any]:
+    prefix = f"{folder}/job-"
+    env = [{"RINGCOMM_FLIGHT_DUMP": prefix, "RINGCOMM_HOST_ID": host} for host in hosts]
     return run_ranks(3, body, fresh=True, env=env, **options)
 
 
@@ -163,8 +166,9 @@ def exchange(rank: int) -> None:
 
 
 @needs_analyser
-def test_torch_finds_nothing_wrong_where_nothing_is(tmp_path: Path) -> None:
-    run_dumping(tmp_path, exchange)
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+def test_torch_finds_nothing_wrong_where_nothing_is(tmp_path: Path, hosts: str) -> None:
+    run_dumping(tmp_path, exchange, hosts)
     said = analyse(tmp_path)
     for word in ("Not all ranks", "has errors", "mismatch", "cannot decide"):
         assert word not in said, said
@@ -217,6 +221,22 @@ def test_a_program_asks_for_a_dump(tmp_path: Path) -> None:
     own, peer = dump_of(paths[0])["processes"]
     assert [call["number"] for call in own["calls"]] == list(range(77, 1101))
     assert len(peer["calls"]) == dumps.NUM_CALLS_OF_PEER
+
+
+def dump_in_a_child(rank: int, folder: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ringcomm.flight_dump(f"{folder}/child-")
+        except ValueError:
+            os._exit(7)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_does_not_dump_its_parent(tmp_path: Path) -> None:
+    assert run_ranks(2, dump_in_a_child, str(tmp_path), fresh=True) == [7, 7]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_without_a_group_has_nothing_to_dump(tmp_path: Path) -> None:
