@@ -107,9 +107,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     add("--world-size", type=int, default=num_ranks, help=about)
     add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
-    about = "with --job: also write the flight recorder of each rank to FOLDER/rank0.json and so on"
-    add("--dump", type=Path, metavar="FOLDER", help=about)
-    about = "of the dumps: torch is what torch's analyser torchfrtrace reads, as FOLDER/rank0"
+    add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
+    about = "of the dumps: torch is for torch's analyser torchfrtrace, as FOLDER/rank0"
     add("--format", choices=("json", "torch"), default="json", help=about)
     return _doctor
 
@@ -236,9 +235,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> Run:
 
     The first runs a command and exits with its status. A program that is started in another way
     records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second merges these
-    recordings into a trace, and dumps of the flight recorder; with --format torch it converts the
-    dumps to those of torch's flight recorder. The third prints the steps of a ring collective. See
-    docs/how-to/trace.md.
+    recordings, and dumps of the flight recorder, into a trace. The third prints the steps of a ring
+    collective. See docs/how-to/trace.md.
     """
     add = parser.add_argument
     of_file: dict[str, Any] = {"type": Path, "metavar": "FILE"}

@@ -255,7 +255,7 @@ def _why_outside(rank: Rank) -> str:
     at = f", at {place}" if place else ""
     if any(name in line for line in rank.stack for name in _LOADERS):
         return f"is in the data loader{at}"
-    if rank.cpu_percent >= BUSY_PERCENT:
+    if rank.cpu_percent >= BUSY_PERCENT or rank.state == "R":  # it may wait for a core
         return f"computes ({rank.cpu_percent:.0f} % of a core){at}"
     return f"is in no call of ringcomm, and sleeps{at}"
 
@@ -310,19 +310,20 @@ def _end_of(ranks: list[Rank], rank: Rank) -> tuple[str, int | None]:
 
 def _behind_on_devices(ranks: list[Rank]) -> tuple[str, int | None] | None:
     """A rank that has enqueued fewer collectives than another one of a group, and makes no call."""
-    groups: dict[int, list[tuple[int, Rank, Call | None]]] = {}
+    groups: dict[int, list[tuple[Rank, Call | None]]] = {}
     for rank in ranks:
+        calls = [call for call in rank.record.calls if call.on_device and not call.is_message]
+        last = {call.group: call for call in calls}
         for place, group in rank.record.groups.items():
-            calls = [c for c in rank.record.calls if c.on_device and c.group == place]
-            last = next((call for call in reversed(calls) if not call.is_message), None)
-            number = -1 if last is None else last.seq
             if group.state == "alive":
-                groups.setdefault(group.id, []).append((number, rank, last))
+                groups.setdefault(group.id, []).append((rank, last.get(place)))
     for members in groups.values():
-        behind, ahead = (chosen(members, key=lambda each: each[0]) for chosen in (min, max))
-        call, late = ahead[2], behind[1]
-        if call is not None and behind[0] < ahead[0] and late.num_calls == 0:
-            text = f"it has not enqueued {call.text()}, as rank {ahead[1].number} has, and "
+        members.sort(key=lambda member: member[1].seq if member[1] is not None else -1)
+        (late, least), (first, most) = members[0], members[-1]
+        if most is None or late.num_calls > 0:
+            continue
+        if least is None or least.seq < most.seq:
+            text = f"it has not enqueued {most.text()}, as rank {first.number} has, and "
             return f"rank {late.number} is the cause: {text}{_why_outside(late)}", late.number
     return None
 
@@ -343,11 +344,7 @@ def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
 
 
 def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[str, Any]:
-    """The ranks of a job, and the verdict.
-
-    Args:
-        pid: of a rank, or of a process that has started ranks.
-        look: called with the ranks.
+    """The ranks of a job, and the verdict; `look` is called with the ranks.
 
     Raises:
         JobError: it cannot be examined.
