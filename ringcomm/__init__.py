@@ -16,6 +16,7 @@ from ringcomm.memory import is_shared as is_shared
 from ringcomm.ops.collectives import monitored_barrier
 from ringcomm.options import Options
 from ringcomm.survivors import Health, health, shrink
+from ringcomm.trace.dump_self import flight_dump
 from ringcomm.version import __version__
 
 _ringcomm_autoload.register()
@@ -29,6 +30,7 @@ __all__ = [
     "RingcommError",
     "__version__",
     "empty_shared",
+    "flight_dump",
     "health",
     "monitored_barrier",
     "ops",

@@ -15,7 +15,7 @@ from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, warn_of_unknown_variables
 from ringcomm.torch_names import backend_of
-from ringcomm.trace import flight
+from ringcomm.trace import dump_self, flight
 
 _log = logging.getLogger("ringcomm")
 
@@ -48,6 +48,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """
     _tell_peers_of_the_end()
     flight.offer_stacks()
+    dump_self.start()
     trace.start()
     warn_of_unknown_variables()
     size = dist_backend_opts.group_size

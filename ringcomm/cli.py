@@ -114,6 +114,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     add("--world-size", type=int, default=num_ranks, help=about)
     add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
+    add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
+    about = "of the dumps: torch is for torch's analyser torchfrtrace, as FOLDER/rank0"
+    add("--format", choices=("json", "torch"), default="json", help=about)
     return _doctor
 
 
@@ -121,6 +124,8 @@ def _doctor(options: argparse.Namespace) -> int:
     error = options.parser.error
     if options.job is not None:
         return _doctor_of_job(options)
+    if options.dump is not None:
+        error("--dump needs --job PID")
     if not 1 <= options.world_size <= tuning.MAX_WORLD_SIZE:
         error(f"--world-size must be 1 to {tuning.MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
@@ -138,11 +143,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _doctor_of_job(options: argparse.Namespace) -> int:
-    from ringcomm.measure import job
+    from ringcomm.measure import job, job_dumps
 
     try:
-        report = job.examine(options.job)
-    except job.JobError as error:
+        report = job.examine(options.job, job_dumps.writer(options.dump, options.format))
+    except (job.JobError, OSError) as error:
         print(f"ringcomm doctor: {error}", file=sys.stderr)
         return 1
     if options.json:
@@ -237,17 +242,19 @@ def _add_trace(parser: argparse.ArgumentParser) -> Run:
 
     The first runs a command and exits with its status. A program that is started in another way
     records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second merges these
-    recordings into a trace. The third prints the steps of a ring collective. See
-    docs/how-to/trace.md.
+    recordings, and dumps of the flight recorder, into a trace. The third prints the steps of a ring
+    collective. See docs/how-to/trace.md.
     """
     add = parser.add_argument
     of_file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-    about = "trace to write, replacing an existing file"
+    about = "trace to write, replacing an existing file; with --format torch a new folder"
     add("-o", "--output", default=Path("ringcomm-trace.json"), help=about, **of_file)
     about = "newest events to keep for each thread"
     add("--events", type=int, metavar="N", default=1 << 16, help=about)
-    about = "folders of recordings, of all hosts"
+    about = "folders of recordings and dumps, of all hosts"
     add("--merge", type=Path, nargs="+", metavar="FOLDER", help=about)
+    about = "of --merge: a trace, or for torch's analyser torchfrtrace one dump for each rank"
+    add("--format", choices=("perfetto", "torch"), default="perfetto", help=about)
     add("--steps", help="print the ring steps of this trace", **of_file)
     add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
@@ -261,12 +268,16 @@ def _trace(options: argparse.Namespace) -> int:
         error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
     if not 64 <= options.events <= 1 << 24:
         error(f"--events must be 64 to {1 << 24}, got {options.events}")
-    from ringcomm.trace.command import merge_folders, run_recorded
+    from ringcomm.trace.command import convert_dumps, merge_folders, run_recorded
     from ringcomm.trace.merge import steps
 
     if options.steps:
         print(steps(options.steps, options.seq))
         return 0
+    if options.format == "torch":
+        if not options.merge:
+            error("--format torch needs --merge FOLDER: it converts dumps of the flight recorder")
+        return convert_dumps(options.merge, options.output)
     if not os.access(options.output.absolute().parent, os.W_OK) or options.output.is_dir():
         error(f"--output: cannot write {str(options.output)!r}")
     if options.merge:

@@ -4,7 +4,12 @@ Wrong arguments raise ValueError, TypeError or NotImplementedError before anythi
 leave the group usable.
 """
 
+from collections.abc import Callable
+
 from torch.distributed import DistBackendError
+
+# Called with the message of each error while it is made (ringcomm/trace/dump_self.py).
+on_error: Callable[[str], None] | None = None
 
 
 class RingcommError(DistBackendError):
@@ -34,6 +39,8 @@ class RingcommError(DistBackendError):
         super().__init__(message)
         self.rank, self.host, self.pid = rank, host, pid
         self.op, self.seq = op, seq
+        if on_error is not None:
+            on_error(message)
 
 
 class PeerDiedError(RingcommError):

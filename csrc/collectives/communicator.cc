@@ -191,13 +191,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     stats_.count(header.op, {});
     return;
   }
-  const flight::Run run(log_.get(), {.seq = header.seq,
-                                     .num_bytes = call.num_bytes(),
-                                     .peer = header.root,
-                                     .op = header.op,
-                                     .dtype = header.dtype,
-                                     .reduction = header.reduction,
-                                     .algorithm = header.algorithm});
+  const flight::Run run(log_.get(), flight::event_of(call, header));
   const auto activity = [&] {
     return Activity{.op = name_of(header.op),
                     .seq = static_cast<std::int64_t>(header.seq),

@@ -86,6 +86,11 @@ class Communicator {
   /// their calls: checks one, gives it a number, and returns its header, which lacks what a plan
   /// fills in. Throws as submit() does.
   CallHeader issue(const Collective& call);
+  /// Adds one, or a message, to the flight recorder.
+  flight::Call record_on_device(flight::Event event) {
+    event.on_device = 1;
+    return log_ != nullptr ? log_->begin(event) : flight::Call{};
+  }
 
   /// Sends and receives; null in a group of one.
   PointToPoint* p2p() { return p2p_.get(); }

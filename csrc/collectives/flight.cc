@@ -225,8 +225,9 @@ class Recorder {
       if (!last || event->number > last->number) last = event;
     }
     if (!last) return ", no call yet";
-    const bool is_over = last->end_ticks != 0;
-    const std::uint64_t since = clock.seconds_since(is_over ? last->end_ticks : last->begin_ticks);
+    const std::uint64_t end = last->end_ticks;
+    const bool is_over = end != 0 || last->on_device != 0;
+    const std::uint64_t since = clock.seconds_since(end != 0 ? end : last->begin_ticks);
     return (is_over ? ", last call: " : ", in ") + call_text(*last) + " " + std::to_string(since) +
            (is_over ? " s ago" : " s");
   }
@@ -303,6 +304,16 @@ Log::~Log() {
   __atomic_store_n(&recorder_.memory().groups()[place_].state, GroupEntry::kLeft, __ATOMIC_RELEASE);
 }
 
+Event event_of(const Collective& call, const CallHeader& header) {
+  return {.seq = header.seq,
+          .num_bytes = call.num_bytes(),
+          .peer = header.root,
+          .op = header.op,
+          .dtype = header.dtype,
+          .reduction = header.reduction,
+          .algorithm = header.algorithm};
+}
+
 Call Log::begin(const Event& described) {
   const Memory memory = recorder_.memory();
   Event event = described;
@@ -325,6 +336,7 @@ void Log::fail(const std::string& why, int culprit) {
   GroupEntry& entry = recorder_.memory().groups()[place_];
   entry.culprit = culprit;
   set_text(entry.failure, why);
+  entry.failed_ticks = ticks();
   __atomic_store_n(&entry.state, GroupEntry::kFailed, __ATOMIC_RELEASE);
 }
 

@@ -26,6 +26,7 @@ inline constexpr std::int32_t kNobody = -1, kAnyRank = -2;
 
 /// A collective, from the start of its run, or a message, from the call: a line of its own. Written
 /// by one thread at a time; a reader sees by `number`, before and after, whether it is the same.
+/// A call on a device begins when it is enqueued; it ends when the host sees that, or never.
 struct Event {
   std::uint64_t number = 0;  ///< of the process's calls, from 1 on; 0 while it is replaced
   std::uint64_t begin_ticks = 0;
@@ -39,9 +40,11 @@ struct Event {
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  std::uint64_t unused = 0;
+  std::uint64_t on_device = 0;
 };
 static_assert(sizeof(Event) == 64);
+
+Event event_of(const Collective& call, const CallHeader& header);
 
 /// A group as one of its ranks knows it.
 struct GroupEntry {
@@ -53,8 +56,9 @@ struct GroupEntry {
 
   std::uint32_t state;
   std::int32_t rank, world_size;
-  std::int32_t culprit;  ///< of the failure; -1 if it has none, or nobody is known
-  std::uint64_t id;      ///< equal on all ranks of a group
+  std::int32_t culprit;        ///< of the failure; -1 if it has none, or nobody is known
+  std::uint64_t id;            ///< equal on all ranks of a group
+  std::uint64_t failed_ticks;  ///< a call that ends later has failed
   char name[48];
   char transport[96];
   char failure[256];

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -232,8 +233,10 @@ def _stack_of(rank: Rank) -> list[str]:
     return []
 
 
-def examine(pid: int) -> dict[str, Any]:
+def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[str, Any]:
     """The ranks of a job, the verdict, and the seconds that it took.
+
+    `look` is called with the ranks.
 
     Raises:
         JobError: it cannot be examined.
@@ -246,12 +249,14 @@ def examine(pid: int) -> dict[str, Any]:
     with ThreadPoolExecutor(max_workers=len(ranks)) as threads:
         for rank, stack in zip(ranks, threads.map(_stack_of, ranks), strict=True):
             rank.stack = stack
+    if look is not None:
+        look(ranks)
     text, cause = verdict(ranks, len(found) - len(ranks))
     rows = []
     for rank in ranks:
         call = rank.call or rank.last
         waits_for = None
-        if call is not None and call.ended_s is None and call.waits_for >= 0:
+        if call is not None and call.state == "running" and call.waits_for >= 0:
             waits_for = number_of(rank.group_of(call), call.waits_for)
         rows.append({
             "rank": rank.number,
@@ -276,7 +281,9 @@ def print_report(report: dict[str, Any]) -> None:
             what = "no call yet"
         else:
             what = f"{call['text']} ({byte_count(call['num_bytes'])}, group {row['group']})"
-            if call["ended_s"] is None:
+            if call["state"] == "enqueued":
+                what = f"last: {what}, enqueued to a device {call['began_s']:.0f} s ago"
+            elif call["ended_s"] is None:
                 whom = "" if row["waits_for"] is None else f", waits for rank {row['waits_for']}"
                 what = f"in {what} for {call['began_s']:.0f} s{whom}"
             else:

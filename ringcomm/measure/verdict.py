@@ -47,14 +47,14 @@ class Rank:
     @property
     def call(self) -> Call | None:
         """The call that it is in: of messages only one that it waits for."""
-        running = [call for call in self.record.calls if call.ended_s is None]
+        running = [call for call in self.record.calls if call.state == "running"]
         found = [call for call in running if not call.is_message or call.waits_for != flight.NOBODY]
         return found[-1] if found else None
 
     @property
     def last(self) -> Call | None:
-        """Its last call that has ended."""
-        over = [call for call in self.record.calls if call.ended_s is not None]
+        """Its last call that has ended, or is enqueued to a device."""
+        over = [call for call in self.record.calls if call.state != "running"]
         return over[-1] if over else None
 
     def group_of(self, call: Call) -> Group:
@@ -82,7 +82,7 @@ class Rank:
         for call in self._last_calls():
             if until is not None:
                 found.append(max(0.0, until - call.began_s))
-            ended = call.ended_s or 0.0
+            ended = call.began_s if call.state == "enqueued" else call.ended_s or 0.0
             until = ended if until is None else min(until, ended)
         return [*found, until or 0.0]
 
@@ -97,7 +97,7 @@ class Rank:
         return [
             call
             for call in calls
-            if call.ended_s is not None or not call.is_message or call.waits_for != flight.NOBODY
+            if call.state != "running" or not call.is_message or call.waits_for != flight.NOBODY
         ]
 
 
@@ -154,7 +154,7 @@ def _wait_text(ranks: list[Rank], rank: Rank, call: Call) -> str:
     theirs = [
         each
         for each in peer.record.calls
-        if (each.op, each.seq, each.ended_s) == (other, call.seq, None)
+        if (each.op, each.seq, each.state) == (other, call.seq, "running")
         and peer.group_of(each).id == group.id
         and each.peer in (group.rank, -1)
     ]
@@ -188,11 +188,10 @@ def _end_of_outside(end: Rank, group: Group | None) -> str:
             f"last call, as {num_before} times before"
         )
     last = end.last
-    return _blame(
-        end,
-        f"it {why}"
-        + ("" if last is None else f" since {last.text()} ended {last.ended_s:.0f} s ago"),
-    )
+    since = ""
+    if last is not None and last.ended_s is not None:
+        since = f" since {last.text()} ended {last.ended_s:.0f} s ago"
+    return _blame(end, f"it {why}{since}")
 
 
 def _end_of_missing(ranks: list[Rank], rank: Rank, call: Call) -> tuple[str, int]:
@@ -335,6 +334,26 @@ def _of_lost(ranks: list[Rank]) -> tuple[str, int | None] | None:
     return None
 
 
+def _behind_on_devices(ranks: list[Rank]) -> tuple[str, int | None] | None:
+    """A rank that has enqueued fewer collectives than another one of a group, and makes no call."""
+    groups: dict[int, list[tuple[Rank, Call | None]]] = {}
+    for rank in ranks:
+        calls = [call for call in rank.record.calls if call.on_device and not call.is_message]
+        last = {call.group: call for call in calls}
+        for place, group in rank.record.groups.items():
+            if group.state == "alive":
+                groups.setdefault(group.id, []).append((rank, last.get(place)))
+    for members in groups.values():
+        members.sort(key=lambda member: member[1].seq if member[1] is not None else -1)
+        (late, least), (first, most) = members[0], members[-1]
+        if most is None or late.num_calls > 0:
+            continue
+        if least is None or least.seq < most.seq:
+            text = f"it has not enqueued {most.text()}, as rank {first.number} has, and "
+            return _blame(late, f"{text}{_why_outside(late)}"), late.number
+    return None
+
+
 def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
     """One sentence or two, and the rank that is the cause.
 
@@ -352,7 +371,11 @@ def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
     found = _of_failures(ranks) or _of_lost(ranks)
     if found is None and waiting:  # for any rank, or for no long time
         return _of_wait(ranks, waiting[0][1])
-    return found or (
-        "no rank is in a call of ringcomm: the job does not wait for a collective",
-        None,
+    return (
+        found
+        or _behind_on_devices(ranks)
+        or (
+            "no rank is in a call of ringcomm: the job does not wait for a collective",
+            None,
+        )
     )

@@ -22,6 +22,7 @@ def group(rank: int, **changes: Any) -> Group:
         "transport": "shm",
         "failure": "",
         "culprit": -1,
+        "failed_s": None,
         "pids": [100 + member for member in range(WORLD_SIZE)],
         "global_ranks": list(range(WORLD_SIZE)),
     }
@@ -36,11 +37,13 @@ def call(
     ended_s: float | None = None,
     peer: int = -1,
 ) -> Call:
-    return Call(1, 0, op, seq, 8, "float32", "sum", "one_shot", peer, waits_for, began_s, ended_s)
+    state = "running" if ended_s is None else "ended"
+    fields = (op, seq, 8, "float32", "sum", "one_shot", peer, waits_for, began_s, ended_s)
+    return Call(1, 0, *fields, on_device=False, state=state)
 
 
 def rank(number: int, *calls: Call, **changes: Any) -> Rank:
-    record = Record(100 + number, "0.1.0", 9, {0: group(number, **changes)}, list(calls))
+    record = Record(100 + number, "0.1.0", 9, 0, 0, {0: group(number, **changes)}, list(calls))
     return Rank(100 + number, record, state="S")
 
 
