@@ -25,7 +25,8 @@ _EVENT = struct.Struct("=QQQQQIiiBBBB8x")
 _MAGIC = b"RINGFLY1"
 _NUM_GROUPS, _NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
 _EVENTS_OFFSET = _GROUPS_OFFSET + _NUM_GROUPS * _GROUP.size
-NUM_BYTES = _EVENTS_OFFSET + _NUM_EVENTS * _EVENT.size
+_COUNTS_BYTES = _NUM_GROUPS * _NUM_MEMBERS * 64  # of waits, for ringcomm.peer_stats
+NUM_BYTES = _EVENTS_OFFSET + _NUM_EVENTS * _EVENT.size + _COUNTS_BYTES
 _STATES = ("unused", "alive", "failed", "left")
 
 

@@ -11,6 +11,7 @@
 
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
+#include "collectives/flight.h"
 #include "collectives/trace.h"
 #include "core/board_protocol.h"
 #include "core/chunk_layout.h"
@@ -27,13 +28,30 @@ class TracedArch final : public shm::HostArch {
   TracedArch(shm::WaitScope& scope, const shm::Group& group)
       : HostArch(scope, group.rank(), group.world_size()), group_(group) {}
 
-  trace::Span record_wait(int peer) const {
-    return trace::Span([&] {
-      return trace::Event{.from = group_.whole_rank(peer),
-                          .kind = trace::Kind::kWait,
-                          .name = trace::name_number("wait")};
-    });
-  }
+  class Wait {
+   public:
+    Wait(const TracedArch& arch, int peer)
+        : arch_(arch), peer_(peer), span_([&] {
+            return trace::Event{.from = arch.group_.whole_rank(peer),
+                                .kind = trace::Kind::kWait,
+                                .name = trace::name_number("wait")};
+          }) {}
+    ~Wait() {
+      if (const std::uint64_t waited = flight::long_wait_since(begin_); waited > 0) [[unlikely]]
+        arch_.group_.note({arch_.group_.whole_rank(peer_), waited, arch_.is_arriving_});
+    }
+    Wait(const Wait&) = delete;
+    Wait& operator=(const Wait&) = delete;
+
+   private:
+    const TracedArch& arch_;
+    int peer_;
+    trace::Span span_;
+    std::uint64_t begin_ = flight::ticks();
+  };
+  Wait record_wait(int peer) const { return {*this, peer}; }
+  /// Whether the next waits are for ranks to begin the collective.
+  void set_arriving(bool is_arriving) { is_arriving_ = is_arriving; }
   Stop stopped(int peer) const {
     trace::note_alive();
     return HostArch::stopped(peer);
@@ -41,6 +59,7 @@ class TracedArch final : public shm::HostArch {
 
  private:
   const shm::Group& group_;
+  bool is_arriving_ = false;
 };
 static_assert(Arch<TracedArch>);
 
@@ -223,6 +242,7 @@ class Engine {
   StoreKindChooser store_kinds_;
   std::uint64_t copied_bytes_ = 0;
   const CallHeader* header_ = nullptr;
+  std::uint64_t num_calls_ = 0;  // of the group, with the one that runs
   First first_ = First::kOver;
   std::size_t shared_bytes_ = 0;  // of each rank's input; 0 where data is staged
   std::vector<const void*> sources_;
