@@ -48,7 +48,8 @@ static_assert(sizeof(Event) == 64);
 struct PeerCounts {
   std::uint64_t num_waits = 0;  ///< for it that were long (kLongWait_us)
   std::uint64_t waited_ns = 0;  ///< in these
-  /// Collectives in which it was the last for which the rank waited long until all had begun.
+  /// Collectives in which it was the last for which the rank waited long (1 ms for a message)
+  /// until all had begun.
   std::uint64_t num_late = 0;
   std::uint64_t sent_bytes = 0, received_bytes = 0;  ///< in messages, without the library's own
   std::uint64_t unused[3] = {};

@@ -8,6 +8,12 @@
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
+namespace {
+
+// A message takes as long as a long wait, so a rank whose message took ten times that was late.
+constexpr std::uint64_t kLateTimes = 10;
+
+}  // namespace
 
 MessageEngine::Handle MessageEngine::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
   return posted_.insert(
@@ -31,7 +37,9 @@ void MessageEngine::wait(Handle message, bool is_arrival) {
   const std::uint64_t begin = flight::ticks();
   const MessageEnd end = message->message->wait();
   if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
-    operation_->note({message->peer, waited, is_arrival && is_arriving_});
+    operation_->note(
+        {message->peer, waited,
+         is_arrival && is_arriving_ && waited >= kLateTimes * flight::long_wait_ticks});
   if (end != MessageEnd::kDone)
     throw Stopped{.stop = operation_->stop_of(end, message->peer),
                   .peer = message->peer,
