@@ -64,7 +64,7 @@ def call(op: str, group: Any) -> None:
 
 
 # What a rank sends and receives in messages, in shares, on the root and elsewhere; (N-1) is n.
-MESSAGES = {
+MESSAGES: dict[str, tuple[Any, ...]] = {
     "all_reduce": ("n", "n", "n", "n"),
     "reduce": (0, "n", 1, 0),
     "reduce_scatter": ("n", "n", "n", "n"),

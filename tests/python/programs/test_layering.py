@@ -151,7 +151,7 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
 # numbers go down: whoever makes a part smaller lowers them. They went up for the flight recorder,
 # for survivors, and for what a rank has waited for its peers (docs/experiments.md).
 PARTS = {
-    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 15_308, 94),
+    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 15_333, 94),
     "other operators": (("kernels", "ops"), 2_745, 22),
     "GPUs": (("cuda",), 9_450, 60),
 }
