@@ -9,7 +9,7 @@ works without importing this module, which adds options, operators, counters and
 import _ringcomm_autoload
 from ringcomm import _extension as _extension  # first: its error says what to do
 from ringcomm import ops
-from ringcomm.backend import stats
+from ringcomm.backend import peer_stats, stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
 from ringcomm.memory import empty_shared
 from ringcomm.memory import is_shared as is_shared
@@ -34,6 +34,7 @@ __all__ = [
     "health",
     "monitored_barrier",
     "ops",
+    "peer_stats",
     "shrink",
     "stats",
 ]

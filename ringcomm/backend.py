@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, warn_of_unknown_variables
-from ringcomm.torch_names import backend_of
+from ringcomm.torch_names import all_groups, backend_of, global_ranks_of
 from ringcomm.trace import dump_self, flight
 
 _log = logging.getLogger("ringcomm")
@@ -27,6 +27,7 @@ _FIELDS = (
     "transport",
     "p2p_backend",
     "says_waits",
+    "report_stragglers",
 )
 
 
@@ -122,6 +123,7 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
         "one_shot_max_bytes": tuned or 0,
         "transport": options.transport or "",
         "says_waits": options.says_waits,
+        "report_stragglers": options.report_stragglers,
         "p2p_backend": message_backend.checked(options.p2p_backend) if has_messages else "",
     }
 
@@ -171,10 +173,66 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
         ValueError: the group has another backend for CPU tensors, or none, or this rank is not in
             the group.
     """
-    if group is None:
-        return _C.stats()
+    return _C.stats() if group is None else _C.group_stats(_cpu_backend_of(group))
+
+
+def peer_stats(group: dist.ProcessGroup | None = None) -> dict[int, dict[str, float]]:
+    """What this rank has waited for each peer, and their messages, since the group was made.
+
+    Not collective. Waits count if they take at least 100 µs; shorter ones are the latency of a
+    call. Waits of asynchronous collectives count too, although the program may compute meanwhile.
+    Calls on GPU tensors do not count: the GPU waits there.
+
+    Args:
+        group: the group to count, of backend "ringcomm"; None adds up all groups of that backend
+            that this process has now.
+
+    Returns:
+        {3: {"num_waits": 12, "waited_s": 0.52, "num_late": 10, "sent_bytes": 0,
+        "received_bytes": 0}, ...}, by the peers' ranks in the default group.
+
+        - `num_waits` and `waited_s` are the waits of this rank for the peer, and their seconds: for
+          it to begin a collective, to finish a part of one, or to send or receive. If one call
+          waits for several peers, each has the time in which it was waited for, one after another.
+        - `num_late` is the number of collectives in which the peer was the last to arrive: of the
+          waits for peers to begin the call, the wait for this peer was the last one of at least
+          100 µs. Over shared memory a rank sees all peers arrive. Over messages the limit is 1 ms,
+          and a rank sees those from which it receives first: all of them in short all_reduces, the
+          previous rank in others.
+        - `sent_bytes` and `received_bytes` are data in messages: of `send` and `recv`, and of
+          collectives over Gloo. What collectives stage in shared memory has no single receiver and
+          is in `stats()` only.
+
+        In a group of one it is empty.
+
+    Raises:
+        ValueError: as `stats()`.
+        RuntimeError: this process could not make the flight recorder, which has the counters.
+    """
+    groups = [group] if group is not None else [each for each in all_groups() if _is_ours(each)]
+    found: dict[int, dict[str, float]] = {}
+    for each in groups:
+        counts, size = _C.peer_counts(_cpu_backend_of(each)), each.size()
+        if len(counts) != size and size > 1:
+            raise RuntimeError("ringcomm.peer_stats: this process has no flight recorder")
+        for rank, number in global_ranks_of(each).items():
+            if size == 1 or rank == each.rank():
+                continue
+            old = found.get(number, {})
+            found[number] = {key: old.get(key, 0) + n for key, n in counts[rank].items()}
+    return found
+
+
+def _cpu_backend_of(group: dist.ProcessGroup) -> Any:
+    """The backend for CPU tensors; raises ValueError without one."""
     try:
-        backend = backend_of(resolve_group(group), torch.device("cpu"))
+        return backend_of(resolve_group(group), torch.device("cpu"))
     except RuntimeError as error:
         raise ValueError(f"this group has no backend for CPU tensors: {error}") from None
-    return _C.group_stats(backend)
+
+
+def _is_ours(group: dist.ProcessGroup) -> bool:
+    """Whether ringcomm is the group's backend for CPU tensors."""
+    with contextlib.suppress(ValueError):
+        return isinstance(_cpu_backend_of(group), _C.ProcessGroupRingcomm)
+    return False

@@ -26,7 +26,8 @@ BackendPtr create_process_group(const c10::intrusive_ptr<c10d::Store>& store, in
                                 std::chrono::milliseconds timeout, const std::string& algorithm,
                                 bool is_rank_ordered, std::size_t one_shot_max_bytes,
                                 const std::string& transport, const std::string& p2p_backend,
-                                bool says_waits, const std::string& group_name,
+                                bool says_waits, bool report_stragglers,
+                                const std::string& group_name,
                                 const std::vector<uint64_t>& global_ranks) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
                     size, " ranks; ranks are 0 to ", size - 1);
@@ -35,7 +36,8 @@ BackendPtr create_process_group(const c10::intrusive_ptr<c10d::Store>& store, in
                                    .one_shot_max_bytes = one_shot_max_bytes,
                                    .transport = transport,
                                    .p2p_backend = p2p_backend,
-                                   .says_waits = says_waits};
+                                   .says_waits = says_waits,
+                                   .report_stragglers = report_stragglers};
   auto options = c10::make_intrusive<GroupOptions>(engine, timeout);
   options->group_name = group_name;
   options->global_ranks_in_group = global_ranks;
@@ -175,6 +177,18 @@ py::dict counts_of(const Stats& stats) {
   return result;
 }
 
+// What `rank` has counted of each rank of the group; empty where that is not known.
+py::list counts_by_peer(const Communicator& engine, int rank) {
+  py::list result;
+  if (engine.log() == nullptr) return result;
+  for (const flight::PeerCounts& counts : engine.log()->counts_of(rank))
+    result.append(py::dict("num_waits"_a = counts.num_waits,
+                           "waited_s"_a = static_cast<double>(counts.waited_ns) / 1e9,
+                           "num_late"_a = counts.num_late, "sent_bytes"_a = counts.sent_bytes,
+                           "received_bytes"_a = counts.received_bytes));
+  return result;
+}
+
 // The types of c10d must be known: ours are their children.
 void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
@@ -195,6 +209,7 @@ void bind_classes(py::module_& m) {
   option("transport", &CommunicatorOptions::transport);
   option("p2p_backend", &CommunicatorOptions::p2p_backend);
   option("says_waits", &CommunicatorOptions::says_waits);
+  option("report_stragglers", &CommunicatorOptions::report_stragglers);
   // Its destructor releases the GIL while it waits for threads.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
@@ -209,7 +224,22 @@ void bind_classes(py::module_& m) {
 
 namespace ringcomm {
 void define_eager_ops(py::module_& m);  // collective_ops.cc
+
+void report_stragglers(const Communicator& engine, const GroupOptions& options) {
+  if (engine.log() == nullptr || !engine.log()->is_first_alive()) return;
+  const py::gil_scoped_acquire gil;
+  try {
+    py::list views;
+    for (int rank = 0; rank < engine.world_size(); ++rank)
+      views.append(counts_by_peer(engine, rank));
+    py::module_::import("ringcomm.stragglers")
+        .attr("report")(options.group_name, options.global_ranks_in_group,
+                        engine.log()->num_calls(), views);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("ringcomm's report of stragglers");
+  }
 }
+}  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
@@ -222,11 +252,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define_eager_ops(eager);
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "timeout"_a,
         "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a, "p2p_backend"_a,
-        "says_waits"_a, "group_name"_a, "global_ranks"_a, py::call_guard<py::gil_scoped_release>());
+        "says_waits"_a, "report_stragglers"_a, "group_name"_a, "global_ranks"_a,
+        py::call_guard<py::gil_scoped_release>());
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats",
         [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
+  m.def("peer_counts", [](const BackendPtr& backend) {
+    const std::shared_ptr<Communicator> engine = engine_of(backend);
+    return counts_by_peer(*engine, engine->rank());
+  });
   m.def("transport_of", [](const BackendPtr& backend) { return engine_of(backend)->transport(); });
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });

@@ -157,7 +157,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() {
   try {
-    shutdown();
+    leave(/*is_asked=*/false);
   } catch (const python_error&) {
     // A destructor cannot raise what a signal handler did: Python raises it at its next
     // instruction.
@@ -189,7 +189,7 @@ void ProcessGroupRingcomm::abort() {
   if (devices_ != nullptr) devices_->abort();
 }
 
-void ProcessGroupRingcomm::shutdown() {
+void ProcessGroupRingcomm::leave(bool is_asked) {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Devices> devices;
   {
@@ -207,6 +207,7 @@ void ProcessGroupRingcomm::shutdown() {
   const auto end = [&] {
     if (devices != nullptr) devices->drain();
     communicator->close(is_interrupted);
+    if (is_asked && options_->engine.report_stragglers) report_stragglers(*communicator, *options_);
     // Calls of other threads, which have nothing to wait for any more, use the communicator too.
     const auto deadline = std::chrono::steady_clock::now() + kLeavePatience;
     while (devices.use_count() > 1 && std::chrono::steady_clock::now() < deadline)

@@ -34,6 +34,10 @@ void introduce(const c10::intrusive_ptr<c10d::Store>& store,
                const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
                const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned);
 
+/// Prints which ranks the others have waited for (ringcomm/stragglers.py), on one of the group's
+/// ranks. Takes the GIL.
+void report_stragglers(const Communicator& engine, const GroupOptions& options);
+
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
 /// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and
 /// return no work, as torch allows.
@@ -113,7 +117,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   c10d::ErrorType getError() override;
   /// Both may be called again, and in any order.
   void abort() override;
-  void shutdown() override;
+  void shutdown() override { leave(/*is_asked=*/true); }
 
   /// Makes the carrier of the device's tensors. torch calls it on all ranks of a group that is
   /// bound to devices.
@@ -136,6 +140,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
+  /// `is_asked`: by torch.distributed, not by the end of the object, when Python may have ended.
+  void leave(bool is_asked);
   /// Every call's way: recorded, profiled, coalesced, to the engine or to a device.
   WorkPtr start(const CallInfo& info, std::vector<TensorCall> calls, Tensors results);
   WorkPtr start(const CallInfo& info, TensorCall item, Tensors results);

@@ -67,7 +67,9 @@ class Communicator {
   /// Adds the group to the flight recorder, and to a recording if there is one, with its name and
   /// its ranks' numbers in the job. Call it before all collectives.
   void record_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
-  /// The group's number there.
+  /// This rank's side there; null in a group of one, and without a recorder.
+  const flight::Log* log() const { return log_.get(); }
+  /// The group's number in the recording.
   std::uint32_t trace_group() const { return trace_group_; }
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }

@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <thread>
 #include <tuple>
 
 #include "core/errors.h"
@@ -18,7 +19,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <x86intrin.h>
 #endif
 
 namespace ringcomm::flight {
@@ -27,18 +27,8 @@ namespace {
 // When a wait is said, in seconds since the call began.
 constexpr std::uint64_t kSaidAfter_s[] = {10, 60, 300};
 
-// Whether the cycle counter has one rate on all cores, also while they sleep.
-bool has_cycle_counter() {
-#if defined(__x86_64__)
-  static const bool has = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d >> 8 & 1) != 0;
-  }();
-  return has;
-#else
-  return false;
-#endif
-}
+// A closed connection tells of a death before the process has ended.
+constexpr std::uint64_t kDeathGrace_ns = 1'000'000'000;
 
 template <std::size_t kSize>
 void set_text(char (&to)[kSize], const std::string& text) {
@@ -100,6 +90,10 @@ void write(Event& to, const Event& event) {
   __atomic_store_n(&words[0], copy[0], __ATOMIC_RELEASE);
 }
 
+void add(std::uint64_t& word, std::uint64_t number) {
+  __atomic_fetch_add(&word, number, __ATOMIC_RELAXED);
+}
+
 /// Turns ticks of this machine into durations.
 class Clock {
  public:
@@ -109,8 +103,13 @@ class Clock {
     ns_per_tick_ = passed > 0 ? static_cast<double>(passed_ns) / static_cast<double>(passed) : 1;
   }
   std::uint64_t seconds_since(std::uint64_t then) const {
-    const auto passed = static_cast<double>(now_ - std::min(then, now_));
-    return static_cast<std::uint64_t>(passed * ns_per_tick_ / 1e9);
+    return then >= now_ ? 0 : ns_of(now_ - then) / 1'000'000'000;
+  }
+  std::uint64_t ns_of(std::uint64_t ticks) const {
+    return static_cast<std::uint64_t>(static_cast<double>(ticks) * ns_per_tick_);
+  }
+  std::uint64_t ticks_of(std::uint64_t ns) const {
+    return static_cast<std::uint64_t>(static_cast<double>(ns) / ns_per_tick_);
   }
 
  private:
@@ -151,6 +150,12 @@ class Recorder {
     for (std::size_t i = 0; i < kNumGroups && !is_free(next_place_); ++i) step();
     const std::uint32_t place = next_place_;
     step();
+    GroupEntry& entry = memory().groups()[place];
+    if (entry.state != GroupEntry::kUnused) {  // an untouched page stays without memory
+      __atomic_store_n(&entry.state, GroupEntry::kUnused, __ATOMIC_RELEASE);
+      std::fill_n(memory().counts(place), kNumMembers, PeerCounts{});
+    }
+    entry.number = ++num_groups_;
     return place;
   }
   void add(Log* log) {
@@ -236,23 +241,24 @@ class Recorder {
   shm::SharedMemory mapped_;
   std::mutex mutex_;  // guards the next ones
   bool is_opened_ = false;
-  std::uint32_t next_place_ = 0;
+  std::uint32_t next_place_ = 0, num_groups_ = 0;
   std::set<Log*> logs_;
   std::map<std::uint64_t, std::size_t> num_said_;  // of the calls that wait, by their numbers
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;
 
+const bool has_cycle_counter = [] {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d >> 8 & 1) != 0;
+#else
+  return false;
+#endif
+}();
+
 std::uint64_t monotonic_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
-}
-
-std::uint64_t ticks() {
-#if defined(__x86_64__)
-  if (has_cycle_counter()) [[likely]]
-    return __rdtsc();
-#endif
-  return monotonic_ns();
 }
 
 void start() { Recorder::of_process.get().open(); }
@@ -271,6 +277,11 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
   std::unique_ptr<Log> log(new Log(*recorder, recorder->take_place()));
   const std::size_t world_size = members.processes().size();
   log->id_ = id_of(name, global_ranks);
+  log->rank_ = rank;
+  if (world_size > kNumMembers) log->own_counts_.resize(world_size);
+  log->counts_ =
+      world_size > kNumMembers ? log->own_counts_.data() : recorder->memory().counts(log->place_);
+  long_wait_ticks = Clock(recorder->memory().header()).ticks_of(kLongWait_us * 1000);
   log->prefix_ = "ringcomm rank " + std::to_string(rank) + "/" + std::to_string(world_size) + ": ";
   log->processes_ = members.processes();
   log->says_waits_ = says_waits;
@@ -330,6 +341,76 @@ void Log::end(const Call& call) {
       __atomic_load_n(&call.event->number, __ATOMIC_RELAXED) != call.number)
     return;
   __atomic_store_n(&call.event->end_ticks, ticks(), __ATOMIC_RELAXED);
+}
+
+void Log::end_running() {
+  end(std::exchange(running_, {}));
+  num_calls_.store(num_calls() + 1, std::memory_order_relaxed);
+  const int late = std::exchange(last_late_, kNobody);
+  if (late != kNobody) add(counts_[late].num_late, 1);
+}
+
+void Log::keep(const PeerNote& note) {
+  if (note.is_arrival) last_late_ = note.rank;
+  if (note.waited_ticks > 0) return count_wait(note.rank, note.waited_ticks);
+  if (note.sent_bytes + note.received_bytes == 0) return running_.note_wait(note.rank);
+  count_bytes(note.rank, note.sent_bytes, note.received_bytes);
+}
+
+void Log::count_wait(int peer, std::uint64_t ticks) {
+  if (ticks == 0 || peer < 0) return;
+  add(counts_[peer].num_waits, 1);
+  add(counts_[peer].waited_ns, Clock(recorder_.memory().header()).ns_of(ticks));
+}
+
+void Log::count_bytes(int peer, std::uint64_t sent, std::uint64_t received) {
+  add(counts_[peer].sent_bytes, sent);
+  add(counts_[peer].received_bytes, received);
+}
+
+// Where another process's rank records the group; nothing if that is not here, or has forgotten it.
+std::optional<std::pair<Memory, std::uint32_t>> Log::find(int rank) const {
+  const auto mapped = processes_[static_cast<std::size_t>(rank)]->flight();
+  if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return std::nullopt;
+  const Memory memory(mapped->data());
+  const GroupEntry* const groups = memory.groups();
+  std::optional<std::pair<Memory, std::uint32_t>> found;
+  for (std::uint32_t place = 0; place < kNumGroups; ++place)
+    if (groups[place].state != GroupEntry::kUnused && groups[place].id == id_ &&
+        groups[place].rank == rank &&
+        (!found || groups[place].number > groups[found->second].number))
+      found = {memory, place};
+  return found;
+}
+
+std::vector<PeerCounts> Log::counts_of(int rank) const {
+  const PeerCounts* from = counts_;
+  if (rank != rank_) {
+    const auto place = own_counts_.empty() ? find(rank) : std::nullopt;
+    from = place ? place->first.counts(place->second) : nullptr;
+  }
+  std::vector<PeerCounts> counts(from != nullptr ? processes_.size() : 0);
+  const auto* words = reinterpret_cast<const std::uint64_t*>(from);
+  auto* copies = reinterpret_cast<std::uint64_t*>(counts.data());
+  for (std::size_t i = 0; i < counts.size() * sizeof(PeerCounts) / sizeof(*words); ++i)
+    copies[i] = __atomic_load_n(&words[i], __ATOMIC_RELAXED);
+  return counts;
+}
+
+bool Log::is_first_alive() const {
+  const bool has_failed = recorder_.memory().groups()[place_].state == GroupEntry::kFailed;
+  const std::uint64_t deadline_ns = monotonic_ns() + (has_failed ? kDeathGrace_ns : 0);
+  for (int rank = 0; rank < rank_;) {
+    const auto place = find(rank);
+    if (place && place->first.groups()[place->second].state == GroupEntry::kLeft) return false;
+    if (processes_[static_cast<std::size_t>(rank)]->is_dead) {
+      ++rank;
+      continue;
+    }
+    if (monotonic_ns() >= deadline_ns) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return true;
 }
 
 void Log::fail(const std::string& why, int culprit) {

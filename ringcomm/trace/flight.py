@@ -23,12 +23,13 @@ MEMFD, STACKS_MEMFD = "ringcomm-flight", "ringcomm-stacks"
 NOBODY, ANY_RANK = -1, -2
 
 _HEADER = struct.Struct("=8sQiIQQ32sQ")
-_GROUP = struct.Struct("=IiiiQQ48s96s256s512s")
+_GROUP = struct.Struct("=IiiiQQQ48s96s256s512s")
 _EVENT = struct.Struct("=QQQQQIiiBBBBQ")
 _MAGIC = b"RINGFLY1"
 _NUM_GROUPS, _NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
 _EVENTS_OFFSET = _GROUPS_OFFSET + _NUM_GROUPS * _GROUP.size
-NUM_BYTES = _EVENTS_OFFSET + _NUM_EVENTS * _EVENT.size
+_COUNTS_BYTES = _NUM_GROUPS * _NUM_MEMBERS * 64  # of waits, for ringcomm.peer_stats
+NUM_BYTES = _EVENTS_OFFSET + _NUM_EVENTS * _EVENT.size + _COUNTS_BYTES
 _STATES = ("unused", "alive", "failed", "left")
 
 
@@ -105,21 +106,22 @@ def _text(data: bytes) -> str:
 
 def _group(data: bytes, place: int, seconds_ago: Callable[[int], float]) -> Group | None:
     fields = _GROUP.unpack_from(data, _GROUPS_OFFSET + place * _GROUP.size)
-    state, rank, world_size, culprit, id_, failed_ticks, name, transport, failure, members = fields
+    state, rank, world_size, culprit, id_, failed_ticks, _, *texts, members = fields
+    name, transport, failure = map(_text, texts)
     if not 0 < state < len(_STATES):
         return None
     numbers = struct.unpack(f"={2 * _NUM_MEMBERS}i", members)
     num = min(max(world_size, 0), _NUM_MEMBERS)
     return Group(
-        name=_text(name),
+        name=name,
         id=id_,
         state=_STATES[state],
         rank=rank,
         world_size=world_size,
-        transport=_text(transport),
-        failure=_text(failure),
+        transport=transport,
+        failure=failure,
         culprit=culprit,
-        failed_s=seconds_ago(failed_ticks) if failure.strip(b"\0") else None,
+        failed_s=seconds_ago(failed_ticks) if failure else None,
         pids=list(numbers[: 2 * num : 2]),
         global_ranks=list(numbers[1 : 2 * num : 2]),
     )
