@@ -78,7 +78,7 @@ def _bench(options: argparse.Namespace) -> int:
     if not (BENCHMARKS / "front_door.py").is_file():
         options.parser.error(
             "the measurements are not in an installed wheel: clone ringcomm's repository and run"
-            " this there after `pip install --no-build-isolation -e .`"
+            " this there after `pip install -e .`"
         )
     if str(BENCHMARKS) not in sys.path:
         sys.path.insert(0, str(BENCHMARKS))

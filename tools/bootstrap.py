@@ -23,9 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import buildconfig
-from buildconfig import ROOT, BuildProblem
+from buildconfig import ROOT, TORCH, BuildProblem
 
-TORCH = "torch==2.13.0"
 VENV = ROOT / ".venv"
 STAMPS = VENV / "ringcomm-stamps.json"
 EXTENSION_STATE = ROOT / "build" / "extension.json"
