@@ -1,7 +1,8 @@
 # Every target prepares what it needs first (see tools/bootstrap.py) and skips what is up to date.
 # PYTHON=python3.12 names another Python; RINGCOMM_USE_ENV=1 uses the active environment and its
-# torch; ARGS="..." goes to the program; RANKS=4 and RACE="..." are for `make train`; VERBOSE=1 shows
-# what pip and the compilers say.
+# torch, RINGCOMM_TORCH=active its torch alone; RINGCOMM_TORCH_INDEX=URL is where torch comes from;
+# ARGS="..." goes to the program; RANKS=4 and RACE="..." are for `make train`; VERBOSE=1 shows what
+# pip and the compilers say.
 
 PYTHON ?= python3
 ARGS ?=
