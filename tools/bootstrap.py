@@ -178,15 +178,21 @@ def use_active_torch(python: str) -> None:
         json.loads(subprocess.check_output([one, "-c", ask], cwd="/", text=True))
         for one in (python, sys.executable)
     )
-    if probe(python)[1] != probe(sys.executable)[1] or Path(own, "torch").exists():
+    found, suffix, editable = probe(sys.executable)
+    if probe(python)[1] != suffix or Path(own, "torch").exists():
         raise BuildProblem(
             f"RINGCOMM_TORCH=active, but {VENV} has another Python or a torch of its own: remove it"
-            f" with make distclean"
+            " with make distclean"
         )
-    if not has_torch(probe(sys.executable)[0]):
+    if not has_torch(found):
         raise BuildProblem(
             f"RINGCOMM_TORCH=active, but {sys.executable} has no torch >= 2.11: install it there,"
             " activate another environment, or name its Python: make PYTHON=..."
+        )
+    if "ringcomm" in found and not editable:
+        raise BuildProblem(
+            f"RINGCOMM_TORCH=active, but the ringcomm of {sys.executable} would hide this checkout:"
+            " uninstall it there, or build into that environment with RINGCOMM_USE_ENV=1"
         )
     paths = [path for path in active if path.endswith("-packages") and path != own]
     Path(own, "torch_of_active.pth").write_text("\n".join([*paths, ""]), encoding="utf-8")

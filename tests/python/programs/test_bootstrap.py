@@ -82,6 +82,11 @@ def test_what_is_wrong_with_the_wish_for_another_torch(
     monkeypatch.setattr(sys, "executable", environment)
     with pytest.raises(buildconfig.BuildProblem, match=r"has no torch >= 2\.11"):
         bootstrap.install_requirements(environment, [], needs_torch=True)
+    has_both = ({"torch": "2.13.0", "ringcomm": "0.1.0"}, bootstrap.probe(environment)[1], "")
+    with monkeypatch.context() as patch:
+        patch.setattr(bootstrap, "probe", lambda _: has_both)
+        with pytest.raises(buildconfig.BuildProblem, match="would hide this checkout"):
+            bootstrap.install_requirements(environment, [], needs_torch=True)
     (own,) = (Path(environment).parents[1] / "lib").glob("python*/site-packages")
     (own / "torch").mkdir()
     with pytest.raises(buildconfig.BuildProblem, match=r"a torch of its own.* make distclean"):
