@@ -2,6 +2,7 @@
 
 ringcomm._C is communication on CPUs, ringcomm._kernels has the other operators. ringcomm._cuda is
 only in builds for GPUs. A checkout in which they are not built uses those of the installed package.
+A wheel for several versions of torch has a folder of extensions for each (tools/wheels.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).resolve().parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
 IS_CHECKOUT = (FOLDER.parent / "setup.py").exists()
 # What builds ringcomm for this Python and this torch, and installs it.
 INSTALL = f"pip install {FOLDER.parent}" if IS_CHECKOUT else "pip install . (in a checkout)"
@@ -64,9 +66,11 @@ def _load() -> None:
 
 
 def _find() -> Path:
-    """The folder to load from: this one, or in a checkout that of the installed package."""
+    """The folder to load from: of this package, or in a checkout of the installed one."""
     installed = [Path(entry, "ringcomm").resolve() for entry in sys.path] if IS_CHECKOUT else []
-    folders = dict.fromkeys(path for path in (FOLDER, *installed) if path.is_dir())
+    packages = dict.fromkeys(path for path in (FOLDER, *installed) if path.is_dir())
+    own = [package / f"torch_{MINOR.replace('.', '_')}" for package in packages]
+    folders = [*(folder for folder in own if folder.is_dir()), *packages]
     faults = {folder: _fault_of(folder) for folder in folders}
     if fitting := [folder for folder, fault in faults.items() if not fault]:
         return fitting[0]
@@ -82,14 +86,17 @@ def _fault_of(folder: Path) -> str:
     names = [f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
     found = next((folder / name for name in names if (folder / name).exists()), None)
     if found is None:
-        others = sorted(path.name for path in folder.glob("_C*.so"))
-        return f"has one for another Python ({', '.join(others)})" if others else "has none"
+        others = [path.name for path in sorted(folder.glob("_C*.so"))]
+        if others:
+            return f"has one for another Python ({', '.join(others)})"
+        torches = [path.name[6:].replace("_", ".") for path in sorted(folder.glob("torch_*/"))]
+        return f"has those for torch {', '.join(torches)}" if torches else "has none"
     built_for = BUILT_FOR.search(found.read_bytes())
-    minor = ".".join(torch.__version__.split(".")[:2])
-    if built_for is not None and built_for[1].decode() != minor:
+    if built_for is not None and built_for[1].decode() != MINOR:
         return f"has one built for torch {built_for[1].decode()}"
-    version, own_version = (path / "version.py" for path in (folder, FOLDER))
-    if folder != FOLDER and version.read_bytes() != own_version.read_bytes():
+    package = folder.parent if folder.name.startswith("torch_") else folder
+    version, own_version = (path / "version.py" for path in (package, FOLDER))
+    if package != FOLDER and version.read_bytes() != own_version.read_bytes():
         return "has one of another version of ringcomm"
     return ""
 

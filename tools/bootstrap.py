@@ -31,7 +31,7 @@ VENV = ROOT / ".venv"
 STAMPS = VENV / "ringcomm-stamps.json"
 EXTENSION_STATE = ROOT / "build" / "extension.json"
 EXIT_INTERRUPTED = 130
-GROUPS = ("build", "train", "test", "lint", "docs", "coverage")
+GROUPS = ("build", "train", "test", "lint", "docs", "coverage", "wheels")
 
 # Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
 # kernels, PyTorch's own tests, tests with models of transformers and of pages in a browser are
