@@ -44,6 +44,16 @@ def run(*command: str, **env: str) -> None:
         raise BuildProblem(f"{' '.join(command)[:120]} failed:\n{tail}")
 
 
+def find_torch(wanted: str) -> str:
+    """The version of the environment with a torch, which is made where it is missing."""
+    try:
+        return compat.find_version(wanted)
+    except compat.Offline as error:
+        raise BuildProblem(
+            f"pip finds no torch {wanted} ({error}); name others: make wheels ARGS=2.13"
+        ) from error
+
+
 def python_of(version: str) -> str:
     """The Python of the environment with a version of torch."""
     return str(compat.HOME / version / "venv" / "bin" / "python")
@@ -122,7 +132,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         buildconfig.check_all()
-        versions = {minor_of(v): v for v in map(compat.find_version, options.torches)}
+        versions = {minor_of(v): v for v in map(find_torch, options.torches)}
         with tempfile.TemporaryDirectory(prefix="ringcomm-wheels-") as name:
             parts = {}
             for minor, version in versions.items():
@@ -136,7 +146,7 @@ def main() -> int:
                 tried = Path(name) / f"tried-{minor}"
                 tried.mkdir()
                 run(python_of(version), "-c", CHECK, str(wheel), str(tried))
-    except (BuildProblem, compat.Offline) as problem:
+    except BuildProblem as problem:
         print(f"wheels: {problem}", file=sys.stderr)
         return 1
     print(f"[wheels] {wheel.relative_to(ROOT)} serves torch {', '.join(versions)}")
