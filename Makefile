@@ -1,7 +1,8 @@
 # Every target prepares what it needs first (see tools/bootstrap.py) and skips what is up to date.
 # PYTHON=python3.12 names another Python; RINGCOMM_USE_ENV=1 uses the active environment and its
-# torch; ARGS="..." goes to the program; RANKS=4 and RACE="..." are for `make train`; VERBOSE=1 shows
-# what pip and the compilers say.
+# torch, RINGCOMM_TORCH=active its torch alone; RINGCOMM_TORCH_INDEX=URL is where torch comes from;
+# ARGS="..." goes to the program; RANKS=4 and RACE="..." are for `make train`; VERBOSE=1 shows what
+# pip and the compilers say.
 
 PYTHON ?= python3
 ARGS ?=
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
         test-bare stress test-gpu test-torch test-emulator kernels kernel-sweep lint format types compat packaging \
-        gpu-machine gpu-kit docs coverage bench clean distclean check-python
+        wheels gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -114,6 +115,9 @@ gpu-machine: check-python  ## build and test with Python 3.12, torch 2.11 for CU
 
 packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh environment
 	@$(PREPARE) --need train --extension -- tools/check_packaging.py
+
+wheels: check-python  ## dist/: a wheel for torch 2.13, 2.14 and 2.15, tried with each (ARGS="2.13 2.14")
+	@$(PREPARE) --need wheels --no-torch -- tools/wheels.py $(ARGS)
 
 docs: check-python  ## the pages of docs/ as a site in build/site; warnings are errors
 	@export NO_MKDOCS_2_WARNING=1; $(PREPARE) --need docs --no-torch -- -m mkdocs build --strict $(ARGS)
