@@ -1,4 +1,5 @@
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -83,19 +84,17 @@ struct AgreementOfSurvivors {
   shm::Survivors survivors;
 };
 
+// Ends all waits in the group. Null if its ranks do not all share memory.
 std::shared_ptr<AgreementOfSurvivors> begin_shrink(const BackendPtr& backend,
                                                    std::chrono::milliseconds timeout) {
   std::shared_ptr<Communicator> engine = engine_of(backend);
-  auto* const group = dynamic_cast<shm::Group*>(engine->members());
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      group != nullptr, "ringcomm: shrink supports groups whose ranks all share memory, and this ",
-      "one uses ", engine->transport(), "; restart the job with the ranks that are left");
   std::shared_ptr<AgreementOfSurvivors> made;
   with_python_errors([&] {
     engine->failure().check_not_inherited();
     const WaitLimits limits{.timeout = std::min(timeout, kLongestTimeout),
                             .is_interrupted = is_interrupted};
-    made.reset(new AgreementOfSurvivors{engine, {*group, limits}});
+    if (auto* const group = dynamic_cast<shm::Group*>(engine->members()))
+      made.reset(new AgreementOfSurvivors{engine, {*group, limits}});
   });
   // The others' waits end, also where nothing has failed yet.
   if (!engine->failure().has_failed())
@@ -121,23 +120,26 @@ void bind_survivors(py::module_& m) {
           [=](Its& its) { return result_of([&] { return its.survivors.take_store().release(); }); },
           without_gil)
       .def(
-          "introduce",
-          [](const std::shared_ptr<Its>& its, const c10::intrusive_ptr<c10d::Store>& store,
-             const std::vector<int>& ranks, const std::vector<uint64_t>& global_ranks) {
-            introduce(store, its->engine, ranks, global_ranks, [weak = std::weak_ptr(its)] {
-              const auto alive = weak.lock();
-              return alive != nullptr && alive->survivors.is_over();
-            });
-          },
-          "store"_a, "ranks"_a, "global_ranks"_a)
-      .def(
           "confirm",
           [=](Its& its, bool has_made) {
             return result_of([&] { return its.survivors.confirm(has_made); });
           },
           "has_made"_a, without_gil)
+      .def("is_over", [](const Its& its) { return its.survivors.is_over(); })
       .def_property_readonly("attempt", [](const Its& its) { return its.survivors.attempt(); });
   m.def("begin_shrink", &begin_shrink, "backend"_a, "timeout"_a, without_gil);
+  m.def(
+      "introduce",
+      [](const BackendPtr& backend, const c10::intrusive_ptr<c10d::Store>& store,
+         const std::vector<int>& ranks, const std::vector<uint64_t>& global_ranks,
+         std::function<bool()> is_over) {
+        introduce(store, engine_of(backend), ranks, global_ranks, std::move(is_over));
+      },
+      "backend"_a, "store"_a, "ranks"_a, "global_ranks"_a, "is_over"_a, without_gil);
+  m.def("contacts", [](const BackendPtr& backend) {
+    const std::shared_ptr<PyObject> contacts = process_group_of(backend).contacts();
+    return contacts != nullptr ? py::reinterpret_borrow<py::object>(contacts.get()) : py::none();
+  });
   m.def("health", &health_of, "backend"_a);
 }
 

@@ -142,7 +142,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   StoreAdapter adapter(store, abandonment_of(store));
   const MakeMessages make_messages = [&](const LookForRanks& look) {
     return messages_over(make_message_backend(options_->engine.p2p_backend, store, rank, size,
-                                              *options_, look, "the group's messages"));
+                                              *options_, look, "the group's messages", &contacts_));
   };
   with_python_errors([&] {
     communicator_ = std::make_shared<Communicator>(
@@ -192,8 +192,10 @@ void ProcessGroupRingcomm::abort() {
 void ProcessGroupRingcomm::shutdown() {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Devices> devices;
+  std::shared_ptr<PyObject> contacts;
   {
     const std::lock_guard lock(mutex_);
+    contacts.swap(contacts_);
     communicator.swap(communicator_);
     devices.swap(devices_);
   }

@@ -47,6 +47,12 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
   std::shared_ptr<Communicator> communicator() const;
+  /// The Python object by which the ranks of a group over messages find each other without its
+  /// store (ringcomm/contacts.py); null for other groups.
+  std::shared_ptr<PyObject> contacts() const {
+    const std::lock_guard lock(mutex_);
+    return contacts_;
+  }
 
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   const c10::intrusive_ptr<GroupOptions>& options() const { return options_; }
@@ -158,6 +164,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   mutable std::mutex mutex_;  // guards all below, which several threads may use
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<PyObject> contacts_;
   std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda
   std::atomic<bool> is_coalescing_ = false;
   std::vector<WorkPtr> coalesced_works_;

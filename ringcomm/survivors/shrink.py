@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ringcomm import _C
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
+from ringcomm.survivors.agreement import Agreement
 from ringcomm.torch_names import (
     backend_of,
     global_ranks_of,
@@ -68,7 +70,10 @@ def shrink(
     limit = own_timeout if timeout is None else timeout
     if limit <= datetime.timedelta(0):
         raise ValueError(f"timeout of shrink must be positive, got {limit}")
-    agreement = _C.begin_shrink(backend, limit)
+    agreement: Any = _C.begin_shrink(backend, limit)
+    if agreement is None:
+        contacts = _C.contacts(backend)
+        agreement = Agreement(contacts, lambda: _C.health(backend)["ranks"], limit)
     while True:
         survivors = agreement.agree()
         new = error = None
@@ -98,18 +103,26 @@ def _make(
     old: dist.ProcessGroup,
     backend: Any,
     survivors: list[int],
-    agreement: _C.Survivors,
+    agreement: Any,
     timeout: datetime.timedelta,
 ) -> dist.ProcessGroup:
     """The new group, which torch knows; collective over the survivors."""
-    # The descriptor is never closed: a FileStore opens its path for each access, also when it is
-    # destroyed, which may be when the process exits.
-    store = dist.FileStore(f"/proc/self/fd/{agreement.take_store()}", -1)
+    store = agreement.take_store()
+    if isinstance(store, int):
+        # The descriptor is never closed: a FileStore opens its path for each access, also when it
+        # is destroyed, which may be when the process exits.
+        store = dist.FileStore(f"/proc/self/fd/{store}", -1)
     numbers = global_ranks_of(old)
     is_default = old is dist.group.WORLD
     global_ranks = [idx if is_default else numbers[rank] for idx, rank in enumerate(survivors)]
     # If one of them ends before it has arrived, the others know it.
-    agreement.introduce(store, survivors, global_ranks)
+    known = weakref.ref(agreement)
+
+    def is_over() -> bool:
+        its = known()
+        return its is not None and its.is_over()
+
+    _C.introduce(backend, store, survivors, global_ranks, is_over)
     return new_process_group(
         like=old,
         rank=survivors.index(old.rank()),
