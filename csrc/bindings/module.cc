@@ -141,6 +141,7 @@ void bind_survivors(py::module_& m) {
     return contacts != nullptr ? py::reinterpret_borrow<py::object>(contacts.get()) : py::none();
   });
   m.def("health", &health_of, "backend"_a);
+  m.def("write_deaths_to", [](int event) { PeerProcess::death_event = event; }, "event"_a);
 }
 
 // The usage of memory that peers can map.

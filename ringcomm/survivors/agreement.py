@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import secrets
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -104,9 +105,10 @@ class Agreement:
         if self._store is not None:
             store, self._store = self._store, None
             return store
-        if self.is_over():
-            raise RingcommError("ringcomm: shrink: the rank that serves the new store has ended")
         seconds = min(self._limit_s, _CONNECT_S)
+        # A client of torch's store would try again for all that time.
+        with socket.create_connection(self._proposal.store, timeout=seconds):
+            pass
         store = dist.TCPStore(
             *self._proposal.store,
             is_master=False,
