@@ -15,7 +15,7 @@ from ringcomm.memory import empty_shared
 from ringcomm.memory import is_shared as is_shared
 from ringcomm.ops.collectives import monitored_barrier
 from ringcomm.options import Options
-from ringcomm.survivors import Health, health, shrink
+from ringcomm.survivors import Health, health, on_death, shrink
 from ringcomm.version import __version__
 
 _ringcomm_autoload.register()
@@ -31,6 +31,7 @@ __all__ = [
     "empty_shared",
     "health",
     "monitored_barrier",
+    "on_death",
     "ops",
     "shrink",
     "stats",

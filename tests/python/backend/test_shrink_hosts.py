@@ -298,6 +298,7 @@ def shrink_beside_strangers(rank: int) -> dict[str, Any]:
 def test_strangers_are_refused() -> None:
     for result in run_ranks(3, shrink_beside_strangers, fresh=True, env=hosts("aba")):
         assert result["ranks"] == [0, 1, 2]
+        print(result)
 
 
 def a_key_that_is_known(rank: int) -> dict[str, Any]:
@@ -325,7 +326,7 @@ def die_with_a_child(rank: int) -> dict[str, Any]:
     dist.barrier()
     if rank == 0:
         if os.fork() == 0:
-            time.sleep(20)
+            time.sleep(SOON_S + 1)
             os._exit(0)
         die()
     fail()
