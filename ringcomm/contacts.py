@@ -146,10 +146,12 @@ class Connection:
         self.send_line(json.dumps(message))
 
     def send_line(self, line: str) -> None:
+        """Sends a line of text, in the same way."""
         self._to_send += line.encode() + b"\n"
         self._flush()
 
     def close(self) -> None:
+        """Ends the connection; what can be sent at once still arrives."""
         self._flush()
         self.is_over = True
         self._socket.close()

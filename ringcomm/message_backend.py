@@ -69,17 +69,16 @@ def make(
     group_name: str,
     global_ranks: list[int],
     goes_on: Callable[[list[int]], bool],
-    has_contacts: bool,
-) -> tuple[Any, Contacts | None]:
+) -> tuple[Any, Contacts]:
     """Makes this rank's object of the backend; called by the engine, collective over the group.
 
     `timeout` limits the construction: messages have no timeout. `goes_on` is called about every 50
-    ms with the missing ranks and returns whether to keep waiting for them. `has_contacts`: whether
-    the ranks are to reach each other without the store later on, for ringcomm.shrink().
+    ms with the missing ranks and returns whether to keep waiting for them.
 
     Returns:
-        A c10d Backend, and the contacts. Once all ranks have made theirs: otherwise a rank that
-        leaves the group at once would close connections that others are still making.
+        A c10d Backend, and by what the ranks reach each other without the store. Once all ranks
+        have made theirs: otherwise a rank that leaves the group at once would close connections
+        that others are still making.
 
     Raises:
         RuntimeError: a rank could not make its backend, or did not arrive.
@@ -99,10 +98,10 @@ def make(
     opts.group_id = f"{group_name}/{name}"
     opts.global_ranks_in_group = global_ranks
     ends: list[Any] = []
-    contacts = Contacts(rank, size) if has_contacts else None
+    contacts = Contacts(rank, size)
 
     def make_own() -> None:
-        told = f"{_MADE}\n{contacts.to_text() if contacts is not None else ''}"
+        told = f"{_MADE}\n{contacts.to_text()}"
         try:
             ends.append(_make_own(name, opts))
         except Exception as error:
@@ -128,8 +127,7 @@ def make(
             if told != _MADE:
                 raise ends[0] if other == rank else RuntimeError(f"rank {other}: {told}")
             missing.remove(other)
-            if contacts is not None:
-                contacts.add(other, contact)
+            contacts.add(other, contact)
         return not missing
 
     absent = [*missing]

@@ -156,10 +156,9 @@ std::unique_ptr<MessageTransport> messages_over(c10::intrusive_ptr<c10d::Backend
   return std::make_unique<C10dMessages>(std::move(backend));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_message_backend(
+std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_message_backend(
     const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    const GroupOptions& options, const LookForRanks& look, const std::string& purpose,
-    std::shared_ptr<PyObject>* contacts) {
+    const GroupOptions& options, const LookForRanks& look, const std::string& purpose) {
   const py::gil_scoped_acquire acquired;
   std::exception_ptr in_vain;
   const py::cpp_function goes_on([&](const std::vector<int>& missing) {
@@ -171,14 +170,13 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(
     return in_vain == nullptr;
   });
   try {
-    const auto [backend, found] =
+    const auto [backend, contacts] =
         py::module_::import("ringcomm.message_backend")
             .attr("make")(name, store, rank, size,
                           std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
-                          options.global_ranks_in_group, goes_on, contacts != nullptr)
+                          options.global_ranks_in_group, goes_on)
             .cast<std::pair<c10::intrusive_ptr<c10d::Backend>, py::object>>();
-    if (contacts != nullptr) *contacts = {found.inc_ref().ptr(), forget};
-    return backend;
+    return {backend, {contacts.inc_ref().ptr(), forget}};
   } catch (const std::exception& error) {
     if (in_vain != nullptr) std::rethrow_exception(in_vain);
     const auto* python = dynamic_cast<const py::error_already_set*>(&error);

@@ -27,13 +27,6 @@ at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
 /// Whether all elements of the tensor are in such memory of this process.
 bool is_shared(const at::Tensor& tensor);
 
-/// Groups that are made over `store` while `communicator` lives know the processes of its `ranks`,
-/// whose global ranks there are `global_ranks`, before these have arrived. Their construction ends
-/// with an error once `is_abandoned` returns true.
-void introduce(const c10::intrusive_ptr<c10d::Store>& store,
-               const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
-               const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned);
-
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
 /// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and
 /// return no work, as torch allows.
@@ -47,12 +40,16 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
   std::shared_ptr<Communicator> communicator() const;
-  /// The Python object by which the ranks of a group over messages find each other without its
-  /// store (ringcomm/contacts.py); null for other groups.
+  /// ringcomm.contacts.Contacts of a group over messages; otherwise, or once destroyed, null.
   std::shared_ptr<PyObject> contacts() const {
     const std::lock_guard lock(mutex_);
     return contacts_;
   }
+  /// Groups that are made over `store` while this one lives know the processes of its `ranks`,
+  /// whose global ranks there are `global_ranks`, before these have arrived. Their construction
+  /// ends with an error once `is_abandoned` returns true.
+  void introduce(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                 const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned);
 
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   const c10::intrusive_ptr<GroupOptions>& options() const { return options_; }

@@ -155,7 +155,9 @@ class Agreement:
     def _propose(self, meeting: _Meeting) -> None:
         """As the coordinator, of the ranks that have joined."""
         ranks = sorted({self._rank, *meeting.joined})
-        attempt = max(self.attempt, *(int(other["attempt"]) for other in meeting.joined.values()), -1)
+        attempt = max(
+            self.attempt, *(int(other["attempt"]) for other in meeting.joined.values()), -1
+        )
         error = ""
         if attempt + 1 >= MAX_ATTEMPTS:
             error = (
@@ -209,9 +211,7 @@ class Agreement:
                 told = [message["made"] for message in member.inbox if "made" in message]
                 if told == [True]:
                     del waiting[rank]
-                elif told:
-                    return False
-                elif member.is_over:
+                elif told or member.is_over:
                     return False
             now = time.monotonic()
             if now > deadline:
@@ -239,12 +239,12 @@ class Agreement:
         coordinator.close()
         assert self._proposal is not None
         with _Meeting(self, made=self._proposal.name) as meeting:
-            message = meeting.run()
-            if message is None:
+            decision = meeting.run()
+            if decision is None:
                 all_made = meeting.may_be_made()
                 meeting.decide(all_made)
             else:
-                all_made = bool(message.get("all_made"))
+                all_made = bool(decision.get("all_made"))
             return all_made
 
     def _left_out(self, ranks: list[int]) -> RingcommError:

@@ -49,7 +49,7 @@ class _Thread(threading.Thread):
 
     def stop(self) -> None:
         """Before Python is finalized: a thread must not need it then."""
-        if self is _thread:
+        if self in _threads:
             self._is_over = True
             self.wake()
             self.join(_STOP_S)
@@ -81,19 +81,21 @@ class _Thread(threading.Thread):
                 _log.exception("on_death: the function that was called for rank %d raised", rank)
 
 
-_lock = threading.Lock()
-_thread: _Thread | None = None
+_threads: list[_Thread] = []  # one, or none yet
+_lock = threading.Lock()  # guards it, also while the process forks
 
 
 def _forget_in_child() -> None:
     """A forked child has neither the thread nor the groups."""
-    global _lock, _thread
-    _lock, _thread = threading.Lock(), None
+    _threads.clear()
     _registered.clear()
     _C.write_deaths_to(-1)
+    _lock.release()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_in_child
+)
 
 
 def on_death(
@@ -119,13 +121,12 @@ def on_death(
         ValueError: the group has another backend for CPU tensors, was destroyed, or this rank is
             not in it.
     """
-    global _thread
     watched = resolve_group(group)
     _C.health(backend_of(watched, torch.device("cpu")))  # raises if there is none
     handle = RemovableHandle(_registered)
     _registered[handle.id] = _Registered(weakref.ref(watched), callback)
     with _lock:
-        if _thread is None:
-            _thread = _Thread()
-    _thread.wake()
+        if not _threads:
+            _threads.append(_Thread())
+    _threads[0].wake()
     return handle

@@ -38,7 +38,8 @@ def shrink(
     If no rank is lost, the new group has all of them.
 
     The ranks of the new group have the order of the old one. It has the same options and timeout,
-    and a store of its own, which depends on no process. The old group is destroyed; its pending
+    and a store of its own. In shared memory that depends on no process; over messages the process
+    of a rank, usually of the first, serves it. The old group is destroyed; its pending
     operations raise. The new group of the default group becomes the default group: global ranks
     are numbered anew, also in the other groups that exist. Those without a lost rank keep working;
     the others have failed, and may be shrunk or destroyed. Wrappers that hold the old group, such
@@ -48,17 +49,17 @@ def shrink(
     between the ranks: go on from the last state that all ranks have (examples/survive.py).
 
     Args:
-        group: the group, whose ranks all share memory; None is the default group.
+        group: the group; None is the default group.
         timeout: how long to wait for a rank that lives, in each attempt; None is the timeout of
-            the group. Another attempt follows if a further rank is lost meanwhile.
+            the group. Another attempt follows if a further rank is lost meanwhile. A host that has
+            lost power or its network is given up after it.
 
     Returns:
         The new group.
 
     Raises:
-        NotImplementedError: the group exchanges messages: it spans several hosts, or has the
-            transport "p2p".
         RingcommError: the other ranks have gone on without this one, or 8 attempts have failed.
+            Over messages also: half of the ranks or more do not answer, and may have gone on.
         ValueError: the group has one rank only, has another backend for CPU tensors, was
             destroyed, or this rank is not in it.
     """
@@ -72,8 +73,7 @@ def shrink(
         raise ValueError(f"timeout of shrink must be positive, got {limit}")
     agreement: Any = _C.begin_shrink(backend, limit)
     if agreement is None:
-        contacts = _C.contacts(backend)
-        agreement = Agreement(contacts, lambda: _C.health(backend)["ranks"], limit)
+        agreement = Agreement(backend.contacts, lambda: _C.health(backend)["ranks"], limit)
     while True:
         survivors = agreement.agree()
         new = error = None
@@ -122,7 +122,7 @@ def _make(
         its = known()
         return its is not None and its.is_over()
 
-    _C.introduce(backend, store, survivors, global_ranks, is_over)
+    backend.introduce(store, survivors, global_ranks, is_over)
     return new_process_group(
         like=old,
         rank=survivors.index(old.rank()),

@@ -30,7 +30,7 @@ def compute_until(is_over: Any) -> float:
 
 
 def note_deaths(rank: int) -> dict[str, Any]:
-    """Two functions on the world, one on a group of ranks 2, 1 and 0, one removed, one that fails."""
+    """Functions on the world, one of which raises, and on other groups; one is removed."""
     group = dist.new_group([0, 1, 2])
     other = dist.new_group([0, 2])
     gone = dist.new_group([0, 1, 2])

@@ -33,10 +33,11 @@ MODULES = (
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
     *("ringcomm.parallel.tensor", "ringcomm.parallel.zero"),
 )
-MOST_NAMES = 66
+MOST_NAMES = 67
 # What takes a group and no mesh.
 WITHOUT = {
-    *("empty_shared", "health", "monitored_barrier", "shrink", "stats"),  # as torch.distributed
+    # As torch.distributed.
+    *("empty_shared", "health", "monitored_barrier", "on_death", "shrink", "stats"),
     *("all_gather", "all_reduce", "broadcast", "new_shard_state", "reduce", "reduce_scatter"),
     *("reduce_scatter_update_all_gather_", "ZeroOptimizer"),  # made by zero.shard()
 }
