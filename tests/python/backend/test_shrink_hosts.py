@@ -167,6 +167,46 @@ def test_a_death_behind_every_message(victim: int) -> None:
             assert results[rank]["ranks"] == left, (behind, results)
 
 
+def stop_behind_the_decision(rank: int, path: str, is_broken: bool) -> int:
+    """The coordinator dies when rank 1 alone has its decision; rank 1 returns, and is stopped."""
+    seen = dist.FileStore(path, -1)
+    dist.barrier()
+    if rank == 3:
+        die()
+    fail()
+    if rank == 0:
+        connection_type: Any = agreement.Connection
+        send = connection_type.send
+
+        def send_one(connection: Any, **message: Any) -> None:
+            send(connection, **message)
+            if "all_made" in message:
+                die()
+
+        connection_type.send = send_one
+    if is_broken:
+        vars(agreement)["_Meeting"].may_be_made = lambda _: False
+    ringcomm.shrink(timeout=datetime.timedelta(seconds=1))
+    size = dist.get_world_size()
+    if rank == 1:
+        seen.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    seen.set(f"done {rank}", "")
+    for other in (2, 4):
+        seen.wait([f"done {other}"], datetime.timedelta(seconds=40))
+    if rank == 2:
+        os.kill(int(seen.get("pid")), signal.SIGCONT)
+    return size
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_group_that_one_rank_has_is_made(tmp_path: Path, is_broken: bool) -> None:
+    """Without asking what the others have made, two ranks would have another group than rank 1."""
+    kind: dict[str, Any] = {"fresh": True, "may_die": [0, 3], "env": hosts("ababa")}
+    results = run_ranks(5, stop_behind_the_decision, str(tmp_path / "seen"), is_broken, **kind)
+    assert [results[rank] for rank in (1, 2, 4)] == ([4, 2, 2] if is_broken else [4, 4, 4])
+
+
 # ---- ranks that live and do not answer
 
 
