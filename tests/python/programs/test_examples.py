@@ -115,6 +115,16 @@ def test_survivors_have_the_losses_of_one_process(system: str, victim: int, tmp_
         assert everyone[rank] == pytest.approx(expected, rel=2e-5)
 
 
+def test_survivors_of_a_host_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    line = "survive --system zero-2 --steps 8 --rows 12 --commit 3"
+    hosts = [{"RINGCOMM_HOST_ID": host} for host in "aaab"]
+    kind: dict[str, Any] = {"fresh": True, "may_die": [3], "env": hosts}
+    everyone = losses(4, f"{line} --die 3:5", tmp_path, **kind)
+    (expected,) = losses(1, line, tmp_path)
+    for found in everyone[:3]:
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["ddp", "zero-1", "zero-2", "lomo"])
 def test_torchrun_restarts_from_the_last_state(system: str, tmp_path: Path) -> None:
