@@ -11,20 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from ringcomm.contacts import Connection, Contacts
 from ringcomm.errors import RingcommError
+from ringcomm.survivors.meeting import LEAST_S, LOOK_S, Known, Meeting, left_out, wait
 
 MAX_ATTEMPTS = 8
-_LOOK_S = 0.05  # between two looks at signals, at processes of this machine, and at the time
-_AGAIN_S = 0.02  # before a connection that has ended is made again
-_PING_S = 0.25  # between two signs of life, at most
 _CONNECT_S = 5.0  # to the new store, whose process was alive a moment ago
-# A rank that has come in time has this long to answer a coordinator that comes late.
-_LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +48,9 @@ class Agreement:
         timeout: datetime.timedelta,
     ) -> None:
         """`states` returns what is known of the ranks without asking, as ringcomm.Health."""
-        self._contacts, self._states = contacts, states
-        self._rank, self._limit_s = contacts.rank, timeout.total_seconds()
-        self._ping_s = min(_PING_S, self._limit_s / 4)
-        self._size = len(contacts.addresses)
-        self._asked = set(range(self._size))
-        self._gone: set[int] = set()  # surely: their processes have ended, or they have left
+        self._contacts, self._limit_s = contacts, timeout.total_seconds()
+        everyone = set(range(len(contacts.addresses)))
+        self._known = Known(contacts, states, self._limit_s, asked=everyone, gone=set())
         self._proposal: Proposal | None = None
         self._has_made = False
         self._coordinator: Connection | None = None  # of the proposal; None if it is this rank
@@ -78,10 +70,10 @@ class Agreement:
                 attempts have failed.
         """
         if self._contacts.gone_on is not None:
-            raise self._left_out(self._contacts.gone_on)
+            raise left_out(self._contacts, self._contacts.gone_on)
         self._proposal, self._has_made = None, False
         while True:
-            with _Meeting(self, made=None) as meeting:
+            with Meeting(self._known, made=None) as meeting:
                 message = meeting.run()
                 if message is None:
                     if meeting.holders():  # of a group that is not made by all
@@ -96,7 +88,7 @@ class Agreement:
                     continue  # a decision on a group that this rank has given up
             assert self._proposal is not None
             self._contacts.attempt = self._proposal.attempt
-            self._asked = set(self._proposal.ranks)
+            self._known.asked = set(self._proposal.ranks)
             return list(self._proposal.ranks)
 
     def take_store(self) -> dist.Store:
@@ -152,9 +144,9 @@ class Agreement:
     def _connections(self) -> list[Connection]:
         return [self._coordinator] if self._coordinator is not None else [*self._members.values()]
 
-    def _propose(self, meeting: _Meeting) -> None:
+    def _propose(self, meeting: Meeting) -> None:
         """As the coordinator, of the ranks that have joined."""
-        ranks = sorted({self._rank, *meeting.joined})
+        ranks = sorted({self._known.rank, *meeting.joined})
         attempt = max(
             self.attempt, *(int(other["attempt"]) for other in meeting.joined.values()), -1
         )
@@ -165,19 +157,19 @@ class Agreement:
                 " not answer; restart the job"
             )
         elif not self._may_go_on(ranks):
-            silent = sorted(set(range(self._size)) - self._gone - set(ranks))
+            silent = sorted(set(range(self._known.size)) - self._known.gone - set(ranks))
             error = (
-                f"ringcomm: shrink: of {self._size} ranks only {ranks} answer, and {silent} may be"
-                " alive behind a network that is cut, where they would go on as well; restart the"
-                " job with the ranks that are left"
+                f"ringcomm: shrink: of {self._known.size} ranks only {ranks} answer, and {silent}"
+                " may be alive behind a network that is cut, where they would go on as well;"
+                " restart the job with the ranks that are left"
             )
         if error:
             for rank in meeting.joined:
                 meeting.calls[rank].send(failed=error)
             raise RingcommError(error)
-        for rank in self._asked - set(ranks) - self._gone:
+        for rank in self._known.asked - set(ranks) - self._known.gone:
             meeting.calls[rank].send(gone_on=ranks)  # it reads this whenever it comes
-        host = self._contacts.addresses[self._rank].host
+        host = self._contacts.addresses[self._known.rank].host
         self._store = dist.TCPStore(
             host,
             0,
@@ -197,7 +189,7 @@ class Agreement:
 
         Half is enough with the lowest of them.
         """
-        possible = set(range(self._size)) - self._gone
+        possible = set(range(self._known.size)) - self._known.gone
         num = 2 * len(ranks)
         return num > len(possible) or (num == len(possible) and min(possible) in ranks)
 
@@ -216,12 +208,12 @@ class Agreement:
             now = time.monotonic()
             if now > deadline:
                 return False
-            if now >= pinged + self._ping_s:
+            if now >= pinged + self._known.ping_s:
                 pinged = now
                 for member in self._members.values():
                     member.send(ping=True)
             if waiting:
-                _wait(waiting.values(), self._ping_s)
+                wait(waiting.values(), self._known.ping_s)
         return True
 
     def _wait_for_decision(self, coordinator: Connection) -> bool:
@@ -234,11 +226,11 @@ class Agreement:
                 deadline = time.monotonic() + self._limit_s
                 if "all_made" in message:
                     return bool(message["all_made"])
-            _wait([coordinator], _LOOK_S)
+            wait([coordinator], LOOK_S)
         # It has ended, or is silent: the others may know how it has decided.
         coordinator.close()
         assert self._proposal is not None
-        with _Meeting(self, made=self._proposal.name) as meeting:
+        with Meeting(self._known, made=self._proposal.name) as meeting:
             decision = meeting.run()
             if decision is None:
                 all_made = meeting.may_be_made()
@@ -246,241 +238,6 @@ class Agreement:
             else:
                 all_made = bool(decision.get("all_made"))
             return all_made
-
-    def _left_out(self, ranks: list[int]) -> RingcommError:
-        self._contacts.gone_on = ranks
-        if self._rank in ranks:
-            return RingcommError(
-                f"ringcomm: shrink was interrupted on rank {self._rank} when all ranks had made the"
-                " new group, and the others use it; end this process, and shrink again on the"
-                " others",
-                rank=self._rank,
-            )
-        return RingcommError(
-            f"ringcomm: rank {self._rank} did not call shrink in time, and the other ranks go on"
-            f" without it (ranks {', '.join(map(str, ranks))}); end this process, or raise the"
-            " timeout of shrink",
-            rank=self._rank,
-        )
-
-
-class _Meeting:
-    """The first part of an attempt: this rank joins a coordinator, or coordinates.
-
-    Each rank watches the lower ones by a connection. One that is refused is gone; one that sends
-    nothing for the timeout is silent. A rank with no other rank below it coordinates: it calls all
-    others, which join the first that calls. Of two that coordinate, the higher joins the lower.
-
-    Attributes:
-        joined: as the coordinator, what the ranks that have joined have said.
-        calls: the coordinator's connections, by rank.
-    """
-
-    def __init__(self, agreement: Agreement, made: str | None) -> None:
-        self._own, self._made = agreement, made
-        self._rank = agreement._rank
-        self.joined: dict[int, dict[str, Any]] = {}
-        self.calls: dict[int, Connection] = {}
-        self._watches: dict[int, Connection] = {}
-        self._incoming: list[Connection] = []
-        self._coordinator: Connection | None = None
-        self._silent: set[int] = set()
-        self._is_coordinator = False
-        self._ends_at = 0.0  # the coordinator's wait
-        self._begin = self._pinged = self._looked = time.monotonic()
-        self._heard = dict.fromkeys(agreement._asked, self._begin)  # when last, by rank
-        self._may_connect: dict[int, float] = {}
-
-    def __enter__(self) -> _Meeting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for connection in self._connections():
-            connection.close()
-
-    def holders(self) -> list[int]:
-        """The ranks that have joined with a made group: that of this rank, if it has one."""
-        return [
-            rank
-            for rank, other in self.joined.items()
-            if other["made"] is not None and other["made"] == (self._made or other["made"])
-        ]
-
-    def may_be_made(self) -> bool:
-        """Whether a rank may have returned with the group that this rank has made.
-
-        All that have joined have made it. If none is silent, such a rank has ended since, and
-        there is no use in a group that has lost it.
-        """
-        asked, gone = self._own._asked - {self._rank}, self._own._gone
-        is_lost = bool(asked & gone) and asked <= gone | self.joined.keys()
-        return len(self.holders()) == len(self.joined) and not is_lost
-
-    def decide(self, all_made: bool) -> None:
-        """Tells the ranks that have joined with a made group whether it is made by all."""
-        for rank in self.holders():
-            self.calls[rank].send(all_made=all_made)
-
-    def keep_members(self) -> dict[int, Connection]:
-        """The connections to the ranks that have joined, which stay open."""
-        return {rank: self.calls.pop(rank) for rank in self.joined}
-
-    def keep_coordinator(self) -> Connection:
-        assert self._coordinator is not None
-        kept, self._coordinator = self._coordinator, None
-        self._incoming.remove(kept)
-        return kept
-
-    def run(self) -> dict[str, Any] | None:
-        """The coordinator's message; None if this rank coordinates, and all that answer joined."""
-        while True:
-            now = time.monotonic()
-            self._look_at_processes(now)
-            self._connect(now)
-            self._accept()
-            if (message := self._read(now)) is not None:
-                return message
-            self._find_coordinator(now)
-            if self._is_coordinator and self._has_all(now):
-                return None
-            self._ping(now)
-            _wait(self._connections(), _LOOK_S if not self._may_connect else _AGAIN_S, self._own)
-
-    def _connections(self) -> list[Connection]:
-        return [*self._incoming, *self._watches.values(), *self.calls.values()]
-
-    def _look_at_processes(self, now: float) -> None:
-        if now < self._looked:
-            return
-        self._looked = now + _LOOK_S
-        for rank, state in enumerate(self._own._states()):
-            if state in ("dead", "left"):
-                self._own._gone.add(rank)
-
-    def _connect(self, now: float) -> None:
-        """Makes the connections that are missing."""
-        wanted = [(self._watches, "watch", range(self._rank))]
-        if self._is_coordinator:
-            wanted.append((self.calls, "call", range(self._own._size)))
-        for connections, purpose, ranks in wanted:
-            for rank in ranks:
-                if rank == self._rank or rank not in self._own._asked or rank in self._own._gone:
-                    continue
-                known = connections.get(rank)
-                if known is not None and not known.is_over:
-                    continue
-                if known is None or now >= self._may_connect.get(rank, now):
-                    self._may_connect.pop(rank, None)
-                    connections[rank] = self._own._contacts.connect(rank, purpose)
-
-    def _accept(self) -> None:
-        while (connection := self._own._contacts.accept()) is not None:
-            self._incoming.append(connection)
-
-    def _read(self, now: float) -> dict[str, Any] | None:
-        for connection in self._connections():
-            connection.pump()
-            rank = connection.rank
-            while connection.inbox and rank is not None:
-                message = connection.inbox.pop(0)
-                self._heard[rank] = now
-                if (ranks := message.get("gone_on")) is not None:
-                    if self._made is not None and message.get("name") == self._made:
-                        return {"all_made": True}
-                    raise self._own._left_out(ranks)
-                if connection is self._coordinator:
-                    if "failed" in message:
-                        raise RingcommError(message["failed"])
-                    if "proposal" in message or "all_made" in message:
-                        return message
-                elif connection is self.calls.get(rank) and "attempt" in message:
-                    self.joined[rank] = message
-                    left_s = max(float(message["left_s"]), min(_LEAST_S, self._own._limit_s))
-                    self._ends_at = min(self._ends_at, now + left_s)
-            if connection.is_over:
-                self._lose(connection, now)
-        return None
-
-    def _lose(self, connection: Connection, now: float) -> None:
-        rank = connection.rank
-        if connection in self._incoming:
-            self._incoming.remove(connection)
-            if connection is self._coordinator:
-                self._coordinator = None
-        elif rank is not None:
-            if connection.is_refused:
-                self._own._gone.add(rank)
-            if connection is self.calls.get(rank):
-                self.joined.pop(rank, None)
-            self._may_connect.setdefault(rank, now + _AGAIN_S)
-
-    def _find_coordinator(self, now: float) -> None:
-        """Joins a rank that calls, or begins to coordinate."""
-        own = self._own
-        if self._coordinator is not None:
-            rank = self._coordinator.rank
-            assert rank is not None
-            if now < self._heard[rank] + own._limit_s:
-                return
-            self._silent.add(rank)
-            self._coordinator.close()
-            self._lose(self._coordinator, now)
-        callers = [one for one in self._incoming if one.purpose == "call" and one.rank is not None]
-        if self._is_coordinator:
-            callers = [one for one in callers if (one.rank or 0) < self._rank]
-        if callers:
-            caller = min(callers, key=lambda one: one.rank or 0)
-            self._stop_coordinating()
-            self._coordinator = caller
-            self._heard[caller.rank or 0] = now
-            left_s = self._begin + own._limit_s - now
-            caller.send(attempt=own.attempt, made=self._made, left_s=left_s)
-            return
-        for rank in range(self._rank):
-            if now >= self._heard.get(rank, now) + own._limit_s:
-                self._silent.add(rank)
-        lower = (own._asked & set(range(self._rank))) - own._gone - self._silent
-        if not lower and not self._is_coordinator:
-            self._is_coordinator = True
-            self._ends_at = now + own._limit_s
-
-    def _stop_coordinating(self) -> None:
-        self._is_coordinator = False
-        self.joined = {}
-        for call in self.calls.values():
-            call.close()
-        self.calls = {}
-
-    def _has_all(self, now: float) -> bool:
-        own = self._own
-        missing = own._asked - {self._rank} - own._gone - self._silent - self.joined.keys()
-        return self.calls.keys() >= own._asked - {self._rank} - own._gone and (
-            not missing or now >= self._ends_at
-        )
-
-    def _ping(self, now: float) -> None:
-        """Tells the ranks that wait for this one that it is there."""
-        if now < self._pinged + self._own._ping_s:
-            return
-        self._pinged = now
-        for connection in self._incoming:
-            if connection is not self._coordinator and connection.rank is not None:
-                connection.send(ping=True)
-        for rank in self.joined:
-            self.calls[rank].send(ping=True)
-
-
-def _wait(
-    connections: Iterable[Connection], seconds: float, agreement: Agreement | None = None
-) -> None:
-    """Until something can be read, written or accepted, and `seconds` at most."""
-    poll = select.poll()
-    for connection in connections:
-        if not connection.is_over:
-            poll.register(*connection.events())
-    if agreement is not None:
-        poll.register(agreement._contacts.listener, select.POLLIN)
-    poll.poll(seconds * 1000)
 
 
 def answer_late_ranks(contacts: Contacts, proposal: Proposal) -> None:
@@ -492,11 +249,11 @@ def answer_late_ranks(contacts: Contacts, proposal: Proposal) -> None:
                 select.select([contacts.listener], [], [])
                 if (connection := contacts.accept()) is None:
                     continue
-                deadline = time.monotonic() + _LEAST_S
+                deadline = time.monotonic() + LEAST_S
                 while connection.rank is None and not connection.is_over:
                     if (left_s := deadline - time.monotonic()) <= 0:
                         break
-                    _wait([connection], left_s)
+                    wait([connection], left_s)
                     connection.pump()
                 if connection.rank is not None:
                     connection.send(gone_on=proposal.ranks, name=proposal.name)

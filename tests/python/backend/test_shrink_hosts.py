@@ -185,7 +185,7 @@ def stop_behind_the_decision(rank: int, path: str, is_broken: bool) -> int:
 
         connection_type.send = send_one
     if is_broken:
-        vars(agreement)["_Meeting"].may_be_made = lambda _: False
+        vars(agreement)["Meeting"].may_be_made = lambda _: False
     ringcomm.shrink(timeout=datetime.timedelta(seconds=1))
     size = dist.get_world_size()
     if rank == 1:
