@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import functools
 import logging
 import sys
@@ -15,21 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, warn_of_unknown_variables
-from ringcomm.torch_names import all_groups, backend_of, global_ranks_of
+from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
 from ringcomm.trace import dump_self, flight
 
 _log = logging.getLogger("ringcomm")
-
-# The options of a group that are passed to the engine.
-_FIELDS = (
-    "algorithm",
-    "is_rank_ordered",
-    "one_shot_max_bytes",
-    "transport",
-    "p2p_backend",
-    "says_waits",
-    "report_stragglers",
-)
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -55,20 +45,20 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     warn_of_unknown_variables()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
-        fields = {name: getattr(pg_options, name) for name in _FIELDS}
+        options = copy.deepcopy(pg_options)
     else:
-        fields = _engine_options(pg_options, size)
+        options = _engine_options(pg_options, size)
+    set_timeout(options, dist_backend_opts.timeout)
+    options.group_name = str(dist_backend_opts.group_id)
     # Empty for the default group, which has all ranks.
     global_ranks = list(dist_backend_opts.global_ranks_in_group or range(size))
+    options.global_ranks_in_group = global_ranks
     try:
         backend = _C.create_process_group(
             store=dist_backend_opts.store,
             rank=dist_backend_opts.group_rank,
             size=size,
-            timeout=dist_backend_opts.timeout,
-            group_name=str(dist_backend_opts.group_id),
-            global_ranks=global_ranks,
-            **fields,
+            options=options,
         )
     except RingcommError as error:
         if global_ranks != list(range(size)):
@@ -99,8 +89,8 @@ def _tell_peers_of_the_end() -> None:
     sys.excepthook = tell_and_show
 
 
-def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
-    """The _FIELDS, from an `Options` or None and the environment."""
+def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
+    """The engine's options, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
     if not isinstance(pg_options, Options):
@@ -118,15 +108,15 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
     # The backend for messages between ranks without shared memory: a group on one host needs none.
     has_gloo = options.p2p_backend != "gloo" or dist.is_gloo_available()
     has_messages = options.transport == "p2p" or (options.transport is None and has_gloo)
-    return {
-        "algorithm": options.algorithm,
-        "is_rank_ordered": options.deterministic == "rank_order",
-        "one_shot_max_bytes": tuned or 0,
-        "transport": options.transport or "",
-        "says_waits": options.says_waits,
-        "report_stragglers": options.report_stragglers,
-        "p2p_backend": message_backend.checked(options.p2p_backend) if has_messages else "",
-    }
+    return _C.GroupOptions(
+        algorithm=options.algorithm,
+        is_rank_ordered=options.deterministic == "rank_order",
+        one_shot_max_bytes=tuned or 0,
+        transport=options.transport or "",
+        says_waits=options.says_waits,
+        report_stragglers=options.report_stragglers,
+        p2p_backend=message_backend.checked(options.p2p_backend) if has_messages else "",
+    )
 
 
 def resolve_group(

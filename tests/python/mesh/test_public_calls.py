@@ -36,8 +36,8 @@ MODULES = (
 MOST_NAMES = 67
 # What takes a group and no mesh.
 WITHOUT = {
-    # as torch.distributed
-    *("empty_shared", "health", "monitored_barrier", "peer_stats", "shrink", "stats"),
+    # As torch.distributed.
+    *("empty_shared", "health", "monitored_barrier", "on_death", "peer_stats", "shrink", "stats"),
     *("all_gather", "all_reduce", "broadcast", "new_shard_state", "reduce", "reduce_scatter"),
     *("reduce_scatter_update_all_gather_", "ZeroOptimizer"),  # made by zero.shard()
 }
