@@ -341,7 +341,7 @@ BAD_INPUT = [
     ("doctor --world-size 0", "1 to 64, got 0"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
     ("plan --gpus 8", "--model and --gpus are required"),
-    (f"{LLAMA} --memory 80", "less than the 1.07 GB that the driver uses"),
+    (f"{LLAMA} --memory 80", "less than the 1.00 GiB that the driver uses"),
     (f"{LLAMA} --tokens much", "'much' is not a number"),
     (f"{LLAMA} --tuning no.json", "does not exist"),
     (f"{LLAMA} --top -1", "--top must not be negative"),
