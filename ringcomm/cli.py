@@ -104,8 +104,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     ranks, makes a group, and measures all_reduce, messages between each pair of ranks, and memory.
     The exit status is 1 if the group cannot be made.
 
-    With --job it starts nothing: it tells what the ranks of a running job are in, whom they wait
-    for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be examined.
+    With --job it starts nothing: it shows the call of each rank of a running job, the rank that it
+    waits for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be
+    examined.
     """
     add = parser.add_argument
     add("--job", type=int, metavar="PID", help="of torchrun, or of any rank of a job that runs")
