@@ -46,8 +46,12 @@ class Column:
     header: str
     cell: Callable[[dict[str, Any]], str]
     legend: str = ""
-    needs: str = "system"  # a field without which no record has the column
+    needs: str = "system"  # the cell of a record without this field is empty
     is_detail: bool = True  # only with --all
+
+    def text(self, record: dict[str, Any]) -> str:
+        """The cell of a record."""
+        return self.cell(record) if self.needs in record else ""
 
 
 COLUMNS = (
@@ -98,7 +102,7 @@ COLUMNS = (
 
 
 def shown_columns(records: list[dict[str, Any]], with_details: bool) -> list[Column]:
-    """Those for which a record has the field."""
+    """Those that are not empty in every record."""
     return [
         column
         for column in COLUMNS

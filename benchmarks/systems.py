@@ -287,7 +287,7 @@ def run(options: argparse.Namespace) -> int:
         columns = shown_columns(report.records, options.all)
         headers = [column.header for column in columns]
         table = table_of(
-            headers, "", report.records, lambda record: [column.cell(record) for column in columns]
+            headers, "", report.records, lambda record: [column.text(record) for column in columns]
         )
         title = (
             f"training steps of {systems.world_size} ranks; a decoder of {num_params:,} parameters,"
