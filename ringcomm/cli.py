@@ -104,8 +104,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     ranks, makes a group, and measures all_reduce, messages between each pair of ranks, and memory.
     The exit status is 1 if the group cannot be made.
 
-    With --job it starts nothing: it tells what the ranks of a running job are in, whom they wait
-    for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be examined.
+    With --job it starts nothing: it shows the call of each rank of a running job, the rank that it
+    waits for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be
+    examined.
     """
     add = parser.add_argument
     add("--job", type=int, metavar="PID", help="of torchrun, or of any rank of a job that runs")
@@ -161,7 +162,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     """Ranks training systems and meshes for a model by predicted step time.
 
     No rank is started. For every system and mesh it predicts memory by part, traffic, the pipeline
-    bubble and time, and ranks the plans that fit. A model is a name or a config.json of
+    bubble and time, and ranks the plans that fit. Among plans within 2 % of the fastest, fewer
+    axes, simpler systems and fewer bytes rank first. A model is a name or a config.json of
     transformers. See docs/design/planner.md.
     """
     add = parser.add_argument
@@ -208,6 +210,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.why < 1:
         error(f"--why must be 1 or more, got {options.why}")
     from ringcomm.planner import Cluster, Job, plan
+    from ringcomm.planner.plans import LEGEND
 
     try:
         cluster = Cluster(options.gpus, options.hardware, options.memory, options.per_host)
@@ -223,8 +226,12 @@ def _plan(options: argparse.Namespace) -> int:
     print(plans.headline())
     if plans.ranked:
         print(plans.table(options.top))
+        print(LEGEND)
+        if plans.tie_line():
+            print(plans.tie_line())
         chosen = plans.ranked[min(options.why, len(plans.ranked)) - 1]
-        print(f"Why {chosen.candidate.name}:")
+        number = plans.ranked.index(chosen) + 1
+        print(f"Plan {number}, {chosen.candidate.name}:")
         for reason in chosen.reasons:
             print(f"- {reason}")
     print("Rejected plans:")
