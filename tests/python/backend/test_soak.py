@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import Pool, server
 from sequences import WORLD
-from soak import EVENTS, soak
+from soak import soak
+from soak_rank import EVENTS
 
 SECONDS = float(os.environ.get("RINGCOMM_SOAK_SECONDS", "20"))
 SEED = int(os.environ.get("RINGCOMM_SOAK_SEED", "0")) or int.from_bytes(os.urandom(4), "big")
@@ -23,7 +24,7 @@ QUICK = tuple(kind for kind in EVENTS if kind != "late")
 
 
 def make_pool() -> Pool:
-    return Pool(server(), [{}] * WORLD, "soak")
+    return Pool(server(), [{}] * WORLD, "soak_rank")
 
 
 def test_soak(tmp_path: Path) -> None:
