@@ -66,11 +66,12 @@ class Stopper:
 
 
 # Growth of a process beyond the most that it held in its first generations, and the number of
-# these. A process keeps one descriptor for each shrink() (docs/design/shrink.md), its allocator
-# pieces between blocks, and free shared buffers of up to 64 MiB (docs/design/shared_buffers.md).
+# these. Of stores, which shrink() keeps, those that no attempt has made. Free shared buffers keep
+# up to 64 MiB (docs/design/shared_buffers.md).
 WARM_UP = 12
 BOUNDS = {
     "descriptors": 0,
+    "stores": 0,
     "threads": 0,
     "anonymous bytes": 8 << 20,
     "shared bytes": 64 << 20,
@@ -80,18 +81,17 @@ BOUNDS = {
 
 @dataclass
 class Life:
-    """The samples of one process, and the number of shrinks before each."""
+    """The samples of one process."""
 
     samples: list[dict[str, int]] = field(default_factory=list)
     files: Counter[str] = field(default_factory=Counter)  # the first ones
-    num_shrinks: int = 0
+    num_attempts: int = 0
 
     def add(self, outcome: Outcome) -> None:
         self.files = self.files or outcome.files
-        self.num_shrinks += outcome.counts["shrinks"]
-        sample = dict(outcome.memory)
-        sample["descriptors"] -= self.num_shrinks
-        self.samples.append(sample)
+        self.num_attempts += outcome.counts["shrink attempts"]
+        stores = outcome.memory["stores"] - self.num_attempts
+        self.samples.append({**outcome.memory, "stores": stores})
 
     def grown(self, warm_up: int) -> dict[str, tuple[int, int]]:
         """What grew beyond its bound: the most of the warm-up, and the least of the last three."""

@@ -21,13 +21,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from sequence_draws import KINDS_DRAWN, draw_call
-from sequences import FAMILY, WAIT_S, WORLD, Case, Member, Run, make_groups
+from sequences import FAMILY, WAIT_S, WORLD, Case, Member, Run, make_groups, marks_of
 
 import ringcomm
+from ringcomm.backend import resolve_group
 from ringcomm.torch_names import backend_of
 
 # Of a generation: what is longer is stuck.
@@ -125,6 +125,10 @@ class Outcome:
 _kept: list[Any] = []  # by faults
 
 
+# What shrink() keeps open (docs/design/shrink.md).
+STORE = "/memfd:ringcomm-store (deleted)"
+
+
 def open_files() -> Counter[str]:
     """What this process's descriptors are, without numbers."""
     found: Counter[str] = Counter()
@@ -137,13 +141,15 @@ def open_files() -> Counter[str]:
 def memory() -> dict[str, int]:
     """Descriptors, threads, and bytes of this process."""
     gc.collect()
+    files = open_files()
     with contextlib.suppress(AttributeError):  # another libc than glibc
         ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     rollup = Path("/proc/self/smaps_rollup").read_text()
     pss = next(line for line in rollup.splitlines() if line.startswith("Pss:"))
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": files.total() - files[STORE],
+        "stores": files[STORE],
         "threads": len(os.listdir("/proc/self/task")),
         "anonymous bytes": int(status["RssAnon"].split()[0]) << 10,
         "shared bytes": int(status["RssShmem"].split()[0]) << 10,
@@ -163,7 +169,7 @@ class Generation:
         self.found = Outcome()
         self.own_random = random.Random(f"{plan.seed} {plan.number} of {seat}")
         # A number of each process, which it sets when it has shrunk.
-        self.progress = np.memmap(folder / "progress", np.int64, "r+", shape=(WORLD,))
+        self.progress = marks_of(str(folder / "progress"))
 
     @property
     def rank(self) -> int:
@@ -302,7 +308,7 @@ class Generation:
         elif event.kind == "leave":
             dist.destroy_process_group()
         elif event.kind == "abort":
-            backend_of(dist.group.WORLD, torch.device("cpu")).abort()
+            backend_of(resolve_group(), torch.device("cpu")).abort()
 
     def call_until_failure(self, event: Event, is_actor: bool) -> None:
         """What all ranks but a late one do at the end of the calls."""
@@ -366,6 +372,7 @@ class Generation:
                 self.found.wrong.append(f"{event}: shrink raised {error}")
             return False
         self.found.counts["shrinks"] += 1
+        self.found.counts["shrink attempts"] += int(new.group_name.rpartition(".")[2])
         self.found.counts[f"happened {event.kind}"] += 1
         if event.kind != "late":
             self.found.counts["shrink ms"] += round(1000 * (time.monotonic() - begin))
