@@ -36,10 +36,15 @@ python_error make_python_error(const Error& error) {
   try {
     const ErrorInfo& info = error.info();
     const py::object type = py::module_::import("ringcomm.errors").attr(class_name_of(info.kind));
-    const py::object value =
-        type(error.what(), py::arg("rank") = info.rank, py::arg("host") = info.host,
-             py::arg("pid") = info.pid, py::arg("op") = info.op, py::arg("seq") = info.seq);
-    PyErr_SetObject(type.ptr(), value.ptr());
+    // Not an exception object: a future would keep it, with the frames that it was raised through,
+    // which may hold the future. Python makes an object of class and arguments at each raise.
+    py::object arguments =
+        py::make_tuple(error.what(), info.rank, info.host, info.pid, info.op, info.seq);
+    python_error made;
+    made.type = type.inc_ref().ptr();
+    made.value = arguments.release().ptr();
+    made.message = error.what();
+    return made;
   } catch (py::error_already_set& failed) {
     failed.restore();  // the import system may be gone: another error is better than none
   }

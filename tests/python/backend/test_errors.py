@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -154,6 +156,30 @@ def test_no_asynchronous_error_is_lost(rank: int) -> None:
         assert not work.is_success()
         dist.barrier()
         dist.destroy_process_group(group)
+
+
+@in_ranks(2, fresh=True)
+@pytest.mark.parametrize("waits_for", ["work", "future"])
+def test_an_error_keeps_no_variables(rank: int, waits_for: str) -> None:
+    """A work and its future keep their error, and must not keep the callers' frames with it."""
+
+    def fail() -> weakref.ref[torch.Tensor]:
+        group: Any = dist.new_group(backend="ringcomm")
+        tensor = torch.zeros(4 + rank)
+        kept = weakref.ref(tensor)
+        work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+        for _ in range(2):
+            with pytest.raises(MismatchError, match="all_reduce") as caught:
+                (work if waits_for == "work" else work.get_future()).wait()
+            assert caught.value.op == "all_reduce"
+            del caught
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return kept
+
+    kept = fail()
+    gc.collect()
+    assert kept() is None
 
 
 # ---- bad options
