@@ -73,7 +73,8 @@ BOUNDS = {
     "descriptors": 0,
     "stores": 0,
     "threads": 0,
-    "anonymous bytes": 8 << 20,
+    "bytes of C's heap": 2 << 20,
+    "anonymous bytes": 16 << 20,
     "shared bytes": 64 << 20,
     "proportional bytes": 64 << 20,
 }

@@ -147,8 +147,9 @@ class _Mallinfo2(ctypes.Structure):
     """Of glibc; `uordblks` and `hblkhd` are bytes in use, of heaps and of mappings."""
 
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
+        ("keepcost", ctypes.c_size_t),
     ]
 
 
@@ -234,7 +235,7 @@ class Generation:
         if self.seat == 1 and self.plan.fault == "leaks":
             os.dup(0)
             threading.Thread(target=time.sleep, args=(LIMIT_S,), daemon=True).start()
-            _kept.append(torch.ones(4 << 20))
+            _kept.append(torch.ones(8 << 20))
 
     def stage_number(self, stage: int) -> int:
         return self.plan.number * 8 + stage + 1
