@@ -74,7 +74,6 @@ class Death:
         aware_s: until the last rank that noticed has raised; with MPI, until all have ended.
         call_s: the same from the kill, or from the beginning of the rank's call if that is later.
         group_s: from the last error until the last rank has the new group; None without shrink().
-        num_unaware: ranks that had noticed nothing when time was up.
         num_raised: ranks that got an exception.
         is_right: all ranks of ringcomm named the dead one, and the new group is right.
     """
@@ -82,7 +81,6 @@ class Death:
     aware_s: float
     call_s: float
     group_s: float | None
-    num_unaware: int
     num_raised: int
     is_right: bool
 
@@ -220,7 +218,6 @@ def die_once(board: Any, backend: str, moment: str, source: random.Random) -> De
         max(raised[:, RAISED] - killed, default=LIMIT_S),
         max(raised[:, RAISED] - begun, default=LIMIT_S),
         max(rows[:, SHRUNK]) - max(rows[:, RAISED]) if has_shrink else None,
-        len(rows) - len(raised),
         len(raised),
         is_right,
     )
@@ -254,7 +251,7 @@ def die_under_mpi(board: Any, _backend: str, _moment: str, source: random.Random
                 os.close(pidfd)
             job.kill()
     num_raised = int((board[:, RAISED] > 0).sum())
-    return Death(ended_s, ended_s, None, len(left), num_raised, True)
+    return Death(ended_s, ended_s, None, num_raised, True)
 
 
 # ---- points and their records
@@ -285,7 +282,6 @@ def measure(
         "aware": summary([death.aware_s for death in deaths]),
         "after_call": summary([death.call_s for death in deaths]),
         "new_group": summary(groups_s) if groups_s else None,
-        "num_incomplete": sum(death.num_unaware > 0 for death in deaths),
         "raised_share": sum(d.num_raised for d in deaths) / (num_deaths * (world_size - 1)),
         **Weather(watch.percent()).record(),
         "verified": all(death.is_right for death in deaths),
@@ -387,8 +383,8 @@ def main(argv: list[str]) -> int:
     """Measures every point; returns the exit code."""
     options = parse(argv)
     report = Report("deaths", options.json)
-    for backend, world_size, moment, num_deaths in points(options):
-        record = measure(backend, world_size, moment, num_deaths, options.strangers, options.seed)
+    for point in points(options):
+        record = measure(*point, options.strangers, options.seed)
         report.add([record])
         print(" | ".join(row_of(record)), flush=True)
     if options.write:

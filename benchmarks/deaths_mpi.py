@@ -8,13 +8,14 @@ import sys
 import time
 
 import numpy as np
-from mpi4py import MPI
 
 PID, CALL, RAISED = 0, 1, 2
 
 
 def main(path: str) -> None:
     """Calls Allreduce until it raises, and then stays, so that only mpiexec ends this process."""
+    from mpi4py import MPI  # which starts MPI, so not in deaths.py
+
     world = MPI.COMM_WORLD  # mpi4py makes its errors exceptions
     board = np.memmap(path, np.float64, "r+").reshape(world.size, -1)
     row = board[world.rank]
