@@ -76,10 +76,12 @@ endif
 test-python: check-python  ## run the Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
 
-stress: check-python  ## run 10,000 random sequences of collectives, and random training loops for 10 minutes (ARGS="-x")
+stress: check-python  ## run 10,000 random sequences of collectives, then a soak and random training loops for 10 minutes each
 	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}" \
+	    RINGCOMM_SOAK_SECONDS="$${RINGCOMM_SOAK_SECONDS:-600}" \
 	    RINGCOMM_LOOPS_SECONDS="$${RINGCOMM_LOOPS_SECONDS:-600}"; $(PREPARE) --need train --need test --extension -- \
-	    -m pytest -s tests/python/backend/test_random_sequences.py tests/python/pairs/test_random_loops.py $(ARGS)
+	    -m pytest -s tests/python/backend/test_random_sequences.py tests/python/backend/test_soak.py \
+	    tests/python/pairs/test_random_loops.py $(ARGS)
 
 BARE_TESTS := $(addprefix tests/python/,programs/test_without_optional.py \
     offload/test_file_store_crashes.py zero/test_zero_calls.py zero/test_weight_shards_calls.py \

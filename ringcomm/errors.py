@@ -29,7 +29,6 @@ class RingcommError(DistBackendError):
     def __init__(
         self,
         message: str,
-        *,
         rank: int = -1,
         host: str = "",
         pid: int = -1,

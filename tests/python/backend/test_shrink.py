@@ -1,7 +1,7 @@
 """ringcomm.shrink() and ringcomm.health(): the ranks that are left, in a group that works.
 
 The agreement with a death at every step: tests/cpp/test_survivors.cc, tests/cpp/checker. Training
-that goes on: tests/python/programs/test_survive.py.
+that goes on: tests/python/programs/test_examples.py.
 """
 
 from __future__ import annotations

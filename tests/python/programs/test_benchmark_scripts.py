@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cross_entropy
+import deaths
 import footprint
 import front_door
 import harness
@@ -43,6 +44,11 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "--seconds 0.02 --repeats 0 --worlds 2 --sizes 1024,400000",
         "algorithm",
         [None, "one_shot", "one_shot", None, "two_shot", "direct"],
+    ),
+    "deaths": (
+        "--worlds 2 --deaths 2 --peer-deaths 1 --strangers 0 --backends ringcomm,gloo-end",
+        "moment",
+        [*deaths.MOMENTS, *deaths.MOMENTS],
     ),
     "lomo": (
         "--seconds 0.1 --repeats 0 --size tiny --rows 1 --context 8 --world 2",
@@ -137,7 +143,8 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
 # ---- tables of records
 
 
-def test_the_page_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [table, deaths])
+def test_a_page_has_the_tables_of_the_committed_records(script: Any, tmp_path: Path) -> None:
     """As git has them: records that a run has added since are not on the page yet."""
 
     def git(*arguments: str) -> str:
@@ -152,11 +159,11 @@ def test_the_page_has_the_tables_of_the_committed_records(tmp_path: Path) -> Non
     copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
     for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
         copy.write_text(git("show", f":{name}"), encoding="utf-8")
-    written = table.page_tables(read_records(copies))
+    written = script.page_tables(read_records(copies))
     if not written:
         pytest.skip("there are no records yet")
-    page = table.PAGE.read_text(encoding="utf-8")
-    told = "out of date: python benchmarks/table.py --write docs/benchmarks.md"
+    page = script.PAGE.read_text(encoding="utf-8")
+    told = f"{script.PAGE} is out of date: --write of {script.__name__}.py renews it"
     assert table.with_tables(page, written) == page, told
 
 
