@@ -33,7 +33,7 @@ MODULES = (
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
     *("ringcomm.parallel.tensor", "ringcomm.parallel.zero"),
 )
-MOST_NAMES = 67
+MOST_NAMES = 69
 # What takes a group and no mesh.
 WITHOUT = {
     # As torch.distributed.
