@@ -1,7 +1,8 @@
 # Every target prepares what it needs first (see tools/bootstrap.py) and skips what is up to date.
 # PYTHON=python3.12 names another Python; RINGCOMM_USE_ENV=1 uses the active environment and its
-# torch; ARGS="..." goes to the program; RANKS=4 and RACE="..." are for `make train`; VERBOSE=1 shows
-# what pip and the compilers say.
+# torch, RINGCOMM_TORCH=active its torch alone; RINGCOMM_TORCH_INDEX=URL is where torch comes from;
+# ARGS="..." goes to the program; RANKS=4 and RACE="..." are for `make train`; VERBOSE=1 shows what
+# pip and the compilers say.
 
 PYTHON ?= python3
 ARGS ?=
@@ -18,107 +19,112 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
         test-bare stress test-gpu test-torch test-emulator kernels kernel-sweep lint format types compat packaging \
-        gpu-machine gpu-kit docs coverage bench clean distclean check-python
+        wheels gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
-	    printf '  make %-13s %s\n' "$$name" "$$text"; done
+	    printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 RACED := --systems ddp,zero-1,lomo,tensor --over gloo --width 256 --layers 5 --rows 4 --tokens 128
-train: check-python  ## train on text, check against Gloo, race (ARGS="--steps 100" RACE="--seconds 8")
+train: check-python  ## train a small model, compare its losses with Gloo's, time training systems (ARGS="--steps 100" RACE="--seconds 8")
 	@export OMP_NUM_THREADS=1; $(PREPARE) --need train --extension -- -m torch.distributed.run --standalone \
 	    --nproc-per-node $(RANKS) examples/train.py $(ARGS)
 	@$(PREPARE) --need train --extension -- -m ringcomm bench systems $(RACED) $(RACE)
 
-build: check-python  ## set up .venv and build the extension in place
+build: check-python  ## make the environment .venv and build the extension in it
 	@$(PREPARE) --extension
 
-test: check-python test-cpp  ## C++ tests, and Python tests but for the slow ones
+test: check-python test-cpp  ## run the C++ tests and the Python tests that are not slow
 	@$(MAKE) --no-print-directory -C "$(ROOT)" test-python ARGS="-m 'not slow'"
 
-test-all:  ## everything, as nightly, and the record of it in tests/verified.txt
+test-all:  ## run all tests, as every night, and record the result in tests/verified.txt
 	@"$(ROOT)/.ci/run" --all
 
-test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
+test-cpp:  ## run the C++ tests, those of SIMD code at each instruction set of this CPU
 	@$(CPP) run
 
-test-deaths: check-python  ## a rank killed, stopped or replaced at every step of groups and collectives
+test-deaths: check-python  ## test that a rank is killed, stopped or replaced at every step of a group
 	@RINGCOMM_DEATHS=all $(CPP) run ARGS="-tc=deaths*"
 	@export RINGCOMM_DEATHS=all; $(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/backend/test_message_deaths.py tests/python/device/test_device_deaths.py
 
-test-tsan:  ## C++ tests under ThreadSanitizer
+test-tsan:  ## run the C++ tests under ThreadSanitizer
 	@$(CPP) run-tsan
 
-test-asan:  ## C++ tests under AddressSanitizer and UBSan
+test-asan:  ## run the C++ tests under AddressSanitizer and UBSan
 	@$(CPP) run-asan
 
-test-checker: check-python  ## every interleaving of the protocols, and the mutants
+test-checker: check-python  ## check every interleaving of the protocols, and that broken protocols are found
 	@$(CPP) run-checker PYTHON="$(PYTHON)"
 
-test-emulator: check-python  ## the emulator of CUDA's driver; its declarations against cuda.h
+test-emulator: check-python  ## test the emulator of CUDA's driver, and compare its declarations with cuda.h
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" abi
 	@$(PREPARE) --need train --need test --extension -- \
 	    -m pytest tests/python/device/test_emulator.py tests/python/device/test_emulator_on_cuda.py $(ARGS)
 
-kernels: check-python  ## compile the kernels for GPUs, where nvcc is, and compare what becomes of them
+kernels: check-python  ## compile the CUDA kernels with nvcc, and compare their machine code with the table
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py
 	@$(PREPARE) --need test -- tests/sass/gate.py
 
 # A kit (make gpu-kit) has it: nothing is compiled again there, whatever the times of files are.
-kernel-sweep: check-python  ## build/gpu/kernel_sweep: kernels alone, without torch, timed and checked (HELD=8)
+kernel-sweep: check-python  ## build build/gpu/kernel_sweep, which times and verifies the CUDA kernels without torch (HELD=8)
 ifndef RINGCOMM_PREBUILT
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(HELD)
 	@$(MAKE) --no-print-directory -C "$(ROOT)/benchmarks/gpu" HELD=$(HELD)
 endif
 
-test-python: check-python  ## Python tests (ARGS="-k name ...")
+test-python: check-python  ## run the Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
 
-stress: check-python  ## 10,000 random sequences of collectives; random training loops for 10 minutes (ARGS="-x")
+stress: check-python  ## run 10,000 random sequences of collectives, then a soak and random training loops for 10 minutes each
 	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}" \
+	    RINGCOMM_SOAK_SECONDS="$${RINGCOMM_SOAK_SECONDS:-600}" \
 	    RINGCOMM_LOOPS_SECONDS="$${RINGCOMM_LOOPS_SECONDS:-600}"; $(PREPARE) --need train --need test --extension -- \
-	    -m pytest -s tests/python/backend/test_random_sequences.py tests/python/pairs/test_random_loops.py $(ARGS)
+	    -m pytest -s tests/python/backend/test_random_sequences.py tests/python/backend/test_soak.py \
+	    tests/python/pairs/test_random_loops.py $(ARGS)
 
 BARE_TESTS := $(addprefix tests/python/,programs/test_without_optional.py \
     offload/test_file_store_crashes.py zero/test_zero_calls.py zero/test_weight_shards_calls.py \
     parameter_server/test_parameter_server_calls.py expert/test_mixture_of_experts.py)
-test-bare: check-python  ## some Python tests without the packages that ringcomm does not declare
+test-bare: check-python  ## run Python tests without the optional packages
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
 	    --extension -- -m pytest $(BARE_TESTS) $(ARGS)
 
 test-gpu: export RINGCOMM_CUDA := 1
-test-gpu: check-python  ## GPU tests in each layout that the box allows (LAYOUT=one-2-mps)
+test-gpu: check-python  ## run the GPU tests in each layout of ranks that this machine supports (LAYOUT=one-2-mps)
 	@$(PREPARE) --need train --need test --extension -- tools/verify_gpu.py --layout $(or $(LAYOUT),every) $(ARGS)
 
-test-torch: check-python  ## PyTorch's own distributed tests (ARGS="--mode gloo-2 --test 'test_all*'")
+test-torch: check-python  ## run PyTorch's own distributed tests (ARGS="--mode gloo-2 --test 'test_all*'")
 	@$(PREPARE) --need train --need test --extension -- tests/torch/run.py $(ARGS)
 
-lint: check-python  ## ruff and clang-format, changing nothing
+lint: check-python  ## check the code with ruff and clang-format
 	@$(PREPARE) --need lint --no-torch -- tools/lint.py
 
-format: check-python  ## rewrite files as lint wants them
+format: check-python  ## format the code with ruff and clang-format
 	@$(PREPARE) --need lint --no-torch -- tools/lint.py --fix
 
-types: check-python  ## mypy
+types: check-python  ## check the types with mypy
 	@$(PREPARE) --need lint --need train --need test -- tools/lint.py --types
 
-compat: check-python  ## a short set of tests with torch 2.11 and the newest (ARGS=2.14)
+compat: check-python  ## run a short set of tests with torch 2.11 and with the newest torch (ARGS=2.14)
 	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
 
-gpu-kit: check-python  ## gpu-kit/: what a machine with a GPU needs, built here; there gpu-kit/run 1 to gpu-kit/run 5
+gpu-kit: check-python  ## build the folder gpu-kit for a machine with a GPU, where gpu-kit/run 1 to gpu-kit/run 5 use it
 	@$(PREPARE) --no-torch -- tools/gpu_machine.py --kit
 
-gpu-machine: check-python  ## build and test with Python 3.12, torch 2.11 for CUDA and images for sm_90, without a GPU
+gpu-machine: check-python  ## build and test without a GPU what a GPU machine would use: torch 2.11 for CUDA, kernels for sm_90
 	@$(PREPARE) --no-torch -- tools/gpu_machine.py $(ARGS)
 
-packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh environment
+packaging: check-python  ## build the sdist and the wheel, and test the wheel in a fresh environment
 	@$(PREPARE) --need train --extension -- tools/check_packaging.py
 
-docs: check-python  ## the pages of docs/ as a site in build/site; warnings are errors
+wheels: check-python  ## build one wheel for torch 2.13, 2.14 and 2.15 in dist, and try it with each (ARGS="2.13 2.14")
+	@$(PREPARE) --need wheels --no-torch -- tools/wheels.py $(ARGS)
+
+docs: check-python  ## build the site of docs/ in build/site; open build/site/index.html
 	@export NO_MKDOCS_2_WARNING=1; $(PREPARE) --need docs --no-torch -- -m mkdocs build --strict $(ARGS)
 
-coverage: check-python  ## lines that the tests run, of Python and of the C++ engine; 20 minutes
+coverage: check-python  ## measure which lines of Python and C++ the tests run, in 20 minutes
 	@$(CPP) run-coverage
 	@$(PREPARE) --need coverage --no-torch -- -m gcovr --root csrc --merge-lines \
 	    --print-summary --sort uncovered-number build/cpp/coverage -o build/coverage-cpp.txt
@@ -126,15 +132,15 @@ coverage: check-python  ## lines that the tests run, of Python and of the C++ en
 	@$(PREPARE) --need coverage --no-torch -- -m coverage combine -q
 	@$(PREPARE) --need coverage --no-torch -- -m coverage report
 
-bench: check-python  ## all records, tables and plots (ARGS="--only floor --seconds 1")
+bench: check-python  ## run all benchmarks, and make their tables and plots (ARGS="--only floor --seconds 1")
 	@$(PREPARE) --need train --extension -- benchmarks/run_all.py $(ARGS)
 
-clean:  ## remove what was built; .venv and .cache stay
+clean:  ## remove what was built, except .venv and .cache
 	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_*.so .pytest_cache .mypy_cache \
 	    .ruff_cache && find ringcomm kernels examples benchmarks tools tests -name __pycache__ \
 	    -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove .venv and .cache too
+distclean: clean  ## remove what was built, .venv and .cache
 	@cd "$(ROOT)" && rm -rf .venv .cache
 
 check-python:

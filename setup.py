@@ -35,8 +35,8 @@ def torch_minor() -> str:
     except ImportError as error:
         raise buildconfig.BuildProblem(
             "ringcomm is compiled against the installed torch, but `import torch` failed"
-            f" ({error}). If torch is installed, pip's build isolation hides it: pip install"
-            " --no-build-isolation . -- otherwise install torch >= 2.11 first."
+            f" ({error}). Install torch >= 2.11, or let pip bring {buildconfig.TORCH}:"
+            " pip install . (without --no-build-isolation)"
         ) from error
     version = buildconfig.parse_version(torch.__version__)
     if version < buildconfig.MIN_TORCH:

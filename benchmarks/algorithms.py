@@ -113,8 +113,9 @@ def main(argv: list[str]) -> int:
     report = Report("algorithm", options.json, dtype="float32", device="cpu")
     for world_size in options.worlds:
         run_ranks(world_size, lambda team: run_rank(team, options), report.add)
-    headers = ["ranks", "bytes", "algorithm", "p50 µs", "p90 µs", "p99 µs", "time over", "state"]
-    caption = "Time over one_shot's: median of neighbouring blocks' ratios, 10–90 %."
+    headers = ["ranks", "bytes", "algorithm", "p50 µs", "p90 µs", "p99 µs"]
+    headers += ["time / one_shot's", "state"]
+    caption = "Time / one_shot's: median, in parentheses the 10th to 90th percentile."
     section = ("world_size", "bytes")
     return report.finish(table_of(headers, caption, report.records, row_of, section))
 

@@ -134,9 +134,9 @@ def _progress_line(records: list[dict[str, Any]]) -> str:
 def _results_table(records: list[dict[str, Any]]) -> Table:
     headers = ["op", "bytes", "backend", "p50 µs", "p99 µs", "algbw GB/s", "busbw GB/s", "wrong"]
     table = make_table(
-        [*headers, "time over ringcomm's", "algorithm"],
-        "The slowest rank of each call counts. Time over: median of neighbouring blocks' ratios,"
-        f" 10–90 %; * {BUSY}.",
+        [*headers, "time / ringcomm's", "algorithm"],
+        "The time of a call is that of its slowest rank. Time / ringcomm's: median, in parentheses"
+        f" the 10th to 90th percentile; * {BUSY}.",
     )
     last = None
     for record in records:
@@ -161,8 +161,9 @@ def _results_table(records: list[dict[str, Any]]) -> Table:
 def _machine_table(records: list[dict[str, Any]]) -> Table:
     table = make_table(
         ["op", "bytes", "floor µs", "flag µs", "others %", "attempts", "state"],
-        "Before → after. Floor: in-place scale of each rank's buffer by all at once. Flag: one"
-        " core sees what another wrote; about 0.1 where they share a cache, 0.5 where not.",
+        "Measured before → after the calls. Floor: all ranks scale their buffers in place. Flag:"
+        " time until one core sees a write of another, about 0.1 µs within a cache and 0.5 µs"
+        " between caches.",
     )
     points = {(record["op"], record["bytes"]): record for record in records}
     for (op, num_bytes), record in points.items():

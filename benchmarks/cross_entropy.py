@@ -371,9 +371,9 @@ def run(options: argparse.Namespace) -> int:
         num_threads=losses.num_threads,
         **({"device": "cpu"} if losses.placement.is_cpu else facts_of_devices(losses.placement)),
     )
-    headers = ["type", "classes", "way", "p50 µs", "p99 µs", "memory", "time over ringcomm's"]
+    headers = ["type", "classes", "way", "p50 µs", "p99 µs", "memory", "time / ringcomm's"]
     headers += ["others %"]
-    caption = f"Memory: beyond the logits, at most. * {BUSY}."
+    caption = f"Memory: the most in use besides the logits. * {BUSY}."
 
     def show() -> list[Any]:
         table = table_of(headers, caption, report.records, _row, ("dtype", "vocab_size"))

@@ -237,7 +237,7 @@ def main(argv: list[str]) -> int:
     placement = Placement(options.device, count_devices(options.device))
     report = Report("device_kernels", options.json, dtype="bfloat16", **facts(placement))
     run_ranks(1, lambda team: run_rank(team, options, placement), report.add)
-    headers = ["case", "shape", "way", "p50 µs", "p99 µs", "MiB more", "time over the first"]
+    headers = ["case", "shape", "way", "p50 µs", "p99 µs", "MiB more", "time / the first's"]
     table = table_of(headers, "", report.records, row_of, ("case", "shape"))
     return report.finish(f"bfloat16, {options.device}", table)
 

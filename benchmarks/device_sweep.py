@@ -83,11 +83,12 @@ def _row(record: Record) -> list[str]:
 def device_table(records: list[Record]) -> Table:
     """The table of a sweep on devices."""
     headers = ["op", "bytes", "count", "type", "redop", "mode", "backend", "p50 µs", "p99 µs"]
-    headers += ["algbw GB/s", "busbw GB/s", "of floor", "#wrong", "time over ringcomm's"]
+    headers += ["algbw GB/s", "busbw GB/s", "of floor", "#wrong", "time / ringcomm's"]
     clocks = {"events": "events between calls", "host": "the host's clock around a synchronize"}
     said = ", ".join(clocks[name] for name in sorted({record["clock"] for record in records}))
     caption = (
-        f"Clock: {said}. Floor: bytes over the speed of a copy in this run. Buffers rotate past L2."
+        f"Clock: {said}. Floor: time of a copy of the bytes in this run. Buffers rotate, so that no"
+        " call finds its data in the L2 cache."
         f" * {BUSY}."
     )
     return table_of([*headers, "algorithm"], caption, records, _row, ("bytes", "mode"))

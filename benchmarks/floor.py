@@ -130,8 +130,8 @@ def main(argv: list[str]) -> int:
         run_ranks(world_size, lambda team: run_rank(team, options), report.add)
     headers = ["ranks", "bytes", "variant", "algorithm", "p50 µs", "share", "flag µs", "state"]
     caption = (
-        "Share: of the floor's time, median of neighbouring blocks (10–90 %). Flag: one core sees"
-        " what another wrote; about 0.1 µs where they share a cache, 0.5 where not."
+        "Share: the floor's time / the call's, median (10th to 90th percentile). Flag: time until"
+        " one core sees a write of another, about 0.1 µs within a cache and 0.5 µs between caches."
     )
     return report.finish(
         table_of(headers, caption, report.records, row_of, ("world_size", "bytes"))

@@ -189,7 +189,7 @@ def main(argv: list[str]) -> int:
     torch_optimizer(options.optimizer, torch.zeros(1))  # imports seconds' worth before the fork
     with Mps() if options.mps else contextlib.nullcontext():
         run_ranks(options.world, lambda team: run_rank(team, options, placement, names), report.add)
-    headers = ["parameters", "way", "p50 µs", "p90 µs", "p99 µs", "of floor", "time over fused"]
+    headers = ["parameters", "way", "p50 µs", "p90 µs", "p99 µs", "of floor", "time / fused"]
     caption = "* other programs used the machine."
     table = table_of([*headers, "others %"], caption, report.records, row_of, ("bytes",))
     title = f"{options.world} ranks, {options.optimizer}, {options.dtype}, {options.device}"

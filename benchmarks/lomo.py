@@ -242,8 +242,8 @@ def main(argv: list[str]) -> int:
     }
     report = Report("lomo", options.json, **dimensions)
     run_ranks(options.world, lambda team: run_rank(team, options), report.add)
-    headers = ["optimizer", "p50 ms", "p99 ms", "gradients", "time over Lomo's"]
-    caption = "Gradients: the most that are kept at a time, by autograd or deferred."
+    headers = ["optimizer", "p50 ms", "p99 ms", "gradients", "time / Lomo's"]
+    caption = "Gradients: the most memory of a rank for gradients during a step."
     table = table_of([*headers, "others %"], caption, report.records, row_of)
     return report.finish(table)
 

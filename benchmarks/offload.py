@@ -424,8 +424,8 @@ def main(argv: list[str]) -> int:
         "others %",
     ]
     caption = (
-        "files: rate over fio's. adam: torch's time over ringcomm's. steps: time in memory over"
-        " time with files, and what the formula predicts without overlap."
+        "Ratio: for files, the rate / fio's; for adam, torch's time / ringcomm's; for steps, the"
+        " time in memory / the time with files. Predicted: by the formula, without overlap."
     )
     table = table_of(headers, caption, report.records, row_of, ("part",))
     return report.finish("offload", table)

@@ -253,8 +253,9 @@ def main(argv: list[str]) -> int:
     headers = ["what", "ranks", "m", "bubble", "slept", "measured", "bound, ms", "step, ms",
                "over it", "over slept", "others %"]  # fmt: skip
     caption = (
-        "m: micro-batches. Bubble: the idle share of all ranks' time; as predicted for stages of"
-        " equal times, for those that stages usually took, and measured. Medians."
+        "m: number of micro-batches. Bubble: the share of all ranks' time in which they are idle:"
+        " predicted for stages of equal times, predicted from the median times of the stages, and"
+        " measured. Medians."
     )
     return report.finish(table_of(headers, caption, report.records, row_of, ("world_size",)))
 

@@ -30,6 +30,7 @@ from ringcomm.measure.screen import byte_count, byte_counts
 
 ALGORITHMS = Layout("algorithm", ("world_size",), ("bytes",), lambda runs: [])
 # Okabe and Ito's, which most people can tell apart.
+LABELS = {"gloo": "Gloo", "mpi4py": "MPI"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 LINES = {"eager": ":", "graph": "-"}
 # Text stays text, and the output is deterministic.
@@ -73,7 +74,9 @@ def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> Non
         sizes = [record["bytes"] for record in points]
         low, middle, high = ([r[f"{p}_us"] for r in points] for p in ("p10", "p50", "p90"))
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.plot(sizes, middle, color=color, marker=".", linewidth=1.2, label=name)
+        axes.plot(
+            sizes, middle, color=color, marker=".", linewidth=1.2, label=LABELS.get(name, name)
+        )
     for change in runs[-1][0].get("changes", []):
         axes.axvline(change["bytes"], color="grey", linewidth=0.8, linestyle=":")
         is_shared = change["op"] != "all_reduce"
@@ -100,8 +103,8 @@ def _worlds_figure(pyplot: Any, runs: list[Run], field: str) -> Any:
     )
     for one, world in zip(axes[0], worlds, strict=True):
         _plot_world(one, world, field, names)
-    axes[0][0].set_ylabel("µs per call: median, 10–90 %")
-    axes[0][-1].legend(fontsize=7, frameon=False, loc="lower right")
+    axes[0][0].set_ylabel("µs per call (lower is better)")
+    axes[0][-1].legend(fontsize=9, frameon=False, loc="lower right")
     return figure
 
 

@@ -34,7 +34,7 @@ TEXT_COLUMNS = (
     *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
     *("system", "tokens", "type", "mode", "redop"),
 )
-BUSY = f"others used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
+BUSY = f"other programs used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
 
 
 def default_path(name: str) -> Path:

@@ -38,6 +38,7 @@ JOBS: dict[str, list[str]] = {
         f"ringcomm bench all_reduce --world-size 4 --sizes {CURVE} {LONG}",
     ],
     "operations": [f"ringcomm bench {APART} --world-size 2 {LONG}"],
+    "hosts": ["hosts.py"],
     "floor": ["floor.py"],
     "algorithms": ["algorithms.py"],
     "fused_update": ["fused_update.py"],

@@ -51,11 +51,13 @@ def system_lines(runs: list[Run]) -> list[str]:
         )
     headers = ["system", "loss", "p50, ms", "p99, ms", f"time / {first['system']}'s (10–90 %)"]
     headers += [header for name, (header, _) in OPTIONAL.items() if has[name]]
-    headers += ["update, ms", "weights", "gradients", "states", "together", "sent"]
+    headers += ["update, ms", "weights", "gradients", "states", "sum", "sent"]
     return [
         f"{first['world_size']} ranks, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. Memory of a rank"
-        " and bytes it sends in a step are in MiB; bytes in brackets are computed, not counted:",
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. Times are those of"
+        " a training step. `update` is a step minus the forward and backward passes. Memory of a"
+        " rank, and the bytes that it sends in a step, are in MiB. Bytes in parentheses are"
+        " computed, not counted:",
         *grid(headers, 1, rows),
     ]
 
@@ -95,7 +97,7 @@ def _amount_of(record: Record, name: str) -> str:
 
 
 def tensor_lines(runs: list[Run]) -> list[str]:
-    """Forward and backward in parts: ringcomm's layers, DTensor's, and none that send."""
+    """Forward and backward passes: ringcomm's layers, DTensor's, and layers that send nothing."""
     rows = []
     for run in runs:
         batch = f"{run[0]['rows']} × {run[0]['tokens']}"

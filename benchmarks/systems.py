@@ -1,15 +1,14 @@
 """Times training steps of all training systems on one model, in turn.
 
 All train the same model from the same weights on the same rows. Losses are checked against one
-process. Bytes are counted by the backend, and shown with their formula. Memory is that of the
-tensors that a rank keeps alive. "SYSTEM on gloo" is the system over Gloo. "SYSTEM on fake" sends
-nothing; from it follows the share of communication in the system's step.
+process. The backend counts the bytes that are sent. Memory is that of the tensors that a rank keeps
+alive. "SYSTEM on gloo" is the system over Gloo. "SYSTEM on fake" sends nothing, which gives the
+share of communication in the system's step.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,8 @@ import torch.distributed as dist
 from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
 from gradient_watch import GradientWatch
 from groups import run_ranks
-from report import Report, comparison, inverse, records_of, share_range, table_of
+from report import Report, inverse, records_of, table_of
+from system_columns import legend_lines, shown_columns
 from torch import Tensor
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, Workload, parse_name
 from weather import WeatherWatch
@@ -38,14 +38,8 @@ from ringcomm.measure.timing import (
 )
 
 BACKWARD = "backward alone"
-# Columns of the table if it is not written to a terminal.
-FILE_COLUMNS = 200
-CAPTION = (
-    "over ringcomm: of the same system over another backend. communication share: of a step, beyond"
-    " one that moves nothing. update: beyond forward and backward alone, communication included."
-    " params to together: MiB that a rank keeps alive. sent: MiB of a rank in a step; in brackets"
-    " where the backend does not count."
-)
+# Characters of the table with --all, if it is not written to a terminal.
+ALL_COLUMNS = 200
 # Steps whose losses are compared with one process's, which sees all rows.
 CHECKED_STEPS = 4
 TOLERANCE = 1e-4
@@ -240,49 +234,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     over = "also measure the systems over these backends: gloo, fake"
     add("--over", type=as_option(words), default=[], help=over)
-    add("--width", type=int, default=128, help="of the model; a multiple of 32")
-    add("--layers", type=int, default=4, help="of the model")
-    add("--rows", type=int, default=1, help="per batch of a rank")
-    add("--tokens", type=int, default=64, help="per row")
-    add("--seconds", type=float, default=20.0, help="for all systems together")
+    add("--width", type=int, default=128, help="width of the model, a multiple of 32")
+    add("--layers", type=int, default=4, help="layers of the model")
+    add("--rows", type=int, default=1, help="sequences per rank in a step")
+    add("--tokens", type=int, default=64, help="tokens per sequence")
+    add("--seconds", type=float, default=20.0, help="seconds of measurement for all systems")
     add(
         "--repeats",
         type=int,
         default=2,
         help="when other programs disturb the machine, at most",
     )
+    add("--all", action="store_true", help="show losses, percentiles and memory by part too")
     add("--json", type=Path, metavar="FILE", help="append one record per system here")
     add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
     add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
-
-
-def _row(record: dict[str, Any], optional: list[str]) -> list[str]:
-    parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
-    return [
-        record["system"],
-        f"{record['loss']:.4f}",
-        *(f"{record[f'{p}_us'] / 1e3:.2f}" for p in ("p50", "p99")),
-        comparison(record),
-        *(OPTIONAL[name](record) if name in record else "" for name in optional),
-        f"{record['update_p50_us'] / 1e3:.2f}",
-        *(f"{part / 2**20:.2f}" for part in (*parts, sum(parts))),
-        _traffic(record["sent_bytes"], record["formula_bytes"]),
-        f"{record['others_busy_percent']:.1f}",
-    ]
-
-
-# Fields that only some records have, and how they are shown.
-OPTIONAL: dict[str, Callable[[dict[str, Any]], str]] = {
-    "over_ringcomm": lambda record: comparison(record | {"ratio": record["over_ringcomm"]}),
-    "communication_share": lambda record: share_range(record["communication_share"]),
-}
-
-
-def _traffic(sent: float | None, formula: float) -> str:
-    """Counted bytes and the formula, which is a mean over shards that differ by an element."""
-    if sent is None:
-        return f"({formula / 2**20:.2f})"
-    return f"{sent / 2**20:.2f} {'=' if sent == formula else '≈'} {formula / 2**20:.2f}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -318,15 +284,20 @@ def run(options: argparse.Namespace) -> int:
     )
 
     def show() -> list[Any]:
-        optional = [name for name in OPTIONAL if any(name in r for r in report.records)]
-        headers = ["system", "loss", "p50 ms", "p99 ms", f"over {systems.names[0]}'s"]
-        headers += [name.replace("_", " ") for name in optional] + ["update ms"]
-        headers += ["params", "grads", "states", "together", "sent = formula", "others %"]
-        table = table_of(headers, CAPTION, report.records, partial(_row, optional=optional))
-        return [f"{num_params:,} parameters, {systems.world_size} ranks", table]
+        columns = shown_columns(report.records, options.all)
+        headers = [column.header for column in columns]
+        table = table_of(
+            headers, "", report.records, lambda record: [column.text(record) for column in columns]
+        )
+        title = (
+            f"training steps of {systems.world_size} ranks; a decoder of {num_params:,} parameters,"
+            f" {systems.rows} × {systems.tokens} tokens per rank"
+        )
+        more = [] if options.all else ["--all shows losses, percentiles and memory by part"]
+        return [title, table, *legend_lines(columns), *more]
 
-    if not report.console.is_terminal:
-        report.console.width = FILE_COLUMNS
+    if options.all and not report.console.is_terminal:
+        report.console.width = ALL_COLUMNS
     with report.measuring(show):
         run_ranks(systems.world_size, partial(run_rank, systems), report.add)
     if options.plot and report.records:

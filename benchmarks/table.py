@@ -170,6 +170,16 @@ def _operation_lines(runs: list[Run]) -> list[str]:
     ]
 
 
+def _host_lines(runs: list[Run]) -> list[str]:
+    first = runs[0][0]
+    each = "one rank" if first["ranks_per_host"] == 1 else f"{first['ranks_per_host']} ranks"
+    return [
+        f"Two hosts with {each} each, a cable of {first['cable']}, {first['dtype']}. Median time of"
+        " a call over ringcomm in µs, and in brackets gloo's time / ringcomm's:",
+        *_operation_lines(runs)[1:],
+    ]
+
+
 def _waiting_lines(runs: list[Run]) -> list[str]:
     return [
         f"`{runs[0][0]['op']}`, any number of ranks. Median time of a call on its slowest rank:",
@@ -324,6 +334,7 @@ LAYOUTS = {
         _operation_lines,
         lambda r: r["op"] not in DETAILED_OPS and r["world_size"] == 2,
     ),
+    "hosts": Layout("hosts", ("cable", "ranks_per_host"), ("op", "bytes"), _host_lines),
     "floor": Layout("floor", (), ("world_size", "bytes"), _floor_lines),
     "fused_update": Layout("fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines),
     "cross_entropy": Layout(
@@ -362,6 +373,7 @@ LAYOUTS = {
 TITLES = {
     "collective": "Collectives",
     "operations": "Other collectives, by size",
+    "hosts": "Between two hosts",
     "floor": "Memory bandwidth as the floor",
     "fused_update": "Fused update",
     "cross_entropy": "Cross-entropy",

@@ -234,7 +234,7 @@ def main(argv: list[str]) -> int:
     dimensions = {"world_size": WORLD_SIZE, "size": options.size}
     report = Report("tensor_parallel", options.json, **dimensions)
     run_ranks(WORLD_SIZE, lambda team: run_rank(team, options), report.add)
-    headers = ["rows × tokens", "way", "p50 ms", "p99 ms", "time over", "others %"]
+    headers = ["rows × tokens", "way", "p50 ms", "p99 ms", "time / ringcomm's", "others %"]
     caption = "Forward and backward on two ranks."
     return report.finish(table_of(headers, caption, report.records, row_of, ("tokens",)))
 

@@ -180,9 +180,9 @@ def main(argv: list[str]) -> int:
     for world_size in options.worlds:
         run_ranks(world_size, lambda team: run_rank(team, options), report.add)
     headers = ["op", "ranks", "strangers", "backend", "p50 µs", "p90 µs", "p99 µs", "mean µs"]
-    headers += ["time over", "others %", "state"]
+    headers += ["time / ringcomm's", "others %", "state"]
     caption = (
-        "Others: programs apart from this run and its strangers. * they used more than"
+        "Others: programs that this run did not start. * they used more than"
         f" {MAX_OTHERS_PERCENT:.0f} % of the machine."
     )
     return report.finish(table_of(headers, caption, report.records, row_of, ("world_size",)))

@@ -3,7 +3,10 @@
 export WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
 for r in 0 1 2 3; do RANK=$r python examples/survive.py --system zero-2 --die 0:40 & done; wait
 
-torchrun would end the other ranks, as soon as one has died.
+torchrun ends the other ranks as soon as one has died, and starts all again. With --save they begin
+at the last state in that folder:
+
+torchrun --standalone --nproc-per-node 4 --max-restarts 1 examples/survive.py --die 0:40 --save runs
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--system", choices=("ddp", "zero-1", "zero-2", "lomo"), default="ddp")
     add("--die", metavar="RANK:STEP", help="kill a rank in the middle of a step")
     add("--commit", type=int, default=10, help="steps between two states to return to")
+    add("--save", type=Path, help="a folder for the last state, of which a restarted job goes on")
     return parser
 
 
@@ -85,23 +90,39 @@ def recover_commit(new: Trainer, commits: dict[int, Any]) -> int:
     return int(common)
 
 
+def save(folder: Path, step: int, state: Any, losses: dict[int, float]) -> None:
+    """Replaces the saved state; a death meanwhile leaves the one before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save((step, state, losses), folder / "new.pt")
+    (folder / "new.pt").replace(folder / "state.pt")
+
+
 def main(options: argparse.Namespace) -> list[float]:
     """Trains; the losses."""
     job = Job(options)
     dying_rank, _, dying_step = (options.die or "-1:-1").partition(":")
-    dies_at = int(dying_step) if job.rank == int(dying_rank) else -1
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    dies_at = int(dying_step) if is_first and job.rank == int(dying_rank) else -1
     trainer, step = Trainer(options, job), 0
     commits: dict[int, Any] = {}
     losses: dict[int, float] = {}
+    if options.save and (options.save / "state.pt").exists():
+        step, state, losses = torch.load(options.save / "state.pt", weights_only=True)
+        set_state_dict(trainer.model, trainer.optimizer, *state)
+        job.say(f"go on at step {step} of {options.save}")
     while step < options.steps:
         try:
-            if trainer.system != "ddp" and step % options.commit == 0:
+            if (trainer.system != "ddp" or options.save) and step % options.commit == 0:
                 commits[step] = get_state_dict(trainer.model, trainer.optimizer, full=True)
                 for old_step in sorted(commits)[:-2]:  # another rank may lack the newest
                     del commits[old_step]
+                if options.save and job.rank == 0:
+                    save(options.save, step, commits[step], losses)
             losses[step] = trainer.step(step, step == dies_at)
             step += 1
         except ringcomm.RingcommError as error:
+            if dist.is_torchelastic_launched():
+                raise  # torchrun is about to end this rank, and restarts the job
             job.say(f"step {step}: {error}")
             ringcomm.shrink()
             job, dies_at, old = Job(options), -1, trainer

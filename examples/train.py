@@ -74,14 +74,15 @@ def check(job: Job, losses: list[Tensor]) -> bool:
         wrong[0] += not abs(float(again.step(step) - loss)) <= allowed
         wrong[1] += not abs(float(alone.step(step)) - job.mean(loss)) <= TOLERANCE
     dist.all_reduce(wrong, group=gloo)
-    how = "to the last bit" if allowed == 0 else f"within {TOLERANCE:.0e}"
-    for num, text in zip(
+    within = f"equal within {TOLERANCE:.0e}"
+    for num, text, equal in zip(
         wrong.int().tolist(),
-        (f"over ringcomm and over Gloo, {how}", f"on {job.world_size} ranks and in one process"),
+        ("over ringcomm and over Gloo", f"on {job.world_size} ranks and in one process"),
+        (within if allowed else "bitwise equal", within),
         strict=True,
     ):
-        found = f"{num} losses differ" if num else "all losses are equal"
-        job.say(f"the first {len(losses)} steps {text}: {found}")
+        found = f"{num} differ" if num else equal
+        job.say(f"losses of the first {len(losses)} steps {text}: {found}")
     return not wrong.any()
 
 

@@ -1,6 +1,6 @@
 """The compiled engine; see csrc/bindings/module.cc."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,34 +9,39 @@ import torch
 BUILT_FOR: str
 
 def create_process_group(
-    store: Any,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    algorithm: str,
-    is_rank_ordered: bool,
-    one_shot_max_bytes: int,
-    transport: str,
-    p2p_backend: str,
-    says_waits: bool,
-    group_name: str,
-    global_ranks: list[int],
+    store: Any, rank: int, size: int, options: GroupOptions
 ) -> ProcessGroupRingcomm: ...
 
 class GroupOptions:
-    """What a group was made with, as torch.distributed.split_group hands it on."""
+    """What a group is made with, as torch.distributed.split_group hands it on."""
 
-    algorithm: str
-    is_rank_ordered: bool
-    one_shot_max_bytes: int
-    transport: str
-    p2p_backend: str
-    says_waits: bool
+    text: str
+    group_name: str
+    global_ranks_in_group: list[int]
+    def __init__(
+        self,
+        *,
+        algorithm: str,
+        is_rank_ordered: bool,
+        one_shot_max_bytes: int,
+        transport: str,
+        p2p_backend: str,
+        says_waits: bool,
+        report_stragglers: bool,
+    ) -> None: ...
 
 class ProcessGroupRingcomm:
     """A torch.distributed.Backend."""
 
     options: GroupOptions
+    contacts: Any  # ringcomm.contacts.Contacts; None where all ranks share memory
+    def introduce(
+        self,
+        store: Any,
+        ranks: list[int],
+        global_ranks: list[int],
+        is_abandoned: Callable[[], bool],
+    ) -> None: ...
     def get_error(self) -> Any: ...
     def perform_nocolor_split(self, device: Any) -> None: ...
 
@@ -46,13 +51,15 @@ class Survivors:
     attempt: int
     def agree(self) -> list[int]: ...
     def take_store(self) -> int: ...
-    def introduce(self, store: Any, ranks: list[int], global_ranks: list[int]) -> None: ...
+    def is_over(self) -> bool: ...
     def confirm(self, has_made: bool) -> bool: ...
 
-def begin_shrink(backend: Any, timeout: timedelta) -> Survivors: ...
+def begin_shrink(backend: Any, timeout: timedelta) -> Survivors | None: ...
 def health(backend: Any) -> dict[str, Any]: ...
+def write_deaths_to(event: int) -> None: ...
 def stats() -> dict[tuple[str, str], dict[str, int]]: ...
 def group_stats(backend: Any) -> dict[tuple[str, str], dict[str, int]]: ...
+def peer_counts(backend: Any) -> list[dict[str, Any]]: ...
 def transport_of(backend: Any) -> str: ...
 def device_transports(backend: Any) -> dict[str, str]: ...
 def mapped_bytes(backend: Any) -> int: ...

@@ -4,21 +4,33 @@
     dist.init_process_group("ringcomm")
 
 works without importing this module, which adds options, operators, counters and error types.
+Subpackages and operators are imported at their first use.
 """
+
+from typing import TYPE_CHECKING
 
 import _ringcomm_autoload
 from ringcomm import _extension as _extension  # first: its error says what to do
-from ringcomm import ops
-from ringcomm.backend import stats
+from ringcomm import lazy
+from ringcomm.backend import monitored_barrier, peer_stats, stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
 from ringcomm.memory import empty_shared
 from ringcomm.memory import is_shared as is_shared
-from ringcomm.ops.collectives import monitored_barrier
 from ringcomm.options import Options
-from ringcomm.survivors import Health, health, shrink
+from ringcomm.survivors import Health, health, on_death, shrink
+from ringcomm.trace.dump_self import flight_dump
 from ringcomm.version import __version__
 
+if TYPE_CHECKING:
+    from ringcomm import integrations as integrations
+    from ringcomm import nn as nn
+    from ringcomm import ops
+    from ringcomm import optim as optim
+    from ringcomm import parallel as parallel
+    from ringcomm import planner as planner
+
 _ringcomm_autoload.register()
+lazy.register_operators_at_first_use()
 
 __all__ = [
     "CollectiveTimeoutError",
@@ -29,9 +41,17 @@ __all__ = [
     "RingcommError",
     "__version__",
     "empty_shared",
+    "flight_dump",
     "health",
     "monitored_barrier",
+    "on_death",
     "ops",
+    "peer_stats",
     "shrink",
     "stats",
 ]
+
+_SUBPACKAGES = ("integrations", "nn", "ops", "optim", "parallel", "planner")
+__getattr__, __dir__ = lazy.attributes(
+    __name__, {name: f"{__name__}.{name}" for name in _SUBPACKAGES}
+)

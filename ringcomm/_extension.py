@@ -1,7 +1,8 @@
 """Loads the compiled extensions when imported; an error says what to do.
 
 ringcomm._C is communication on CPUs, ringcomm._kernels has the other operators. ringcomm._cuda is
-only in builds for GPUs.
+only in builds for GPUs. A checkout in which they are not built uses those of the installed package.
+A wheel for several versions of torch has a folder of extensions for each (tools/wheels.py).
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-BUILD = "pip install --no-build-isolation"
-# Whether this build has what GPUs need.
-HAS_CUDA = find_spec("ringcomm._cuda") is not None
-# A sentence in the extension (csrc/bindings/module.cc), found even if it cannot be loaded.
+MINOR = ".".join(torch.__version__.split(".")[:2])
+IS_CHECKOUT = (FOLDER.parent / "setup.py").exists()
+# What builds ringcomm for this Python and this torch, and installs it.
+INSTALL = f"pip install {FOLDER.parent}" if IS_CHECKOUT else "pip install . (in a checkout)"
+# A sentence in the extension (csrc/bindings/module.cc). It is searched for in the file, because an
+# extension for another torch may fail to load, or load by chance: the layout of c10d's classes
+# changes between minor versions.
 BUILT_FOR = re.compile(rb"ringcomm is built for torch (\d+\.\d+)")
 
 
@@ -28,19 +32,26 @@ def _load() -> None:
     """Imports the extensions.
 
     Raises:
-        ImportError: one is missing, built for another Python, or built for another torch.
+        ImportError: there are none for this Python and this torch, or they cannot be loaded.
     """
+    folder = _find()
+    # First while the extensions are imported, and then last, for what the checkout lacks.
+    search_path = sys.modules["ringcomm"].__path__
+    search_path.insert(0, str(folder))
     try:
         from ringcomm import _C, _kernels  # noqa: F401
 
-        if HAS_CUDA:
+        if find_spec("ringcomm._cuda") is not None:
             from ringcomm import _cuda  # noqa: F401
     except ImportError as error:
-        raise ImportError(_reason(str(error))) from None
-    if why := _other_torch(_C.BUILT_FOR.encode()):
-        # Loading may succeed by chance: the layout of c10d's classes changes between minor
-        # versions.
-        raise ImportError(why)
+        raise ImportError(
+            f"ringcomm: the extension in {folder} cannot be loaded ({error}). Build it again:"
+            f" {INSTALL}"
+        ) from None
+    finally:
+        del search_path[0]
+    if str(folder) not in search_path:
+        search_path.append(str(folder))
     # Not before: another torch may lack its names.
     from ringcomm.torch_names import NEWEST_TRIED, TORCH_VERSION
 
@@ -49,44 +60,47 @@ def _load() -> None:
         warnings.warn(
             f"ringcomm is tried with torch up to {tried}, and this is torch {torch.__version__}."
             f" Compare a run's losses with those of one process, or install torch {tried} and"
-            f" build ringcomm again: {BUILD} .",
+            f" build ringcomm again: {INSTALL}",
             stacklevel=2,
         )
 
 
-def _reason(error: str) -> str:
-    """Why the import failed with `error`."""
-    names = [f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
-    found = next((FOLDER / name for name in names if (FOLDER / name).exists()), None)
-    if found is not None:
-        return _other_torch(found.read_bytes()) or (
-            f"ringcomm: the extension cannot be loaded ({error}). Build it again: {BUILD} ."
-        )
-    others = sorted(path.name for path in FOLDER.glob("_C*.so"))
-    if others:
-        return (
-            f"ringcomm: the extension is built for another Python ({', '.join(others)}); this is"
-            f" {sys.implementation.cache_tag}. Build it with this one: {BUILD} ."
-        )
-    if (FOLDER.parent / "setup.py").exists():
-        return (
-            f"ringcomm: Python has found the source folder {FOLDER}, which has no compiled"
-            f" extension. If ringcomm is installed, start Python in another folder than"
-            f" {FOLDER.parent}; or build it there: {BUILD} -e ."
-        )
-    return f"ringcomm: {FOLDER} has no compiled extension. Install ringcomm again: {BUILD} ."
-
-
-def _other_torch(extension: bytes) -> str:
-    """The advice for an extension built for another torch than this one; empty for this torch."""
-    built_for = BUILT_FOR.search(extension)
-    minor = ".".join(torch.__version__.split(".")[:2])
-    if built_for is None or built_for[1].decode() == minor:
-        return ""
-    return (
-        f"ringcomm: the extension is built for torch {built_for[1].decode()}, and this is torch"
-        f" {torch.__version__}. Build it again with this torch, in a checkout: {BUILD} ."
+def _find() -> Path:
+    """The folder to load from: of this package, or in a checkout of the installed one."""
+    installed = [Path(entry, "ringcomm").resolve() for entry in sys.path] if IS_CHECKOUT else []
+    packages = dict.fromkeys(path for path in (FOLDER, *installed) if path.is_dir())
+    own = [package / f"torch_{MINOR.replace('.', '_')}" for package in packages]
+    folders = [*(folder for folder in own if folder.is_dir()), *packages]
+    faults = {folder: _fault_of(folder) for folder in folders}
+    if fitting := [folder for folder, fault in faults.items() if not fault]:
+        return fitting[0]
+    found = "; ".join(f"{folder} {fault}" for folder, fault in faults.items())
+    raise ImportError(
+        f"ringcomm: there is no extension for {sys.implementation.cache_tag} and torch"
+        f" {torch.__version__}: {found}. Build it: {INSTALL}"
     )
 
 
+def _fault_of(folder: Path) -> str:
+    """Why the extension in a folder cannot be used; empty if it can."""
+    names = [f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
+    found = next((folder / name for name in names if (folder / name).exists()), None)
+    if found is None:
+        others = [path.name for path in sorted(folder.glob("_C*.so"))]
+        if others:
+            return f"has one for another Python ({', '.join(others)})"
+        torches = [path.name[6:].replace("_", ".") for path in sorted(folder.glob("torch_*/"))]
+        return f"has those for torch {', '.join(torches)}" if torches else "has none"
+    built_for = BUILT_FOR.search(found.read_bytes())
+    if built_for is not None and built_for[1].decode() != MINOR:
+        return f"has one built for torch {built_for[1].decode()}"
+    package = folder.parent if folder.name.startswith("torch_") else folder
+    version, own_version = (path / "version.py" for path in (package, FOLDER))
+    if package != FOLDER and version.read_bytes() != own_version.read_bytes():
+        return "has one of another version of ringcomm"
+    return ""
+
+
 _load()
+# Whether this build has what GPUs need.
+HAS_CUDA = "ringcomm._cuda" in sys.modules

@@ -1,10 +1,12 @@
-"""Connects torch.distributed to the engine: makes groups, finds them, reads their counters."""
+"""Connects torch.distributed to the engine: makes groups, finds them, asks them."""
 
 import atexit
 import contextlib
+import copy
 import functools
 import logging
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,20 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, warn_of_unknown_variables
-from ringcomm.torch_names import backend_of
-from ringcomm.trace import flight
+from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
+from ringcomm.trace import dump_self, flight
 
 _log = logging.getLogger("ringcomm")
-
-# The options of a group that are passed to the engine.
-_FIELDS = (
-    "algorithm",
-    "is_rank_ordered",
-    "one_shot_max_bytes",
-    "transport",
-    "p2p_backend",
-    "says_waits",
-)
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -48,24 +40,25 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """
     _tell_peers_of_the_end()
     flight.offer_stacks()
+    dump_self.start()
     trace.start()
     warn_of_unknown_variables()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
-        fields = {name: getattr(pg_options, name) for name in _FIELDS}
+        options = copy.deepcopy(pg_options)
     else:
-        fields = _engine_options(pg_options, size)
+        options = _engine_options(pg_options, size)
+    set_timeout(options, dist_backend_opts.timeout)
+    options.group_name = str(dist_backend_opts.group_id)
     # Empty for the default group, which has all ranks.
     global_ranks = list(dist_backend_opts.global_ranks_in_group or range(size))
+    options.global_ranks_in_group = global_ranks
     try:
         backend = _C.create_process_group(
             store=dist_backend_opts.store,
             rank=dist_backend_opts.group_rank,
             size=size,
-            timeout=dist_backend_opts.timeout,
-            group_name=str(dist_backend_opts.group_id),
-            global_ranks=global_ranks,
-            **fields,
+            options=options,
         )
     except RingcommError as error:
         if global_ranks != list(range(size)):
@@ -96,8 +89,8 @@ def _tell_peers_of_the_end() -> None:
     sys.excepthook = tell_and_show
 
 
-def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
-    """The _FIELDS, from an `Options` or None and the environment."""
+def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
+    """The engine's options, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
     if not isinstance(pg_options, Options):
@@ -115,14 +108,15 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
     # The backend for messages between ranks without shared memory: a group on one host needs none.
     has_gloo = options.p2p_backend != "gloo" or dist.is_gloo_available()
     has_messages = options.transport == "p2p" or (options.transport is None and has_gloo)
-    return {
-        "algorithm": options.algorithm,
-        "is_rank_ordered": options.deterministic == "rank_order",
-        "one_shot_max_bytes": tuned or 0,
-        "transport": options.transport or "",
-        "says_waits": options.says_waits,
-        "p2p_backend": message_backend.checked(options.p2p_backend) if has_messages else "",
-    }
+    return _C.GroupOptions(
+        algorithm=options.algorithm,
+        is_rank_ordered=options.deterministic == "rank_order",
+        one_shot_max_bytes=tuned or 0,
+        transport=options.transport or "",
+        says_waits=options.says_waits,
+        report_stragglers=options.report_stragglers,
+        p2p_backend=message_backend.checked(options.p2p_backend) if has_messages else "",
+    )
 
 
 def resolve_group(
@@ -170,10 +164,99 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
         ValueError: the group has another backend for CPU tensors, or none, or this rank is not in
             the group.
     """
-    if group is None:
-        return _C.stats()
+    return _C.stats() if group is None else _C.group_stats(_cpu_backend_of(group))
+
+
+def peer_stats(group: dist.ProcessGroup | None = None) -> dict[int, dict[str, float]]:
+    """What this rank has waited for each peer, and their messages, since the group was made.
+
+    Not collective. Waits count if they take at least 100 µs; shorter ones are the latency of a
+    call. Waits of asynchronous collectives count too, although the program may compute meanwhile.
+    Calls on GPU tensors do not count: the GPU waits there.
+
+    Args:
+        group: the group to count, of backend "ringcomm"; None adds up all groups of that backend
+            that this process has now.
+
+    Returns:
+        {3: {"num_waits": 12, "waited_s": 0.52, "num_late": 10, "sent_bytes": 0,
+        "received_bytes": 0}, ...}, by the peers' ranks in the default group.
+
+        - `num_waits` and `waited_s` are the waits of this rank for the peer, and their seconds: for
+          it to begin a collective, to finish a part of one, or to send or receive. If one call
+          waits for several peers, each has the time in which it was waited for, one after another.
+        - `num_late` is the number of collectives in which the peer was the last to arrive: of the
+          waits for peers to begin the call, the wait for this peer was the last one of at least
+          100 µs. Over shared memory a rank sees all peers arrive. Over messages the limit is 1 ms,
+          and a rank sees those from which it receives first: all of them in short all_reduces, the
+          previous rank in others.
+        - `sent_bytes` and `received_bytes` are data in messages: of `send` and `recv`, and of
+          collectives over Gloo. What collectives stage in shared memory has no single receiver and
+          is in `stats()` only.
+
+        In a group of one it is empty.
+
+    Raises:
+        ValueError: as `stats()`.
+        RuntimeError: this process could not make the flight recorder, which has the counters.
+    """
+    groups = [group] if group is not None else [each for each in all_groups() if _is_ours(each)]
+    found: dict[int, dict[str, float]] = {}
+    for each in groups:
+        counts, size = _C.peer_counts(_cpu_backend_of(each)), each.size()
+        if len(counts) != size and size > 1:
+            raise RuntimeError("ringcomm.peer_stats: this process has no flight recorder")
+        for rank, number in global_ranks_of(each).items():
+            if size == 1 or rank == each.rank():
+                continue
+            old = found.get(number, {})
+            found[number] = {key: old.get(key, 0) + n for key, n in counts[rank].items()}
+    return found
+
+
+def _cpu_backend_of(group: dist.ProcessGroup) -> Any:
+    """The backend for CPU tensors; raises ValueError without one."""
     try:
-        backend = backend_of(resolve_group(group), torch.device("cpu"))
+        return backend_of(resolve_group(group), torch.device("cpu"))
     except RuntimeError as error:
         raise ValueError(f"this group has no backend for CPU tensors: {error}") from None
-    return _C.group_stats(backend)
+
+
+def _is_ours(group: dist.ProcessGroup) -> bool:
+    """Whether ringcomm is the group's backend for CPU tensors."""
+    with contextlib.suppress(ValueError):
+        return isinstance(_cpu_backend_of(group), _C.ProcessGroupRingcomm)
+    return False
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """A barrier that reports on rank 0 which ranks did not arrive.
+
+    It replaces torch.distributed.monitored_barrier, which accepts only groups of backend "gloo".
+    The group stays usable after a failure, and a late rank raises an error too.
+
+    Args:
+        group: None for the default group.
+        timeout: how long rank 0 waits for the others, a timedelta; None uses the group's timeout.
+            The others wait for rank 0 for the group's timeout, or for twice this one if that is
+            longer.
+        wait_all_ranks: whether rank 0 names all missing ranks, or only the first.
+
+    Raises:
+        CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms", and
+            on the ranks that arrived, the reason of rank 0. Its `rank` is the first missing rank.
+        ValueError: this rank is not in the group, or there is no default group.
+
+    Collective over the group; blocks until rank 0 has heard from all ranks.
+    """
+    resolved: Any = resolve_group(group)
+    if timeout is None:
+        resolved.monitored_barrier(wait_all_ranks=wait_all_ranks)
+    elif isinstance(timeout, timedelta):
+        resolved.monitored_barrier(timeout, wait_all_ranks)
+    else:
+        raise TypeError(f"timeout of monitored_barrier must be a timedelta, got {timeout!r}")

@@ -104,8 +104,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     ranks, makes a group, and measures all_reduce, messages between each pair of ranks, and memory.
     The exit status is 1 if the group cannot be made.
 
-    With --job it starts nothing: it tells what the ranks of a running job are in, whom they wait
-    for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be examined.
+    With --job it starts nothing: it shows the call of each rank of a running job, the rank that it
+    waits for, and which rank is the cause of a hang. The exit status is 1 if the job cannot be
+    examined.
     """
     add = parser.add_argument
     add("--job", type=int, metavar="PID", help="of torchrun, or of any rank of a job that runs")
@@ -114,6 +115,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     add("--world-size", type=int, default=num_ranks, help=about)
     add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
+    add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
+    about = "of the dumps: torch is for torch's analyser torchfrtrace, as FOLDER/rank0"
+    add("--format", choices=("json", "torch"), default="json", help=about)
     return _doctor
 
 
@@ -121,6 +125,8 @@ def _doctor(options: argparse.Namespace) -> int:
     error = options.parser.error
     if options.job is not None:
         return _doctor_of_job(options)
+    if options.dump is not None:
+        error("--dump needs --job PID")
     if not 1 <= options.world_size <= tuning.MAX_WORLD_SIZE:
         error(f"--world-size must be 1 to {tuning.MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
@@ -138,11 +144,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _doctor_of_job(options: argparse.Namespace) -> int:
-    from ringcomm.measure import job
+    from ringcomm.measure import job, job_dumps
 
     try:
-        report = job.examine(options.job)
-    except job.JobError as error:
+        report = job.examine(options.job, job_dumps.writer(options.dump, options.format))
+    except (job.JobError, OSError) as error:
         print(f"ringcomm doctor: {error}", file=sys.stderr)
         return 1
     if options.json:
@@ -156,7 +162,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     """Ranks training systems and meshes for a model by predicted step time.
 
     No rank is started. For every system and mesh it predicts memory by part, traffic, the pipeline
-    bubble and time, and ranks the plans that fit. A model is a name or a config.json of
+    bubble and time, and ranks the plans that fit. Among plans within 2 % of the fastest, fewer
+    axes, simpler systems and fewer bytes rank first. A model is a name or a config.json of
     transformers. See docs/design/planner.md.
     """
     add = parser.add_argument
@@ -203,6 +210,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.why < 1:
         error(f"--why must be 1 or more, got {options.why}")
     from ringcomm.planner import Cluster, Job, plan
+    from ringcomm.planner.plans import LEGEND
 
     try:
         cluster = Cluster(options.gpus, options.hardware, options.memory, options.per_host)
@@ -218,8 +226,12 @@ def _plan(options: argparse.Namespace) -> int:
     print(plans.headline())
     if plans.ranked:
         print(plans.table(options.top))
+        print(LEGEND)
+        if plans.tie_line():
+            print(plans.tie_line())
         chosen = plans.ranked[min(options.why, len(plans.ranked)) - 1]
-        print(f"Why {chosen.candidate.name}:")
+        number = plans.ranked.index(chosen) + 1
+        print(f"Plan {number}, {chosen.candidate.name}:")
         for reason in chosen.reasons:
             print(f"- {reason}")
     print("Rejected plans:")
@@ -237,17 +249,19 @@ def _add_trace(parser: argparse.ArgumentParser) -> Run:
 
     The first runs a command and exits with its status. A program that is started in another way
     records to FOLDER if RINGCOMM_TRACE=FOLDER is in its environment; the second merges these
-    recordings into a trace. The third prints the steps of a ring collective. See
-    docs/how-to/trace.md.
+    recordings, and dumps of the flight recorder, into a trace. The third prints the steps of a ring
+    collective. See docs/how-to/trace.md.
     """
     add = parser.add_argument
     of_file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-    about = "trace to write, replacing an existing file"
+    about = "trace to write, replacing an existing file; with --format torch a new folder"
     add("-o", "--output", default=Path("ringcomm-trace.json"), help=about, **of_file)
     about = "newest events to keep for each thread"
     add("--events", type=int, metavar="N", default=1 << 16, help=about)
-    about = "folders of recordings, of all hosts"
+    about = "folders of recordings and dumps, of all hosts"
     add("--merge", type=Path, nargs="+", metavar="FOLDER", help=about)
+    about = "of --merge: a trace, or for torch's analyser torchfrtrace one dump for each rank"
+    add("--format", choices=("perfetto", "torch"), default="perfetto", help=about)
     add("--steps", help="print the ring steps of this trace", **of_file)
     add("--seq", type=int, metavar="N", help="with --steps: the call's number (default: the first)")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to record")
@@ -261,12 +275,16 @@ def _trace(options: argparse.Namespace) -> int:
         error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
     if not 64 <= options.events <= 1 << 24:
         error(f"--events must be 64 to {1 << 24}, got {options.events}")
-    from ringcomm.trace.command import merge_folders, run_recorded
+    from ringcomm.trace.command import convert_dumps, merge_folders, run_recorded
     from ringcomm.trace.merge import steps
 
     if options.steps:
         print(steps(options.steps, options.seq))
         return 0
+    if options.format == "torch":
+        if not options.merge:
+            error("--format torch needs --merge FOLDER: it converts dumps of the flight recorder")
+        return convert_dumps(options.merge, options.output)
     if not os.access(options.output.absolute().parent, os.W_OK) or options.output.is_dir():
         error(f"--output: cannot write {str(options.output)!r}")
     if options.merge:

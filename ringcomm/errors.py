@@ -1,13 +1,22 @@
 """Errors that ringcomm raises at run time.
 
-Wrong arguments raise ValueError, TypeError or NotImplementedError and leave the group usable.
+Wrong arguments raise ValueError, TypeError or NotImplementedError before anything is written, and
+leave the group usable.
 """
 
+from collections.abc import Callable
+
 from torch.distributed import DistBackendError
+
+# Called with the message of each error while it is made (ringcomm/trace/dump_self.py).
+on_error: Callable[[str], None] | None = None
 
 
 class RingcommError(DistBackendError):
     """A collective failed. Further calls of the group raise the same error.
+
+    Tensors that the call only reads are unchanged. A tensor that it changes in place may hold any
+    mixture of old, partial and final values, and outputs any values. Nothing else is written.
 
     Attributes:
         rank: the rank at fault in the group's numbering, -1 when unknown.
@@ -20,7 +29,6 @@ class RingcommError(DistBackendError):
     def __init__(
         self,
         message: str,
-        *,
         rank: int = -1,
         host: str = "",
         pid: int = -1,
@@ -30,6 +38,8 @@ class RingcommError(DistBackendError):
         super().__init__(message)
         self.rank, self.host, self.pid = rank, host, pid
         self.op, self.seq = op, seq
+        if on_error is not None:
+            on_error(message)
 
 
 class PeerDiedError(RingcommError):
@@ -37,7 +47,10 @@ class PeerDiedError(RingcommError):
 
 
 class MismatchError(RingcommError):
-    """Ranks called different collectives, or made the group with different options or sizes."""
+    """Ranks called different collectives, or made the group with different options or sizes.
+
+    Over shared memory no tensor has been written. Over messages one that the call changes may have.
+    """
 
 
 class CollectiveTimeoutError(RingcommError, TimeoutError):

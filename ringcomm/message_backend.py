@@ -14,10 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringcomm.contacts import Contacts
 from ringcomm.options import Options
 from ringcomm.torch_names import backend_plugins, new_backend_options, set_timeout
 
-# What a rank writes to the store after it has made its backend; any other text is an error.
+# The first line of what a rank writes to the store after it has made its backend, before its
+# contact; any other text is an error.
 _MADE = "made"
 
 
@@ -67,15 +69,16 @@ def make(
     group_name: str,
     global_ranks: list[int],
     goes_on: Callable[[list[int]], bool],
-) -> Any:
+) -> tuple[Any, Contacts]:
     """Makes this rank's object of the backend; called by the engine, collective over the group.
 
     `timeout` limits the construction: messages have no timeout. `goes_on` is called about every 50
     ms with the missing ranks and returns whether to keep waiting for them.
 
     Returns:
-        A c10d Backend, once all ranks have made theirs: otherwise a rank that leaves the group at
-        once would close connections that others are still making.
+        A c10d Backend, and by what the ranks reach each other without the store. Once all ranks
+        have made theirs: otherwise a rank that leaves the group at once would close connections
+        that others are still making.
 
     Raises:
         RuntimeError: a rank could not make its backend, or did not arrive.
@@ -95,9 +98,10 @@ def make(
     opts.group_id = f"{group_name}/{name}"
     opts.global_ranks_in_group = global_ranks
     ends: list[Any] = []
+    contacts = Contacts(rank, size)
 
     def make_own() -> None:
-        told = _MADE
+        told = f"{_MADE}\n{contacts.to_text()}"
         try:
             ends.append(_make_own(name, opts))
         except Exception as error:
@@ -119,10 +123,11 @@ def make(
         for other in tuple(missing):
             if not store.check([f"made/{other}"]):
                 continue
-            told = store.get(f"made/{other}").decode()
+            told, _, contact = store.get(f"made/{other}").decode().partition("\n")
             if told != _MADE:
                 raise ends[0] if other == rank else RuntimeError(f"rank {other}: {told}")
             missing.remove(other)
+            contacts.add(other, contact)
         return not missing
 
     absent = [*missing]
@@ -138,7 +143,7 @@ def make(
             raise RuntimeError(f"ranks did not arrive: {late()}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
-    return ends[0]
+    return ends[0], contacts
 
 
 def _make_own(name: str, opts: Any) -> Any:

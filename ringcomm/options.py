@@ -14,9 +14,9 @@ _CUT = "a ring now chooses the number and size of its slots by itself"
 _OTHER_VARIABLES = (
     *("RINGCOMM_AS_GLOO", "RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
     *("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS", "RINGCOMM_CUDA_DRIVER", "RINGCOMM_CUDA_IMAGE"),
-    *("RINGCOMM_TRACE", "RINGCOMM_TRACE_EVENTS"),
-    *("RINGCOMM_PREBUILT", "RINGCOMM_USE_ENV", "RINGCOMM_TORCH_INDEX", "RINGCOMM_MAX_JOBS"),
-    "RINGCOMM_WERROR",
+    *("RINGCOMM_TRACE", "RINGCOMM_TRACE_EVENTS", "RINGCOMM_FLIGHT_DUMP"),
+    *("RINGCOMM_PREBUILT", "RINGCOMM_USE_ENV", "RINGCOMM_TORCH", "RINGCOMM_TORCH_INDEX"),
+    *("RINGCOMM_MAX_JOBS", "RINGCOMM_WERROR", "RINGCOMM_WHEELS"),
 )
 # Read by make, the tests and their emulator, whose groups give no warning of them.
 _OF_TESTS = (
@@ -29,6 +29,7 @@ _OF_TESTS = (
         "RINGCOMM_WRITE_PAIRS",
     ),
     *("RINGCOMM_SEQUENCE", "RINGCOMM_SEQUENCES", "RINGCOMM_SEQUENCE_SEED"),
+    *("RINGCOMM_SOAK_SECONDS", "RINGCOMM_SOAK_SEED", "RINGCOMM_SOAK_GENERATION"),
 )
 _OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
 
@@ -37,9 +38,10 @@ _OF_EMULATOR, _OF_TEST_RANKS = "RINGCOMM_EMULATOR_", "RINGCOMM_TEST_"
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    All ranks must have the same options, but for says_waits. They are compared when the group is
-    made, and a difference raises MismatchError on every rank. A field that is left at its default
-    is taken from the environment variable RINGCOMM_<FIELD>, if that is set.
+    All ranks must have the same options, but for says_waits and report_stragglers. They are
+    compared when the group is made, and a difference raises MismatchError on every rank. A field
+    that is left at its default is taken from the environment variable RINGCOMM_<FIELD>, if that is
+    set.
 
     Attributes:
         algorithm: the algorithm of all_reduce. "auto" selects by size and number of ranks; on
@@ -57,6 +59,8 @@ class Options:
         tuning: the path of a file of `ringcomm tune`, whose sizes select the algorithm.
         says_waits: whether a rank that has waited for 10, 60 and 300 s in a call writes a line to
             stderr that names the call and the rank that it waits for. It may differ between ranks.
+        report_stragglers: whether destroy_process_group writes to stderr which ranks the others
+            have waited for. Rank 0 does it for all; if it has died, the first rank that is alive.
     """
 
     algorithm: Literal["auto", "one_shot", "two_shot", "ring"] = "auto"
@@ -65,6 +69,7 @@ class Options:
     p2p_backend: str = "gloo"
     tuning: str | None = None
     says_waits: bool = True
+    report_stragglers: bool = False
 
     def __new__(cls, *_: Any, **given: Any) -> "Options":
         """Refuses options that no longer exist by their name."""

@@ -134,6 +134,11 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
     return group._device_types
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """The groups of this process that have not been destroyed."""
+    return list(_c10d._world.pg_map)
+
+
 def group_named(name: str) -> dist.ProcessGroup:
     """The group of this process with torch's name for it."""
     return _c10d._resolve_process_group(name)

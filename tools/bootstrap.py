@@ -3,10 +3,11 @@
 Usage: python3 tools/bootstrap.py [--need GROUP]... [--extension | --no-torch] [-- SCRIPT ARGS...]
 
 GROUP names a file tools/requirements-GROUP.txt; with --no-torch, neither torch nor what compiles
-the extension is installed. By default everything goes to .venv, which is made here; with
-RINGCOMM_USE_ENV=1, or where nothing can be downloaded but the active environment has all that is
-needed, only the extension is installed, into the active environment. What is up to date is skipped.
-VERBOSE=1 shows what pip and the compilers say. Standard library only.
+the extension is installed. By default everything goes to .venv, which is made here, but for torch
+with RINGCOMM_TORCH=active: .venv then uses that of the active environment. With RINGCOMM_USE_ENV=1,
+or where nothing can be downloaded but the active environment has all that is needed, only the
+extension is installed, into the active environment. What is up to date is skipped. VERBOSE=1 shows
+what pip and the compilers say. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import buildconfig
-from buildconfig import ROOT, BuildProblem
+import cuda_kernels
+from buildconfig import ROOT, TORCH, BuildProblem
 
-TORCH = "torch==2.13.0"
 VENV = ROOT / ".venv"
 STAMPS = VENV / "ringcomm-stamps.json"
 EXTENSION_STATE = ROOT / "build" / "extension.json"
 EXIT_INTERRUPTED = 130
-GROUPS = ("build", "train", "test", "lint", "docs", "coverage")
+GROUPS = ("build", "train", "test", "lint", "docs", "coverage", "wheels")
 
 # Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
 # kernels, PyTorch's own tests, tests with models of transformers and of pages in a browser are
@@ -51,8 +52,11 @@ _PROBE = """
 import importlib.metadata as metadata, json, sysconfig
 found, url = {}, ""
 for one in metadata.distributions():
-    found[str(one.metadata["Name"]).lower()] = one.version
-    link = one.read_text("direct_url.json") or "" if one.metadata["Name"] == "ringcomm" else ""
+    name = str(one.metadata["Name"]).lower()
+    if name in found:  # hidden by one that comes earlier on the path
+        continue
+    found[name] = one.version
+    link = one.read_text("direct_url.json") or "" if name == "ringcomm" else ""
     url = json.loads(link)["url"] if "editable" in link else url
 print(json.dumps([found, sysconfig.get_config_var("EXT_SUFFIX"), url]))
 """
@@ -134,20 +138,82 @@ def make_venv() -> str:
     return str(python)
 
 
+def install_torch(python: str) -> None:
+    """Installs torch into .venv, after it has said what comes with it."""
+    index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
+    source = ("--index-url", index) if index else ()
+    pip = (python, "-m", "pip", "install", "--progress-bar", "off")
+    say("torch", f"asking pip what {TORCH} needs")
+    ask = (*pip, "--dry-run", "--quiet", "--report", "-", TORCH, *source)
+    asked = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
+    if asked.returncode == 0:
+        report = json.loads(asked.stdout)
+        say("torch", described([one["metadata"]["name"] for one in report["install"]]))
+    else:  # an old pip, or the next call fails too and says why
+        say("torch", f"installing {TORCH}")
+    run_step("torch", *pip, TORCH, *source)
+
+
+def described(packages: list[str]) -> str:
+    """What installing torch with these packages fetches, and how to fetch less."""
+    is_cuda = [re.match("nvidia|cuda", name) is not None for name in packages]
+    if not any(is_cuda):
+        return f"fetching {TORCH}, a build for CPUs, and {len(packages) - 1} packages: about 0.2 GB"
+    text = f"fetching {TORCH} for CUDA and {len(packages) - 1} packages: about 5 GB"
+    if not cuda_kernels.has_driver():
+        text += (
+            ". This machine has no NVIDIA driver: for the build for CPUs, about 0.2 GB, stop with"
+            " Ctrl-C and set RINGCOMM_TORCH_INDEX=URL, the package index of PyTorch's CPU builds"
+        )
+    found = probe(sys.executable)[0]
+    if has_torch(found):
+        text += f". RINGCOMM_TORCH=active takes torch {found['torch']} of {sys.executable}"
+    return text
+
+
+def use_active_torch(python: str) -> None:
+    """Puts the packages of the active environment behind those of .venv."""
+    ask = "import json, sys, sysconfig as s; print(json.dumps([s.get_path('purelib'), sys.path]))"
+    (own, _), (_, active) = (
+        json.loads(subprocess.check_output([one, "-c", ask], cwd="/", text=True))
+        for one in (python, sys.executable)
+    )
+    found, suffix, editable = probe(sys.executable)
+    if probe(python)[1] != suffix or Path(own, "torch").exists():
+        raise BuildProblem(
+            f"RINGCOMM_TORCH=active, but {VENV} has another Python or a torch of its own: remove it"
+            " with make distclean"
+        )
+    if not has_torch(found):
+        raise BuildProblem(
+            f"RINGCOMM_TORCH=active, but {sys.executable} has no torch >= 2.11: install it there,"
+            " activate another environment, or name its Python: make PYTHON=..."
+        )
+    if "ringcomm" in found and not editable:
+        raise BuildProblem(
+            f"RINGCOMM_TORCH=active, but the ringcomm of {sys.executable} would hide this checkout:"
+            " uninstall it there, or build into that environment with RINGCOMM_USE_ENV=1"
+        )
+    paths = [path for path in active if path.endswith("-packages") and path != own]
+    Path(own, "torch_of_active.pth").write_text("\n".join([*paths, ""]), encoding="utf-8")
+
+
 def install_requirements(python: str, groups: Iterable[str], needs_torch: bool) -> None:
     """Installs into .venv what the groups pin, and torch where it is needed and none would do."""
-    pip = (python, "-m", "pip", "install", "--progress-bar", "off")
-    if needs_torch and not has_torch(probe(python)[0]):
-        index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
-        source = "from RINGCOMM_TORCH_INDEX" if index else "as pip finds it; a CPU build will do"
-        say("torch", f"installing {TORCH} ({source}); this takes a minute or more")
-        run_step("torch", *pip, TORCH, *(("--extra-index-url", index) if index else ()))
+    wanted_torch = os.environ.get("RINGCOMM_TORCH", "")
+    if wanted_torch not in ("", "active"):
+        raise BuildProblem(f"RINGCOMM_TORCH must be 'active' or unset, got {wanted_torch!r}")
+    if needs_torch and wanted_torch:
+        use_active_torch(python)
+    elif needs_torch and not has_torch(probe(python)[0]):
+        install_torch(python)
     stamps = read_json(STAMPS)
     wanted = {g: digest([ROOT / "tools" / f"requirements-{g}.txt"]) for g in groups}
     stale = [group for group, stamp in wanted.items() if stamps.get(group) != stamp]
     if stale:
         say("packages", f"installing into .venv: {', '.join(stale)}")
         files = [arg for group in stale for arg in ("-r", f"tools/requirements-{group}.txt")]
+        pip = (python, "-m", "pip", "install", "--progress-bar", "off")
         run_step("packages", *pip, *files)
         STAMPS.write_text(json.dumps({**stamps, **wanted}), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Common definitions of setup.py, tools/bootstrap.py and tools/compat.py: sources, flags, checks.
+"""Common definitions of setup.py and of tools: sources, flags, checks.
 
 Standard library only: it runs before anything is installed.
 """
@@ -21,6 +21,8 @@ CSRC = ROOT / "csrc"
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 11)
+# What is installed where there is no torch.
+TORCH = "torch==2.13.0"
 MACHINES = ("x86_64", "aarch64")
 
 

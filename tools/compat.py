@@ -91,7 +91,7 @@ def make_environment(spec: str) -> str:
     print(f"[compat] installing torch=={spec} (a download of about 0.6 GB)", flush=True)
     HOME.mkdir(parents=True, exist_ok=True)
     index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
-    source = ["--extra-index-url", index] if index else []
+    source = ["--index-url", index] if index else []
     with tempfile.TemporaryDirectory(dir=HOME, prefix="wheel-") as folder:
         options = ["--no-deps", "--no-cache-dir", "--progress-bar", "off", "--only-binary=:all:"]
         pip(sys.executable, "download", *options, *source, "-d", folder, f"torch=={spec}")

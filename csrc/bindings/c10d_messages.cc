@@ -144,13 +144,19 @@ class C10dMessages final : public MessageTransport {
   std::set<const Pending*> pending_;  // all messages that live; with the mutex
 };
 
+void forget(PyObject* object) {
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire acquired;
+  Py_DECREF(object);
+}
+
 }  // namespace
 
 std::unique_ptr<MessageTransport> messages_over(c10::intrusive_ptr<c10d::Backend> backend) {
   return std::make_unique<C10dMessages>(std::move(backend));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_message_backend(
+std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_message_backend(
     const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     const GroupOptions& options, const LookForRanks& look, const std::string& purpose) {
   const py::gil_scoped_acquire acquired;
@@ -164,10 +170,13 @@ c10::intrusive_ptr<c10d::Backend> make_message_backend(
     return in_vain == nullptr;
   });
   try {
-    return py::module_::import("ringcomm.message_backend")
-        .attr("make")(name, store, rank, size, std::min(options.timeout, kLongestTimeout) + kGrace,
-                      options.group_name, options.global_ranks_in_group, goes_on)
-        .cast<c10::intrusive_ptr<c10d::Backend>>();
+    const auto [backend, contacts] =
+        py::module_::import("ringcomm.message_backend")
+            .attr("make")(name, store, rank, size,
+                          std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
+                          options.global_ranks_in_group, goes_on)
+            .cast<std::pair<c10::intrusive_ptr<c10d::Backend>, py::object>>();
+    return {backend, {contacts.inc_ref().ptr(), forget}};
   } catch (const std::exception& error) {
     if (in_vain != nullptr) std::rethrow_exception(in_vain);
     const auto* python = dynamic_cast<const py::error_already_set*>(&error);

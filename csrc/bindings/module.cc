@@ -1,4 +1,5 @@
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -23,22 +24,9 @@ namespace {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 BackendPtr create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                std::chrono::milliseconds timeout, const std::string& algorithm,
-                                bool is_rank_ordered, std::size_t one_shot_max_bytes,
-                                const std::string& transport, const std::string& p2p_backend,
-                                bool says_waits, const std::string& group_name,
-                                const std::vector<uint64_t>& global_ranks) {
+                                c10::intrusive_ptr<GroupOptions> options) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
                     size, " ranks; ranks are 0 to ", size - 1);
-  const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
-                                   .is_rank_ordered = is_rank_ordered,
-                                   .one_shot_max_bytes = one_shot_max_bytes,
-                                   .transport = transport,
-                                   .p2p_backend = p2p_backend,
-                                   .says_waits = says_waits};
-  auto options = c10::make_intrusive<GroupOptions>(engine, timeout);
-  options->group_name = group_name;
-  options->global_ranks_in_group = global_ranks;
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(options));
 }
 
@@ -77,25 +65,17 @@ py::dict health_of(const BackendPtr& backend) {
   return py::dict("ranks"_a = ranks, "failure"_a = failure);
 }
 
-// This rank's part in an agreement, and what it is about.
-struct AgreementOfSurvivors {
-  std::shared_ptr<Communicator> engine;
-  shm::Survivors survivors;
-};
-
-std::shared_ptr<AgreementOfSurvivors> begin_shrink(const BackendPtr& backend,
-                                                   std::chrono::milliseconds timeout) {
+// Ends all waits in the group. Null if its ranks do not all share memory.
+std::shared_ptr<shm::Survivors> begin_shrink(const BackendPtr& backend,
+                                             std::chrono::milliseconds timeout) {
   std::shared_ptr<Communicator> engine = engine_of(backend);
-  auto* const group = dynamic_cast<shm::Group*>(engine->members());
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      group != nullptr, "ringcomm: shrink supports groups whose ranks all share memory, and this ",
-      "one uses ", engine->transport(), "; restart the job with the ranks that are left");
-  std::shared_ptr<AgreementOfSurvivors> made;
+  std::shared_ptr<shm::Survivors> made;
   with_python_errors([&] {
     engine->failure().check_not_inherited();
     const WaitLimits limits{.timeout = std::min(timeout, kLongestTimeout),
                             .is_interrupted = is_interrupted};
-    made.reset(new AgreementOfSurvivors{engine, {*group, limits}});
+    if (auto* const group = dynamic_cast<shm::Group*>(engine->members()))
+      made = {new shm::Survivors(*group, limits), [engine](auto* survivors) { delete survivors; }};
   });
   // The others' waits end, also where nothing has failed yet.
   if (!engine->failure().has_failed())
@@ -103,42 +83,28 @@ std::shared_ptr<AgreementOfSurvivors> begin_shrink(const BackendPtr& backend,
   return made;
 }
 
-void bind_survivors(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> without_gil;
-  // What the call returns, with Python's errors.
-  const auto result_of = [](const auto& call) {
-    decltype(call()) result{};
-    with_python_errors([&] { result = call(); });
+// The function with Python's errors.
+template <class Result, class... Args>
+auto checked(Result (shm::Survivors::*call)(Args...)) {
+  return [call](shm::Survivors& survivors, Args... args) {
+    Result result{};
+    with_python_errors([&] { result = (survivors.*call)(args...); });
     return result;
   };
-  using Its = AgreementOfSurvivors;
-  py::class_<Its, std::shared_ptr<Its>>(m, "Survivors")
-      .def(
-          "agree", [=](Its& its) { return result_of([&] { return its.survivors.agree(); }); },
-          without_gil)
-      .def(
-          "take_store",
-          [=](Its& its) { return result_of([&] { return its.survivors.take_store().release(); }); },
-          without_gil)
-      .def(
-          "introduce",
-          [](const std::shared_ptr<Its>& its, const c10::intrusive_ptr<c10d::Store>& store,
-             const std::vector<int>& ranks, const std::vector<uint64_t>& global_ranks) {
-            introduce(store, its->engine, ranks, global_ranks, [weak = std::weak_ptr(its)] {
-              const auto alive = weak.lock();
-              return alive != nullptr && alive->survivors.is_over();
-            });
-          },
-          "store"_a, "ranks"_a, "global_ranks"_a)
-      .def(
-          "confirm",
-          [=](Its& its, bool has_made) {
-            return result_of([&] { return its.survivors.confirm(has_made); });
-          },
-          "has_made"_a, without_gil)
-      .def_property_readonly("attempt", [](const Its& its) { return its.survivors.attempt(); });
+}
+
+void bind_survivors(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> without_gil;
+  using shm::Survivors;
+  py::class_<Survivors, std::shared_ptr<Survivors>>(m, "Survivors")
+      .def("agree", checked(&Survivors::agree), without_gil)
+      .def("take_store", checked(&Survivors::take_store), without_gil)
+      .def("confirm", checked(&Survivors::confirm), "has_made"_a, without_gil)
+      .def("is_over", &Survivors::is_over)
+      .def_property_readonly("attempt", &Survivors::attempt);
   m.def("begin_shrink", &begin_shrink, "backend"_a, "timeout"_a, without_gil);
   m.def("health", &health_of, "backend"_a);
+  m.def("write_deaths_to", [](int event) { PeerProcess::death_event = event; }, "event"_a);
 }
 
 // The usage of memory that peers can map.
@@ -175,31 +141,55 @@ py::dict counts_of(const Stats& stats) {
   return result;
 }
 
+// What `rank` has counted of each rank of the group; empty where that is not known.
+py::list counts_by_peer(const Communicator& engine, int rank) {
+  py::list result;
+  if (engine.log() == nullptr) return result;
+  for (const flight::PeerCounts& counts : engine.log()->counts_of(rank))
+    result.append(py::dict("num_waits"_a = counts.num_waits,
+                           "waited_s"_a = static_cast<double>(counts.waited_ns) / 1e9,
+                           "num_late"_a = counts.num_late, "sent_bytes"_a = counts.sent_bytes,
+                           "received_bytes"_a = counts.received_bytes));
+  return result;
+}
+
 // The types of c10d must be known: ours are their children.
 void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
   py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>> options(
       m, "GroupOptions");
+  options.def(py::init([](const std::string& algorithm, bool is_rank_ordered,
+                          std::size_t one_shot_max_bytes, const std::string& transport,
+                          const std::string& p2p_backend, bool says_waits, bool report_stragglers) {
+                const CommunicatorOptions engine{.algorithm = algorithm_from_name(algorithm),
+                                                 .is_rank_ordered = is_rank_ordered,
+                                                 .one_shot_max_bytes = one_shot_max_bytes,
+                                                 .transport = transport,
+                                                 .p2p_backend = p2p_backend,
+                                                 .says_waits = says_waits,
+                                                 .report_stragglers = report_stragglers};
+                return c10::make_intrusive<GroupOptions>(engine, kBackendDefaultTimeout);
+              }),
+              py::kw_only(), "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a,
+              "transport"_a, "p2p_backend"_a, "says_waits"_a, "report_stragglers"_a);
   options.def("__deepcopy__", [](const GroupOptions& given, const py::object&) {
     return c10::make_intrusive<GroupOptions>(given);
   });
-  options.def_property_readonly("algorithm", [](const GroupOptions& given) {
-    return std::string(name_of(given.engine.algorithm));
-  });
-  const auto option = [&](const char* name, auto member) {
-    options.def_property_readonly(
-        name, [member](const GroupOptions& given) { return given.engine.*member; });
-  };
-  option("is_rank_ordered", &CommunicatorOptions::is_rank_ordered);
-  option("one_shot_max_bytes", &CommunicatorOptions::one_shot_max_bytes);
-  option("transport", &CommunicatorOptions::transport);
-  option("p2p_backend", &CommunicatorOptions::p2p_backend);
-  option("says_waits", &CommunicatorOptions::says_waits);
+  options.def_property_readonly("text",
+                                [](const GroupOptions& given) { return given.engine.to_text(); });
   // Its destructor releases the GIL while it waits for threads.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
       .def_property_readonly("options", &ProcessGroupRingcomm::options)
       .def("get_error", &ProcessGroupRingcomm::getError)
+      .def("introduce", &ProcessGroupRingcomm::introduce, "store"_a, "ranks"_a, "global_ranks"_a,
+           "is_abandoned"_a, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly(
+          "contacts",
+          [](const ProcessGroupRingcomm& group) {
+            const auto contacts = group.contacts();
+            return py::reinterpret_borrow<py::object>(contacts ? contacts.get() : Py_None);
+          })
       // torch calls this on ranks that are not part of a split group.
       .def("perform_nocolor_split", [](const ProcessGroupRingcomm&, const py::object&) {});
 }
@@ -209,7 +199,22 @@ void bind_classes(py::module_& m) {
 
 namespace ringcomm {
 void define_eager_ops(py::module_& m);  // collective_ops.cc
+
+void report_stragglers(const Communicator& engine, const GroupOptions& options) {
+  if (engine.log() == nullptr || !engine.log()->is_first_alive()) return;
+  const py::gil_scoped_acquire gil;
+  try {
+    py::list views;
+    for (int rank = 0; rank < engine.world_size(); ++rank)
+      views.append(counts_by_peer(engine, rank));
+    py::module_::import("ringcomm.stragglers")
+        .attr("report")(options.group_name, options.global_ranks_in_group,
+                        engine.log()->num_calls(), views);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("ringcomm's report of stragglers");
+  }
 }
+}  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
@@ -220,13 +225,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_survivors(m);
   auto eager = m.def_submodule("eager");
   define_eager_ops(eager);
-  m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "timeout"_a,
-        "algorithm"_a, "is_rank_ordered"_a, "one_shot_max_bytes"_a, "transport"_a, "p2p_backend"_a,
-        "says_waits"_a, "group_name"_a, "global_ranks"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "options"_a,
+        py::call_guard<py::gil_scoped_release>());
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats",
         [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });
+  m.def("peer_counts", [](const BackendPtr& backend) {
+    const std::shared_ptr<Communicator> engine = engine_of(backend);
+    return counts_by_peer(*engine, engine->rank());
+  });
   m.def("transport_of", [](const BackendPtr& backend) { return engine_of(backend)->transport(); });
   m.def("mapped_bytes",
         [](const BackendPtr& backend) { return engine_of(backend)->mapped_bytes(); });

@@ -79,18 +79,19 @@ const c10d::Store* base_of(const c10::intrusive_ptr<c10d::Store>& store) {
   return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore().get() : store.get();
 }
 
-// What the group of all ranks knows, by rank of the group that has these global ranks.
-PeerProcesses ask_world(const c10::intrusive_ptr<c10d::Store>& store,
-                        const std::vector<uint64_t>& global_ranks) {
+World world_over(const c10::intrusive_ptr<c10d::Store>& store) {
   Worlds& all = worlds.get();
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_store.find(base_of(store));
-  if (found == all.by_store.end() || found->second.group.expired()) return {};
-  const PeerProcesses& processes = found->second.processes;
+  return found != all.by_store.end() ? found->second : World{};
+}
+
+// What the group of all ranks knows, by rank of the group that has these global ranks.
+PeerProcesses ask_world(const World& world, const std::vector<uint64_t>& global_ranks) {
   PeerProcesses known;
-  for (const uint64_t global_rank : global_ranks)
-    known.push_back(global_rank < processes.size() ? processes[global_rank] : nullptr);
-  return known;
+  for (const uint64_t rank : global_ranks)
+    known.push_back(rank < world.processes.size() ? world.processes[rank] : nullptr);
+  return world.group.expired() ? PeerProcesses{} : known;
 }
 
 void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
@@ -109,28 +110,7 @@ void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
     known = {.group = communicator, .processes = members->processes()};
 }
 
-std::function<bool()> abandonment_of(const c10::intrusive_ptr<c10d::Store>& store) {
-  Worlds& all = worlds.get();
-  const std::lock_guard lock(all.mutex);
-  const auto found = all.by_store.find(base_of(store));
-  return found != all.by_store.end() ? found->second.is_abandoned : nullptr;
-}
-
 }  // namespace
-
-void introduce(const c10::intrusive_ptr<c10d::Store>& store,
-               const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
-               const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned) {
-  World known{.group = communicator, .processes = {}, .is_abandoned = std::move(is_abandoned)};
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (known.processes.size() <= global_ranks[i]) known.processes.resize(global_ranks[i] + 1);
-    known.processes[global_ranks[i]] =
-        communicator->members()->processes()[static_cast<std::size_t>(ranks[i])];
-  }
-  Worlds& all = worlds.get();
-  const std::lock_guard lock(all.mutex);
-  all.by_store[base_of(store)] = std::move(known);
-}
 
 constinit MakeDevices make_devices = nullptr;
 
@@ -139,16 +119,19 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
     : Backend(rank, size),
       options_(std::move(options)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
-  StoreAdapter adapter(store, abandonment_of(store));
+  const World world = world_over(store);
+  StoreAdapter adapter(store, world.is_abandoned);
   const MakeMessages make_messages = [&](const LookForRanks& look) {
-    return messages_over(make_message_backend(options_->engine.p2p_backend, store, rank, size,
-                                              *options_, look, "the group's messages"));
+    auto [backend, contacts] = make_message_backend(options_->engine.p2p_backend, store, rank, size,
+                                                    *options_, look, "the group's messages");
+    contacts_ = std::move(contacts);
+    return messages_over(std::move(backend));
   };
   with_python_errors([&] {
     communicator_ = std::make_shared<Communicator>(
         adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
         options_->engine.p2p_backend.empty() ? MakeMessages{} : make_messages,
-        ask_world(store, options_->global_ranks_in_group));
+        ask_world(world, options_->global_ranks_in_group));
   });
   communicator_->record_as(options_->group_name, options_->global_ranks_in_group);
   enter_world(store, options_->global_ranks_in_group, communicator_);
@@ -157,7 +140,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() {
   try {
-    shutdown();
+    leave(/*is_asked=*/false);
   } catch (const python_error&) {
     // A destructor cannot raise what a signal handler did: Python raises it at its next
     // instruction.
@@ -169,6 +152,22 @@ std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(communicator_ != nullptr, kDestroyed);
   return communicator_;
+}
+
+void ProcessGroupRingcomm::introduce(const c10::intrusive_ptr<c10d::Store>& store,
+                                     const std::vector<int>& ranks,
+                                     const std::vector<uint64_t>& global_ranks,
+                                     std::function<bool()> is_abandoned) {
+  const std::shared_ptr<Communicator> engine = communicator();
+  World known{.group = engine, .processes = {}, .is_abandoned = std::move(is_abandoned)};
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (known.processes.size() <= global_ranks[i]) known.processes.resize(global_ranks[i] + 1);
+    known.processes[global_ranks[i]] =
+        engine->members()->processes()[static_cast<std::size_t>(ranks[i])];
+  }
+  Worlds& all = worlds.get();
+  const std::lock_guard lock(all.mutex);
+  all.by_store[base_of(store)] = std::move(known);
 }
 
 std::shared_ptr<Devices> ProcessGroupRingcomm::devices() const {
@@ -189,11 +188,13 @@ void ProcessGroupRingcomm::abort() {
   if (devices_ != nullptr) devices_->abort();
 }
 
-void ProcessGroupRingcomm::shutdown() {
+void ProcessGroupRingcomm::leave(bool is_asked) {
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Devices> devices;
+  std::shared_ptr<PyObject> contacts;
   {
     const std::lock_guard lock(mutex_);
+    contacts.swap(contacts_);
     communicator.swap(communicator_);
     devices.swap(devices_);
   }
@@ -207,6 +208,7 @@ void ProcessGroupRingcomm::shutdown() {
   const auto end = [&] {
     if (devices != nullptr) devices->drain();
     communicator->close(is_interrupted);
+    if (is_asked && options_->engine.report_stragglers) report_stragglers(*communicator, *options_);
     // Calls of other threads, which have nothing to wait for any more, use the communicator too.
     const auto deadline = std::chrono::steady_clock::now() + kLeavePatience;
     while (devices.use_count() > 1 && std::chrono::steady_clock::now() < deadline)

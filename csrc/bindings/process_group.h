@@ -27,12 +27,9 @@ at::Tensor empty_shared(at::IntArrayRef sizes, at::ScalarType dtype);
 /// Whether all elements of the tensor are in such memory of this process.
 bool is_shared(const at::Tensor& tensor);
 
-/// Groups that are made over `store` while `communicator` lives know the processes of its `ranks`,
-/// whose global ranks there are `global_ranks`, before these have arrived. Their construction ends
-/// with an error once `is_abandoned` returns true.
-void introduce(const c10::intrusive_ptr<c10d::Store>& store,
-               const std::shared_ptr<Communicator>& communicator, const std::vector<int>& ranks,
-               const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned);
+/// Prints which ranks the others have waited for (ringcomm/stragglers.py), on one of the group's
+/// ranks. Takes the GIL.
+void report_stragglers(const Communicator& engine, const GroupOptions& options);
 
 /// ringcomm as a backend of torch.distributed: c10d's calls, by c10d's names, in terms of the
 /// engine's. Synchronous collectives (asyncOp false) of CPU tensors run in the caller's thread and
@@ -47,6 +44,16 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
   std::shared_ptr<Communicator> communicator() const;
+  /// ringcomm.contacts.Contacts of a group over messages; otherwise, or once destroyed, null.
+  std::shared_ptr<PyObject> contacts() const {
+    const std::lock_guard lock(mutex_);
+    return contacts_;
+  }
+  /// Groups that are made over `store` while this one lives know the processes of its `ranks`,
+  /// whose global ranks there are `global_ranks`, before these have arrived. Their construction
+  /// ends with an error once `is_abandoned` returns true.
+  void introduce(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                 const std::vector<uint64_t>& global_ranks, std::function<bool()> is_abandoned);
 
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   const c10::intrusive_ptr<GroupOptions>& options() const { return options_; }
@@ -113,7 +120,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   c10d::ErrorType getError() override;
   /// Both may be called again, and in any order.
   void abort() override;
-  void shutdown() override;
+  void shutdown() override { leave(/*is_asked=*/true); }
 
   /// Makes the carrier of the device's tensors. torch calls it on all ranks of a group that is
   /// bound to devices.
@@ -136,6 +143,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
+  /// `is_asked`: by torch.distributed, not by the end of the object, when Python may have ended.
+  void leave(bool is_asked);
   /// Every call's way: recorded, profiled, coalesced, to the engine or to a device.
   WorkPtr start(const CallInfo& info, std::vector<TensorCall> calls, Tensors results);
   WorkPtr start(const CallInfo& info, TensorCall item, Tensors results);
@@ -158,6 +167,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   mutable std::mutex mutex_;  // guards all below, which several threads may use
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<PyObject> contacts_;
   std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda
   std::atomic<bool> is_coalescing_ = false;
   std::vector<WorkPtr> coalesced_works_;

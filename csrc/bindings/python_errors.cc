@@ -24,26 +24,24 @@ const char* class_name_of(ErrorKind kind) {
                                         : "RingcommError";
 }
 
-// With the GIL held and a Python error set: takes it over.
-python_error fetch_python_error() {
-  python_error error;
-  error.persist();
-  return error;
-}
-
 python_error make_python_error(const Error& error) {
   const py::gil_scoped_acquire gil;
+  const ErrorInfo& info = error.info();
+  python_error made;
+  made.message = error.what();
   try {
-    const ErrorInfo& info = error.info();
+    // Python makes an object of class and arguments at each raise. An object here would be kept by
+    // futures, with the frames that it has been raised through, which may hold the future.
+    made.value = py::make_tuple(made.message, info.rank, info.host, info.pid, info.op, info.seq)
+                     .release()
+                     .ptr();
     const py::object type = py::module_::import("ringcomm.errors").attr(class_name_of(info.kind));
-    const py::object value =
-        type(error.what(), py::arg("rank") = info.rank, py::arg("host") = info.host,
-             py::arg("pid") = info.pid, py::arg("op") = info.op, py::arg("seq") = info.seq);
-    PyErr_SetObject(type.ptr(), value.ptr());
+    made.type = type.inc_ref().ptr();
   } catch (py::error_already_set& failed) {
     failed.restore();  // the import system may be gone: another error is better than none
+    made.persist();
   }
-  return fetch_python_error();
+  return made;
 }
 
 // The exception of a signal handler; of the main thread only, and empty outside calls.
@@ -56,7 +54,7 @@ bool is_interrupted() {
   if (raised.has_value()) return true;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
-  raised.emplace(fetch_python_error());
+  raised.emplace().persist();
   return true;
 }
 

@@ -105,7 +105,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   p2p_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
-  members.on_wait([log = log_.get()](int rank) { log->note_wait(rank); });
+  members.on_note([log = log_.get()](const PeerNote& note) { log->keep(note); });
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {
@@ -191,13 +191,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     stats_.count(header.op, {});
     return;
   }
-  const flight::Run run(log_.get(), {.seq = header.seq,
-                                     .num_bytes = call.num_bytes(),
-                                     .peer = header.root,
-                                     .op = header.op,
-                                     .dtype = header.dtype,
-                                     .reduction = header.reduction,
-                                     .algorithm = header.algorithm});
+  const flight::Run run(log_.get(), flight::event_of(call, header));
   const auto activity = [&] {
     return Activity{.op = name_of(header.op),
                     .seq = static_cast<std::int64_t>(header.seq),

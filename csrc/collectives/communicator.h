@@ -67,7 +67,9 @@ class Communicator {
   /// Adds the group to the flight recorder, and to a recording if there is one, with its name and
   /// its ranks' numbers in the job. Call it before all collectives.
   void record_as(const std::string& name, const std::vector<std::uint64_t>& ranks);
-  /// The group's number there.
+  /// This rank's side there; null in a group of one, and without a recorder.
+  const flight::Log* log() const { return log_.get(); }
+  /// The group's number in the recording.
   std::uint32_t trace_group() const { return trace_group_; }
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
@@ -86,6 +88,11 @@ class Communicator {
   /// their calls: checks one, gives it a number, and returns its header, which lacks what a plan
   /// fills in. Throws as submit() does.
   CallHeader issue(const Collective& call);
+  /// Adds one, or a message, to the flight recorder.
+  flight::Call record_on_device(flight::Event event) {
+    event.on_device = 1;
+    return log_ != nullptr ? log_->begin(event) : flight::Call{};
+  }
 
   /// Sends and receives; null in a group of one.
   PointToPoint* p2p() { return p2p_.get(); }

@@ -101,7 +101,7 @@ std::exception_ptr Failure::keep(const ErrorInfo& info, const std::string& text)
   const std::lock_guard lock(mutex_);
   if (first_cause_ == nullptr) {
     trace::add_failure(error.what());
-    if (log_ != nullptr) log_->fail(error.what());
+    if (log_ != nullptr) log_->fail(error.what(), info.rank);
     first_cause_ = kept;
   }
   has_failed_.store(true, std::memory_order_release);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@ inline constexpr std::int32_t kNobody = -1, kAnyRank = -2;
 
 /// A collective, from the start of its run, or a message, from the call: a line of its own. Written
 /// by one thread at a time; a reader sees by `number`, before and after, whether it is the same.
+/// A call on a device begins when it is enqueued; it ends when the host sees that, or never.
 struct Event {
   std::uint64_t number = 0;  ///< of the process's calls, from 1 on; 0 while it is replaced
   std::uint64_t begin_ticks = 0;
@@ -39,22 +41,39 @@ struct Event {
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  std::uint64_t unused = 0;
+  std::uint64_t on_device = 0;
 };
 static_assert(sizeof(Event) == 64);
+
+Event event_of(const Collective& call, const CallHeader& header);
+
+/// What a rank has counted of one of its peers since the group was made.
+struct PeerCounts {
+  std::uint64_t num_waits = 0;  ///< for it that were long (kLongWait_us)
+  std::uint64_t waited_ns = 0;  ///< in these
+  /// Collectives in which it was the last for which the rank waited long (1 ms for a message)
+  /// until all had begun.
+  std::uint64_t num_late = 0;
+  std::uint64_t sent_bytes = 0, received_bytes = 0;  ///< in messages, without the library's own
+  std::uint64_t unused[3] = {};
+};
+static_assert(sizeof(PeerCounts) == 64);
+inline constexpr std::uint64_t kLongWait_us = 100;
 
 /// A group as one of its ranks knows it.
 struct GroupEntry {
   struct Member {
-    std::int32_t pid;          ///< as this process sees it; -1 if it does not
+    std::int32_t pid;          ///< as this process sees it; -1 if it does not, as on another host
     std::int32_t global_rank;  ///< in the job
   };
   enum State : std::uint32_t { kUnused, kAlive, kFailed, kLeft };
 
   std::uint32_t state;
   std::int32_t rank, world_size;
-  std::uint32_t unused;
-  std::uint64_t id;  ///< equal on all ranks of a group
+  std::int32_t culprit;        ///< of the failure; -1 if it has none, or nobody is known
+  std::uint64_t id;            ///< equal on all ranks of a group
+  std::uint64_t failed_ticks;  ///< a call that ends later has failed
+  std::uint64_t number;        ///< of the process's groups
   char name[48];
   char transport[96];
   char failure[256];
@@ -65,23 +84,27 @@ struct Header {
   static constexpr char kMagic[9] = "RINGFLY1";
   char magic[8];
   std::uint64_t num_bytes;
-  std::int32_t pid;
-  std::uint32_t has_cycle_counter;        ///< ticks are cycles; else nanoseconds
+  std::int32_t pid, unused;
   std::uint64_t anchor_ticks, anchor_ns;  ///< the same moment by both clocks
   char version[32];                       ///< of ringcomm
   std::uint64_t num_calls;
 };
 
-/// Layout of the memfd: a page with the header, groups, events.
+/// Layout of the memfd: a page with the header, groups, events, what each group's rank has counted.
 struct Memory {
   explicit Memory(std::byte* data) : data_(data) {}
   Header& header() const { return *reinterpret_cast<Header*>(data_); }
   GroupEntry* groups() const { return reinterpret_cast<GroupEntry*>(data_ + kGroupsOffset); }
   Event* events() const { return reinterpret_cast<Event*>(data_ + kEventsOffset); }
+  PeerCounts* counts(std::uint32_t place) const {
+    return reinterpret_cast<PeerCounts*>(data_ + kCountsOffset) + place * kNumMembers;
+  }
 
   static constexpr std::size_t kGroupsOffset = 4096;
   static constexpr std::size_t kEventsOffset = kGroupsOffset + kNumGroups * sizeof(GroupEntry);
-  static constexpr std::size_t kNumBytes = kEventsOffset + kNumEvents * sizeof(Event);
+  static constexpr std::size_t kCountsOffset = kEventsOffset + kNumEvents * sizeof(Event);
+  static constexpr std::size_t kNumBytes =
+      kCountsOffset + kNumGroups * kNumMembers * sizeof(PeerCounts);
   static_assert(kEventsOffset % 64 == 0);
 
  private:
@@ -93,9 +116,24 @@ struct Memory {
 void start();
 /// Its descriptor; -1 if there is none.
 int descriptor();
-/// Now, by the clock of events and by CLOCK_MONOTONIC.
-std::uint64_t ticks();
+/// Whether the cycle counter has one rate on all cores, also while they sleep.
+extern const bool has_cycle_counter;
+/// Now, by CLOCK_MONOTONIC and by the clock of events.
 std::uint64_t monotonic_ns();
+inline std::uint64_t ticks() {
+#if defined(__x86_64__)
+  if (has_cycle_counter) [[likely]]
+    return __builtin_ia32_rdtsc();
+#endif
+  return monotonic_ns();
+}
+/// kLongWait_us in ticks, once there is a group.
+inline std::atomic<std::uint64_t> long_wait_ticks = ~std::uint64_t{0};
+/// The ticks since a wait began if it was long, else 0.
+inline std::uint64_t long_wait_since(std::uint64_t begin) {
+  const std::uint64_t waited = ticks() - begin;
+  return waited >= long_wait_ticks.load(std::memory_order_relaxed) ? waited : 0;
+}
 
 /// A call that has begun. Of nothing if there is no recorder.
 struct Call {
@@ -122,19 +160,35 @@ class Log {
 
   Call begin(const Event& described);
   static void end(const Call& call);
-  void fail(const std::string& why);
+  void fail(const std::string& why, int culprit);
 
-  /// The collective that runs waits for this rank; in its thread.
-  void note_wait(int peer) const { running_.note_wait(peer); }
+  /// Of the collective that runs; in its thread.
+  void keep(const PeerNote& note);
+  /// From any thread. `ticks` may be 0.
+  void count_wait(int peer, std::uint64_t ticks);
+  void count_bytes(int peer, std::uint64_t sent, std::uint64_t received);
+  /// The collectives that have ended.
+  std::uint64_t num_calls() const { return num_calls_.load(std::memory_order_relaxed); }
+  /// What `rank` has counted of each rank; empty where this process cannot read it.
+  std::vector<PeerCounts> counts_of(int rank) const;
+  /// Whether all ranks before this one have died in the group: one rank reports for all.
+  bool is_first_alive() const;
 
  private:
   friend class Recorder;
   friend class Run;
+  void end_running();
   Log(class Recorder& recorder, std::uint32_t place);
+  std::optional<std::pair<Memory, std::uint32_t>> find(int rank) const;
 
   Recorder& recorder_;
   std::uint32_t place_;
   std::uint64_t id_ = 0;
+  int rank_ = 0;
+  std::vector<PeerCounts> own_counts_;  // of a group with more ranks than its entry
+  PeerCounts* counts_ = nullptr;        // these, or the entry's
+  int last_late_ = kNobody;             // in the collective that runs
+  std::atomic<std::uint64_t> num_calls_ = 0;
   std::string prefix_;  // of what is said
   PeerProcesses processes_;
   bool says_waits_ = false;
@@ -148,7 +202,7 @@ class Run {
     if (log != nullptr) log->running_ = log->begin(described);
   }
   ~Run() {
-    if (log_ != nullptr) Log::end(std::exchange(log_->running_, {}));
+    if (log_ != nullptr) log_->end_running();
   }
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;

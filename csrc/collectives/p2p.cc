@@ -60,14 +60,18 @@ bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
                         const Interrupted& is_interrupted) {
   failure_.check_not_inherited();
   op->recorded.note_wait(op->awaited);
-  if (trace_group_ == trace::kNoGroup) return await(op, deadline, is_interrupted);
   const trace::Span waits([&] {
     return trace::Event{.group = trace_group_,
                         .from = op->is_send() ? op->peer : op->traced.from,
                         .kind = trace::Kind::kWait,
                         .name = trace::name_number("wait")};
   });
-  return await(op, deadline, is_interrupted);
+  const std::uint64_t begin = flight::ticks();
+  const bool is_done = await(op, deadline, is_interrupted);
+  // Once it is done, no other thread sets the peer.
+  if (log_ != nullptr)
+    log_->count_wait(is_done ? op->peer : op->awaited, flight::long_wait_since(begin));
+  return is_done;
 }
 
 void PointToPoint::check_open(const P2pOp& op) const {
@@ -83,10 +87,12 @@ void PointToPoint::abort_if(Lock& lock, const Interrupted& is_interrupted) {
 }
 
 void PointToPoint::conclude(Lock& lock, std::span<const P2pOpPtr> ops) {
-  for (const P2pOpPtr& op : ops)
-    if (op->error == nullptr)
-      stats_.count(op->is_send() ? OpKind::kSend : OpKind::kRecv,
-                   {.sent_bytes = op->is_send() ? op->num_bytes : 0});
+  for (const P2pOpPtr& op : ops) {
+    if (op->error != nullptr) continue;
+    const std::uint64_t sent = op->is_send() ? op->num_bytes : 0;
+    stats_.count(op->is_send() ? OpKind::kSend : OpKind::kRecv, {.sent_bytes = sent});
+    if (log_ != nullptr) log_->count_bytes(op->peer, sent, op->num_bytes - sent);
+  }
   has_news_.notify_all();
   lock.unlock();
   for (const P2pOpPtr& op : ops) {

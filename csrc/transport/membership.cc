@@ -1,5 +1,6 @@
 #include "transport/membership.h"
 
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -104,6 +105,7 @@ std::string boot_and_network() {
 }  // namespace
 
 constinit std::atomic<std::uint64_t> PeerProcess::num_ended = 0;
+constinit std::atomic<int> PeerProcess::death_event = -1;
 
 bool PeerProcess::is_stopped() const {
   if (bootstrap_address.empty() || is_pid_hidden || is_dead) return false;
@@ -133,6 +135,7 @@ void PeerProcess::end(int pidfd) {
   }
   is_dead = true;
   num_ended.fetch_add(1);
+  if (const int event = death_event; event >= 0) ::eventfd_write(event, 1);
 }
 
 std::shared_ptr<const shm::SharedMemory> PeerProcess::flight() const {

@@ -56,6 +56,8 @@ struct PeerProcess {
   std::atomic<bool> is_dead = false;  ///< ended, or runs another program
   /// The processes that this one has seen end; increased after is_dead.
   static std::atomic<std::uint64_t> num_ended;
+  /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.
+  static std::atomic<int> death_event;
   /// By itself, as far as it or the kernel has told; known before is_dead is set.
   std::atomic<bool> has_exited = false;
 
@@ -100,6 +102,16 @@ struct AbortReason {
   static AbortReason from_text(const std::string& text);
 };
 
+/// What this rank has just done with `rank` in a collective: waited, or exchanged messages. With
+/// nothing but the rank: it waits, for long already.
+struct PeerNote {
+  int rank;
+  std::uint64_t waited_ticks = 0;  ///< of flight::ticks()
+  bool is_arrival = false;         ///< it waited for the rank to begin the collective
+  std::uint64_t sent_bytes = 0;
+  std::uint64_t received_bytes = 0;
+};
+
 /// The ranks of a group and its shared abort state.
 class Membership {
  public:
@@ -119,10 +131,10 @@ class Membership {
   virtual bool has_left(int rank) const = 0;
   /// The number of collectives that `rank` has begun; -1 if that is not known.
   virtual std::int64_t num_calls_of(int rank) const = 0;
-  /// Called in the thread of a collective that has begun to wait for `rank` for long; set once.
-  void on_wait(std::function<void(int rank)> note) { note_wait_ = std::move(note); }
-  void note_wait(int rank) const {
-    if (note_wait_) note_wait_(rank);
+  /// Called in the thread of a collective; set once.
+  void on_note(std::function<void(const PeerNote&)> keep) { keep_ = std::move(keep); }
+  void note(const PeerNote& note) const {
+    if (keep_) keep_(note);
   }
 
   /// Whether a rank has begun to abort the group: as this rank knows or, with `asks`, can read.
@@ -136,7 +148,7 @@ class Membership {
   PeerProcesses processes_;  // set when the group is made; none null
 
  private:
-  std::function<void(int rank)> note_wait_;
+  std::function<void(const PeerNote&)> keep_;
 };
 
 /// The size of CallHeader (which asserts it): ranks compare it in their records.

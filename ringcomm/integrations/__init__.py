@@ -1,1 +1,13 @@
 """Integrations with other libraries; each library is imported only by its own module."""
+
+from typing import TYPE_CHECKING
+
+from ringcomm import lazy
+
+if TYPE_CHECKING:
+    from ringcomm.integrations import accelerate as accelerate
+    from ringcomm.integrations import transformers as transformers
+
+__getattr__, __dir__ = lazy.attributes(
+    __name__, {name: f"{__name__}.{name}" for name in ("accelerate", "transformers")}
+)

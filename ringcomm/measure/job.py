@@ -13,65 +13,24 @@ import re
 import shutil
 import subprocess
 import time
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ringcomm.measure.machine import TICKS_PER_S
 from ringcomm.measure.screen import byte_count
+from ringcomm.measure.verdict import Rank, number_of, verdict
 from ringcomm.trace import flight
-from ringcomm.trace.flight import ANY_RANK, Call, Group, Record
+from ringcomm.trace.flight import Record
 
 SAMPLE_S = 0.5
 STACK_S = 1.0
-BUSY_PERCENT = 30.0
-# Frames in these are not the user's.
-_LIBRARIES = ("/torch/", "/ringcomm/", "/site-packages/", "/lib/python")
-_LOADERS = ("utils/data/dataloader.py", "multiprocessing/queues.py")
 
 
 class JobError(Exception):
     """The job cannot be examined; the text says why, and what to do."""
-
-
-@dataclass
-class Rank:
-    """One process of the job."""
-
-    pid: int
-    record: Record
-    state: str = "?"  # of /proc/PID/stat
-    cpu_percent: float = 0.0
-    num_calls: int = 0  # during the sample
-    stack: list[str] = field(default_factory=list)  # "FILE:LINE FUNCTION", innermost first
-
-    @property
-    def number(self) -> int:
-        """In the job."""
-        return self.record.rank
-
-    @property
-    def call(self) -> Call | None:
-        """The call that it is in: of messages only one that it waits for."""
-        running = [call for call in self.record.calls if call.ended_s is None]
-        found = [call for call in running if not call.is_message or call.waits_for != flight.NOBODY]
-        return found[-1] if found else None
-
-    @property
-    def last(self) -> Call | None:
-        """Its last call that has ended."""
-        over = [call for call in self.record.calls if call.ended_s is not None]
-        return over[-1] if over else None
-
-    def group_of(self, call: Call) -> Group:
-        """The group of a call."""
-        return self.record.groups[call.group]
-
-    def place(self) -> str:
-        """The innermost line of its program, or of a library; empty if no stack is known."""
-        own = [line for line in self.stack if not any(name in line for name in _LIBRARIES)]
-        return (own or self.stack or [""])[0]
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -102,13 +61,14 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _memfd(pid: int, name: str) -> Path | None:
-    """The descriptor of a memfd of this name, in /proc. Raises OSError if it may not be read."""
+def _memfds(pid: int, name: str) -> list[Path]:
+    """The descriptors of memfds of this name, in /proc. Raises OSError if they may not be read."""
+    found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if os.readlink(entry).startswith(f"/memfd:{name}"):
-                return entry
-    return None
+                found.append(entry)
+    return found
 
 
 def _own_pid(pid: int) -> int:
@@ -124,49 +84,90 @@ def _record(pid: int) -> Record | None:
         OSError: it has ended, or belongs to another user.
         ValueError: another version of ringcomm wrote it.
     """
-    found = _memfd(pid, flight.MEMFD)
-    if found is None:
-        return None
-    record = flight.parse(found.read_bytes())
-    # A forked child, such as a data loader's worker, has its parent's.
-    return record if record.pid == _own_pid(pid) else None
+    if _stat(pid)[0] in "ZX":
+        raise ProcessLookupError(pid)
+    # A forked child, such as a data loader's worker, also has its parent's.
+    for found in _memfds(pid, flight.MEMFD):
+        record = flight.parse(found.read_bytes())
+        if record.pid == _own_pid(pid):
+            return record
+    return None
+
+
+def _why_unreadable(pid: int, error: Exception) -> str:
+    if isinstance(error, PermissionError):
+        return f"process {pid} belongs to another user: run this as that user, or as root"
+    return f"process {pid} has ended meanwhile" if isinstance(error, OSError) else str(error)
+
+
+def _are_of_one_job(one: Rank, two: Rank) -> bool:
+    """Whether they are in one group. Groups of two jobs may have the same id."""
+    for mine in one.record.groups.values():
+        theirs = two.group_with(mine.id)
+        if theirs is not None and theirs.rank < len(mine.pids):
+            return mine.pids[theirs.rank] in (-1, two.pid, two.record.pid)
+    return False
+
+
+def _jobs(ranks: list[Rank]) -> list[list[Rank]]:
+    """The ranks of each job."""
+    found = []
+    while ranks:
+        members, rest = ranks[:1], ranks[1:]
+        for member in members:  # grows
+            members += [rank for rank in rest if _are_of_one_job(member, rank)]
+            rest = [rank for rank in rest if rank not in members]
+        found.append(members)
+        ranks = rest
+    return found
 
 
 def find_ranks(pid: int) -> list[Rank]:
     """The ranks of the job that a process is, has started, or belongs to.
 
     Raises:
-        JobError: there is none, or it cannot be read.
+        JobError: there is none, or several, or it cannot be read.
     """
     if not Path(f"/proc/{pid}").exists():
         raise JobError(f"there is no process {pid}")
     try:
         is_rank = _record(pid) is not None
         root = _parent(pid) if is_rank and _parent(pid) > 1 else pid
-    except PermissionError as error:
-        raise JobError(
-            f"process {pid} belongs to another user: run this as that user, or as root"
-        ) from error
-    except OSError as error:
-        raise JobError(f"process {pid} has ended meanwhile") from error
-    except ValueError as error:
-        raise JobError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise JobError(_why_unreadable(pid, error)) from error
     ranks: dict[int, Rank] = {}
+    refusals = []
     pids = _descendants(root)
     for each in pids:  # grows by the members of their groups, which may have other parents
         if each in ranks or each <= 0:
             continue
-        with contextlib.suppress(OSError, ValueError):
+        try:
             record = _record(each)
+        except (PermissionError, ValueError) as error:
+            refusals.append(_why_unreadable(each, error))
+        except OSError:  # it has ended
+            continue
+        else:
             if record is not None:
                 ranks[each] = Rank(each, record)
                 pids += [member for group in record.groups.values() for member in group.pids]
-    if not ranks:
+    jobs = _jobs(list(ranks.values()))
+    if is_rank:
+        jobs = [members for members in jobs if any(rank.pid == pid for rank in members)]
+    if not jobs and refusals:
+        raise JobError(refusals[0])
+    if not jobs:
         raise JobError(
             f"neither process {pid} nor one that it has started has a group of ringcomm of "
             "several ranks"
         )
-    return sorted(ranks.values(), key=lambda rank: (rank.number, rank.pid))
+    if len(jobs) > 1:
+        firsts = ", ".join(str(members[0].pid) for members in jobs)
+        raise JobError(
+            f"process {pid} has started {len(jobs)} jobs: give the pid of a rank of one, as of "
+            f"{firsts}"
+        )
+    return sorted(jobs[0], key=lambda rank: (rank.number, rank.pid))
 
 
 def _sample(ranks: list[Rank]) -> list[Rank]:
@@ -185,8 +186,7 @@ def _sample(ranks: list[Rank]) -> list[Rank]:
             rank.cpu_percent = 100 * (now - ticks) / TICKS_PER_S / (time.monotonic() - began)
             rank.record = _record(rank.pid) or rank.record
             rank.num_calls = rank.record.num_calls - num_calls
-            if rank.state not in "ZX":
-                found.append(rank)
+            found.append(rank)
     return found
 
 
@@ -195,18 +195,18 @@ def _sample(ranks: list[Rank]) -> list[Rank]:
 
 def _ask_for_stack(pid: int) -> str:
     """By the signal that flight.offer_stacks() handles; empty if the process does not."""
-    found = _memfd(pid, flight.STACKS_MEMFD)
+    files = _memfds(pid, flight.STACKS_MEMFD)
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
-    if found is None or not caught or not int(caught[1], 16) >> (flight.STACK_SIGNAL - 1) & 1:
+    if not files or not caught or not int(caught[1], 16) >> (flight.STACK_SIGNAL - 1) & 1:
         return ""
+    found = files[0]
     size = found.stat().st_size
     os.kill(pid, flight.STACK_SIGNAL)
-    last, deadline = size, time.monotonic() + STACK_S
-    while time.monotonic() < deadline:
+    last, num_same, deadline = size, 0, time.monotonic() + STACK_S
+    while num_same < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
         now = found.stat().st_size
-        if now > size and now == last:
-            break
+        num_same = num_same + 1 if now == last > size else 0
         last = now
     with found.open("rb") as file:
         file.seek(size)
@@ -215,7 +215,7 @@ def _ask_for_stack(pid: int) -> str:
 
 def _stack_of(rank: Rank) -> list[str]:
     """Of its main thread, innermost first."""
-    if rank.state in "Tt":
+    if rank.is_stopped:
         return []
     py_spy = shutil.which("py-spy")
     if py_spy is not None:
@@ -233,111 +233,31 @@ def _stack_of(rank: Rank) -> list[str]:
     return []
 
 
-# ---- the verdict
+def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[str, Any]:
+    """The ranks of a job, the verdict, and the seconds that it took.
 
-
-def _peer(ranks: list[Rank], rank: Rank, call: Call) -> Rank | int | None:
-    """Whom a call waits for; a number in the group if it is not on this machine."""
-    if call.waits_for < 0:
-        return None
-    group = rank.group_of(call)
-    for other in ranks:
-        for theirs in other.record.groups.values():
-            if (theirs.id, theirs.rank, theirs.state) == (group.id, call.waits_for, "alive"):
-                return other
-    return call.waits_for
-
-
-def _why_outside(rank: Rank) -> str:
-    """What a rank does that others wait for, and that is in no call."""
-    place = rank.place()
-    at = f", at {place}" if place else ""
-    if any(name in line for line in rank.stack for name in _LOADERS):
-        return f"is in the data loader{at}"
-    if rank.cpu_percent >= BUSY_PERCENT:
-        return f"computes ({rank.cpu_percent:.0f} % of a core){at}"
-    return f"is in no call of ringcomm, and sleeps{at}"
-
-
-def _end_of(ranks: list[Rank], rank: Rank) -> tuple[str, int | None]:
-    """Follows a wait from rank to rank: what is at its end, and which rank that is."""
-    path = [rank]
-    while (call := path[-1].call) is not None:
-        last = path[-1]
-        if last.state in "Tt":
-            break
-        peer = _peer(ranks, last, call)
-        if peer is None:
-            whom = "any rank" if call.waits_for == ANY_RANK else "no rank yet"
-            return f"rank {last.number} is in {call.text()} and waits for {whom}", last.number
-        if isinstance(peer, int):
-            group = last.group_of(call)
-            numbers = group.global_ranks
-            number = numbers[peer] if peer < len(numbers) else peer
-            return (
-                f"rank {number} is the cause: it has ended, or runs on another host; rank "
-                f"{last.number} waits for it in {call.text()}. Run `ringcomm doctor --job` there",
-                number,
-            )
-        if peer in path:
-            circle = [*path[path.index(peer) :], peer]
-            texts = []
-            for one, two in pairwise(circle):
-                waits = one.call
-                assert waits is not None
-                group = one.group_of(waits)
-                texts.append(f"rank {one.number} waits for {two.number} in {waits.text()} of "
-                             f"group {group.name}")  # fmt: skip
-            text = "; ".join(texts)
-            return f"ranks wait for each other: {text}. Call groups in one order on all ranks", None
-        path.append(peer)
-    end = path[-1]
-    if end.state in "Tt":
-        return (
-            f"rank {end.number} is the cause: its process {end.pid} is stopped (SIGSTOP or a "
-            f"debugger); kill -CONT {end.pid} continues it",
-            end.number,
-        )
-    last_call = end.last
-    since = (
-        f" since {last_call.text()} ended {last_call.ended_s:.0f} s ago"
-        if last_call is not None and last_call.ended_s is not None
-        else ""
-    )
-    return f"rank {end.number} is the cause: it {_why_outside(end)}{since}", end.number
-
-
-def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
-    """One sentence, and the rank that is the cause."""
-    failures = [g.failure for r in ranks for g in r.record.groups.values() if g.state == "failed"]
-    if failures:
-        return f"a group has failed: {failures[0]}", None
-    waiting = [rank for rank in ranks if rank.call is not None]
-    if not waiting:
-        return "no rank is in a call of ringcomm: the job does not wait for a collective", None
-    if all(rank.num_calls > 0 for rank in ranks) and not num_lost:
-        return "no hang: every rank makes calls", None
-    longest = max(waiting, key=lambda rank: rank.call.began_s if rank.call else 0)
-    return _end_of(ranks, longest)
-
-
-def examine(pid: int) -> dict[str, Any]:
-    """The ranks of a job, and the verdict.
+    `look` is called with the ranks.
 
     Raises:
         JobError: it cannot be examined.
     """
+    began = time.monotonic()
     found = find_ranks(pid)
     ranks = _sample(found)
     if not ranks:
         raise JobError(f"the job of process {pid} has ended meanwhile")
-    for rank in ranks:
-        rank.stack = _stack_of(rank)
+    with ThreadPoolExecutor(max_workers=len(ranks)) as threads:
+        for rank, stack in zip(ranks, threads.map(_stack_of, ranks), strict=True):
+            rank.stack = stack
+    if look is not None:
+        look(ranks)
     text, cause = verdict(ranks, len(found) - len(ranks))
     rows = []
     for rank in ranks:
         call = rank.call or rank.last
-        peer = _peer(ranks, rank, call) if call is not None and call.ended_s is None else None
+        waits_for = None
+        if call is not None and call.state == "running" and call.waits_for >= 0:
+            waits_for = number_of(rank.group_of(call), call.waits_for)
         rows.append({
             "rank": rank.number,
             "pid": rank.pid,
@@ -345,11 +265,12 @@ def examine(pid: int) -> dict[str, Any]:
             "cpu_percent": round(rank.cpu_percent),
             "group": rank.group_of(call).name if call is not None else "",
             "call": None if call is None else {**asdict(call), "text": call.text()},
-            "waits_for": peer.number if isinstance(peer, Rank) else peer,
+            "waits_for": waits_for,
             "stack": rank.stack,
             "place": rank.place(),
         })  # fmt: skip
-    return {"verdict": text, "cause": cause, "ranks": rows}
+    took_s = round(time.monotonic() - began, 3)
+    return {"verdict": text, "cause": cause, "took_s": took_s, "ranks": rows}
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -360,7 +281,9 @@ def print_report(report: dict[str, Any]) -> None:
             what = "no call yet"
         else:
             what = f"{call['text']} ({byte_count(call['num_bytes'])}, group {row['group']})"
-            if call["ended_s"] is None:
+            if call["state"] == "enqueued":
+                what = f"last: {what}, enqueued to a device {call['began_s']:.0f} s ago"
+            elif call["ended_s"] is None:
                 whom = "" if row["waits_for"] is None else f", waits for rank {row['waits_for']}"
                 what = f"in {what} for {call['began_s']:.0f} s{whom}"
             else:
@@ -370,3 +293,4 @@ def print_report(report: dict[str, Any]) -> None:
         if row["place"]:
             print(f"        at {row['place']}")
     print(f"\n{report['verdict']}")
+    print(f"(asked {len(report['ranks'])} ranks in {report['took_s']:.2f} s)")

@@ -83,15 +83,6 @@ def amount(text: str) -> int:
     return int(count)
 
 
-def in_gb(num_bytes: float) -> str:
-    """``31.4 GB`` in powers of 1000, or in MB or KB where it is less."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if num_bytes >= size:
-            value = num_bytes / size
-            return f"{value:,.{2 if value < 10 else 1}f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
 def in_gib(num_bytes: float) -> str:
     """``7.75 GiB`` in powers of 1024, or in MiB or KiB where it is less: three digits."""
     for size, unit in UNITS:

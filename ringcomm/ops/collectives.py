@@ -13,7 +13,6 @@ broadcast_ and ring_all_reduce_ take the group's name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -123,39 +122,6 @@ def reduce(
     for sum.
     """
     return _call("reduce", tensor, dst, reduce_op, resolve_group(group).group_name)
-
-
-def monitored_barrier(
-    group: dist.ProcessGroup | None = None,
-    timeout: timedelta | None = None,
-    wait_all_ranks: bool = False,
-) -> None:
-    """A barrier that reports on rank 0 which ranks did not arrive.
-
-    It replaces torch.distributed.monitored_barrier, which accepts only groups of backend "gloo".
-    The group stays usable after a failure, and a late rank raises an error too.
-
-    Args:
-        group: None for the default group.
-        timeout: how long rank 0 waits for the others, a timedelta; None uses the group's timeout.
-            The others wait for rank 0 for the group's timeout, or for twice this one if that is
-            longer.
-        wait_all_ranks: whether rank 0 names all missing ranks, or only the first.
-
-    Raises:
-        CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms", and
-            on the ranks that arrived, the reason of rank 0. Its `rank` is the first missing rank.
-        ValueError: this rank is not in the group, or there is no default group.
-
-    Collective over the group; blocks until rank 0 has heard from all ranks.
-    """
-    resolved: Any = resolve_group(group)
-    if timeout is None:
-        resolved.monitored_barrier(wait_all_ranks=wait_all_ranks)
-    elif isinstance(timeout, timedelta):
-        resolved.monitored_barrier(timeout, wait_all_ranks)
-    else:
-        raise TypeError(f"timeout of monitored_barrier must be a timedelta, got {timeout!r}")
 
 
 # ---- fakes

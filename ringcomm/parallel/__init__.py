@@ -1,8 +1,8 @@
 """Parallel training: one model on several ranks."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ringcomm import lazy
 from ringcomm.parallel import activations, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
@@ -30,11 +30,12 @@ __all__ = [
     "zero",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Imports lazily what needs torch.distributed.pipelining or .checkpoint, which are slow."""
-    if name == "pipeline":
-        return import_module("ringcomm.parallel.pipeline")
-    if name in ("get_state_dict", "set_state_dict"):
-        return getattr(import_module("ringcomm.parallel.state"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# torch.distributed.pipelining and .checkpoint, which these need, are slow to import.
+__getattr__, __dir__ = lazy.attributes(
+    __name__,
+    {
+        "pipeline": "ringcomm.parallel.pipeline",
+        "get_state_dict": "ringcomm.parallel.state",
+        "set_state_dict": "ringcomm.parallel.state",
+    },
+)

@@ -39,7 +39,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The system and its mesh, such as "zero1, dp 4 × tp 2 × sp"."""
-        return f"{self.system.name}, {self.mesh}"
+        return f"{self.system.label(self.mesh)}, {self.mesh}"
 
     @property
     def complexity(self) -> tuple[int, int]:

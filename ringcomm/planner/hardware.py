@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ringcomm.measure.screen import in_gb
+from ringcomm.measure.screen import in_gib
 from ringcomm.planner.models import read_object
 from ringcomm.tuning import World
 
@@ -258,8 +258,8 @@ class Cluster:
             )
         if self.usable_bytes < 1:
             raise ValueError(
-                f"{in_gb(self.memory_bytes)} of memory are less than the"
-                f" {in_gb(hardware.reserved_bytes)} that the driver uses"
+                f"{in_gib(self.memory_bytes)} of memory are less than the"
+                f" {in_gib(hardware.reserved_bytes)} that the driver uses"
             )
 
     @property

@@ -32,6 +32,13 @@ class System:
     weights: Tier = "device"  # where shards of weights and gradients are
     is_lomo: bool = False  # an update inside the backward pass leaves no gradients and no states
 
+    def label(self, mesh: Mesh) -> str:
+        """Its name on a mesh: without data parallelism, DDP has no replicas to average."""
+        if self.name != "ddp" or mesh.dp > 1:
+            return self.name
+        axes = (("tensor", mesh.tp), ("pipeline", mesh.pp))
+        return " + ".join(name for name, size in axes if size > 1) or self.name
+
     def fault(self, mesh: Mesh, *, is_host: bool) -> str | None:
         """Why it does not support a mesh, or a device that is the host; None if it does."""
         dp, pp, tp = mesh.dp, mesh.pp, mesh.tp

@@ -11,7 +11,7 @@ from itertools import product
 from operator import itemgetter
 from typing import Any
 
-from ringcomm.measure.screen import columns, in_gb, in_seconds
+from ringcomm.measure.screen import columns, factor, in_gib, in_seconds
 from ringcomm.planner import costs
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
@@ -30,6 +30,16 @@ from ringcomm.planner.models import ModelShape, find_model
 SCHEMA = 2
 SAME_TIME = 1.02  # steps within this ratio count as equally long
 MUCH_MORE = 10  # a ratio of bytes
+LEGEND = """\
+system       how data-parallel ranks share the training state; docs/systems.md has each
+mesh         ranks of data (dp), pipeline (pp), tensor (tp) and expert (ep) parallelism; sp shards
+             the tokens between tensor-parallel layers
+batches      micro-batches of a step × sequences in each
+recompute    layers whose activations are recomputed in the backward pass
+weights ...  GiB on the rank that needs most; host is its host memory and disks
+sent         GiB that a rank sends in a step
+bubble       the part of a step in which a rank of the pipeline waits
+longest      the part of the step that takes longest; --why N explains plan N"""
 DEVICE_PARTS = ("parameters", "gradients", "states", "activations", "buffers")
 
 
@@ -73,7 +83,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A rejected plan and the reason; the system is "" if no system supports the mesh."""
+    """A rejected plan and the reason.
+
+    `system` is System.label(), or "" if no system supports the mesh.
+    """
 
     system: str
     mesh: str
@@ -117,31 +130,41 @@ class Plans:
         shape, cluster, job = self.shape, self.cluster, self.job
         return (
             f"{shape.name}: {shape.num_params:,} parameters, {shape.layers} layers of"
-            f" {shape.hidden}; {job.tokens:,} tokens a step in sequences of {job.sequence:,},"
+            f" {shape.hidden}; {job.tokens:,} tokens per step in sequences of {job.sequence:,},"
             f" {job.precision}, {job.optimizer}\n"
-            f"{cluster.num_gpus:,} × {cluster.hardware.name} with {in_gb(cluster.memory_bytes)},"
-            f" {cluster.per_host} a host; {len(self.ranked):,} plans fit,"
+            f"{cluster.num_gpus:,} × {cluster.hardware.name} with {in_gib(cluster.memory_bytes)},"
+            f" {cluster.per_host} per host; {len(self.ranked):,} plans fit,"
             f" {len(self.refused):,} do not"
         )
 
     def table(self, top: int) -> str:
-        """A table of the first plans; all if top is 0. Figures are of the fullest rank, in 10^9 B.
-
-        "host" is of its memory or disks, a rank; "m × b" micro-batches, and sequences of each.
-        """
-        memory = ["params", "grads", "states", "acts", "buffers", "GB", "host"]
-        rows = [["system", "mesh", "schedule", "m × b", "recompute", *memory]]
-        rows[0] += ["sent GB", "bubble", "step", "tokens/s", "most is"]
-        for plan in self.ranked[: top or None]:
+        """A table of the first plans; all if top is 0. LEGEND explains it."""
+        memory = ["weights", "grads", "states", "activations", "buffers", "total", "host"]
+        rows = [["", "system", "mesh", "schedule", "batches", "recompute", *memory]]
+        rows[0] += ["sent", "bubble", "step", "tokens/s", "longest"]
+        for number, plan in enumerate(self.ranked[: top or None], 1):
             c, kept = plan.candidate, plan.memory
-            gigabytes = [getattr(kept, part) for part in DEVICE_PARTS]
-            gigabytes += [kept.device, kept.host + kept.disk, plan.traffic.sent]
-            row = [c.system.name, str(c.mesh), c.schedule]
+            num_bytes = [getattr(kept, part) for part in DEVICE_PARTS]
+            num_bytes += [kept.device, kept.host + kept.disk, plan.traffic.sent]
+            row = [str(number), c.system.label(c.mesh), str(c.mesh), c.schedule]
             row += [f"{c.num_micro_batches} × {c.micro_batch}", c.checkpointing]
-            row += [f"{value / 1e9:,.{2 if value < 1e10 else 1}f}" for value in gigabytes]
+            row += [factor(value / (1 << 30)) for value in num_bytes]
             row += [f"{c.bubble:.0%}" if c.mesh.pp > 1 else "", in_seconds(plan.time.step)]
             rows.append([*row, f"{plan.tokens_per_s:,.0f}", plan.time.largest])
-        return columns(rows, "<" * 5)
+        return columns(rows, ">" + "<" * 5)
+
+    def tie_line(self) -> str:
+        """Why the first plan is not the fastest one; "" if it is."""
+        fastest = min(self.ranked, key=lambda plan: plan.time.step)
+        if fastest.time.step == self.ranked[0].time.step:
+            return ""
+        number = self.ranked.index(fastest) + 1
+        return (
+            f"Plan {number} is the fastest, with {in_seconds(fastest.time.step)}. The prediction is"
+            f" not accurate to {SAME_TIME - 1:.0%}: plans that close to the fastest rank by fewer"
+            " axes, then by the simpler system, then by fewer bytes sent. Plans with tensor"
+            " parallelism over several hosts rank last."
+        )
 
     def refusal_lines(self, top: int) -> Iterator[str]:
         """One line per reason and system, with the meshes; all if top is 0."""
@@ -158,16 +181,17 @@ class Plans:
 def _reasons(plan: Plan) -> Iterator[str]:
     """The explanation, in the order of the calculation."""
     c, memory, time = plan.candidate, plan.memory, plan.time
-    parts = [f"{name} {in_gb(getattr(memory, name))}" for name in DEVICE_PARTS]
+    parts = [f"{name} {in_gib(getattr(memory, name))}" for name in DEVICE_PARTS]
     yield (
-        f"memory: {in_gb(memory.device)} of {in_gb(c.cluster.usable_bytes)} = {' + '.join(parts)}"
-        + (f"; of the host {in_gb(memory.host)} a rank" if memory.host else "")
-        + (f"; on disks {in_gb(memory.disk)} a rank" if memory.disk else "")
+        f"memory: {in_gib(memory.device)} of {in_gib(c.cluster.usable_bytes)} = {' + '.join(parts)}"
+        + (f"; in host memory {in_gib(memory.host)} per rank" if memory.host else "")
+        + (f"; on disks {in_gib(memory.disk)} per rank" if memory.disk else "")
     )
     recompute = "layers are" if c.checkpointing == "full" else "nothing is"
     m = c.num_micro_batches
     tokens = f"{c.micro_batch} × {c.job.sequence} tokens"
-    yield f"activations: {m} micro-batches of {tokens}; {recompute} recomputed"
+    batches = f"{m} micro-batch{'es' if m > 1 else ''}"
+    yield f"activations: {batches} of {tokens}; {recompute} recomputed"
     p, why = c.mesh.pp, "2p to 4p"
     if m > 4 * p:
         why = "more than 4p, because fewer do not fit or do not divide"
@@ -175,18 +199,18 @@ def _reasons(plan: Plan) -> Iterator[str]:
         why = "less than 2p: the batch has no more"
     more = {
         "dp": f" and {in_seconds(time.data_hidden)} hidden by computing",
-        "pp": f"; {c.schedule} with {m} micro-batches ({why}), bubble {c.bubble:.1%}",
+        "pp": f"; {c.schedule} with {batches} ({why}), bubble {c.bubble:.1%}",
     }
     for axis, part in (("tp", "tensor"), ("dp", "data"), ("ep", "expert"), ("pp", "pipeline")):
         size, group = getattr(c.mesh, axis), c.group(axis)
         if size > 1:
             place = "inside a host" if group.num_hosts == 1 else f"over {group.num_hosts} hosts"
             sent, seconds = getattr(plan.traffic, part), getattr(time, part)
-            moved = f"{in_gb(sent)} a step, {in_seconds(seconds)}"
+            moved = f"{in_gib(sent)} per step, {in_seconds(seconds)}"
             yield f"{axis} {size} {place}: {moved}{more.get(axis, '')}"
     if plan.traffic.offloaded:
-        moved = f"{in_gb(plan.traffic.offloaded)} a step at {in_gb(costs.offload_rate(c))}/s"
-        yield f"offload: {moved}, {in_seconds(time.offload)}"
+        moved, rate = in_gib(plan.traffic.offloaded), costs.offload_rate(c) / 1e9
+        yield f"offload: {moved} per step at {rate:.1f} GB/s, {in_seconds(time.offload)}"
     shown = [f"{k} {in_seconds(v)}" for k, v in time.parts.items() if v > 0.0005 * time.step]
     yield (
         f"time: {in_seconds(time.step)} = {' + '.join(shown)}, computing at"
@@ -230,7 +254,7 @@ def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
                 continue
             fault = system.fault(mesh, is_host=cluster.hardware.is_host)
             if fault is not None:
-                refused.append(Refusal(system.name, str(mesh), fault))
+                refused.append(Refusal(system.label(mesh), str(mesh), fault))
                 continue
             for schedule in (job.schedules or SCHEDULES) if mesh.pp > 1 else ("",):
                 found = _best(shape, cluster, job, system, mesh, schedule)
@@ -325,7 +349,8 @@ def _best(
     _, reason = min(faults, key=itemgetter(0))
     if system.is_lomo:
         reason += "; an update inside the backward pass allows one micro-batch"
-    return Refusal(system.name, f"{mesh}, {schedule}" if schedule else str(mesh), reason)
+    where = f"{mesh}, {schedule}" if schedule else str(mesh)
+    return Refusal(system.label(mesh), where, reason)
 
 
 def _schedule_fault(shape: ModelShape, pp: int, schedule: str, m: int) -> str | None:
@@ -345,13 +370,13 @@ def _does_not_fit(candidate: Candidate, memory: costs.RankMemory) -> str | None:
         parts = {name: getattr(memory, name) for name in DEVICE_PARTS}
         largest = max(parts, key=parts.__getitem__)
         return (
-            f"needs {in_gb(memory.device)} of {in_gb(cluster.usable_bytes)}: {largest} alone"
-            f" {in_gb(parts[largest])}"
+            f"needs {in_gib(memory.device)} of {in_gib(cluster.usable_bytes)}: {largest} alone"
+            f" {in_gib(parts[largest])}"
         )
     of_host = memory.host * min(cluster.per_host, candidate.mesh.num_ranks)
     if of_host > cluster.hardware.host_memory_bytes:
         return (
-            f"needs {in_gb(of_host)} of the host's memory, which has"
-            f" {in_gb(cluster.hardware.host_memory_bytes)}"
+            f"needs {in_gib(of_host)} of the host's memory, which has"
+            f" {in_gib(cluster.hardware.host_memory_bytes)}"
         )
     return None

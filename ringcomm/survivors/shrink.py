@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ringcomm import _C
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
+from ringcomm.survivors.agreement import Agreement
 from ringcomm.torch_names import (
     backend_of,
     global_ranks_of,
@@ -36,7 +38,8 @@ def shrink(
     If no rank is lost, the new group has all of them.
 
     The ranks of the new group have the order of the old one. It has the same options and timeout,
-    and a store of its own, which depends on no process. The old group is destroyed; its pending
+    and a store of its own. In shared memory that depends on no process; over messages the process
+    of a rank, usually of the first, serves it. The old group is destroyed; its pending
     operations raise. The new group of the default group becomes the default group: global ranks
     are numbered anew, also in the other groups that exist. Those without a lost rank keep working;
     the others have failed, and may be shrunk or destroyed. Wrappers that hold the old group, such
@@ -46,17 +49,17 @@ def shrink(
     between the ranks: go on from the last state that all ranks have (examples/survive.py).
 
     Args:
-        group: the group, whose ranks all share memory; None is the default group.
+        group: the group; None is the default group.
         timeout: how long to wait for a rank that lives, in each attempt; None is the timeout of
-            the group. Another attempt follows if a further rank is lost meanwhile.
+            the group. Another attempt follows if a further rank is lost meanwhile. A host that has
+            lost power or its network is given up after it.
 
     Returns:
         The new group.
 
     Raises:
-        NotImplementedError: the group exchanges messages: it spans several hosts, or has the
-            transport "p2p".
         RingcommError: the other ranks have gone on without this one, or 8 attempts have failed.
+            Over messages also: half of the ranks or more do not answer, and may have gone on.
         ValueError: the group has one rank only, has another backend for CPU tensors, was
             destroyed, or this rank is not in it.
     """
@@ -68,7 +71,9 @@ def shrink(
     limit = own_timeout if timeout is None else timeout
     if limit <= datetime.timedelta(0):
         raise ValueError(f"timeout of shrink must be positive, got {limit}")
-    agreement = _C.begin_shrink(backend, limit)
+    agreement: Any = _C.begin_shrink(backend, limit)
+    if agreement is None:
+        agreement = Agreement(backend.contacts, lambda: _C.health(backend)["ranks"], limit)
     while True:
         survivors = agreement.agree()
         new = error = None
@@ -98,18 +103,26 @@ def _make(
     old: dist.ProcessGroup,
     backend: Any,
     survivors: list[int],
-    agreement: _C.Survivors,
+    agreement: Any,
     timeout: datetime.timedelta,
 ) -> dist.ProcessGroup:
     """The new group, which torch knows; collective over the survivors."""
-    # The descriptor is never closed: a FileStore opens its path for each access, also when it is
-    # destroyed, which may be when the process exits.
-    store = dist.FileStore(f"/proc/self/fd/{agreement.take_store()}", -1)
+    store = agreement.take_store()
+    if isinstance(store, int):
+        # The descriptor is never closed: a FileStore opens its path for each access, also when it
+        # is destroyed, which may be when the process exits.
+        store = dist.FileStore(f"/proc/self/fd/{store}", -1)
     numbers = global_ranks_of(old)
     is_default = old is dist.group.WORLD
     global_ranks = [idx if is_default else numbers[rank] for idx, rank in enumerate(survivors)]
     # If one of them ends before it has arrived, the others know it.
-    agreement.introduce(store, survivors, global_ranks)
+    known = weakref.ref(agreement)
+
+    def is_over() -> bool:
+        its = known()
+        return its is not None and its.is_over()
+
+    backend.introduce(store, survivors, global_ranks, is_over)
     return new_process_group(
         like=old,
         rank=survivors.index(old.rank()),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from ringcomm.trace import dumps, torch_dumps
 from ringcomm.trace.merge import merge
 
 
@@ -53,5 +54,21 @@ def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int
         return EXIT_FAILED
     about = f"{summary.num_ranks} rank(s), {summary.num_events} events"
     for line in (*summary.notes, f"{output}: {about}; open it in https://ui.perfetto.dev"):
+        print(f"ringcomm trace: {line}", file=sys.stderr)
+    return EXIT_OK
+
+
+def convert_dumps(folders: Sequence[Path], output: Path) -> int:
+    """Writes the dumps in some folders to another one, for torch's analyser; the exit status."""
+    try:
+        found = dumps.read(folders)
+        if not found:
+            raise ValueError(f"no dump of a flight recorder is in {', '.join(map(str, folders))}")
+        note = torch_dumps.write(output, found)
+    except ValueError as error:
+        print(f"ringcomm trace: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    about = f"{output}: {len(found)} rank(s); run torchfrtrace {output}"
+    for line in filter(None, (note, about)):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     return EXIT_OK

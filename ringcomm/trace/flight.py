@@ -6,9 +6,12 @@ import contextlib
 import faulthandler
 import functools
 import os
+import re
 import signal
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ringcomm import _C
@@ -20,12 +23,13 @@ MEMFD, STACKS_MEMFD = "ringcomm-flight", "ringcomm-stacks"
 NOBODY, ANY_RANK = -1, -2
 
 _HEADER = struct.Struct("=8sQiIQQ32sQ")
-_GROUP = struct.Struct("=IiiIQ48s96s256s512s")
-_EVENT = struct.Struct("=QQQQQIiiBBBB8x")
+_GROUP = struct.Struct("=IiiiQQQ48s96s256s512s")
+_EVENT = struct.Struct("=QQQQQIiiBBBBQ")
 _MAGIC = b"RINGFLY1"
 _NUM_GROUPS, _NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
 _EVENTS_OFFSET = _GROUPS_OFFSET + _NUM_GROUPS * _GROUP.size
-NUM_BYTES = _EVENTS_OFFSET + _NUM_EVENTS * _EVENT.size
+_COUNTS_BYTES = _NUM_GROUPS * _NUM_MEMBERS * 64  # of waits, for ringcomm.peer_stats
+NUM_BYTES = _EVENTS_OFFSET + _NUM_EVENTS * _EVENT.size + _COUNTS_BYTES
 _STATES = ("unused", "alive", "failed", "left")
 
 
@@ -44,7 +48,9 @@ class Call:
     peer: int  # the root, or the other rank of a message; -1: none
     waits_for: int  # a rank of the group, NOBODY or ANY_RANK
     began_s: float
-    ended_s: float | None  # None: it runs
+    ended_s: float | None  # None: it runs; on a device perhaps nobody has seen its end
+    on_device: bool  # enqueued to a stream
+    state: str  # "running", "enqueued" (on a device, not seen to have ended), "ended" or "failed"
 
     @property
     def is_message(self) -> bool:
@@ -67,7 +73,9 @@ class Group:
     world_size: int
     transport: str
     failure: str
-    pids: list[int]
+    culprit: int  # of the failure, in the group; -1: nobody
+    failed_s: float | None  # before the record was read
+    pids: list[int]  # -1: this process cannot see it, as on another host
     global_ranks: list[int]
 
 
@@ -78,13 +86,15 @@ class Record:
     pid: int  # in its own numbering
     version: str
     num_calls: int
+    read_ns: int  # when it was read, by CLOCK_MONOTONIC
+    started_ns: int  # when it was made; with the pid it identifies the process
     groups: dict[int, Group] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)  # by number
 
     @property
     def rank(self) -> int:
         """Its rank in the job; -1 if it has no group."""
-        for group in self.groups.values():
+        for group in sorted(self.groups.values(), key=lambda group: group.state == "left"):
             if group.rank < len(group.global_ranks):
                 return group.global_ranks[group.rank]
         return -1
@@ -94,21 +104,24 @@ def _text(data: bytes) -> str:
     return data.partition(b"\0")[0].decode("utf-8", "replace")
 
 
-def _group(data: bytes, place: int) -> Group | None:
+def _group(data: bytes, place: int, seconds_ago: Callable[[int], float]) -> Group | None:
     fields = _GROUP.unpack_from(data, _GROUPS_OFFSET + place * _GROUP.size)
-    state, rank, world_size, _, id_, name, transport, failure, members = fields
+    state, rank, world_size, culprit, id_, failed_ticks, _, *texts, members = fields
+    name, transport, failure = map(_text, texts)
     if not 0 < state < len(_STATES):
         return None
     numbers = struct.unpack(f"={2 * _NUM_MEMBERS}i", members)
     num = min(max(world_size, 0), _NUM_MEMBERS)
     return Group(
-        name=_text(name),
+        name=name,
         id=id_,
         state=_STATES[state],
         rank=rank,
         world_size=world_size,
-        transport=_text(transport),
-        failure=_text(failure),
+        transport=transport,
+        failure=failure,
+        culprit=culprit,
+        failed_s=seconds_ago(failed_ticks) if failure else None,
         pids=list(numbers[: 2 * num : 2]),
         global_ranks=list(numbers[1 : 2 * num : 2]),
     )
@@ -125,7 +138,8 @@ def parse(data: bytes) -> Record:
     _, num_bytes, pid, _, anchor_ticks, anchor_ns, version, num_calls = _HEADER.unpack_from(data)
     if _text(version) != __version__ or num_bytes != NUM_BYTES or len(data) < NUM_BYTES:
         raise ValueError(
-            f"process {pid} runs ringcomm {_text(version)}, and this is {__version__}: use its"
+            f"process {pid} runs ringcomm {_text(version)}, and this is {__version__}: run "
+            "`ringcomm doctor` of that version"
         )
     now_ticks, now_ns = _C.flight_clock()
     ns_per_tick = (now_ns - anchor_ns) / max(1, now_ticks - anchor_ticks)
@@ -133,10 +147,10 @@ def parse(data: bytes) -> Record:
     def seconds_ago(ticks: int) -> float:
         return max(0.0, (now_ticks - ticks) * ns_per_tick / 1e9)
 
-    record = Record(pid, _text(version), num_calls)
+    record = Record(pid, _text(version), num_calls, now_ns, anchor_ns)
     for place in range(_NUM_GROUPS):
-        if (group := _group(data, place)) is not None:
-            record.groups[place] = group
+        if (found := _group(data, place, seconds_ago)) is not None:
+            record.groups[place] = found
     names = _C.flight_names()
 
     def name(kind: str, number: int) -> str:
@@ -148,7 +162,12 @@ def parse(data: bytes) -> Record:
         number, begin, end, seq, size, group_place, peer, waits_for, *kinds = fields
         if number == 0 or group_place not in record.groups:
             continue
-        op, dtype, reduction, algorithm = kinds
+        op, dtype, reduction, algorithm, on_device = kinds
+        failed_s = record.groups[group_place].failed_s
+        ended_s = seconds_ago(end) if end else None
+        state = "enqueued" if on_device else "running"
+        if ended_s is not None:
+            state = "ended" if failed_s is None or ended_s > failed_s else "failed"
         call = Call(
             number=number,
             group=group_place,
@@ -161,11 +180,45 @@ def parse(data: bytes) -> Record:
             peer=peer,
             waits_for=waits_for,
             began_s=seconds_ago(begin),
-            ended_s=seconds_ago(end) if end else None,
+            ended_s=ended_s,
+            on_device=on_device != 0,
+            state=state,
         )
         record.calls.append(call)
     record.calls.sort(key=lambda call: call.number)
     return record
+
+
+def mapped_records(pid: int | str = "self") -> tuple[Record | None, list[Record]]:
+    """The records that a process maps: its own, and those of its peers, also of ended ones.
+
+    Its own is the one of which it has the descriptor: pids of other PID namespaces may be equal. A
+    forked child has its parent's.
+
+    Raises:
+        OSError: its memory may not be read: it belongs to another user, or the system allows that
+            to a debugger only.
+    """
+    found: dict[str, int] = {}  # address by inode
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        fields = re.fullmatch(rf"(\w+)-\S+ \S+ 0+ \S+ (\d+)\s+/memfd:{MEMFD} .*", line)
+        if fields is not None:
+            found[fields[2]] = int(fields[1], 16)
+    opened = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # just closed
+            opened.add(str(entry.stat().st_ino))
+    own, peers = None, []
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for inode, address in found.items():
+            # Another version's, or one that another thread has just unmapped.
+            with contextlib.suppress(OSError, ValueError):
+                record = parse(os.pread(memory.fileno(), NUM_BYTES, address))
+                if inode in opened:
+                    own = record
+                else:
+                    peers.append(record)
+    return own, peers
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ringcomm.measure.screen import columns
-from ringcomm.trace import clock_name, recordings
+from ringcomm.trace import clock_name, dumped, dumps, recordings
 from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
 
 _CATEGORIES = ("", "call", "collective", "part", "step", "wait", "message")
@@ -30,21 +30,26 @@ class Summary:
 
 
 def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
-    """Writes one trace of the recordings in some folders; compressed if its name ends in .gz.
+    """Writes one trace of the recordings and dumps in some folders; compressed if named .gz.
 
     Args:
-        folders: the folders of all hosts that RINGCOMM_TRACE named.
+        folders: the folders of all hosts that RINGCOMM_TRACE and RINGCOMM_FLIGHT_DUMP named.
         output: the trace file; an existing one is replaced.
         now_ns: this host's CLOCK_MONOTONIC as the end of unfinished events. 0: the time of the last
             record, or now if a process of this host still runs.
 
     Raises:
-        ValueError: nothing was recorded, or the clocks of two hosts cannot be compared.
+        ValueError: nothing was recorded, a file is damaged, dumps are of different jobs, or the
+            clocks of two hosts cannot be compared.
         OSError: a file cannot be read, or written.
     """
     processes = recordings.read(folders)
+    processes += dumped.processes_of(dumps.read(folders), processes)
     if not processes:
-        raise ValueError("nothing was recorded: no rank made a group of backend ringcomm")
+        raise ValueError(
+            "nothing was recorded: no rank made a group of backend ringcomm, and there is no dump"
+        )
+    recordings.arrange(processes)
     notes = recordings.align(processes)
     writer = _Writer(processes, now_ns)
     with _opened(output, "w") as file:
@@ -106,7 +111,7 @@ class _Writer:
         yield _metadata("process_sort_index", row, sort_index=row)
         yield _metadata("process_labels", row, labels=about)
         if title != f"rank {process.rank}":
-            self.notes.append(f"{title}: {about}")
+            self.notes.append(f"{title}: {about}{process.dumped and ', '}{process.dumped}")
         for failure in process.failures:
             yield self._note(process, 0, failure["time_ns"], failure["failure"])
             self.notes.append(failure["failure"])

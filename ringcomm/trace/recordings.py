@@ -36,6 +36,7 @@ class Process:
     failures: list[dict[str, Any]] = field(default_factory=list)
     has_ended: bool = False
     is_running: bool = False
+    dumped: str = ""  # what it is, if it is a dump of the flight recorder
     events: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by thread
     alive_ns: dict[int, int] = field(default_factory=dict)  # by thread
     dropped: dict[int, int] = field(default_factory=dict)  # by thread
@@ -56,6 +57,8 @@ class Process:
             return f"rank {self.rank} (still running)"
         if self.failures:
             return f"rank {self.rank} (failed)"
+        if self.dumped:
+            return f"rank {self.rank} (dump)"
         return f"rank {self.rank}{'' if self.has_ended else ' (ended early)'}"
 
     def peer(self, event: dict[str, Any], key: str) -> int | None:
@@ -65,7 +68,7 @@ class Process:
 
 
 def read(folders: Sequence[Path]) -> list[Process]:
-    """The recordings in folders, by rank, then by time.
+    """The recordings in folders.
 
     Raises:
         ValueError: a file is not a recording.
@@ -74,12 +77,15 @@ def read(folders: Sequence[Path]) -> list[Process]:
     paths = (path for folder in folders for path in sorted(folder.iterdir()))
     logs = [path for path in paths if path.suffix == ".log"]
     found = (_read(log) for log in logs if log.with_suffix(".events").exists())
-    processes = [process for process in found if process is not None]
+    return [process for process in found if process is not None]
+
+
+def arrange(processes: list[Process]) -> None:
+    """Sorts processes by rank, then by time, and numbers them."""
     processes.sort(key=lambda process: (process.rank, process.info["start_ns"]))
     for row, process in enumerate(processes):
         process.row = row
         process.attempt = sum(other.rank == process.rank for other in processes[:row])
-    return processes
 
 
 def _read(log: Path) -> Process | None:

@@ -102,7 +102,7 @@ void survive(int rank, const std::string& folder) {
     made.reset();
     ranks = survivors.agree();
     try {
-      const shm::UniqueFd store = survivors.take_store();
+      const shm::UniqueFd store(survivors.take_store());
       PeerProcesses known;
       for (const int other : ranks)
         known.push_back(group.processes()[static_cast<std::size_t>(other)]);

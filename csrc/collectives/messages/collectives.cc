@@ -225,6 +225,11 @@ class HostsCollective {
   void send(MessageExchange& exchange, int peer, const void* data, std::size_t num_elems) {
     exchange.send(peer, data, bytes(num_elems));
     count_sent(bytes(num_elems));
+    messages_.count(peer, bytes(num_elems), 0);
+  }
+  void recv(MessageExchange& exchange, int peer, void* data, std::size_t num_elems) {
+    exchange.recv(peer, data, bytes(num_elems));
+    messages_.count(peer, 0, bytes(num_elems));
   }
 
   void copy_own(std::size_t num_elems, const void* input, void* output) const {
@@ -291,7 +296,7 @@ class HostsCollective {
       for (const int host : hosts_.other_hosts) {
         if (rank_ != representative) break;
         const int peer = of(ranks, host);
-        if (receives) exchange.recv(peer, of(sums, host), bytes(piece.num_elems));
+        if (receives) recv(exchange, peer, of(sums, host), piece.num_elems);
         if (call_.root < 0 || peer == call_.root) send(exchange, peer, input, piece.num_elems);
       }
       exchange.finish();
@@ -325,7 +330,7 @@ class HostsCollective {
     int bit = 1;
     while (bit < num_ranks && (place & bit) == 0) bit <<= 1;
     if (place != 0 && takes_part) {
-      exchange.recv(rank_at(place - bit), call_.outputs[0], call_.num_bytes());
+      recv(exchange, rank_at(place - bit), call_.outputs[0], call_.num_elems);
       exchange.finish();
     }
     for (bit >>= 1; bit > 0 && takes_part; bit >>= 1) {
@@ -373,7 +378,7 @@ class HostsCollective {
         if (call_.root < 0) num_sent = bytes(part->num_elems);
       }
       if (const auto taken = part_taken(call_, rank_, from); is_elsewhere(from) && taken)
-        exchange.recv(from, taken->data, bytes(taken->num_elems));
+        recv(exchange, from, taken->data, taken->num_elems);
     }
     if (call_.root < 0 || hosts_.table.host_of(call_.root) == hosts_.host) move_inside();
     exchange.finish();
@@ -452,8 +457,8 @@ class HostsCollective {
     };
     const auto post = [&](MessageExchange& exchange, std::size_t idx) {
       for (const int host : hosts_.other_hosts)
-        exchange.recv(hosts_.courier_of(rank_, host), received(idx, host),
-                      bytes(shares.slice(rank_, idx, max_elems).num_elems));
+        recv(exchange, hosts_.courier_of(rank_, host), received(idx, host),
+             shares.slice(rank_, idx, max_elems).num_elems);
       for (std::size_t round = 0; round < hosts_.rounds.size(); ++round) {
         const std::vector<int>& owners = hosts_.rounds[round];
         run_for(OpKind::kReduceScatter, owners, shares, max_elems, idx, slot(idx, round));
@@ -490,7 +495,7 @@ class HostsCollective {
         const int owner = of(owners, hosts_.local_rank);
         if (owner < 0) continue;
         const ElemRange theirs = shares.slice(owner, idx, max_elems);
-        exchange.recv(owner, shares.output(owner, theirs), bytes(theirs.num_elems));
+        recv(exchange, owner, shares.output(owner, theirs), theirs.num_elems);
       }
       for (const int host : hosts_.other_hosts)
         send(exchange, hosts_.courier_of(rank_, host), shares.output(rank_, own), own.num_elems);

@@ -3,10 +3,17 @@
 #include <cstring>
 #include <new>
 
+#include "collectives/flight.h"
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
+namespace {
+
+// A message takes as long as a long wait, so a rank whose message took ten times that was late.
+constexpr std::uint64_t kLateTimes = 10;
+
+}  // namespace
 
 MessageEngine::Handle MessageEngine::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
   return posted_.insert(
@@ -20,14 +27,19 @@ MessageEngine::Handle MessageEngine::isend(int peer, int tag, const void* data,
       {transport_.isend(peer, tag, static_cast<const std::byte*>(data), num_bytes), peer});
 }
 
-void MessageEngine::wait(Handle message) {
+void MessageEngine::wait(Handle message, bool is_arrival) {
   const trace::Span traced([&] {
     return trace::Event{
         .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
   });
-  operation_->note_wait(message->peer);
+  operation_->note({message->peer});
   operation_->await(message->peer);
+  const std::uint64_t begin = flight::ticks();
   const MessageEnd end = message->message->wait();
+  if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
+    operation_->note(
+        {message->peer, waited,
+         is_arrival && is_arriving_ && waited >= kLateTimes * flight::long_wait_ticks});
   if (end != MessageEnd::kDone)
     throw Stopped{.stop = operation_->stop_of(end, message->peer),
                   .peer = message->peer,
@@ -83,6 +95,7 @@ void MessageExchange::recv(int peer, void* data, std::size_t num_bytes) {
 
 void MessageExchange::finish() {
   for (Incoming& incoming : incoming_) open(incoming);
+  if (!incoming_.empty()) engine_.end_arrivals();
   for (const Incoming& incoming : incoming_)
     if (incoming.data_message) engine_.wait(*incoming.data_message);
   for (const MessageEngine::Handle send : sends_) engine_.wait(send);
@@ -93,7 +106,7 @@ void MessageExchange::finish() {
 
 void MessageExchange::open(Incoming& incoming) {
   const auto& [peer, data, num_bytes, envelope, envelope_message, data_message] = incoming;
-  engine_.wait(envelope_message);
+  engine_.wait(envelope_message, /*is_arrival=*/true);
   if (!is_compatible(envelope->header, header_))
     throw Mismatched{.peer = peer, .theirs = envelope->header};
   if (envelope->num_bytes != num_bytes)

@@ -69,12 +69,23 @@ class MessageEngine {
   int world_size() const { return transport_.world_size(); }
 
   /// Starts an operation; `operation` must live until finish() or drop().
-  void begin(MessageMembers::Operation& operation) { operation_ = &operation; }
+  void begin(MessageMembers::Operation& operation) {
+    operation_ = &operation;
+    is_arriving_ = true;
+  }
 
   Handle irecv(int peer, int tag, void* data, std::size_t num_bytes);
   Handle isend(int peer, int tag, const void* data, std::size_t num_bytes);
   /// Returns when the message is done, and forgets it. Throws Stopped naming the peer.
-  void wait(Handle message);
+  void wait(Handle message, bool is_arrival = false);
+  /// All peers whose calls this rank sees directly have begun theirs.
+  void end_arrivals() { is_arriving_ = false; }
+
+  /// Counts bytes of the call's data.
+  void count(int peer, std::uint64_t sent, std::uint64_t received) {
+    if (sent + received > 0)
+      operation_->note({.rank = peer, .sent_bytes = sent, .received_bytes = received});
+  }
 
   /// Memory until finish() or drop(), aligned for any element.
   std::byte* stage(std::size_t num_bytes);
@@ -87,6 +98,7 @@ class MessageEngine {
  private:
   MessageTransport& transport_;
   MessageMembers::Operation* operation_ = nullptr;
+  bool is_arriving_ = false;
   std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this engine
   std::list<Posted> posted_;
 };

@@ -40,6 +40,7 @@ MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
 
 void MessageMembers::leave() {
   watch_.reset();
+  if (state_of(rank_) == Stop::kAborted) return;  // they know, and the store may be lost
   try {
     store_->set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
   } catch (const std::exception&) {

@@ -47,6 +47,7 @@ class MessageLinks {
 
   void expect(const RingPart& part) {
     if (part.num_elems == 0) return;
+    engine_.count(previous_, 0, part.input_bytes);
     receives_[slot_of(part)] =
         engine_.irecv(previous_, tag_of(part.is_gather),
                       part.is_gather ? part.output : place(received_, part), part.input_bytes);
@@ -92,6 +93,7 @@ class MessageLinks {
   // Chunks differ in size; of a short one the last slices are empty, and no message.
   Message post(const RingPart& part, const std::byte* data, bool is_gather) {
     if (part.num_elems == 0) return std::nullopt;
+    engine_.count(next_, part.input_bytes, 0);
     return engine_.isend(next_, tag_of(is_gather), data, part.input_bytes);
   }
 

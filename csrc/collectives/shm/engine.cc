@@ -67,6 +67,9 @@ Engine::Engine(shm::Group& group, shm::WaitScope& scope)
       memories_(static_cast<std::size_t>(group.world_size())) {}
 
 void Engine::begin(const CallHeader& header, const BufferNote& note) {
+  // A call over several hosts has many parts here.
+  arch_.set_arriving(num_calls_ != header.seq + 1);
+  num_calls_ = header.seq + 1;
   header_ = &header;
   first_ = First::kClosed;
   shared_bytes_ = 0;
@@ -109,6 +112,7 @@ bool Engine::publish() {
     if (peer == 0) store_kinds_.follow(told.is_next_streaming);
   }
   store_kinds_.resume();
+  arch_.set_arriving(false);
   first_ = First::kOver;
   return !has_notes();
 }

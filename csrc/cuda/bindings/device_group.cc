@@ -296,6 +296,7 @@ void DeviceGroup::run(const Collective& call, cuda::DeviceCarrier& carrier,
                  });
     ++num_checks_;
   }
+  recorded_.push_back(engine->record_on_device(flight::event_of(call, header)));
   ending_on_failure([&] { return describe(header); },
                     [&] {
                       engine->stats().count(call.op, carrier.enqueue(call, header, place));
@@ -315,6 +316,7 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
   cuda::DeviceCarrier& used = carrier(device);
   const cuda::StreamPlace place = place_of(stream);
   std::shared_ptr<const cuda::Event> end;
+  recorded_.clear();
   try {
     if (body(used, place)) end = used.last_end();
   } catch (...) {
@@ -324,10 +326,10 @@ std::shared_ptr<DeviceUse> DeviceGroup::enqueue(c10::Device device, bool is_asyn
     }
     throw;
   }
-  auto use =
-      std::make_shared<DeviceUse>(stream, home, place.capture != 0,
-                                  end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream),
-                                  std::move(kept), used, used.take_outcomes());
+  auto use = std::make_shared<DeviceUse>(
+      stream, home, place.capture != 0,
+      end != nullptr ? DeviceEvent(end) : DeviceEvent::record(stream), std::move(kept), used,
+      used.take_outcomes(), std::exchange(recorded_, {}));
   keep(use);
   return use;
 }
@@ -394,6 +396,12 @@ WorkPtr DeviceGroup::exchange(CallInfo info, std::vector<DeviceMessage> calls, T
     for (const cuda::P2pMessage& message : messages)
       if (!carrier.has_room_for_messages(message.peer)) refused.insert(message.peer);
     std::erase_if(messages, is_refused);
+    for (const cuda::P2pMessage& message : messages)
+      recorded_.push_back(communicator()->record_on_device(
+          {.seq = static_cast<std::uint64_t>(message.tag),
+           .num_bytes = message.num_bytes,
+           .peer = message.peer,
+           .op = message.is_send ? OpKind::kSend : OpKind::kRecv}));
     if (!messages.empty()) carrier.exchange(messages, place);
     bool is_last = !messages.empty();
     for (const DeviceMessage& call : calls) {

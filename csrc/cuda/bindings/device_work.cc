@@ -26,13 +26,14 @@ constexpr std::chrono::microseconds kLongestNap{2000};
 
 DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured,
                      DeviceEvent end, std::vector<at::Tensor> tensors,
-                     const cuda::DeviceCarrier& carrier, Outcomes outcomes)
+                     const cuda::DeviceCarrier& carrier, Outcomes outcomes, Recorded recorded)
     : stream_(stream),
       home_(home),
       is_captured_(is_captured),
       end_(std::move(end)),
       carrier_(&carrier),
       outcomes_(std::move(outcomes)),
+      recorded_(std::move(recorded)),
       is_over_(is_captured),
       tensors_(std::move(tensors)) {
   // On the caller's own stream, later users of the memory are ordered after this work.
@@ -50,6 +51,7 @@ bool DeviceUse::is_over() {
     is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
     ended.swap(outcomes_);
     for (const auto& outcome : ended) note_failure(outcome());
+    std::ranges::for_each(recorded_, flight::Log::end);
   }
   if (is_over_ && !is_captured_) freed.swap(tensors_);
   return is_over_;

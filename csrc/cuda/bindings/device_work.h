@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "collectives/flight.h"
 #include "cuda/bindings/driver_device.h"
 #include "cuda/collectives/device_carrier.h"
 
@@ -25,12 +26,15 @@ class DeviceGroup;
 class DeviceUse {
  public:
   using Outcomes = std::vector<cuda::DeviceCarrier::Outcome>;
+  using Recorded = std::vector<flight::Call>;
 
   /// `end` is after the work enqueued on `stream`. Allocators reuse freed memory for later work on
   /// `home`, the current stream at the call. Captured work cannot be queried, and counts as
   /// complete at once. `carrier` must live until give_up(); `outcomes` are its.
+  /// `recorded`: its calls in the flight recorder, which end when it is seen to be over.
   DeviceUse(const c10::Stream& stream, const c10::Stream& home, bool is_captured, DeviceEvent end,
-            std::vector<at::Tensor> tensors, const cuda::DeviceCarrier& carrier, Outcomes outcomes);
+            std::vector<at::Tensor> tensors, const cuda::DeviceCarrier& carrier, Outcomes outcomes,
+            Recorded recorded);
 
   const c10::Stream& stream() const { return stream_; }
   /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
@@ -60,6 +64,7 @@ class DeviceUse {
   std::mutex mutex_;                    // guards the rest
   const cuda::DeviceCarrier* carrier_;  // null from give_up() on
   Outcomes outcomes_;                   // until it is over
+  Recorded recorded_;
   bool is_over_;
   bool is_broken_ = false;
   std::string failure_;

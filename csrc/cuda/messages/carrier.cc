@@ -206,8 +206,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
     throw;
   }
   return make_message_backend(name, store, communicator.rank(), communicator.world_size(), options,
-                              look_for(communicator, options, device),
-                              "tensors on " + device.str());
+                              look_for(communicator, options, device), "tensors on " + device.str())
+      .first;
 }
 
 // ---- headers

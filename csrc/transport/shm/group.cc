@@ -248,7 +248,7 @@ Stop WaitScope::stopped(int peer) {
     awaited_peer_ = missing;
     return group_.state_of(missing);
   }
-  group_.note_wait(group_.whole_rank(peer));
+  group_.note({group_.whole_rank(peer)});
   const Clock::time_point now = Clock::now();
   if (!has_waited_) {
     has_waited_ = true;

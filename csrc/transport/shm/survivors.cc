@@ -89,7 +89,7 @@ std::vector<int> Survivors::agree() {
                   list_of(ranks) + "); end this process, or raise the timeout of shrink");
 }
 
-UniqueFd Survivors::take_store() {
+int Survivors::take_store() {
   static std::atomic<std::uint64_t> num_stores = 0;
   const SurvivorWords words = group_.survivor_words();
   int first = 0;
@@ -105,7 +105,7 @@ UniqueFd Survivors::take_store() {
     store_key_ = key_of(number);
     Bootstrap::instance().offer(store_key_, std::move(offered));
     protocol_.enter(attempt_, Protocol::kHasStore);
-    return fd;
+    return fd.release();
   }
   begin_wait(words.verdict(attempt_));
   UniqueFd fd;
@@ -120,7 +120,7 @@ UniqueFd Survivors::take_store() {
   if (!fd || is_over())
     throw Error({.kind = ErrorKind::kPeerDied, .rank = first},
                 "ringcomm: shrink: rank " + std::to_string(first) + " did not make the new store");
-  return fd;
+  return fd.release();
 }
 
 bool Survivors::confirm(bool has_made) {

@@ -33,8 +33,8 @@ class Survivors final : public StopSource {
   bool is_over() const {
     return arch_.load_acquire(group_.survivor_words().verdict(attempt_)) != 0;
   }
-  /// A file without a name that all ranks of the attempt share, empty at first.
-  UniqueFd take_store();
+  /// The descriptor, the caller's, of a file without a name that all ranks of the attempt share.
+  int take_store();
   /// Whether all ranks have made the new group, as all of them are told.
   bool confirm(bool has_made);
 

@@ -66,23 +66,25 @@ class Case:
     pool: str = "shm"
     deviation: tuple[int, int, dict[str, Any]] | None = None
 
-    def members(self, call: Call) -> tuple[int, ...]:
-        return self.fresh if call.group < 0 else FAMILY[call.group][0]
-
 
 def new_group(members: tuple[int, ...], options: Options) -> Any:
     timeout = timedelta(seconds=WAIT_S)
     return dist.new_group(list(members), timeout, pg_options=options)
 
 
+# The global ranks of a group's members, and the group; None is the default group.
+Member = tuple[tuple[int, ...], Any]
+
+
+def make_groups(family: Sequence[tuple[tuple[int, ...], dict[str, Any]]]) -> list[Member]:
+    """Makes these groups. Collective over all ranks."""
+    return [(members, new_group(members, Options(**options))) for members, options in family]
+
+
 @cache
-def family() -> list[Any]:
-    """The groups of this rank's pool; None where it is no member."""
-    groups = []
-    for members, options in FAMILY:
-        group = new_group(members, Options(**options))
-        groups.append(group if dist.get_rank() in members else None)
-    return groups
+def family() -> list[Member]:
+    """The groups of this rank's pool."""
+    return make_groups(FAMILY)
 
 
 @cache
@@ -91,25 +93,33 @@ def marks_of(path: str) -> Any:
 
 
 class Run:
-    """One rank's run of a case."""
+    """One rank's run of a case. `groups` are those that its calls count, by default FAMILY's."""
 
-    def __init__(self, rank: int, case: Case, serial: int, marks: str, mutation: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        case: Case,
+        serial: int,
+        marks: str,
+        mutation: str = "",
+        groups: Sequence[Member] | None = None,
+    ) -> None:
         self.rank = rank
         self.case = case
         self.serial = serial
         self.marks = marks_of(marks)
         self.mutation = mutation
-        self.groups = family()
+        self.groups = family() if groups is None else groups
         self.fresh: Any = None
         self.wrong: list[str] = []
         # What is not over: when to wait, what for, and of which call.
         self.pending: list[tuple[int, Any, Side]] = []
 
     def side(self, call: Call, idx: int) -> Side | None:
-        members = self.case.members(call)
+        is_fresh = call.group < 0
+        members, group = (self.case.fresh, self.fresh) if is_fresh else self.groups[call.group]
         if self.rank not in members:
             return None
-        group = self.fresh if call.group < 0 else self.groups[call.group]
         number = self.serial * 100 + idx
         rank = members.index(self.rank)
         is_swapped = self.mutation == "swapped"

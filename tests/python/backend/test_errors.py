@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -109,6 +111,36 @@ def test_different_calls(rank: int) -> None:
     dist.destroy_process_group(group)
 
 
+WRITTEN: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], Any]] = {
+    "all_reduce": lambda part, whole, group: dist.all_reduce(whole, group=group),
+    "broadcast": lambda part, whole, group: dist.broadcast(whole, 0, group),
+    "reduce": lambda part, whole, group: dist.reduce(whole, 0, group=group),
+    "all_gather": lambda part, whole, group: dist.all_gather_into_tensor(whole, part, group),
+    "reduce_scatter": lambda part, whole, group: dist.reduce_scatter_tensor(
+        part, whole, group=group
+    ),
+    "all_to_all": lambda part, whole, group: dist.all_to_all_single(
+        whole, whole.clone(), group=group
+    ),
+}
+
+
+@in_ranks(3, fresh=True)
+@pytest.mark.parametrize("size", [5, 100_000, 700_000])
+def test_a_mismatch_writes_nothing(rank: int, size: int) -> None:
+    """Rank 1 has another size: no tensor of any rank has changed when the error comes."""
+    for name, call in WRITTEN.items():
+        group: Any = dist.new_group(backend="ringcomm")
+        own = size + (rank == 1)
+        part, whole = torch.full((own,), rank + 5.0), torch.full((3 * own,), rank + 5.0)
+        error = caught(call, part, whole, group)
+        assert error["type"] == "MismatchError", (name, error)
+        assert (part == rank + 5).all(), name
+        assert (whole == rank + 5).all(), name
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
 @in_ranks(2)
 def test_no_asynchronous_error_is_lost(rank: int) -> None:
     """An error that another thread finds while the caller is still submitting is not lost."""
@@ -124,6 +156,30 @@ def test_no_asynchronous_error_is_lost(rank: int) -> None:
         assert not work.is_success()
         dist.barrier()
         dist.destroy_process_group(group)
+
+
+@in_ranks(2, fresh=True)
+@pytest.mark.parametrize("waits_for", ["work", "future"])
+def test_an_error_keeps_no_variables(rank: int, waits_for: str) -> None:
+    """A work and its future keep their error, and must not keep the callers' frames with it."""
+
+    def fail() -> weakref.ref[torch.Tensor]:
+        group: Any = dist.new_group(backend="ringcomm")
+        tensor = torch.zeros(4 + rank)
+        kept = weakref.ref(tensor)
+        work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+        for _ in range(2):
+            with pytest.raises(MismatchError, match="all_reduce") as caught:
+                (work if waits_for == "work" else work.get_future()).wait()
+            assert caught.value.op == "all_reduce"
+            del caught
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return kept
+
+    kept = fail()
+    gc.collect()
+    assert kept() is None
 
 
 # ---- bad options

@@ -1,191 +1,243 @@
-"""`ringcomm doctor --job` on jobs that hang: the verdict names the rank and the reason."""
+"""`ringcomm doctor --job` on jobs that hang: the verdict names the rank and the reason.
+
+The hangs are in hang_cases.py. No test asserts a short time: docs/how-to/hang.md has a table.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hang_cases import CASES, Case
+from machines import Unavailable
+from staged_hangs import Launcher, ask_on_host
+from test_errors import ENVS
 
 from ringcomm.measure import job
 from ringcomm.trace import flight
 
 LIMIT_S = 60
-# Each rank writes a file before it does what makes the job hang.
-PROGRAM = """
-import ctypes, datetime, os, sys, time
-import torch, torch.distributed as dist
-store, case, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-torch.set_num_threads(1)
-dist.init_process_group("ringcomm", init_method=f"file://{store}", rank=rank, world_size=world,
-                        timeout=datetime.timedelta(seconds=50))
-groups = [dist.new_group() for _ in range(2)]
-x = torch.ones(1024)
-dist.all_reduce(x)
-last = rank == world - 1
-open(f"{store}.{rank}", "w").close()
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self): return 4
-    def __getitem__(self, i):
-        time.sleep(40)
-        return i
-
-def wait_in_a_function():
-    time.sleep(40)
-
-if case == "sleeps" and last: wait_in_a_function()
-if case == "stopped" and last: time.sleep(1000)
-if case == "computes" and last:
-    end = time.monotonic() + 40
-    while time.monotonic() < end: pass
-if case == "loader" and last:
-    next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
-if case == "holds the GIL" and last: ctypes.PyDLL(None).sleep(40)
-if case == "two groups": dist.all_reduce(x, group=groups[rank % 2])
-if case == "recv" and rank == 0: dist.recv(x, 1, tag=7)
-if case == "recv": wait_in_a_function()
-if case == "no hang":
-    end = time.monotonic() + 40
-    while time.monotonic() < end: dist.all_reduce(x)
-dist.all_reduce(x)
-"""
+# Of the doctor with eight ranks, on a machine that is busy otherwise.
+SLACK_S = 20
 
 
-@contextmanager
-def hanging(folder: Path, case: str, world_size: int = 3) -> Iterator[list[int]]:
-    """The pids of the ranks of a job that is in this case, by rank."""
-    program, store = folder / "program.py", folder / "store"
-    program.write_text(PROGRAM)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(program), str(store), case]
-    log = (folder / "output").open("w")
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world_size)], env=env, stdout=log, stderr=log)
-        for rank in range(world_size)
-    ]
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while not all((folder / f"store.{rank}").exists() for rank in range(world_size)):
-            assert time.monotonic() < deadline, (folder / "output").read_text()
-            time.sleep(0.05)
-        time.sleep(0.5)
-        if case == "stopped":
-            os.kill(ranks[-1].pid, signal.SIGSTOP)
-            time.sleep(0.2)
-        yield [process.pid for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.wait()
-        log.close()
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
 
 
+def check(case: Case, report: dict[str, Any]) -> None:
+    assert case.is_right(report), report
+    assert 0 < report["took_s"] < SLACK_S
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("host gone", "late")])
+def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    with launcher.job(name, tmp_path, settle_s=case.settle_s) as pids:
+        states = [job._stat(pid)[0] for pid in pids]
+        report = job.examine(pids[0])
+        check(case, report)
+        is_there = [pid for pid, state in zip(pids, states, strict=True) if state != "Z"]
+        assert [row["pid"] for row in report["ranks"]] == is_there
+        # Nothing was stopped, and nobody died of the question.
+        after = [job._stat(pid)[0] for pid in pids]
+        assert [state in "TZ" for state in after] == [state in "TZ" for state in states]
+
+
+# Rank 2 is on the same host as rank 0, and rank 1 on another one.
+@pytest.mark.parametrize("env", [env for env in ENVS if env != "shm"])
 @pytest.mark.parametrize(
-    ("case", "cause", "words"),
+    ("name", "words"),
     [
-        ("sleeps", 2, ["is in no call", "wait_in_a_function", "since all_reduce #0 ended"]),
-        ("stopped", 2, ["is stopped", "kill -CONT"]),
-        ("computes", 2, ["computes", "program.py"]),
-        ("loader", 2, ["in the data loader"]),
-        ("holds the GIL", 2, ["program.py"]),
-        ("recv", 1, ["rank 1 is the cause", "wait_in_a_function"]),
-        ("no hang", None, ["no hang"]),
+        ("stopped", ("rank 2 is the cause: its process", "stopped", "for it in all_reduce #1")),
+        ("computes", ("rank 2 is the cause: it computes", "waits for it in all_reduce #1")),
+        ("recv", ("rank 0 is the cause: it is in recv with tag 7", "rank 1 has no send")),
     ],
 )
-def test_the_cause_is_named(tmp_path: Path, case: str, cause: int | None, words: list[str]) -> None:
-    with hanging(tmp_path, case) as pids:
-        report = job.examine(pids[0])
-        assert [row["pid"] for row in report["ranks"]] == pids
-        assert report["cause"] == cause, report
-        for word in words:
-            assert word in report["verdict"], report
-        # Nothing was stopped, and nobody died of the question.
-        if case != "stopped":
-            assert all(job._stat(pid)[0] not in "TtZ" for pid in pids)
+def test_the_peer_over_messages(
+    launcher: Launcher, tmp_path: Path, env: str, name: str, words: tuple[str, ...]
+) -> None:
+    cause = 0 if name == "recv" else 2
+    with launcher.job(name, tmp_path, 3, ENVS[env]) as pids:
+        check(Case(CASES[name].body, cause, words), job.examine(pids[1]))
 
 
-def test_groups_that_wait_for_each_other(tmp_path: Path) -> None:
-    with hanging(tmp_path, "two groups", world_size=2) as pids:
-        report = job.examine(pids[1])
-        assert report["cause"] is None
-        assert "ranks wait for each other" in report["verdict"]
-        assert "one order on all ranks" in report["verdict"]
+def test_a_host_that_is_gone(launcher: Launcher, tmp_path: Path) -> None:
+    """The doctor runs where the processes of the other host cannot be seen."""
+    try:
+        with launcher.job("host gone", tmp_path, are_hosts=True):
+            report = ask_on_host(tmp_path)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    check(CASES["host gone"], report)
+    assert [row["rank"] for row in report["ranks"]] == [0, 1, 2, 3]
 
 
-def test_the_command_reads_the_job_of_a_launcher(tmp_path: Path) -> None:
-    with hanging(tmp_path, "sleeps", world_size=2):
-        command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(os.getpid())]
+def test_the_command_reads_the_job_of_a_launcher(launcher: Launcher, tmp_path: Path) -> None:
+    with launcher.job("computes", tmp_path, 2):
+        command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(launcher.pid)]
         run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S, check=True)
         found = run(command)
         assert "rank 1 is the cause" in found.stdout
+        assert "asked 2 ranks in " in found.stdout
         found = run([*command, "--json"])
         assert json.loads(found.stdout)["cause"] == 1
 
 
-def test_what_is_no_job_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_two_jobs_of_one_parent_are_told_apart(launcher: Launcher, tmp_path: Path) -> None:
+    """Their groups have the same names."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        launcher.job("stopped", folders[0], 2) as first,
+        launcher.job("computes", folders[1], 2) as second,
+    ):
+        for pids, words in ((first, "is stopped"), (second, "it computes")):
+            report = job.examine(pids[0])
+            assert [row["pid"] for row in report["ranks"]] == pids
+            assert words in report["verdict"]
+        with pytest.raises(job.JobError, match="has started 2 jobs: give the pid of a rank"):
+            job.examine(launcher.pid)
+
+
+# ---- what cannot be examined
+
+
+def test_what_is_no_job_is_refused_in_one_line() -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         with pytest.raises(job.JobError, match=r"neither process \d+ nor one that it has started"):
             job.examine(other.pid)
         other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(job.JobError, match="has ended meanwhile"):  # and nobody waited for it
+            job.examine(other.pid)
         other.wait()
         with pytest.raises(job.JobError, match="there is no process"):
             job.examine(other.pid)
 
 
-def test_a_recorder_of_another_version_is_refused() -> None:
-    header = flight._HEADER.pack(flight._MAGIC, flight.NUM_BYTES, 7, 1, 0, 0, b"0.0.9", 0)
+def as_another_user(call: Callable[[], object]) -> str:
+    """What a call raises in a process of user nobody."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            call()
+        except BaseException as error:
+            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    try:
+        assert select.select([ours], [], [], LIMIT_S)[0]
+        return os.read(ours, 1 << 16).decode()
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(ours)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_job_is_refused_in_one_line(launcher: Launcher, tmp_path: Path) -> None:
+    with launcher.job("computes", tmp_path, 2) as pids:
+        for pid in (pids[0], launcher.pid):
+            said = as_another_user(partial(job.examine, pid))
+            assert said == (
+                f"JobError: process {pid} belongs to another user: run this as that user, or as "
+                "root"
+            )
+
+
+def test_a_job_that_ends_meanwhile(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with launcher.job("computes", tmp_path, 2) as pids:
+        sample = job._sample
+
+        def kill_and_sample(ranks: list[job.Rank]) -> list[job.Rank]:
+            deadline = time.monotonic() + LIMIT_S
+            for pid in pids:
+                os.kill(pid, 9)
+            while any(job._stat(pid)[0] != "Z" for pid in pids):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            return sample(ranks)
+
+        monkeypatch.setattr(job, "_sample", kill_and_sample)
+        with pytest.raises(job.JobError, match=f"the job of process {pids[0]} has ended meanwhile"):
+            job.examine(pids[0])
+
+
+def test_a_recorder_of_another_version_is_refused(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = flight._HEADER.pack(flight._MAGIC, flight.NUM_BYTES, 7, 0, 0, 0, b"0.0.9", 0)
     data = header.ljust(flight.NUM_BYTES, b"\0")
-    with pytest.raises(ValueError, match=r"process 7 runs ringcomm 0\.0\.9"):
+    said = r"process 7 runs ringcomm 0\.0\.9, .*: run `ringcomm doctor` of that version"
+    with pytest.raises(ValueError, match=said):
         flight.parse(data)
     with pytest.raises(ValueError, match="no flight recorder"):
         flight.parse(b"something else")
+    with launcher.job("computes", tmp_path, 2) as pids:
+        monkeypatch.setattr(flight, "__version__", "9.9")
+        for pid in (pids[1], launcher.pid):
+            with pytest.raises(job.JobError, match=r"runs ringcomm .*, and this is 9\.9: run"):
+                job.examine(pid)
 
 
-WAITS = """
-import sys, time, torch, torch.distributed as dist
-rank = int(sys.argv[2])
-dist.init_process_group("ringcomm", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=3)
-x = torch.ones(1 << 20)
-dist.broadcast(x, 0)
-if rank == 2: time.sleep(14)
-dist.all_reduce(x)
-"""
+# ---- the lines of ranks that wait
 
 
-def test_a_long_wait_is_said_once_by_who_wants_it(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WAITS, str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            env={**env, "RINGCOMM_SAYS_WAITS": "0" if rank == 1 else "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    lines = [[line for line in text.splitlines() if "waits for" in line] for text in said]
-    assert [len(found) for found in lines] == [1, 0, 0], said
-    for words in (
-        "ringcomm rank 0/3: all_reduce #1 (4 MiB) waits for rank ",
-        "running, ",
-        " for 1",
-        "ringcomm doctor --job",
-    ):
-        assert words in lines[0][0], lines[0]
+def lines_of(folder: Path) -> list[str]:
+    return [line for line in (folder / "output").read_text().splitlines() if "waits for" in line]
+
+
+def test_a_long_wait_is_said_once_by_who_wants_it(launcher: Launcher, tmp_path: Path) -> None:
+    """Over shared memory and over messages, at once: each takes 14 s."""
+    envs: dict[str, Any] = {**ENVS, "silent": {"RINGCOMM_SAYS_WAITS": "0"}}
+    folders = {name: tmp_path / name for name in envs}
+    with ExitStack() as jobs:
+        for name, folder in folders.items():
+            folder.mkdir()
+            jobs.enter_context(launcher.job("late", folder, 3, envs[name], settle_s=0))
+        deadline = time.monotonic() + LIMIT_S
+        while any(len(lines_of(folders[name])) < 2 for name in ENVS):
+            assert time.monotonic() < deadline, {name: lines_of(folders[name]) for name in ENVS}
+            time.sleep(0.1)
+        time.sleep(3)  # no more lines come
+        for name in ENVS:
+            lines = sorted(lines_of(folders[name]))
+            assert [line.partition(":")[0] for line in lines] == [
+                "ringcomm rank 0/3",
+                "ringcomm rank 1/3",
+            ], lines
+            for line in lines:
+                for words in (
+                    "all_reduce #1 (4 MiB) waits for rank ",
+                    "running, ",
+                    " for 1",
+                    "ringcomm doctor --job",
+                ):
+                    assert words in line, line
+            assert "waits for rank 2 " in lines[0], lines
+            # On host b, rank 1 waits for the rank of host a that it exchanges its part with.
+            other = "0 (pid" if name == "hosts" else "2 (pid"
+            assert f"waits for rank {other}" in lines[1], lines
+        assert not lines_of(folders["silent"])

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
-from sequence_side import COMPLEX, MOVED, REDUCED, Call, ops_of
+from sequence_draws import KINDS_DRAWN, draw_call
+from sequence_side import COMPLEX, REDUCED, Call
 from sequences import FAMILY, POOLS, SUBSETS, WAIT_S, WORLD, Case, run_case
 
 # Of sequences in all; those of a run are divided among the pools.
@@ -29,56 +29,24 @@ IS_STRESS = NUM_SEQUENCES > 0
 # One draw of hypothesis's, which gets slower with the number of its examples.
 PIECE = 250
 
-# Kinds in the order in which a failure is made simpler, and how often each is drawn.
-KINDS_DRAWN = [*KINDS, "all_reduce", "all_reduce", "all_to_all_single", "messages", "messages"]
 # Forms of one collective, which ranks may mix.
 OPERATION = {
     kind: kind.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
     for kind in COLLECTIVES
 }
-# Where paths change, in bytes: a line, an envelope of messages, direct paths, one_shot, a slot of
-# a link, a piece of a board, the board.
-EDGES = [64, 4 << 10, 8 << 10, 48 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
-# Several pieces and slices, odd.
-LARGE = [777_777, 1_500_001, 3_000_001]
-# Elements of all ranks together, of which the model's table has more.
-MAX_TOTAL = 3_000_000
 
 
-def sizes(draw: Any, dtype: str, num_ranks: int, has_shares: bool) -> int:
-    itemsize = getattr(torch, dtype).itemsize
-    kind = draw(st.integers(0, 19))
-    if kind < 11:
-        return draw(
-            st.sampled_from([1, 0, num_ranks, num_ranks - 1, num_ranks + 1, 3, 17, 67, 1000])
-        )
-    if kind < 18:
-        num_elems = draw(st.sampled_from(EDGES)) // itemsize
-        if has_shares and draw(st.booleans()):
-            num_elems //= num_ranks
-        num_elems += draw(st.integers(-1, 1))
-    else:
-        num_elems = min(draw(st.sampled_from(LARGE)) // itemsize, 400_000)
-    return min(num_elems, MAX_TOTAL // (num_ranks if has_shares else 1))
+class Drawn:
+    """Hypothesis's draws, as `random.Random` offers them."""
 
+    def __init__(self, draw: Any) -> None:
+        self._draw = draw
 
-def draw_call(draw: Any, kinds: list[str], fresh: tuple[int, ...], groups: list[int]) -> Call:
-    kind = draw(st.sampled_from(kinds))
-    group = draw(st.sampled_from(groups))
-    num_ranks = len(fresh if group < 0 else FAMILY[group][0])
-    dtype = draw(st.sampled_from(REDUCED if kind in REDUCTIONS else MOVED))
-    has_shares = kind not in ("all_reduce", "reduce", "broadcast")
-    return Call(
-        kind,
-        group,
-        dtype,
-        draw(st.sampled_from(ops_of(dtype))) if kind in REDUCTIONS else "sum",
-        sizes(draw, dtype, num_ranks, has_shares),
-        draw(st.integers(0, 99)),
-        draw(st.integers(0, num_ranks - 1)),
-        draw(st.sampled_from([0, 0, 1, 2, 5])),
-        draw(st.integers(0, 9999)),
-    )
+    def choice(self, values: Any) -> Any:
+        return self._draw(st.sampled_from(values))
+
+    def randint(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
 
 
 @st.composite
@@ -88,7 +56,12 @@ def cases(draw: Any, pool: str) -> Case:
         fresh = draw(st.sampled_from(SUBSETS))
     groups = [*range(len(FAMILY)), *([-1] * 5 if fresh else [])]
     num_calls = draw(st.integers(1, 12))
-    calls = [draw_call(draw, KINDS_DRAWN, fresh, groups) for _ in range(num_calls)]
+    drawn, numbers = Drawn(draw), [len(members) for members, _ in FAMILY]
+    calls = []
+    for _ in range(num_calls):
+        group = draw(st.sampled_from(groups))
+        num_ranks = len(fresh) if group < 0 else numbers[group]
+        calls.append(draw_call(drawn, KINDS_DRAWN, group, num_ranks))
     return Case(tuple(calls), fresh, pool)
 
 
@@ -96,9 +69,8 @@ def cases(draw: Any, pool: str) -> Case:
 def deviations(draw: Any, pool: str) -> Case:
     """A call at which one rank of a group has something else."""
     fresh = draw(st.sampled_from(SUBSETS))
-    calls = [
-        draw_call(draw, list(COLLECTIVES), fresh, [-1]) for _ in range(draw(st.integers(1, 4)))
-    ]
+    drawn, kinds = Drawn(draw), list(COLLECTIVES)
+    calls = [draw_call(drawn, kinds, -1, len(fresh)) for _ in range(draw(st.integers(1, 4)))]
     # A monitored barrier is messages, which a collective elsewhere leaves to their time-out.
     calls = [replace(c, wait=0, uneven=0 if c.kind == "barrier" else c.uneven) for c in calls]
     at = draw(st.integers(0, len(calls) - 1))

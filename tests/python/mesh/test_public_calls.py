@@ -35,10 +35,11 @@ MODULES = (
     *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
     *("ringcomm.parallel.tensor", "ringcomm.parallel.zero"),
 )
-MOST_NAMES = 70
+MOST_NAMES = 73
 # What takes a group and no mesh.
 WITHOUT = {
-    *("empty_shared", "health", "monitored_barrier", "shrink", "stats"),  # as torch.distributed
+    # As torch.distributed.
+    *("empty_shared", "health", "monitored_barrier", "on_death", "peer_stats", "shrink", "stats"),
     *("all_gather", "all_reduce", "broadcast", "new_shard_state", "reduce", "reduce_scatter"),
     *("reduce_scatter_update_all_gather_", "ZeroOptimizer"),  # made by zero.shard()
     "all_reduce_add_rms_norm_",

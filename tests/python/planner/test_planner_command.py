@@ -32,7 +32,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> 
 
 def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, *LLAMA, "--top", "3")
-    for text in ("6,738,415,616 parameters", "8 × h100 with 85.9 GB", "ddp, dp 8: needs "):
+    for text in ("6,738,415,616 parameters", "8 × h100 with 80.0 GiB", "ddp, dp 8: needs "):
         assert text in out
     out = printed(capsys, *LLAMA, "--systems", "ddp", "--tp", "1", "--pp", "1", status=1)
     assert "0 plans fit" in out

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cross_entropy
+import deaths
 import footprint
 import front_door
 import harness
@@ -48,6 +49,11 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "algorithm",
         [None, "one_shot", "one_shot", None, "two_shot", "direct"],
     ),
+    "deaths": (
+        "--worlds 2 --deaths 2 --peer-deaths 1 --strangers 0 --backends ringcomm,gloo-end",
+        "moment",
+        [*deaths.MOMENTS, *deaths.MOMENTS],
+    ),
     "lomo": (
         "--seconds 0.1 --repeats 0 --size tiny --rows 1 --context 8 --world 2",
         "way",
@@ -73,6 +79,11 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
         "case",
         ["linear", "linear_plans", "embedding", "sgd", "linear_loss"],
     ),
+    "hosts": (
+        "--seconds 0 --repeats 0 --ranks-per-host 1 --cable none --ops all_reduce --sizes 1k",
+        "backend",
+        ["ringcomm", "gloo"],
+    ),
     "pipeline": (
         "--seconds 0.01 --repeats 0 --worlds 2 --factors 2 --unit-ms 0.2",
         "schedule",
@@ -86,6 +97,8 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
 def test_records_of_a_script(script: str, tmp_path: Path) -> None:
     if script in ("inference", "llama_memory"):
         pytest.importorskip("transformers")
+    if script == "hosts" and subprocess.call(["unshare", "-rn", "ip", "link", "set", "lo", "up"]):
+        pytest.skip("this machine does not let users make network namespaces")
     options, field, expected = SCRIPTS[script]
     path = tmp_path / "records.jsonl"
     assert import_module(script).main(["--json", str(path), *options.split()]) == EXIT_OK
@@ -139,7 +152,8 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
 # ---- tables of records
 
 
-def test_the_page_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [table, deaths])
+def test_a_page_has_the_tables_of_the_committed_records(script: Any, tmp_path: Path) -> None:
     """As git has them: records that a run has added since are not on the page yet."""
 
     def git(*arguments: str) -> str:
@@ -154,11 +168,11 @@ def test_the_page_has_the_tables_of_the_committed_records(tmp_path: Path) -> Non
     copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
     for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
         copy.write_text(git("show", f":{name}"), encoding="utf-8")
-    written = table.page_tables(read_records(copies))
+    written = script.page_tables(read_records(copies))
     if not written:
         pytest.skip("there are no records yet")
-    page = table.PAGE.read_text(encoding="utf-8")
-    told = "out of date: python benchmarks/table.py --write docs/benchmarks.md"
+    page = script.PAGE.read_text(encoding="utf-8")
+    told = f"{script.PAGE} is out of date: --write of {script.__name__}.py renews it"
     assert table.with_tables(page, written) == page, told
 
 

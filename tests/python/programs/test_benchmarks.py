@@ -59,7 +59,7 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             assert ratio["over"] == "ringcomm"
             assert ratio["p10"] <= ratio["p50"] <= ratio["p90"]
             assert ratio["num_pairs"] >= 5
-    assert "time over ringcomm's" in capfd.readouterr().out
+    assert "time / ringcomm's" in capfd.readouterr().out
     assert table.main([str(path)]) == ranks.EXIT_OK
     assert "| 1 KiB |" in capfd.readouterr().out
 

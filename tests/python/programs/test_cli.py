@@ -293,7 +293,7 @@ def test_output_to_a_pipe_that_closes_and_to_a_terminal_of_ascii() -> None:
 def test_a_narrow_terminal_gets_lines_in_place_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")  # a dumb terminal has no width of its own
-    table = make_table(["op", "p50 µs", "time over ringcomm's"], "Medians.")
+    table = make_table(["op", "p50 µs", "time / ringcomm's"], "Medians.")
     table.add_row("all_reduce", "4.66", "19.2× (18.9–19.2)")
     table.add_row("all_gather", "5.25", "")
     screen = io.StringIO()
@@ -303,8 +303,8 @@ def test_a_narrow_terminal_gets_lines_in_place_of_columns(monkeypatch: pytest.Mo
         console.print(fitted(console, table))
     wide, _, narrow = screen.getvalue().partition("\nop  ")
     assert "┃" in wide
-    lines = ["all_reduce", "p50 µs                4.66"]
-    lines += ["time over ringcomm's  19.2×", "(18.9–19.2)", "all_gather", "Medians."]
+    lines = ["all_reduce", "p50 µs             4.66"]
+    lines += ["time / ringcomm's  19.2×", "(18.9–19.2)", "all_gather", "Medians."]
     for line in lines:
         assert line in narrow
     assert "…" not in screen.getvalue()
@@ -341,7 +341,7 @@ BAD_INPUT = [
     ("doctor --world-size 0", "1 to 64, got 0"),
     ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
     ("plan --gpus 8", "--model and --gpus are required"),
-    (f"{LLAMA} --memory 80", "less than the 1.07 GB that the driver uses"),
+    (f"{LLAMA} --memory 80", "less than the 1.00 GiB that the driver uses"),
     (f"{LLAMA} --tokens much", "'much' is not a number"),
     (f"{LLAMA} --tuning no.json", "does not exist"),
     (f"{LLAMA} --top -1", "--top must not be negative"),

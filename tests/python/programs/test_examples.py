@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,43 @@ def test_survivors_have_the_losses_of_one_process(system: str, victim: int, tmp_
     assert len(expected) == 9
     for rank in {0, 1, 2, 3} - {victim}:
         assert everyone[rank] == pytest.approx(expected, rel=2e-5)
+
+
+def test_survivors_of_a_host_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    line = "survive --system zero-2 --steps 8 --rows 12 --commit 3"
+    hosts = [{"RINGCOMM_HOST_ID": host} for host in "aaab"]
+    kind: dict[str, Any] = {"fresh": True, "may_die": [3], "env": hosts}
+    everyone = losses(4, f"{line} --die 3:5", tmp_path, **kind)
+    (expected,) = losses(1, line, tmp_path)
+    for found in everyone[:3]:
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["ddp", "zero-1", "zero-2", "lomo"])
+def test_torchrun_restarts_from_the_last_state(system: str, tmp_path: Path) -> None:
+    """Rank 1 dies in step 5; the restarted job begins at step 3, and ends with the right loss."""
+    line = f"survive --system {system} --steps 8 --rows 12 --commit 3"
+    (expected,) = losses(1, line, tmp_path)
+    _, *words = line.split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [
+            *(*torchrun, "--nproc-per-node", "4", "--max-restarts", "1"),
+            *(str(EXAMPLES / "survive.py"), *SMALL.split(), *words),
+            *("--die", "1:5", "--save", str(tmp_path)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"go on at step 3 of {tmp_path}" in done.stdout
+    assert "ranks go on at" not in done.stdout  # nobody has shrunk the group meanwhile
+    (loss,) = re.findall(r"held out    loss ([\d.]+)", done.stdout)
+    assert float(loss) == pytest.approx(expected[-1], abs=6e-5)  # as it is printed
 
 
 # ---- the main job: checks, checkpoints

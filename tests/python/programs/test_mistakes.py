@@ -34,6 +34,7 @@ ROW = re.compile(r"^\| (?!mistake|---)(.+?) \| (.+?) \| .+ \|$", re.M)
 ROWS: dict[str, str] = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
 TIMEOUT_S = 60
 TORCH_SAYS = "torch: "
+NO_EXTENSION = shutil.ignore_patterns("*.so", "__pycache__")
 
 
 def assert_said(mistake: str, message: str) -> None:
@@ -95,38 +96,41 @@ def no_headers(patch: pytest.MonkeyPatch, folder: Path) -> str:
     return said_of_build(buildconfig.check_python_headers)
 
 
-def build_isolation(patch: pytest.MonkeyPatch, folder: Path) -> str:
+def build_without_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
     (folder / "torch.py").write_text("raise ImportError('hidden')\n")
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); sys.argv = ['setup.py', 'build']\n"
     code += f"import runpy; runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')\n"
     return said_by(sys.executable, "-c", code)
 
 
-def package(folder: Path) -> Path:
-    """ringcomm without its extension, beside a torch that has a version and nothing else."""
+def package(folder: Path, extension: str = "", built_for: str = "") -> Path:
+    """ringcomm beside a torch that has a version and nothing else; its extension cannot run."""
     package = folder / "ringcomm"
-    package.mkdir()
-    for name in ("__init__.py", "_extension.py"):
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "_extension.py", "version.py"):
         shutil.copy(ROOT / "ringcomm" / name, package)
     shutil.copy(ROOT / "_ringcomm_autoload.py", folder)
     (folder / "torch.py").write_text('__version__ = "2.13.0+cpu"\n')
+    if extension:
+        text = f"\x7fELF... ringcomm is built for torch {built_for} ..."
+        (package / extension).write_text(text, encoding="latin-1")
     return package
 
 
-def import_of(folder: Path) -> str:
+def import_of(*folders: Path) -> str:
     """What `import ringcomm` of a package in a folder says; nothing else is on its path."""
-    code = f"import sys; sys.path.insert(0, {str(folder)!r}); import ringcomm"
-    return said_by(sys.executable, "-S", "-c", code).removeprefix("ImportError: ")
+    path = [str(folder) for folder in folders]
+    code = f"import sys; sys.path[:0] = {path}; import ringcomm"
+    return said_by(sys.executable, "-IS", "-c", code).removeprefix("ImportError: ")
 
 
 def other_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    extension = package(folder) / f"_C{EXTENSION_SUFFIXES[0]}"
-    extension.write_bytes(b"\x7fELF... ringcomm is built for torch 2.10.1 ...")
+    package(folder, f"_C{EXTENSION_SUFFIXES[0]}", "2.10.1")
     return import_of(folder)
 
 
 def other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
-    (package(folder) / "_C.cpython-39-x86_64-linux-gnu.so").write_bytes(b"")
+    package(folder, "_C.cpython-39-x86_64-linux-gnu.so", "2.13.0")
     return import_of(folder)
 
 
@@ -198,10 +202,10 @@ ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
     "no compiler": no_compiler,
     "a compiler that is too old": old_compiler,
     "no Python headers": no_headers,
-    "pip with build isolation": build_isolation,
+    "no torch, and pip without build isolation": build_without_torch,
     "another torch than at build time": other_torch,
     "another Python than at build time": other_python,
-    "Python started in the checkout": in_checkout,
+    "a checkout that has not been built": in_checkout,
     "a checkout without write permission": no_permission,
     "started without torchrun": no_torchrun,
     "the backend is unknown to torch": unknown_backend,
@@ -231,9 +235,50 @@ def test_the_advice_on_backends_is_for_names_close_to_ringcomm() -> None:
 def test_an_extension_of_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it can be loaded."""
     assert _C.BUILT_FOR.rpartition(" ")[2].split(".")[:2] == torch.__version__.split(".")[:2]
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    with pytest.raises(ImportError, match=r"built for torch 2\.\d+, and this is torch 2.99.0"):
+    monkeypatch.setattr(_extension, "MINOR", "2.99")
+    with pytest.raises(ImportError, match=r"has one built for torch 2\.\d+"):
         _extension._load()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (None, "cannot be loaded"),  # it is tried, and is no library
+        ("built_for", "has one built for torch 2.12"),
+        ("version", "has one of another version of ringcomm"),
+    ],
+)
+def test_a_checkout_takes_an_installed_extension_that_fits(
+    change: str | None, fault: str, tmp_path: Path
+) -> None:
+    checkout, installed = tmp_path / "checkout", tmp_path / "site-packages"
+    package(checkout)
+    (checkout / "setup.py").write_text("")
+    built_for = "2.12.0" if change == "built_for" else "2.13.0"
+    found = package(installed, f"_C{EXTENSION_SUFFIXES[0]}", built_for)
+    if change == "version":
+        (found / "version.py").write_text('__version__ = "0.0.1"\n')
+    said = import_of(checkout, installed)
+    assert fault in said
+    assert str(found) in said
+    assert said.endswith(f"pip install {checkout}")
+
+
+def test_a_checkout_runs_with_the_extension_of_an_installed_package(tmp_path: Path) -> None:
+    """Its own Python files come first, and what it lacks comes from the installed package."""
+    checkout, installed = tmp_path / "checkout", tmp_path / "site-packages"
+    for folder in (checkout, installed):
+        shutil.copytree(ROOT / "ringcomm", folder / "ringcomm", ignore=NO_EXTENSION)
+    for extension in (ROOT / "ringcomm").glob("*.so"):
+        shutil.copy(extension, installed / "ringcomm")
+    (installed / "ringcomm" / "only_installed.py").write_text("")
+    (checkout / "setup.py").write_text("")
+    code = f"import sys; sys.path[:0] = {[str(checkout), str(installed)]}\n"
+    code += "import torch, ringcomm, ringcomm.only_installed\n"
+    code += "print(*(m.__file__ for m in (ringcomm._C, ringcomm._kernels, ringcomm.backend)))"
+    command = [sys.executable, "-c", code]
+    said = subprocess.check_output(command, text=True, timeout=TIMEOUT_S).split()
+    assert [Path(name).parents[1] for name in said] == [installed, installed, checkout]
 
 
 # ---- mistakes of ranks: each takes the rank and a folder, and may raise

@@ -47,12 +47,27 @@ class Pool:
     def __init__(self, server: Server, env: Sequence[dict[str, str]], module: str = "") -> None:
         self._server = server
         self._folder = Path(tempfile.mkdtemp(dir=server.folder))
+        self._env, self._module = env, module
         self._pids: list[int] = []
         self._calls: list[Connection] = []
-        for rank, rank_env in enumerate(env):
-            pid, fd = server.fork_rank(rank, self._folder, rank_env, module)
+        for rank in range(len(env)):
+            pid, calls = self._fork(rank)
             self._pids.append(pid)
-            self._calls.append(Connection(fd))
+            self._calls.append(calls)
+
+    def _fork(self, rank: int) -> tuple[int, Connection]:
+        pid, fd = self._server.fork_rank(rank, self._folder, self._env[rank], self._module)
+        return pid, Connection(fd)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """By rank; a process that has ended keeps its number until a call has noticed that."""
+        return self._pids
+
+    def renew(self, rank: int) -> None:
+        """Starts another process for a rank whose process has ended."""
+        self._calls[rank].close()
+        self._pids[rank], self._calls[rank] = self._fork(rank)
 
     def init_group(self, backend: str, pg_options: Any, timeout_s: float) -> None:
         world_size = len(self._pids)

@@ -1,0 +1,397 @@
+#!/usr/bin/env python3
+"""Measures how long after a rank's death the last of the others knows, and has a new group.
+
+    python benchmarks/deaths.py --worlds 2,4,8 --deaths 100 --peer-deaths 10 --write
+
+Each death has ranks of its own: one is killed by SIGKILL at a random moment, in a call or while the
+ranks compute between calls. Over ringcomm the others then shrink the group. Over Gloo they catch
+the error and stay, or end; under MPI mpiexec ends them. Strangers, one for each core, keep the
+machine busy. One JSON line per point is appended to benchmarks/results; --write puts the newest
+into docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# isort: on
+from deaths_mpi import CALL, PID, RAISED
+from report import Report, grid, table_of
+from run_all import find_mpiexec
+from table import Layout, Record, Run, read_results, tables, with_tables
+from waiting import Strangers
+from weather import Weather
+
+import ringcomm
+from ringcomm.measure.machine import OthersWatch
+from ringcomm.measure.ranks import run_main
+from ringcomm.measure.screen import as_option, whole_numbers, words
+from ringcomm.measure.timing import percentiles
+from ringcomm.torch_names import die_with_parent
+
+PAGE = harness.ROOT / "docs" / "reliability.md"
+# What a rank writes of itself: seconds of the monotonic clock but for the first, and whether the
+# error names the dead rank and the new group adds up. 0 is "not yet".
+IS_NAMED, SHRUNK, IS_RIGHT, NUM_COLUMNS = 3, 4, 5, 6
+# Beyond it a rank counts as one that does not know. Gloo's timeout is shorter than that.
+LIMIT_S = 15.0
+START_LIMIT_S = 120.0
+GLOO_TIMEOUT_S = 5.0
+COMPUTE_S = 0.02
+# How the ranks of a backend go on after the error.
+SHRINK, STAY, END = "shrink", "stay", "end"
+BACKENDS = {"ringcomm": SHRINK, "gloo": STAY, "gloo-end": END, "mpi": STAY}
+NAMES = {"gloo": "Gloo, caught", "gloo-end": "Gloo, not caught", "mpi": "MPI"}
+MOMENTS = ("call", "computation")
+
+
+@dataclass(frozen=True)
+class Death:
+    """What one death was like, in seconds from the kill.
+
+    Attributes:
+        aware_s: until the last rank that noticed has raised; with MPI, until all have ended.
+        call_s: the same from the kill, or from the beginning of the rank's call if that is later.
+        group_s: from the last error until the last rank has the new group; None without shrink().
+        num_raised: ranks that got an exception.
+        is_right: all ranks of ringcomm named the dead one, and the new group is right.
+    """
+
+    aware_s: float
+    call_s: float
+    group_s: float | None
+    num_raised: int
+    is_right: bool
+
+
+# ---- a rank
+
+
+def calls_of(source: random.Random, world_size: int) -> Callable[[], object]:
+    """A random collective, the same on all ranks."""
+    tensor = torch.zeros(source.choice([256, 65_536, 1 << 20]))
+    many = [torch.empty_like(tensor) for _ in range(world_size)]
+    return source.choice(
+        [
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.all_reduce(tensor, async_op=True).wait(),
+            lambda: dist.broadcast(tensor, 0),
+            lambda: dist.all_gather(many, tensor),
+            dist.barrier,
+        ]
+    )
+
+
+def compute() -> None:
+    """Keeps the processor for COMPUTE_S of its time."""
+    matrix = torch.ones(64, 64)
+    end = time.thread_time() + COMPUTE_S
+    while time.thread_time() < end:
+        torch.mm(matrix, matrix)
+
+
+def work(row: Any, moment: str, source: random.Random, world_size: int) -> None:
+    """Calls until one raises."""
+    calls = [calls_of(source, world_size) for _ in range(20)]
+    while True:
+        for call in calls:
+            if moment == "computation":
+                compute()
+            row[CALL] = time.monotonic()
+            call()
+
+
+def be_rank(rank: int, board: Any, backend: str, moment: str, seed: int, victim: int) -> None:
+    """A forked rank, from the making of the group to its end."""
+    world_size, row = len(board), board[rank]
+    torch.set_num_threads(1)
+    is_ours = BACKENDS[backend] == SHRINK
+    dist.init_process_group(
+        "ringcomm" if is_ours else "gloo",
+        store=dist.FileStore(f"{os.path.dirname(board.filename)}/store", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=2 * LIMIT_S if is_ours else GLOO_TIMEOUT_S),
+    )
+    dist.barrier()
+    row[PID] = os.getpid()
+    try:
+        work(row, moment, random.Random(seed), world_size)
+    except RuntimeError as error:  # Gloo's, and DistBackendError
+        row[RAISED] = time.monotonic()
+        row[IS_NAMED] = isinstance(error, ringcomm.PeerDiedError) and error.rank == victim
+    if is_ours:
+        new = ringcomm.shrink()
+        row[SHRUNK] = time.monotonic()
+        total = torch.ones(3)
+        dist.all_reduce(total, group=new)
+        row[IS_RIGHT] = total.tolist() == [world_size - 1.0] * 3
+        dist.destroy_process_group()
+    elif BACKENDS[backend] == STAY:
+        time.sleep(2 * LIMIT_S)
+
+
+# ---- the parent of one death
+
+
+def wait_for(is_done: Callable[[], bool], limit_s: float) -> bool:
+    """Looks every 2 ms; whether it came in time."""
+    deadline = time.monotonic() + limit_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+@contextlib.contextmanager
+def forked(board: Any, *arguments: Any) -> Iterator[list[int]]:
+    """The ranks, which are killed and waited for at the end."""
+    pids = []
+    try:
+        for rank in range(len(board)):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    die_with_parent(signal.SIGKILL)
+                    be_rank(rank, board, *arguments)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+            pids.append(pid)
+        yield pids
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
+def kill_one(board: Any, victim: int, source: random.Random) -> float:
+    """Kills a rank at a random moment after all have begun; when."""
+    if not wait_for(lambda: bool(board[:, PID].all()), START_LIMIT_S):
+        raise ValueError(f"ranks did not start in {START_LIMIT_S:.0f} s")
+    time.sleep(source.uniform(0.005, 0.1))
+    now = time.monotonic()
+    os.kill(int(board[victim, PID]), signal.SIGKILL)
+    return now
+
+
+def die_once(board: Any, backend: str, moment: str, source: random.Random) -> Death:
+    """One death over a backend of torch."""
+    world_size = len(board)
+    victim, seed = source.randrange(world_size), source.randrange(1 << 30)
+    others = [rank for rank in range(world_size) if rank != victim]
+    has_shrink = BACKENDS[backend] == SHRINK
+    with forked(board, backend, moment, seed, victim):
+        killed = kill_one(board, victim, source)
+        wait_for(lambda: bool(board[others, RAISED].all()), LIMIT_S)
+        if has_shrink:
+            wait_for(lambda: bool(board[others, IS_RIGHT].all()), LIMIT_S)
+        rows = np.array(board[others])
+    raised = rows[rows[:, RAISED] > 0]
+    begun = np.maximum(raised[:, CALL], killed)
+    is_right = bool(rows[:, [IS_NAMED, IS_RIGHT]].all()) if has_shrink else True
+    return Death(
+        max(raised[:, RAISED] - killed, default=LIMIT_S),
+        max(raised[:, RAISED] - begun, default=LIMIT_S),
+        max(rows[:, SHRUNK]) - max(rows[:, RAISED]) if has_shrink else None,
+        len(raised),
+        is_right,
+    )
+
+
+def die_under_mpi(board: Any, _backend: str, _moment: str, source: random.Random) -> Death:
+    """One death of a rank of mpiexec, which ends the others."""
+    world_size, mpiexec = len(board), find_mpiexec()
+    assert mpiexec is not None
+    script = str(Path(__file__).with_name("deaths_mpi.py"))
+    command = [mpiexec, "-n", str(world_size), sys.executable, script, board.filename]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "I_MPI_PIN": "off", "I_MPI_FABRICS": "shm"}
+    with subprocess.Popen(command, env=environment, **quiet) as job:
+        pidfds: list[int] = []
+        try:
+            victim = source.randrange(world_size)
+            if not wait_for(lambda: bool(board[:, PID].all()), START_LIMIT_S):
+                raise ValueError(f"mpiexec did not start ranks in {START_LIMIT_S:.0f} s")
+            pidfds = [os.pidfd_open(int(pid)) for pid in board[:, PID]]
+            killed = kill_one(board, victim, source)
+            left = set(pidfds) - {pidfds[victim]}
+            while left and time.monotonic() < killed + LIMIT_S:
+                left -= set(select.select(list(left), [], [], 0.1)[0])
+            ended_s = time.monotonic() - killed
+            wait_for(lambda: job.poll() is not None, LIMIT_S)
+        finally:
+            for pidfd in pidfds:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+            job.kill()
+    num_raised = int((board[:, RAISED] > 0).sum())
+    return Death(ended_s, ended_s, None, num_raised, True)
+
+
+# ---- points and their records
+
+
+def measure(
+    backend: str, world_size: int, moment: str, num_deaths: int, num_strangers: int, seed: int
+) -> dict[str, Any]:
+    """The record of one point."""
+    source = random.Random(f"{seed} {backend} {world_size} {moment}")
+    die = die_under_mpi if backend == "mpi" else die_once
+    watch = OthersWatch([os.getpid()])
+    deaths = []
+    with Strangers(num_strangers):
+        for _ in range(num_deaths):
+            with tempfile.TemporaryDirectory(prefix="ringcomm-deaths-") as folder:
+                shape = (world_size, NUM_COLUMNS)
+                board = np.memmap(f"{folder}/board", np.float64, "w+", shape=shape)
+                deaths.append(die(board, backend, moment, source))
+    groups_s = [death.group_s for death in deaths if death.group_s is not None]
+    return {
+        "backend": backend,
+        "world_size": world_size,
+        "moment": moment,
+        "strangers": num_strangers,
+        "seed": seed,
+        "num_deaths": num_deaths,
+        "aware": summary([death.aware_s for death in deaths]),
+        "after_call": summary([death.call_s for death in deaths]),
+        "new_group": summary(groups_s) if groups_s else None,
+        "raised_share": sum(d.num_raised for d in deaths) / (num_deaths * (world_size - 1)),
+        **Weather(watch.percent()).record(),
+        "verified": all(death.is_right for death in deaths),
+    }
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """p50, p99 and the most, in ms."""
+    found = percentiles((1000 * s for s in seconds), "ms")
+    return {"p50": found["p50_ms"], "p99": found["p99_ms"], "max": 1000 * max(seconds)}
+
+
+def points(options: argparse.Namespace) -> Iterator[tuple[str, int, str, int]]:
+    """Backend, ranks, moment and number of deaths."""
+    for backend in options.backends:
+        num_deaths = options.deaths if BACKENDS[backend] == SHRINK else options.peer_deaths
+        for world_size in options.worlds:
+            for moment in MOMENTS if backend != "mpi" else MOMENTS[:1]:
+                yield backend, world_size, moment, num_deaths
+
+
+# ---- tables
+
+
+def figures(found: dict[str, float] | None) -> str:
+    """``p50 / p99 / max``."""
+    if found is None:
+        return "–"
+    return " / ".join(f"{found[name]:,.1f}" for name in ("p50", "p99", "max"))
+
+
+HEADERS = [
+    "backend",
+    "killed in a",
+    "ranks",
+    "deaths",
+    "death to last error, ms",
+    "call to last error, ms",
+    "then to the new group, ms",
+    "ranks with an error",
+]
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """Formats a record as a table row."""
+    mark = "" if record["quiet"] else " *"
+    return [
+        NAMES.get(record["backend"], record["backend"]),
+        record["moment"],
+        str(record["world_size"]),
+        str(record["num_deaths"]),
+        figures(record["aware"]) + mark,
+        figures(record["after_call"]),
+        figures(record["new_group"]),
+        f"{100 * record['raised_share']:.0f} %",
+    ]
+
+
+def _lines(runs: list[Run]) -> list[str]:
+    num_strangers = runs[0][0]["strangers"]
+    beside = f"Beside {num_strangers} CPU-bound processes" if num_strangers else "Ranks alone"
+    title = f"{beside}; median / 99th percentile / most:"
+    return [title, *grid(HEADERS, 2, [row_of(record) for run in runs for record in run])]
+
+
+LAYOUT = Layout("deaths", ("strangers",), ("backend", "moment", "world_size"), _lines)
+
+
+def page_tables(records: list[Record]) -> list[str]:
+    """What docs/reliability.md has between its marks."""
+    return tables(records, LAYOUT)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parses the command line; exits with a message for invalid options."""
+    parser = harness.make_parser(__doc__)
+    add = parser.add_argument
+    add("--backends", type=as_option(words), default=",".join(BACKENDS))
+    add("--worlds", type=as_option(whole_numbers), default="2,4,8", help="numbers of ranks")
+    add("--deaths", type=int, default=100, help="of each point over ringcomm")
+    add("--peer-deaths", type=int, default=10, help="of each point over others")
+    cores = len(os.sched_getaffinity(0))
+    add("--strangers", type=int, default=cores, help="CPU-bound processes beside the ranks")
+    add("--seed", type=int, default=1, help="of calls, victims and moments")
+    add("--write", action="store_true", help="renew docs/reliability.md")
+    options = parser.parse_args(argv)
+    for name in set(options.backends) - set(BACKENDS):
+        parser.error(f"--backends: {name!r} is none of {', '.join(BACKENDS)}")
+    if min(options.worlds) < 2 or min(options.deaths, options.peer_deaths) < 1:
+        parser.error("--worlds must be 2 or more, --deaths and --peer-deaths 1 or more")
+    if "mpi" in options.backends and find_mpiexec() is None:
+        options.backends.remove("mpi")
+        print("without MPI; for Intel's: pip install impi-rt mpi4py")
+    options.json = options.json or harness.default_path("deaths")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures every point; returns the exit code."""
+    options = parse(argv)
+    report = Report("deaths", options.json)
+    for point in points(options):
+        record = measure(*point, options.strangers, options.seed)
+        report.add([record])
+        print(" | ".join(row_of(record)), flush=True)
+    if options.write:
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(with_tables(text, page_tables(read_results([]))), encoding="utf-8")
+    return report.finish(table_of(HEADERS, "", report.records, row_of, ("backend",)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("deaths.py", main))

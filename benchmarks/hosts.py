@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Collectives between two hosts: ringcomm beside Gloo alone, in turn.
+
+    python benchmarks/hosts.py --ranks-per-host 1,2 --cable 1gbit
+
+The hosts are two network namespaces of this machine, made in a user namespace of this script's own
+and joined by a cable (veth) whose rate tc limits. They need Linux's unshare, nsenter, ip and tc.
+What separate machines differ in, such as the latency of a switch, is not in these figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+
+# isort: on
+from groups import labelled, open_groups, run_ranks
+from operations import OPERATIONS
+from point import make_bench, measure_point
+from report import Report, comparison, state_of, table_of
+
+from ringcomm.measure.ranks import (
+    EXIT_OK,
+    EXIT_WRONG_RESULTS,
+    RankError,
+    Team,
+    joined_world_size,
+    run_main,
+)
+from ringcomm.measure.screen import as_option, byte_count, byte_counts, microseconds, words
+
+OPS = "all_reduce,reduce_scatter,all_gather,all_to_all,broadcast"
+TOOLS = ("unshare", "nsenter", "ip", "tc")
+ADDRESSES, PORT = ("10.211.0.1", "10.211.0.2"), 29555
+IN_NAMESPACE = "_RINGCOMM_BENCH_IN_NAMESPACE"
+LIMIT_S = 1800.0
+START_S = 10.0
+
+
+def run_rank(team: Team, options: argparse.Namespace) -> None:
+    """Times each operation and size; rank 0 reports records. Collective."""
+    groups = open_groups(team, labelled(["ringcomm", "gloo"]))
+    bench = make_bench(team, groups, torch.device("cpu"))
+    for op in options.ops:
+        for num_bytes in options.sizes:
+            seconds, repeats = options.seconds, options.repeats
+            records = measure_point(bench, op, num_bytes, torch.float32, seconds, repeats)
+            if team.rank == 0:
+                team.report(records)
+    dist.destroy_process_group()
+
+
+def be_rank(options: argparse.Namespace) -> int:
+    """One rank of torchrun; rank 0 writes the records."""
+    world_size = joined_world_size() or 1
+    dimensions: dict[str, Any] = {
+        "world_size": world_size,
+        "ranks_per_host": world_size // len(ADDRESSES),
+        "cable": options.cable,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    report = Report("hosts", options.json if os.environ["RANK"] == "0" else None, **dimensions)
+    run_ranks(world_size, lambda team: run_rank(team, options), report.add)
+    headers = ["op", "bytes", "backend", "p50 µs", "p99 µs", "time over", "others %", "state"]
+    return report.finish(table_of(headers, "", report.records, row_of, ("op",)))
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """Formats a record as a table row."""
+    return [
+        record["op"],
+        byte_count(record["bytes"]),
+        record["backend"],
+        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p99")),
+        comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+        state_of(record),
+    ]
+
+
+def join_hosts(cable: str) -> subprocess.Popen[bytes]:
+    """Makes the second host and the cable; returns the process that keeps the host."""
+    other = subprocess.Popen(["unshare", "-n", "sleep", str(LIMIT_S)])
+    mine, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + START_S
+    while os.readlink(f"/proc/{other.pid}/ns/net") == mine:
+        if other.poll() is not None or time.monotonic() > deadline:
+            raise RankError("unshare made no second network namespace")
+        time.sleep(0.01)
+    here, there = "", f"nsenter -t {other.pid} -n "
+    lines = [
+        "ip link add rc0 type veth peer name rc1",
+        f"ip link set rc1 netns {other.pid}",
+    ]
+    for where, name, address in ((here, "rc0", ADDRESSES[0]), (there, "rc1", ADDRESSES[1])):
+        lines += [
+            f"{where}ip link set lo up",
+            f"{where}ip address add {address}/24 dev {name}",
+            f"{where}ip link set {name} up",
+        ]
+        if cable != "none":
+            rate = f"tbf rate {cable} burst 256kb latency 50ms"
+            lines.append(f"{where}tc qdisc add dev {name} root {rate}")
+    for line in lines:
+        subprocess.run(line.split(), check=True, timeout=START_S)
+    return other
+
+
+def race(num_ranks: int, options: argparse.Namespace, argv: list[str]) -> int:
+    """Starts torchrun on both hosts; returns the first one's status."""
+    other = join_hosts(options.cable)
+    job = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    job += ["--nproc-per-node", str(num_ranks), "--master-addr", ADDRESSES[0]]
+    job += ["--master-port", str(PORT)]
+    script = [str(Path(__file__).resolve()), *argv, "--json", str(options.json)]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    second = subprocess.Popen(
+        ["nsenter", "-t", str(other.pid), "-n", *job, "--node-rank", "1", *script],
+        env={**environment, "GLOO_SOCKET_IFNAME": "rc1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        first = subprocess.run(
+            [*job, "--node-rank", "0", *script],
+            env={**environment, "GLOO_SOCKET_IFNAME": "rc0"},
+            timeout=LIMIT_S,
+            check=False,
+        )
+        second.wait(START_S)
+        return first.returncode
+    finally:
+        for process in (second, other):
+            process.kill()
+            process.wait()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parses the command line; exits with a message for invalid options."""
+    parser = harness.make_parser(__doc__, seconds=2.0, per="operation and size")
+    add = parser.add_argument
+    add("--ranks-per-host", type=as_option(words), default="1,2", help="on each of two hosts")
+    add("--cable", default="1gbit", help="its rate, as tc names it, or none for no limit")
+    add("--ops", type=as_option(words), default=OPS, help="operations")
+    add("--sizes", type=as_option(byte_counts), default="1k,64k,1m,16m", help="bytes")
+    options = parser.parse_args(argv)
+    for op in set(options.ops) - set(OPERATIONS):
+        parser.error(f"--ops: no operation {op!r}: {', '.join(OPERATIONS)}")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        parser.error(f"not installed: {', '.join(missing)}")
+    try:
+        options.ranks_per_host = [int(word) for word in options.ranks_per_host]
+    except ValueError as error:
+        parser.error(f"--ranks-per-host: {error}")
+    if min(options.ranks_per_host) < 1:
+        parser.error("--ranks-per-host must be 1 or more")
+    options.json = options.json or harness.default_path("hosts")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures each number of ranks in namespaces of its own; returns the exit code."""
+    options = parse(argv)
+    if joined_world_size() is not None:
+        return be_rank(options)
+    if os.environ.get(IN_NAMESPACE):
+        return race(options.ranks_per_host[0], options, argv)
+    statuses = []
+    for num_ranks in options.ranks_per_host:
+        own = [sys.executable, __file__, *argv, "--ranks-per-host", str(num_ranks)]
+        done = subprocess.run(
+            ["unshare", "-rn", *own, "--json", str(options.json)],
+            env={**os.environ, IN_NAMESPACE: "1"},
+            check=False,
+        )
+        statuses.append(done.returncode)
+    return EXIT_WRONG_RESULTS if EXIT_WRONG_RESULTS in statuses else max(statuses, default=EXIT_OK)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("hosts.py", main))

@@ -1,0 +1,218 @@
+"""Dumps of flight recorders: one JSON file for each rank, how they are written, read and chosen.
+
+A dump has the calls of its process, and what it has mapped of its peers' recorders, so that the
+calls of a process that has ended are in the dumps of the others. docs/reference/flight.md has the
+fields.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ringcomm.trace import clock_name
+from ringcomm.trace.flight import Call, Group, Record
+from ringcomm.version import __version__
+
+FORMAT, FORMAT_VERSION = "ringcomm flight dump", 1
+# What a file begins with that is a dump, whole or not.
+_START = f'{{"format": "{FORMAT}"'.encode()
+# Of a peer that has not ended, and so may write a dump of its own.
+NUM_CALLS_OF_PEER = 64
+# Times: in the files in nanoseconds of CLOCK_MONOTONIC, in Record in seconds before it was read.
+_TIMES = {"began_s": "begin_ns", "ended_s": "end_ns", "failed_s": "failed_ns"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A process of a job, as a dump has it."""
+
+    path: Path  # of the dump
+    is_own: bool  # its own dump, not that of a peer
+    reason: str
+    host: str
+    clock: str  # equal where CLOCK_MONOTONIC is
+    unix_ns: int  # add it to a time of CLOCK_MONOTONIC
+    stacks: dict[str, list[str]]  # by thread, "FILE:LINE FUNCTION", innermost first; of its own
+    record: Record
+
+
+def write(
+    prefix: str | os.PathLike[str],
+    own: Record,
+    peers: Iterable[Record],
+    reason: str,
+    stacks: Mapping[str, list[str]],
+) -> Path:
+    """Writes the dump of a process to PREFIX + its rank + ".json", and replaces an earlier one.
+
+    Args:
+        prefix: of the path; its folder is made if need be.
+        own: the record of the process.
+        peers: the records of other processes.
+        reason: why it is written, for its readers.
+        stacks: of its threads, "FILE:LINE FUNCTION", innermost first.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(f"{os.fspath(prefix)}{own.rank}.json")
+    processes = [_process(own, len(own.calls), has_ended=False)]
+    for peer in sorted(peers, key=lambda record: record.rank):
+        has_ended = _has_ended(own, peer)
+        processes.append(
+            _process(peer, len(peer.calls) if has_ended else NUM_CALLS_OF_PEER, has_ended=has_ended)
+        )
+    dump = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "ringcomm": __version__,
+        "reason": reason,
+        "rank": own.rank,
+        "host": socket.gethostname(),
+        "clock": clock_name(),
+        "time_ns": time.monotonic_ns(),
+        "unix_ns": time.time_ns(),
+        "stacks": dict(stacks),
+        "processes": processes,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(dump) + "\n", encoding="utf-8")
+        partial.replace(path)  # a reader sees a whole one
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _process(record: Record, num_calls: int, *, has_ended: bool) -> dict[str, Any]:
+    groups = {str(place): _in_ns(asdict(g), record) for place, g in record.groups.items()}
+    calls = [_in_ns(asdict(call), record) for call in record.calls[-num_calls:]]
+    return {
+        "rank": record.rank,
+        "pid": record.pid,
+        "has_ended": has_ended,
+        "version": record.version,
+        "num_calls": record.num_calls,
+        "started_ns": record.started_ns,
+        "read_ns": record.read_ns,
+        "groups": groups,
+        "calls": calls,
+    }
+
+
+def _in_ns(values: dict[str, Any], record: Record) -> dict[str, Any]:
+    for key, name in _TIMES.items():
+        if key in values:
+            ago_s = values.pop(key)
+            values[name] = None if ago_s is None else record.read_ns - round(ago_s * 1e9)
+    return values
+
+
+def _has_ended(own: Record, peer: Record) -> bool:
+    """Whether a peer's process is gone; False where its pid cannot be seen."""
+    ranks = {group.id: group.rank for group in peer.groups.values()}
+    for group in own.groups.values():
+        rank = ranks.get(group.id, len(group.pids))
+        if rank < len(group.pids) and group.pids[rank] > 0:
+            try:
+                status = Path(f"/proc/{group.pids[rank]}/stat").read_text(encoding="utf-8")
+            except OSError:
+                return True
+            return status.rpartition(")")[2].split()[0] in "ZX"
+    return False
+
+
+# ---- reading
+
+
+def read(folders: Sequence[Path]) -> list[Known]:
+    """The processes of the dumps in some folders, by rank; empty if there is no dump.
+
+    Of a rank that has written no dump, it is what the others knew last.
+
+    Raises:
+        ValueError: a dump is truncated or of another version, or they are of different jobs.
+        OSError: a folder or a file cannot be read.
+    """
+    found: dict[tuple[str, int, int], Known] = {}  # by process
+    for path in (path for folder in folders for path in sorted(folder.iterdir())):
+        for known in _read(path) if path.suffix == ".json" else ():
+            key = (known.clock, known.record.pid, known.record.started_ns)
+            other = found.setdefault(key, known)
+            if (known.is_own, known.record.read_ns) > (other.is_own, other.record.read_ns):
+                found[key] = known
+    by_rank: dict[int, Known] = {}
+    for known in found.values():
+        rank = known.record.rank
+        if rank < 0:  # it had no group yet
+            continue
+        other = by_rank.setdefault(rank, known)
+        if other is not known:
+            raise ValueError(
+                f"{other.path} and {known.path} are dumps of different jobs: rank {rank} is "
+                f"process {other.record.pid} on {other.host} in one, and {known.record.pid} on "
+                f"{known.host} in the other. Remove those of the older job"
+            )
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _read(path: Path) -> list[Known]:
+    """The processes of a dump; none if the file is something else."""
+    with path.open("rb") as file:
+        if file.read(len(_START)) != _START:
+            return []
+    try:
+        dump = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is truncated or damaged: {error}") from None
+    if dump.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} is a dump of format {dump.get('version')}, which ringcomm "
+            f"{dump.get('ringcomm')} has written; this is {__version__}, which reads format "
+            f"{FORMAT_VERSION}: use that version"
+        )
+    try:
+        return [_known(path, dump, idx) for idx in range(len(dump["processes"]))]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from None
+
+
+def _known(path: Path, dump: dict[str, Any], idx: int) -> Known:
+    process = dump["processes"][idx]
+    read_ns = process["read_ns"]
+    record = Record(
+        process["pid"],
+        process["version"],
+        process["num_calls"],
+        read_ns,
+        process["started_ns"],
+        {int(place): Group(**_ago(g, read_ns, Group)) for place, g in process["groups"].items()},
+        [Call(**_ago(call, read_ns, Call)) for call in process["calls"]],
+    )
+    return Known(
+        path=path,
+        is_own=idx == 0,
+        reason=dump["reason"],
+        host=dump["host"],
+        clock=dump["clock"],
+        unix_ns=dump["unix_ns"] - dump["time_ns"],
+        stacks=dump["stacks"] if idx == 0 else {},
+        record=record,
+    )
+
+
+def _ago(values: dict[str, Any], read_ns: int, kind: type[Any]) -> dict[str, Any]:
+    """The arguments of a Call or Group, with times as it has them."""
+    found = {}
+    for name in (field.name for field in fields(kind)):
+        value = values[_TIMES.get(name, name)]
+        found[name] = value if name not in _TIMES or value is None else (read_ns - value) / 1e9
+    return found

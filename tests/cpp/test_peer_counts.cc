@@ -1,0 +1,112 @@
+// What a rank counts of its peers: waits, late arrivals, bytes.
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/flight.h"
+#include "hosts_ranks.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using testing::expect;
+using testing::kPatient;
+
+constexpr int kNumCalls = 10;
+constexpr std::size_t kNumElems = 100;
+constexpr std::chrono::milliseconds kDelay{20};
+
+void all_reduce(Communicator& communicator) {
+  std::array<float, kNumElems> data{};
+  const void* input = data.data();
+  void* output = data.data();
+  communicator.run({.op = OpKind::kAllReduce,
+                    .dtype = DType::kFloat32,
+                    .num_elems = kNumElems,
+                    .inputs = &input,
+                    .outputs = &output},
+                   kPatient);
+}
+
+std::vector<flight::PeerCounts> counts_of(Communicator& communicator) {
+  return communicator.log()->counts_of(communicator.rank());
+}
+
+// The last rank comes late to each call, while another thread reads the counters.
+void run_with_straggler(Communicator& communicator) {
+  std::vector<std::uint64_t> numbers;
+  for (int rank = 0; rank < communicator.world_size(); ++rank)
+    numbers.push_back(static_cast<std::uint64_t>(rank));
+  communicator.record_as("a test", numbers);
+  const bool is_late = communicator.rank() == communicator.world_size() - 1;
+  std::atomic<bool> is_over = false;
+  std::thread reader([&] {
+    while (!is_over) {
+      static_cast<void>(counts_of(communicator));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  for (int i = 0; i < kNumCalls; ++i) {
+    if (is_late) std::this_thread::sleep_for(kDelay);
+    all_reduce(communicator);
+  }
+  is_over = true;
+  reader.join();
+  expect(communicator.log()->num_calls() == kNumCalls, "the number of calls");
+}
+
+TEST_CASE("peer counts: a rank that comes late is named by all others") {
+  testing::run_ranks(3, [](Communicator& communicator) {
+    run_with_straggler(communicator);
+    const auto counts = counts_of(communicator);
+    const flight::PeerCounts& late = counts[2];
+    if (communicator.rank() == 2) return;
+    expect(late.num_late > kNumCalls / 2 && late.num_late <= kNumCalls, "late calls");
+    expect(late.num_waits >= late.num_late, "waits");
+    expect(late.waited_ns > kNumCalls / 2 * 15'000'000ULL, "the time of the waits");
+    for (const flight::PeerCounts& each : counts)
+      expect(each.sent_bytes + each.received_bytes == 0, "no messages");
+  });
+}
+
+TEST_CASE("peer counts: over messages with their bytes, and on two hosts") {
+  for (const std::string placement : {"abc", "aab", "abb"}) {
+    CAPTURE(placement);
+    testing::MemoryNetwork network(3);
+    testing::run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+      run_with_straggler(communicator);
+      const auto counts = counts_of(communicator);
+      const int rank = communicator.rank();
+      constexpr std::uint64_t kBytes = kNumCalls * kNumElems * sizeof(float);
+      // Rank 0 is the other host's leader. It sees the last rank, or the leader that waits for it.
+      if (rank == 0 && placement != "abb") expect(counts[2].num_late > kNumCalls / 2, "late calls");
+      std::uint64_t sent = 0;
+      std::uint64_t received = 0;
+      for (const flight::PeerCounts& each : counts) {
+        sent += each.sent_bytes;
+        received += each.received_bytes;
+      }
+      const auto place = static_cast<std::size_t>(rank);
+      const bool has_messages = placement == "abc" || placement.find(placement[place]) == place;
+      expect(sent == received, "as many bytes in as out");
+      expect(sent == (placement == "abc" ? 2 * kBytes : has_messages ? kBytes : 0), "its bytes");
+    });
+  }
+}
+
+TEST_CASE("peer counts: nobody is late where nobody waits long") {
+  testing::run_ranks(2, [](Communicator& communicator) {
+    communicator.record_as("a test", {0, 1});
+    for (int i = 0; i < 100; ++i) all_reduce(communicator);
+    for (const flight::PeerCounts& each : counts_of(communicator))
+      expect(each.num_late <= each.num_waits && each.num_late < 80, "few late calls");
+  });
+}
+
+}  // namespace

@@ -1,0 +1,417 @@
+"""Dumps of the flight recorder: on errors, signals and request, from outside, and what reads them.
+
+Calls on devices: tests/python/device/test_gpu_flight.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from staged_hangs import LIMIT_S, Launcher
+
+import ringcomm
+from ringcomm import MismatchError, PeerDiedError, cli
+from ringcomm.trace import dump_self, dumps
+from ringcomm.trace.merge import merge
+
+needs_analyser = pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.flight_recorder") is None,
+    reason="this torch has no analyser of flight recorders",
+)
+
+
+def dump_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def calls_of(process: dict[str, Any]) -> list[tuple[str, int, str]]:
+    return [(call["op"], call["seq"], call["state"]) for call in process["calls"]]
+
+
+def await_files(*paths: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, [path for path in paths if not path.exists()]
+        time.sleep(0.05)
+
+
+def analyse(folder: Path) -> str:
+    """What torch's analyser says of a folder of dumps of ours."""
+    for_torch = folder / "torch"
+    assert (
+        cli.run(["trace", "--merge", str(folder), "--format", "torch", "-o", str(for_torch)]) == 0
+    )
+    return torch_says(for_torch)
+
+
+def torch_says(folder: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+# ---- errors
+
+
+def lose_a_rank(rank: int) -> str:
+    x = torch.ones(1024)
+    dist.all_reduce(x)
+    dist.broadcast(x, 1)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerDiedError) as caught:
+        dist.all_reduce(x)
+    with pytest.raises(PeerDiedError):  # the same error again is not dumped again
+        dist.all_reduce(x)
+    return str(caught.value)
+
+
+def run_dumping(
+    folder: Path, body: Callable[..., Any], hosts: str = "aaa", **options: Any
+) -> list[Any]:
+    prefix = f"{folder}/job-"
+    env = [{"RINGCOMM_FLIGHT_DUMP": prefix, "RINGCOMM_HOST_ID": host} for host in hosts]
+    return run_ranks(3, body, fresh=True, env=env, **options)
+
+
+@needs_analyser
+def test_survivors_dump_the_calls_of_a_rank_that_died(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "by it"
+    errors = run_dumping(folder, lose_a_rank, may_die=[2])
+    assert sorted(path.name for path in folder.iterdir()) == ["job-0.json", "job-1.json"]
+    for rank in range(2):
+        dump = dump_of(folder / f"job-{rank}.json")
+        assert dump["reason"] == f"error: {errors[rank]}"
+        assert dump["rank"] == rank
+        assert any("lose_a_rank" in line for line in dump["stacks"]["MainThread"])
+        own, *peers = dump["processes"]
+        done = [("all_reduce", 0, "ended"), ("broadcast", 1, "ended")]
+        assert calls_of(own) == [*done, ("all_reduce", 2, "failed")]
+        assert [(p["rank"], p["has_ended"]) for p in peers] == [(1 - rank, False), (2, True)]
+        assert calls_of(peers[1]) == done
+        (group,) = own["groups"].values()
+        assert errors[rank] in group["failure"]
+        assert own["calls"][-1]["begin_ns"] < group["failed_ns"] <= own["calls"][-1]["end_ns"]
+
+    said = analyse(folder)
+    assert "Not all ranks joining collective, sequence number: 2" in said
+    assert "collective: gloo:all_reduce" in said
+    assert "missing ranks: {2}" in said
+
+    summary = merge([folder], tmp_path / "trace.json")
+    assert summary.num_ranks == 3
+    (note,) = [note for note in summary.notes if note.startswith("rank 2 (dump): ")]
+    assert "the last 2 of 2 calls, from the dump of another rank, job-" in note
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank 0 (failed)", "rank 1 (failed)", "rank 2 (dump)"]
+    reduces = [(e["pid"], e["args"]["seq"]) for e in events if e["name"] == "all_reduce"]
+    assert sorted(reduces) == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]
+    assert {e["args"]["bytes"] for e in events if e["name"] == "broadcast"} == {4096}
+
+
+def differ(rank: int) -> None:
+    x = torch.ones(64)
+    dist.all_reduce(x)
+    with pytest.raises(MismatchError):
+        dist.all_reduce(torch.ones(512 if rank == 1 else 256))
+
+
+@needs_analyser
+def test_torch_names_the_rank_with_another_size(tmp_path: Path) -> None:
+    run_dumping(tmp_path, differ)
+    said = analyse(tmp_path)
+    assert "Collective sequence number: 1 has errors" in said
+    # It compares all with the rank whose file the system lists first.
+    culprits = set(re.findall(r"Culprit rank (\d); Error type: SIZE_OR_SYNTAX_MISMATCH", said))
+    assert culprits in ({"1"}, {"0", "2"}), said
+    assert "[[256]]" in said
+    assert "[[512]]" in said
+
+
+def exchange(rank: int) -> None:
+    """Messages in several directions, of several tags, and groups of two ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    x = torch.ones(1024)
+    for tag in (1, 2, 1):
+        if rank == 0:
+            dist.send(x, 2, tag=tag)
+        if rank == 2:
+            dist.recv(x, 0, tag=tag)
+    dist.all_reduce(x)
+    if rank != 2:
+        dist.all_gather_into_tensor(torch.empty(2048), x, group=pairs[0])
+    if rank != 0:
+        dist.reduce_scatter_tensor(torch.empty(512), x, group=pairs[1])
+    dist.all_to_all_single(torch.empty(6), torch.ones(6))
+    dist.barrier()
+    ringcomm.flight_dump()
+
+
+@needs_analyser
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+def test_torch_finds_nothing_wrong_where_nothing_is(tmp_path: Path, hosts: str) -> None:
+    run_dumping(tmp_path, exchange, hosts)
+    said = analyse(tmp_path)
+    for word in ("Not all ranks", "has errors", "mismatch", "cannot decide"):
+        assert word not in said, said
+    events = merge([tmp_path], tmp_path / "trace.json").num_events
+    assert events > 0
+
+
+def reduce_and_dump(rank: int) -> None:
+    dist.all_reduce(torch.ones(8))
+    ringcomm.flight_dump()
+
+
+def test_of_a_process_with_both_the_recording_is_in_the_trace(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded"
+    env = [{"RINGCOMM_FLIGHT_DUMP": f"{recorded}/"}] * 2
+    env[1] = {**env[1], "RINGCOMM_TRACE": str(recorded)}
+    run_ranks(2, reduce_and_dump, fresh=True, env=env)
+    summary = merge([recorded], tmp_path / "trace.json")
+    assert summary.num_ranks == 2
+    assert [note.partition(":")[0] for note in summary.notes] == ["rank 0 (dump)"]
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert [name.partition(" (")[0] for name in names] == ["rank 0", "rank 1"]
+    arrows = [e["ph"] for e in events if e.get("cat") == "arrow" and e["name"] == "same call"]
+    assert sorted(arrows) == ["f", "s"]  # both ranks' clocks agree
+
+
+# ---- on request
+
+
+def ask(rank: int, folder: str) -> tuple[str, str]:
+    x = torch.ones(16)
+    for _ in range(1100):
+        dist.all_reduce(x)
+    path = ringcomm.flight_dump(f"{folder}/asked-")
+    assert os.environ.get("RINGCOMM_FLIGHT_DUMP") is None
+    with pytest.raises(ValueError, match="give a prefix, or set the environment variable"):
+        ringcomm.flight_dump()
+    dist.distributed_c10d._get_default_group().abort()
+    with pytest.raises(ringcomm.RingcommError):  # which is not dumped, without the variable
+        dist.all_reduce(x)
+    return str(path), dump_of(path)["reason"]
+
+
+def test_a_program_asks_for_a_dump(tmp_path: Path) -> None:
+    results = run_ranks(2, ask, str(tmp_path), fresh=True)
+    paths = [tmp_path / f"asked-{rank}.json" for rank in range(2)]
+    assert results == [(str(path), "request") for path in paths]
+    assert sorted(tmp_path.iterdir()) == paths
+    own, peer = dump_of(paths[0])["processes"]
+    assert [call["number"] for call in own["calls"]] == list(range(77, 1101))
+    assert len(peer["calls"]) == dumps.NUM_CALLS_OF_PEER
+
+
+def dump_in_a_child(rank: int, folder: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ringcomm.flight_dump(f"{folder}/child-")
+        except ValueError:
+            os._exit(7)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_does_not_dump_its_parent(tmp_path: Path) -> None:
+    assert run_ranks(2, dump_in_a_child, str(tmp_path), fresh=True) == [7, 7]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_without_a_group_has_nothing_to_dump(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no group of ringcomm of several ranks"):
+        ringcomm.flight_dump(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def a_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    run_ranks(2, ask, str(folder), fresh=True)
+    return folder
+
+
+# ---- hangs
+
+
+@contextmanager
+def hanging(folder: Path, case: str) -> Iterator[list[int]]:
+    """The pids of the three ranks of a job that is in this case, by rank."""
+    launcher = Launcher()
+    try:
+        with launcher.job(case, folder, 3) as pids:
+            yield pids
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize("case", ["late", "computes", "recv"])
+def test_a_signal_dumps_a_rank_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setenv("RINGCOMM_FLIGHT_DUMP", f"{tmp_path}/")
+    with hanging(tmp_path, case) as pids:
+        for pid in pids:
+            os.kill(pid, dump_self.DUMP_SIGNAL)
+        paths = [tmp_path / f"{rank}.json" for rank in range(3)]
+        await_files(*paths)
+        found = [dump_of(path) for path in paths]
+        assert all(dump["reason"] == f"signal {dump_self.DUMP_SIGNAL}" for dump in found)
+        last = found[0]["processes"][0]["calls"][-1]
+        assert (last["op"], last["state"]) == (
+            "recv" if case == "recv" else "all_reduce",
+            "running",
+        )
+        assert last["waits_for"] == (1 if case == "recv" else 2)
+        place = " late" if case == "late" else "hang_cases.py"
+        assert any(place in line for line in found[2]["stacks"]["MainThread"])
+        paths[0].unlink()  # again, and the rank lives
+        os.kill(pids[0], dump_self.DUMP_SIGNAL)
+        await_files(paths[0])
+
+
+@needs_analyser
+@pytest.mark.parametrize("case", ["stopped", "holds the GIL"])
+def test_the_doctor_dumps_ranks_that_cannot(tmp_path: Path, case: str) -> None:
+    def ask_doctor(*arguments: str) -> None:
+        command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(pids[0]), "--dump"]
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "rank 2 is the cause" in done.stdout
+
+    with hanging(tmp_path, case) as pids:
+        ask_doctor("ours")
+        if case == "stopped":  # the question for a stack ends the other one's sleep
+            ask_doctor("torch", "--format", "torch")
+            assert "missing ranks: {2}" in torch_says(tmp_path / "torch")
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {
+        f"rank{rank}.json" for rank in range(3)
+    }
+    said = analyse(tmp_path / "ours")
+    assert "Not all ranks joining collective, sequence number: 1" in said
+    assert "missing ranks: {2}" in said
+    assert "hang_cases.py:" in said  # of the call that does not end
+    merge([tmp_path / "ours"], tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text(encoding="utf-8")
+    assert '"wait for rank 2"' in text
+
+
+@needs_analyser
+def test_only_calls_that_all_ranks_still_have_are_compared(tmp_path: Path, a_job: Path) -> None:
+    """Of 1,100 calls the recorders have the last 1,024; one of the dumps has lost 100 more."""
+    for path in a_job.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    dump = dump_of(tmp_path / "asked-1.json")
+    del dump["processes"][0]["calls"][:100]
+    (tmp_path / "asked-1.json").write_text(json.dumps(dump))
+    said = analyse(tmp_path)
+    assert "Not all ranks" not in said
+    for rank in range(2):
+        entries = pickle.loads((tmp_path / "torch" / f"rank{rank}").read_bytes())["entries"]
+        assert [entry["collective_seq_id"] for entry in entries] == list(range(176, 1100))
+        assert [entry["record_id"] for entry in entries] == list(range(924))
+
+
+# ---- bad input
+
+
+def cut(folder: Path) -> None:
+    path = folder / "asked-0.json"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def of_another_version(folder: Path) -> None:
+    path = folder / "asked-0.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2', 1))
+
+
+def without_its_calls(folder: Path) -> None:
+    path = folder / "asked-0.json"
+    dump = dump_of(path)
+    del dump["processes"][0]["calls"][3]["op"]
+    del dump["processes"][0]["calls"][4]["begin_ns"]
+    path.write_text(json.dumps(dump))
+
+
+def of_another_job(folder: Path) -> None:
+    path = folder / "asked-0.json"
+    dump = dump_of(path)
+    dump["processes"][0]["started_ns"] += 1
+    path.write_text(json.dumps(dump))
+
+
+def emptied(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_text('{"traceEvents": []}')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut, "asked-0.json is truncated or damaged"),
+        (of_another_version, "asked-0.json is a dump of format 2, which ringcomm"),
+        (without_its_calls, "asked-0.json is damaged"),
+        (of_another_job, "are dumps of different jobs: rank 0 is process"),
+        (emptied, "no"),
+    ],
+)
+@pytest.mark.parametrize("form", ["perfetto", "torch"])
+def test_what_cannot_be_read_is_refused_in_one_line(
+    tmp_path: Path,
+    a_job: Path,
+    capfd: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    words: str,
+    form: str,
+) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for path in a_job.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    spoil(folder)
+    output = tmp_path / "output"
+    command = ["trace", "--merge", str(folder), "--format", form, "-o", str(output)]
+    assert cli.run(command) == 1
+    said = capfd.readouterr().err
+    assert words in said
+    assert said.startswith("ringcomm trace: ")
+    assert said.count("\n") == 1
+    assert not output.exists()
+
+
+def test_a_folder_with_other_files_is_not_for_torch(
+    tmp_path: Path, a_job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank7").write_text("of an earlier job")
+    command = ["trace", "--merge", str(a_job), "--format", "torch", "-o", str(tmp_path)]
+    assert cli.run(command) == 1
+    assert "rank7 for one of these dumps: give a new folder" in capfd.readouterr().err
