@@ -223,7 +223,7 @@ def test_every_example_is_short_and_needs_no_device() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
     for path in files:
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 120, path.name
+        assert len(lines) <= 140, path.name
         assert not any("CUDA is not supported" in line for line in lines)
     run = {line.split()[0] for _, line, _ in CASES.values()}
     shared = {"common", "model", "checkpoint", "parameter_server", "finetune", "survive", "decode"}
