@@ -61,8 +61,14 @@ GLOO_TIMEOUT_S = 5.0
 COMPUTE_S = 0.02
 # How the ranks of a backend go on after the error.
 SHRINK, STAY, END = "shrink", "stay", "end"
-BACKENDS = {"ringcomm": SHRINK, "gloo": STAY, "gloo-end": END, "mpi": STAY}
-NAMES = {"gloo": "Gloo, caught", "gloo-end": "Gloo, not caught", "mpi": "MPI"}
+HOSTS = "ringcomm-hosts"  # two, which exchange messages over Gloo
+BACKENDS = {"ringcomm": SHRINK, HOSTS: SHRINK, "gloo": STAY, "gloo-end": END, "mpi": STAY}
+NAMES = {
+    HOSTS: "ringcomm, two hosts",
+    "gloo": "Gloo, caught",
+    "gloo-end": "Gloo, not caught",
+    "mpi": "MPI",
+}
 MOMENTS = ("call", "computation")
 
 
@@ -127,6 +133,8 @@ def be_rank(rank: int, board: Any, backend: str, moment: str, seed: int, victim:
     world_size, row = len(board), board[rank]
     torch.set_num_threads(1)
     is_ours = BACKENDS[backend] == SHRINK
+    if backend == HOSTS:
+        os.environ["RINGCOMM_HOST_ID"] = "ab"[2 * rank // world_size]
     dist.init_process_group(
         "ringcomm" if is_ours else "gloo",
         store=dist.FileStore(f"{os.path.dirname(board.filename)}/store", world_size),
