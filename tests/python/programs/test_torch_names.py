@@ -35,7 +35,7 @@ FUNCTIONS = (
     *("torch.ops.aten._to_copy", "torch.ops.aten._unsafe_view"),
 )
 # Of named tuples, and of transformers.
-OF_OTHERS = {"_replace", "_attn_implementation", "_mixed_mesh_grads"}
+OF_OTHERS = {"_replace", "_attn_implementation", "_current_frames", "_mixed_mesh_grads"}
 ANYWHERE = {*TENSOR, *MODULE, *(name.rpartition(".")[2] for name in FUNCTIONS), *OF_OTHERS}
 
 
