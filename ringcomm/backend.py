@@ -182,17 +182,19 @@ def peer_stats(group: dist.ProcessGroup | None = None) -> dict[int, dict[str, fl
         {3: {"num_waits": 12, "waited_s": 0.52, "num_late": 10, "sent_bytes": 0,
         "received_bytes": 0}, ...}, by the peers' ranks in the default group.
 
-        - `num_waits` and `waited_s` are the waits of this rank for the peer, and their seconds: for
-          it to begin a collective, to finish a part of one, or to send or receive. If one call
-          waits for several peers, each has the time in which it was waited for, one after another.
-        - `num_late` is the number of collectives in which the peer was the last to arrive: of the
-          waits for peers to begin the call, the wait for this peer was the last one of at least
-          100 µs. Over shared memory a rank sees all peers arrive. Over messages the limit is 1 ms,
-          and a rank sees those from which it receives first: all of them in short all_reduces, the
-          previous rank in others.
-        - `sent_bytes` and `received_bytes` are data in messages: of `send` and `recv`, and of
-          collectives over Gloo. What collectives stage in shared memory has no single receiver and
-          is in `stats()` only.
+        `num_waits` and `waited_s` are the waits of this rank for the peer, and their seconds: for
+        it to begin a collective, to finish a part of one, or to send or receive. If one call waits
+        for several peers, each has the time in which it was waited for, one after another.
+
+        `num_late` is the number of collectives in which the peer was the last to arrive: of the
+        waits for peers to begin the call, the wait for this peer was the last one of at least 100
+        µs. Over shared memory a rank sees all peers arrive. Over messages the limit is 1 ms, and a
+        rank sees those from which it receives first: all of them in short all_reduces, the previous
+        rank in others.
+
+        `sent_bytes` and `received_bytes` are data in messages: of `send` and `recv`, and of
+        collectives over Gloo. What collectives stage in shared memory has no single receiver and is
+        in `stats()` only.
 
         In a group of one it is empty.
 
