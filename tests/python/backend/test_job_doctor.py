@@ -43,7 +43,14 @@ def check(case: Case, report: dict[str, Any]) -> None:
     assert 0 < report["took_s"] < SLACK_S
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("host gone", "late")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "slow steps" else [])
+        for name in CASES
+        if name not in ("host gone", "late")
+    ],
+)
 def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     with launcher.job(name, tmp_path, settle_s=case.settle_s) as pids:

@@ -153,7 +153,7 @@ def die_behind_messages(rank: int, victim: int, num_sent: int) -> dict[str, Any]
             ringcomm.shrink(timeout=limit)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_death_behind_every_message(victim: int) -> None:
     kind: dict[str, Any] = {"fresh": True, "env": hosts("ababa")}
     whole = run_ranks(5, die_behind_messages, victim, MANY, may_die=[3], **kind)
