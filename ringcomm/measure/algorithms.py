@@ -22,7 +22,13 @@ import torch.distributed as dist
 
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch, rounded
 from ringcomm.measure.ranks import RankError, Team, run_ranks
-from ringcomm.measure.timing import GROUP_TIMEOUT, Contender, measure, open_default_group
+from ringcomm.measure.timing import (
+    GROUP_TIMEOUT,
+    Contender,
+    measure,
+    open_default_group,
+    wrong_sums,
+)
 from ringcomm.options import Options
 from ringcomm.tuning import Point, World
 
@@ -32,7 +38,6 @@ MIB = 1 << 20
 PIECE_BYTES = MIB  # of one_shot and two_shot, see docs/design/collectives.md
 CROSS_OVER_UNIT_BYTES = 256  # between two measured sizes: more digits would be noise
 NEVER_BYTES = 1
-NUM_VALUES = 4093  # in verified sums: exact in float32 for any number of ranks
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,10 @@ class SizeTimes:
 
 def _check(team: Team, groups: dict[str, Any], buffer: torch.Tensor) -> None:
     """Raises RankError where an algorithm's sum is wrong on any rank. Collective."""
-    values = torch.arange(buffer.numel()) % NUM_VALUES
-    expected = team.world_size * values + sum(range(team.world_size))
-    for name, group in groups.items():
-        buffer.copy_(values + team.rank)
-        dist.all_reduce(buffer, group=group)
-        wrong = sum(team.share(int((buffer != expected).sum())))
+    for name, wrong in wrong_sums(team, groups, buffer).items():
         if wrong:
             num_bytes = buffer.nbytes
             raise RankError(f"{wrong} wrong elements in all_reduce of {num_bytes} bytes by {name}")
-    buffer.zero_()  # repeated in-place sums do not grow
 
 
 def _measure_size(

@@ -30,10 +30,16 @@ from ringcomm.measure.ranks import (
     run_ranks,
 )
 from ringcomm.measure.screen import byte_count, check_writable, columns, factor, in_seconds
-from ringcomm.measure.timing import GROUP_TIMEOUT, US, Contender, measure, open_default_group
+from ringcomm.measure.timing import (
+    GROUP_TIMEOUT,
+    US,
+    Contender,
+    measure,
+    open_default_group,
+    wrong_sums,
+)
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
-NUM_VALUES = 4093  # in verified sums: exact in float32 for any number of ranks
 # A step of a small transformer takes several times an all_reduce, and warms up longer.
 STEP_SHARE = 0.4
 WIDTH, HEADS, LAYERS, TOKENS, BATCH = 256, 4, 4, 128, 4
@@ -126,15 +132,9 @@ def _run_rank(team: Team, seconds: float) -> None:
 
 def _check(team: Team, groups: dict[str, Any], buffer: torch.Tensor) -> None:
     """Raises RankError where a sum is wrong on any rank. Leaves zeros. Collective."""
-    values = torch.arange(buffer.numel()) % NUM_VALUES
-    expected = team.world_size * values + sum(range(team.world_size))
-    for name, group in groups.items():
-        buffer.copy_(values + team.rank)
-        dist.all_reduce(buffer, group=group)
-        wrong = sum(team.share(int((buffer != expected).sum())))
+    for name, wrong in wrong_sums(team, groups, buffer).items():
         if wrong:
             raise RankError(f"{wrong} wrong elements in all_reduce of {buffer.nbytes} B by {name}")
-    buffer.zero_()  # repeated in-place sums do not grow
 
 
 def _training_step(team: Team, group: Any) -> Callable[[], object]:

@@ -31,6 +31,7 @@ MIN_ROUNDS = 5
 WARMUP_SECONDS = 0.05
 WARMUP_CALLS = (3, 500)  # at least, at most
 GROUP_TIMEOUT = timedelta(seconds=120)
+NUM_VALUES = 4093  # in verified sums: exact in float32 for any number of ranks
 US = 1e6
 
 
@@ -81,6 +82,24 @@ def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIME
         world_size=team.world_size,
         timeout=timeout,
     )
+
+
+def wrong_sums(
+    team: Team, groups: dict[str, dist.ProcessGroup], buffer: torch.Tensor
+) -> dict[str, int]:
+    """Wrong elements of all ranks in an all_reduce over each group, by name. Collective.
+
+    Leaves zeros in the buffer: repeated in-place sums do not grow.
+    """
+    values = torch.arange(buffer.numel()) % NUM_VALUES
+    expected = team.world_size * values + sum(range(team.world_size))
+    wrong = {}
+    for name, group in groups.items():
+        buffer.copy_(values + team.rank)
+        dist.all_reduce(buffer, group=group)
+        wrong[name] = sum(team.share(int((buffer != expected).sum())))
+    buffer.zero_()
+    return wrong
 
 
 @dataclass
