@@ -6,8 +6,15 @@ from ringcomm import lazy
 
 if TYPE_CHECKING:
     from ringcomm.integrations import accelerate as accelerate
+    from ringcomm.integrations import deepspeed as deepspeed
+    from ringcomm.integrations import sglang as sglang
     from ringcomm.integrations import transformers as transformers
+    from ringcomm.integrations import vllm as vllm
 
 __getattr__, __dir__ = lazy.attributes(
-    __name__, {name: f"{__name__}.{name}" for name in ("accelerate", "transformers")}
+    __name__,
+    {
+        name: f"{__name__}.{name}"
+        for name in ("accelerate", "deepspeed", "sglang", "transformers", "vllm")
+    },
 )

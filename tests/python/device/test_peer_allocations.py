@@ -241,6 +241,7 @@ def check_scarce(rank: int) -> None:
     """Less than a sixteenth of the GPU's memory is free from the second call on."""
     tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
     check_sum(tensor)
+    dist.barrier()  # what the peers' comparison has allocated is free again
     small = []
     while 16 * (MEMORY - used_bytes()) >= MEMORY:
         small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
