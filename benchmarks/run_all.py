@@ -53,6 +53,7 @@ JOBS: dict[str, list[str]] = {
         " --seconds 180",
     ],
     "tensor_parallel": ["tensor_parallel.py"],
+    "inference": ["inference.py", "inference.py --dtype float32"],
     "planner": ["planner.py"],
     "offload": ["offload.py"],
     "pipeline": ["pipeline.py", "pipeline.py --stages compute --worlds 2"],

@@ -1,4 +1,4 @@
-"""Tables of training systems from their records, for docs/benchmarks.md."""
+"""Tables of training systems and of inference from their records, for docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from report import comparison, grid, milliseconds, share_range
+
+from ringcomm.measure.screen import byte_count, factor, microseconds
 
 Record = dict[str, Any]
 Run = list[Record]
@@ -155,3 +157,29 @@ def planner_lines(runs: list[Run]) -> list[str]:
         f" {first['layers']} layers, width {first['width']}:",
         *grid(headers, 2, rows),
     ]
+
+
+def inference_lines(runs: list[Run]) -> list[str]:
+    """A row per way: the sizes of a call, and then a token."""
+    first = runs[0][0]
+    rows: dict[str, list[str]] = {record["way"]: [] for run in runs for record in run}
+    for run in runs:
+        found = {record["way"]: record for record in run}
+        for way, row in rows.items():
+            row.append(_inference_cell(found[way]) if way in found else "–")
+    sizes = [run[0]["size_bytes"] for run in runs]
+    headers = ["token" if size is None else byte_count(size) for size in sizes]
+    return [
+        f"{first['world_size']} ranks, {first['dtype']}. Median time in µs of a sum over the ranks,"
+        " the residual's addition and the RMSNorm, and of decoding a token with"
+        f" `examples/decode.py` (Llama, {first['layers']} layers, hidden size {first['hidden']},"
+        " batch 1). In brackets the time over that of the first row:",
+        *grid(["way", *headers], 1, [[way, *row] for way, row in rows.items()]),
+    ]
+
+
+def _inference_cell(record: Record) -> str:
+    time = microseconds(record["p50_us"])
+    if not record["verified"]:
+        return "other tokens" if record["what"] == "token" else "wrong results"
+    return f"{time} ({factor(record['ratio']['p50'])}×)" if record["ratio"] else time

@@ -32,6 +32,7 @@ from report import (
 )
 from sweep import DEFAULT_SIZES
 from system_tables import (
+    inference_lines,
     offload_lines,
     pipeline_lines,
     planner_lines,
@@ -308,7 +309,8 @@ def _footprint_lines(runs: list[Run]) -> list[str]:
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what the page shows; some kinds do not say."""
     if record["kind"] in (
-        *("cross_entropy", "lomo", "systems", "offload", "tensor_parallel", "pipeline", "planner"),
+        *("cross_entropy", "inference", "lomo", "systems", "offload", "tensor_parallel"),
+        *("pipeline", "planner"),
     ):
         return True
     return (
@@ -354,6 +356,9 @@ LAYOUTS = {
     "tensor_parallel": Layout(
         "tensor_parallel", ("world_size", "size"), ("rows", "tokens"), tensor_lines
     ),
+    "inference": Layout(
+        "inference", ("world_size", "dtype"), ("what", "size_bytes"), inference_lines
+    ),
     "pipeline": Layout(
         "pipeline",
         ("stages",),
@@ -380,6 +385,7 @@ TITLES = {
     "lomo": "LOMO",
     "systems": "Training systems",
     "tensor_parallel": "Tensor parallelism",
+    "inference": "Tensor-parallel inference",
     "pipeline": "Pipeline parallelism",
     "planner": "Planner",
     "offload": "Offload",
