@@ -17,6 +17,8 @@ sys.path[:0] = [str(folder) for folder in _FOLDERS if folder.is_dir()]
 # Before anything imports torch: what forks ranks must have no threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+# torch's store looks up the names of addresses, where a lost request costs 5 s without this.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # To ask whether there is a GPU must not start CUDA in what forks ranks.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 

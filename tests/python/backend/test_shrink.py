@@ -25,6 +25,7 @@ import ringcomm
 from ringcomm.torch_names import backend_of
 
 SOON_S = 5.0  # shrink takes milliseconds; the rest is for busy machines
+PATIENCE_S = 3.0  # for a rank that lives and does not answer; the others must be faster
 
 
 def die() -> None:
@@ -200,7 +201,7 @@ def stop_one(rank: int, path: str) -> dict[str, Any]:
     try:
         error = fail()
         states = ringcomm.health().ranks
-        result = shrunk(rank, timeout=datetime.timedelta(seconds=1))
+        result = shrunk(rank, timeout=datetime.timedelta(seconds=PATIENCE_S))
         dist.barrier()
     finally:
         if rank == 0:
@@ -215,7 +216,7 @@ def test_a_stopped_rank_is_left_out(tmp_path: Path) -> None:
         assert results[rank]["error"]["type"] == "CollectiveTimeoutError"
         assert results[rank]["states"] == ("alive", "stopped", "alive")
         assert results[rank]["ranks"] == [0, 2]
-        assert 0.5 < results[rank]["seconds"] < 1 + SOON_S
+        assert 1 < results[rank]["seconds"] < PATIENCE_S + SOON_S
     late = results[1]
     assert late["late"]["type"] == "CollectiveTimeoutError"
     for error in (late["shrink"], late["again"]):
@@ -230,7 +231,7 @@ def shrink_with_unequal_patience(rank: int, path: str) -> float:
         for key in ("done 0", "done 2"):
             seen.wait([key], datetime.timedelta(seconds=40))
         return 0.0
-    limit = datetime.timedelta(seconds=1 if rank == 0 else 60)
+    limit = datetime.timedelta(seconds=PATIENCE_S if rank == 0 else 60)
     begin = time.monotonic()
     assert ringcomm.shrink(timeout=limit).size() == 2
     seconds = time.monotonic() - begin
@@ -241,7 +242,7 @@ def shrink_with_unequal_patience(rank: int, path: str) -> float:
 
 def test_the_first_choice_ends_all_waits(tmp_path: Path) -> None:
     results = run_ranks(3, shrink_with_unequal_patience, str(tmp_path / "seen"), fresh=True)
-    assert max(results) < 1 + SOON_S
+    assert max(results) < PATIENCE_S + SOON_S
 
 
 def groups_after_a_death(rank: int) -> dict[str, Any]:
