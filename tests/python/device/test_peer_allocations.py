@@ -54,8 +54,8 @@ def check_sum(tensor: Tensor, turn: int = 0) -> None:
     """Exact, of different values at each place and turn."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = (torch.arange(tensor.numel()) % 1001 + turn).to(tensor.dtype)
-    # In pieces: the copies allocate as much on the GPU.
-    for part, piece in zip(tensor.split(1 << 20), own.split(1 << 20), strict=True):
+    # In pieces: the copies allocate as much on the GPU, which may be scarce there.
+    for part, piece in zip(tensor.split(1 << 18), own.split(1 << 18), strict=True):
         part.copy_(piece * (rank + 1))
     dist.all_reduce(tensor)
     assert torch.equal(tensor.cpu(), own * (world_size * (world_size + 1) // 2))
