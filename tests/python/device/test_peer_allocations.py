@@ -54,9 +54,10 @@ def check_sum(tensor: Tensor, turn: int = 0) -> None:
     """Exact, of different values at each place and turn."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = (torch.arange(tensor.numel()) % 1001 + turn).to(tensor.dtype)
-    # In pieces: the copies allocate as much on the GPU, which may be scarce there.
-    for part, piece in zip(tensor.split(1 << 18), own.split(1 << 18), strict=True):
+    # One piece after the other: a copy holds as much on the GPU, which may be scarce there.
+    for part, piece in zip(tensor.split(1 << 20), own.split(1 << 20), strict=True):
         part.copy_(piece * (rank + 1))
+        emugpu.synchronize()
     dist.all_reduce(tensor)
     assert torch.equal(tensor.cpu(), own * (world_size * (world_size + 1) // 2))
 
@@ -241,7 +242,6 @@ def check_scarce(rank: int) -> None:
     """Less than a sixteenth of the GPU's memory is free from the second call on."""
     tensor = torch.empty(NUM_ELEMS, dtype=torch.int32, device=GPU)
     check_sum(tensor)
-    dist.barrier()  # what the peers' comparison has allocated is free again
     small = []
     while 16 * (MEMORY - used_bytes()) >= MEMORY:
         small.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
