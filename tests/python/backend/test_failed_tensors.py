@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -19,11 +20,14 @@ from test_errors import ENVS
 
 import ringcomm
 from ringcomm import RingcommError
+from ringcomm.ops import SGDStep, reduce_scatter_update_all_gather_, shard_range
+from ringcomm.optim import Lomo
 
 WORLD_SIZE = 3
 SIZES = (5, 300_001)  # elements of a rank's share
 MARGIN = 1024
 GUARD, NOT_WRITTEN = -7.0, -1.0
+WEIGHT = 8.0  # at the start; an update takes the sum of the gradients from it
 # By name: the ranks' environment, and whether they use memory that peers map.
 WAYS: dict[str, tuple[Any, bool]] = {
     **{name: (env, False) for name, env in ENVS.items()},
@@ -47,7 +51,8 @@ class Tensors:
     def _make(self, kind: str, num_elems: int) -> torch.Tensor:
         whole = self._empty(num_elems + 2 * MARGIN).fill_(GUARD)
         self._made.append((kind, whole))
-        return whole[MARGIN:-MARGIN].fill_(NOT_WRITTEN if kind == "output" else self._value)
+        value = {"output": NOT_WRITTEN, "weight": WEIGHT, "state": 0.0}.get(kind, self._value)
+        return whole[MARGIN:-MARGIN].fill_(value)
 
     def input(self, num_elems: int) -> torch.Tensor:
         return self._make("input", num_elems)
@@ -57,6 +62,12 @@ class Tensors:
 
     def in_place(self, num_elems: int) -> torch.Tensor:
         return self._make("in place", num_elems)
+
+    def weight(self, num_elems: int) -> torch.Tensor:
+        return self._make("weight", num_elems)
+
+    def state(self, num_elems: int) -> torch.Tensor:
+        return self._make("state", num_elems)
 
     def inputs(self, num_elems: int) -> list[torch.Tensor]:
         return [self.input(num_elems) for _ in range(WORLD_SIZE)]
@@ -73,6 +84,10 @@ class Tensors:
                 found.append(f"{kind}: written beside the tensor")
             if kind == "output":
                 is_allowed = not is_refused or bool((tensor == NOT_WRITTEN).all())
+            elif kind in ("weight", "state"):
+                changed = WEIGHT - tensor if kind == "weight" else tensor
+                sums = [0.0] if is_refused else range(2**WORLD_SIZE)
+                is_allowed = bool(torch.isin(changed.round(decimals=3), torch.tensor(sums)).all())
             elif kind == "input" or is_refused:
                 is_allowed = bool((tensor == self._value).all())
             else:
@@ -89,6 +104,16 @@ def pass_on(t: Tensors, n: int, g: Any) -> None:
         dist.recv(t.in_place(n), t.rank - 1, g)
     if t.rank < 2:
         dist.send(t.input(n), t.rank + 1, g)
+
+
+def fused_update(t: Tensors, n: int, g: Any, momentum: float) -> None:
+    """Subtracts the sum of the gradients from the weights; this rank keeps its shard of it."""
+    step = SGDStep(lr=1.0, momentum=momentum)
+    begin, end = shard_range(n, dist.get_world_size(g), dist.get_rank(g))
+    state = {name: t.state(end - begin) for name in step.state_names}
+    reduce_scatter_update_all_gather_(
+        t.weight(n), t.input(n), state, optimizer=step, step=1, group=g, average=False
+    )
 
 
 Call = Callable[[Tensors, int, Any], object]
@@ -124,6 +149,8 @@ CALLS: dict[str, Call] = {
     "ops.all_gather": lambda t, n, g: ringcomm.ops.all_gather(t.input(n), g),
     "ops.broadcast": lambda t, n, g: ringcomm.ops.broadcast(t.input(n), 1, g),
     "ops.reduce": lambda t, n, g: ringcomm.ops.reduce(t.input(n), 0, "sum", g),
+    "fused update": partial(fused_update, momentum=0.0),
+    "fused update, momentum": partial(fused_update, momentum=0.9),
 }  # fmt: skip
 Found = dict[str, tuple[str, list[str]]]
 
@@ -224,6 +251,60 @@ def test_a_mismatch_over_shared_memory_has_written_nothing(way: str) -> None:
         names = {name.partition(" of ")[0] for name in found}
         assert not is_shm or names >= CALLS.keys() - {"send and recv"}
         assert not is_shm or len(found) >= 2 * len(SIZES) * (len(CALLS) - 1)
+
+
+# ---- LOMO, whose weights are updated in the backward pass
+
+
+def fail_in_a_backward_pass(rank: int, how: str) -> tuple[str, list[float]]:
+    """The error, and how much the weights have changed in the step that failed."""
+    model = torch.nn.Linear(SIZES[1], 1, bias=False)
+    optimizer = Lomo(model, lr=3.0, group=dist.group.WORLD)
+    x = torch.full((1, SIZES[1]), 2.0**rank)
+    dist.barrier()
+    if rank == 1 and how == "late":
+        time.sleep(3)
+        return "", []
+    if rank == 1 and how == "another call":
+        with contextlib.suppress(RingcommError):
+            dist.barrier()
+        return "", []
+    if rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        with torch.no_grad():
+            model.weight.fill_(WEIGHT)
+        try:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except RingcommError as error:
+            changed = (WEIGHT - model.weight.detach()).round(decimals=3)
+            return type(error).__name__, changed.unique().tolist()
+
+
+@pytest.mark.parametrize("env", ENVS.values(), ids=ENVS)
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("late", "CollectiveTimeoutError"),
+        ("dies in the middle", "PeerDiedError"),
+        ("another call", "MismatchError"),
+    ],
+)
+def test_lomo_has_updated_a_weight_or_not(env: Any, how: str, kind: str) -> None:
+    may_die = [1] if how == "dies in the middle" else []
+    limit_s = 1.0 if how == "late" else 30.0
+    results = run_ranks(
+        *(WORLD_SIZE, fail_in_a_backward_pass, how),
+        fresh=True,
+        may_die=may_die,
+        env=env,
+        group_timeout_s=limit_s,
+    )
+    for name, changed in results[::2]:
+        assert name == kind
+        assert {*changed} <= ({0.0} if how == "another call" else {0.0, 7.0})
 
 
 def test_what_must_not_be_written_is_seen() -> None:
