@@ -27,6 +27,7 @@ from test_errors import ENVS
 
 from ringcomm.measure import job, job_dumps
 from ringcomm.trace import flight
+from ringcomm.version import __version__
 
 LIMIT_S = 60
 # Of the doctor with eight ranks, on a machine that is busy otherwise.
@@ -131,7 +132,6 @@ def test_the_step_of_each_rank_that_waits_in_a_ring(
     said = capsys.readouterr().out
     for row in (rows[0], rows[1], rows[3]):
         assert f"waits for rank {row['waits_for']} in {row['step']}\n" in said
-    assert any(f", {row['step']}" in report["verdict"] for row in rows if row["step"])
     kept = json.loads((dumped / "rank3.json").read_text())["processes"][0]["calls"][-1]
     assert (kept["step"], kept["num_steps"]) == (rows[3]["call"]["step"], num_steps)
     assert pickle.loads((tmp_path / "torch" / "rank3").read_bytes())["entries"]
@@ -255,6 +255,9 @@ def test_a_recorder_of_another_version_is_refused(
     said = r"process 7 runs ringcomm 0\.0\.9, .*: run `ringcomm doctor` of that version"
     with pytest.raises(ValueError, match=said):
         flight.parse(data)
+    header = header.replace(flight._MAGIC, b"RINGFLY1").replace(b"0.0.9", __version__.encode())
+    with pytest.raises(ValueError, match=r"whose recorder is RINGFLY1, .*, which reads RINGFLY2"):
+        flight.parse(header.ljust(flight.NUM_BYTES, b"\0"))
     with pytest.raises(ValueError, match="no flight recorder"):
         flight.parse(b"something else")
     with launcher.job("computes", tmp_path, 2) as pids:
