@@ -151,11 +151,15 @@ def parse(data: bytes) -> Record:
         raise ValueError("this is no flight recorder that this version of ringcomm can read")
     magic, num_bytes, pid, _, *anchors, version, num_calls = _HEADER.unpack_from(data)
     anchor_ticks, anchor_ns = anchors
-    if (_text(version), magic, num_bytes) != (__version__, _MAGIC, NUM_BYTES):
+    if _text(version) != __version__:
         raise ValueError(
-            f"process {pid} runs ringcomm {_text(version)}, whose recorder is {_text(magic)}, and "
-            f"this is {__version__}, which reads {_text(_MAGIC)}: run `ringcomm doctor` of that "
-            "version"
+            f"process {pid} runs ringcomm {_text(version)}, and this is {__version__}: run "
+            "`ringcomm doctor` of that version"
+        )
+    if (magic, num_bytes) != (_MAGIC, NUM_BYTES):
+        raise ValueError(
+            f"process {pid} runs another build of ringcomm {__version__}, whose recorder is "
+            f"{_text(magic)}, and this reads {_text(_MAGIC)}: run `ringcomm doctor` of that build"
         )
     if len(data) < NUM_BYTES:
         raise ValueError(f"the recorder of process {pid} is truncated")

@@ -36,7 +36,7 @@ def call(
     began_s: float = 9.0,
     ended_s: float | None = None,
     peer: int = -1,
-    **steps: int,
+    **steps: Any,
 ) -> Call:
     state = "running" if ended_s is None else "ended"
     fields = (op, seq, 8, "float32", "sum", "one_shot", peer, waits_for, began_s, ended_s)
