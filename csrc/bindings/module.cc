@@ -48,10 +48,10 @@ py::dict health_of(const BackendPtr& backend) {
   std::vector<std::string> ranks;
   for (int rank = 0; rank < engine->world_size(); ++rank) {
     const bool is_peer = members != nullptr && rank != engine->rank();
-    ranks.emplace_back(is_peer && members->has_left(rank)     ? "left"
-                       : is_peer && members->has_died(rank)   ? "dead"
-                       : is_peer && members->is_stopped(rank) ? "stopped"
-                                                              : "alive");
+    ranks.emplace_back(is_peer && members->has_left(rank)                  ? "left"
+                       : is_peer && members->has_died(rank)                ? "dead"
+                       : is_peer && members->process_of(rank).is_stopped() ? "stopped"
+                                                                           : "alive");
   }
   std::optional<std::string> failure;
   try {

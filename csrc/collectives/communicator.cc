@@ -105,7 +105,7 @@ void Communicator::record_as(const std::string& name, const std::vector<std::uin
   p2p_->record_as(trace_group_, log_.get());
   if (log_ == nullptr) return;
   failure_->record_in(log_.get());
-  members.on_note([log = log_.get()](const PeerNote& note) { log->keep(note); });
+  members.on_note([log = log_.get()](const auto&... note) { log->keep(note...); });
 }
 
 void Communicator::close(const std::function<bool()>& is_interrupted) {

@@ -33,7 +33,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
           "waited for " + name + " for " + std::to_string(activity.timeout.count()) + " ms";
       // The rank waited for may itself wait for one that is stopped.
       for (int rank = 0; rank < world_size_; ++rank)
-        if (members_->is_stopped(rank))
+        if (members_->process_of(rank).is_stopped())
           raise(ErrorKind::kTimeout, rank,
                 waited + ", and the process of " + name_of_peer(rank) + " is stopped", activity);
       raise(ErrorKind::kTimeout, peer,

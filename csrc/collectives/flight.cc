@@ -11,7 +11,6 @@
 #include <optional>
 #include <set>
 #include <thread>
-#include <tuple>
 
 #include "core/errors.h"
 #include "transport/process.h"
@@ -131,7 +130,13 @@ class Recorder {
     try {
       fd_ = shm::create_memfd(Memory::kNumBytes, "ringcomm-flight");
       mapped_ = shm::SharedMemory(fd_.get(), Memory::kNumBytes);
-      fill_header();
+      Header& header = memory().header();
+      header.num_bytes = Memory::kNumBytes;
+      header.pid = ::getpid();
+      header.anchor_ticks = ticks();
+      header.anchor_ns = monotonic_ns();
+      set_text(header.version, RINGCOMM_VERSION);
+      std::memcpy(header.magic, Header::kMagic, sizeof header.magic);  // last: it is complete
       shm::Bootstrap::instance().share_with_watchers(fd_.get(), [this] { say_waits(); });
     } catch (const Error&) {  // no memory, descriptor or thread: nothing is recorded
       fd_.reset();
@@ -147,9 +152,10 @@ class Recorder {
     const auto is_free = [&](std::uint32_t place) {
       return groups[place].state == GroupEntry::kUnused || groups[place].state == GroupEntry::kLeft;
     };
-    for (std::size_t i = 0; i < kNumGroups && !is_free(next_place_); ++i) step();
-    const std::uint32_t place = next_place_;
-    step();
+    std::uint32_t place = next_place_;
+    for (std::size_t i = 0; i < kNumGroups && !is_free(place); ++i)
+      place = (place + 1) % kNumGroups;
+    next_place_ = (place + 1) % kNumGroups;
     GroupEntry& entry = memory().groups()[place];
     if (entry.state != GroupEntry::kUnused) {  // an untouched page stays without memory
       __atomic_store_n(&entry.state, GroupEntry::kUnused, __ATOMIC_RELEASE);
@@ -168,17 +174,6 @@ class Recorder {
   }
 
  private:
-  void fill_header() const {
-    Header& header = memory().header();
-    header.num_bytes = Memory::kNumBytes;
-    header.pid = ::getpid();
-    header.anchor_ticks = ticks();
-    header.anchor_ns = monotonic_ns();
-    set_text(header.version, RINGCOMM_VERSION);
-    std::memcpy(header.magic, Header::kMagic, sizeof header.magic);  // last: it is complete
-  }
-  void step() { next_place_ = (next_place_ + 1) % kNumGroups; }
-
   // On the bootstrap's thread, every few seconds.
   void say_waits() {
     const std::lock_guard lock(mutex_);
@@ -329,7 +324,7 @@ Call Log::begin(const Event& described) {
   const Memory memory = recorder_.memory();
   Event event = described;
   event.number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
-  event.group = place_;
+  event.group = static_cast<std::uint16_t>(place_);
   event.begin_ticks = ticks();
   Event& place = memory.events()[event.number % kNumEvents];
   write(place, event);
@@ -350,10 +345,10 @@ void Log::end_running() {
   if (late != kNobody) add(counts_[late].num_late, 1);
 }
 
-void Log::keep(const PeerNote& note) {
+void Log::keep(const PeerNote& note, CallStep step) {
   if (note.is_arrival) last_late_ = note.rank;
   if (note.waited_ticks > 0) return count_wait(note.rank, note.waited_ticks);
-  if (note.sent_bytes + note.received_bytes == 0) return running_.note_wait(note.rank);
+  if (note.sent_bytes + note.received_bytes == 0) return running_.note_wait(note.rank, step);
   count_bytes(note.rank, note.sent_bytes, note.received_bytes);
 }
 

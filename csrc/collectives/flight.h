@@ -34,14 +34,15 @@ struct Event {
   std::uint64_t end_ticks = 0;  ///< 0 until it ends
   std::uint64_t seq = 0;        ///< of a collective in its group; of a message its tag
   std::uint64_t num_bytes = 0;
-  std::uint32_t group = 0;           ///< its place among the groups
+  std::uint16_t group = 0;           ///< its place among the groups
+  std::uint16_t on_device = 0;       ///< whether it was enqueued
   std::int32_t peer = -1;            ///< the root, or the other rank of a message
   std::int32_t waits_for = kNobody;  ///< the rank that a long wait is for
   OpKind op = OpKind::kBarrier;
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  std::uint64_t on_device = 0;
+  CallStep step = {};  ///< that the long wait is in
 };
 static_assert(sizeof(Event) == 64);
 
@@ -81,7 +82,7 @@ struct GroupEntry {
 };
 
 struct Header {
-  static constexpr char kMagic[9] = "RINGFLY1";
+  static constexpr char kMagic[9] = "RINGFLY2";
   char magic[8];
   std::uint64_t num_bytes;
   std::int32_t pid, unused;
@@ -140,8 +141,10 @@ struct Call {
   Event* event = nullptr;
   std::uint64_t number = 0;
 
-  void note_wait(std::int32_t peer) const {
-    if (event != nullptr) __atomic_store_n(&event->waits_for, peer, __ATOMIC_RELAXED);
+  void note_wait(std::int32_t peer, CallStep step = {}) const {
+    if (event == nullptr) return;
+    __atomic_store_n(&event->waits_for, peer, __ATOMIC_RELAXED);
+    __atomic_store(&event->step, &step, __ATOMIC_RELAXED);
   }
 };
 
@@ -163,7 +166,7 @@ class Log {
   void fail(const std::string& why, int culprit);
 
   /// Of the collective that runs; in its thread.
-  void keep(const PeerNote& note);
+  void keep(const PeerNote& note, CallStep step);
   /// From any thread. `ticks` may be 0.
   void count_wait(int peer, std::uint64_t ticks);
   void count_bytes(int peer, std::uint64_t sent, std::uint64_t received);

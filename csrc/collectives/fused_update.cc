@@ -50,7 +50,7 @@ Traffic update_in_parts(const Collective& call, int rank, int world_size,
   Collective summed = call;  // the reduce_scatter averages, not the update
   summed.reduction = Reduction::kSum;
   OwnerUpdate update(summed, rank, world_size);
-  std::vector<std::byte> reduced(update.own().num_elems * update.grad_bytes());
+  std::vector<std::byte> reduced(update.own().num_elems * element_bytes(call.dtype));
   const void* const grad = reduced.data();
   return update_in_parts(
       call, rank, world_size, reduced.data(), [&] { update.run(&grad, 1, update.own(), nullptr); },

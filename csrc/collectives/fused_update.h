@@ -26,7 +26,6 @@ class OwnerUpdate {
   /// new parameters go to the call's output, and to `also_to` unless that is null.
   void run(const void* const* srcs, int num_srcs, const ElemRange& elems, std::byte* also_to);
 
-  std::size_t grad_bytes() const { return grad_bytes_; }    ///< of one element
   std::size_t param_bytes() const { return param_bytes_; }  ///< of one element
   const ElemRange& own() const { return own_; }
 

@@ -23,11 +23,26 @@ struct RingPart {
   bool is_sent;    ///< passed on to the next rank
   int chunk_idx;
   std::size_t slice_idx;
-  std::size_t num_elems;
-  const std::byte* input;
-  std::size_t input_bytes;
-  std::byte* output;
-  std::size_t output_bytes;
+  std::size_t num_elems = 0;
+  const std::byte* input = nullptr;
+  std::size_t input_bytes = 0;
+  std::byte* output = nullptr;
+  std::size_t output_bytes = 0;
+
+  /// This part with its data in these links.
+  template <class Links>
+  RingPart in(const Links& links) const {
+    const RingChunk chunk = links.chunk(chunk_idx);
+    const ElemRange elems = slice_of({0, chunk.num_elems}, slice_idx, links.slice_elems());
+    RingPart part = *this;
+    part.num_elems = elems.num_elems;
+    part.input = chunk.input + elems.begin_elems * links.input_element_bytes();
+    part.input_bytes = elems.num_elems * links.input_element_bytes();
+    part.output_bytes = elems.num_elems * links.output_element_bytes();
+    if (chunk.output != nullptr)
+      part.output = chunk.output + elems.begin_elems * links.output_element_bytes();
+    return part;
+  }
 };
 
 /// Which half of an all_reduce, or both.
@@ -47,7 +62,7 @@ struct RingHalves {
 /// The schedule is the same for every kind of `Links`, which moves the data:
 ///
 /// - schedule(), chunk(rank), input_element_bytes(), output_element_bytes(), slice_elems()
-/// - whole_rank(rank), for a recording; may be missing
+/// - whole_rank(rank) and step(), for recordings; may be missing
 /// - depth(): slices under way. Slots of memory hold one less than there are: each rank of the ring
 ///   waits for a free one while it holds a full one.
 /// - sends_early(): whether the first send of a slice may overtake the all-gather of the slice
@@ -56,9 +71,7 @@ struct RingHalves {
 /// - send(part): sends the rank's own input, or its own complete output in a lone all-gather.
 /// - reduce(part): receives a partial sum, adds the input, and sends or keeps the sum.
 /// - copy(part): receives a complete slice into the output, and sends it unless it is the last.
-/// - finish(): the end of the call. Nothing that was sent uses the call's buffers after it, or
-/// after
-///   the end of the engine's call, which waits for sends.
+/// Nothing that was sent uses the call's buffers after the end of the engine's call.
 template <class Links>
 class Ring {
  public:
@@ -93,7 +106,6 @@ class Ring {
           else if (slice + depth < num_slices_)
             links_.expect(part(begin_, slice + depth));
         }
-    links_.finish();
     return sent_bytes_;
   }
 
@@ -103,45 +115,33 @@ class Ring {
   RingPart part(int step, std::size_t slice_idx) const {
     const bool is_gather = step >= num_steps_;
     const bool is_last = step == num_steps_ - 1 || step == 2 * num_steps_ - 1;
-    return part_of(is_gather ? schedule_.all_gather_recv_chunk(step - num_steps_)
-                             : schedule_.reduce_scatter_recv_chunk(step),
-                   slice_idx, is_gather, is_last,
-                   !is_last || (!is_gather && halves_.has_all_gather));
-  }
-
-  RingPart part_of(int chunk_idx, std::size_t slice_idx, bool is_gather, bool is_last,
-                   bool is_sent) const {
-    const RingChunk chunk = links_.chunk(chunk_idx);
-    const ElemRange elems = slice_of({0, chunk.num_elems}, slice_idx, links_.slice_elems());
-    const std::size_t input_bytes = links_.input_element_bytes();
-    const std::size_t output_bytes = links_.output_element_bytes();
-    return {.is_gather = is_gather,
-            .is_last = is_last,
-            .is_sent = is_sent,
-            .chunk_idx = chunk_idx,
-            .slice_idx = slice_idx,
-            .num_elems = elems.num_elems,
-            .input = chunk.input + elems.begin_elems * input_bytes,
-            .input_bytes = elems.num_elems * input_bytes,
-            .output =
-                chunk.output == nullptr ? nullptr : chunk.output + elems.begin_elems * output_bytes,
-            .output_bytes = elems.num_elems * output_bytes};
+    return RingPart{.is_gather = is_gather,
+                    .is_last = is_last,
+                    .is_sent = !is_last || (!is_gather && halves_.has_all_gather),
+                    .chunk_idx = is_gather ? schedule_.all_gather_recv_chunk(step - num_steps_)
+                                           : schedule_.reduce_scatter_recv_chunk(step),
+                    .slice_idx = slice_idx}
+        .in(links_);
   }
 
   // Sends what needs nothing received before.
   void start(std::size_t slice_idx) {
     const bool is_gather = !halves_.has_reduce_scatter;
-    const RingPart own = part_of(
-        is_gather ? schedule_.all_gather_send_chunk(0) : schedule_.reduce_scatter_send_chunk(0),
-        slice_idx, is_gather, false, true);
-    [[maybe_unused]] const auto recorded = record(own, -1);
+    const RingPart own = RingPart{.is_gather = is_gather,
+                                  .is_last = false,
+                                  .is_sent = true,
+                                  .chunk_idx = is_gather ? schedule_.all_gather_send_chunk(0)
+                                                         : schedule_.reduce_scatter_send_chunk(0),
+                                  .slice_idx = slice_idx}
+                             .in(links_);
+    [[maybe_unused]] const auto recorded = record(own, begin_, true);
     links_.send(own);
     sent_bytes_ += is_gather ? own.output_bytes : own.input_bytes;
   }
 
   void turn(int step, std::size_t slice_idx) {
     const RingPart received = part(step, slice_idx);
-    [[maybe_unused]] const auto recorded = record(received, step % num_steps_);
+    [[maybe_unused]] const auto recorded = record(received, step, false);
     if (received.is_gather)
       links_.copy(received);
     else
@@ -150,22 +150,24 @@ class Ring {
     if (received.is_sent) sent_bytes_ += is_complete ? received.output_bytes : received.input_bytes;
   }
 
-  // `step` is -1 where the rank sends its own part. Work that is only queued here is not recorded.
-  auto record(const RingPart& part, int step) const {
-    if constexpr (requires { links_.whole_rank(0); })
+  // In `start` the rank sends its own part. Work that is only queued here is not recorded.
+  auto record(const RingPart& part, int step, bool is_start) const {
+    if constexpr (requires { links_.whole_rank(0); }) {
+      links_.step() = {step - begin_ + 1, end_ - begin_, part.slice_idx + 1, num_slices_};
       return trace::Span([&] {
         return trace::Event{
             .num_bytes = part.is_gather ? part.output_bytes : part.input_bytes,
             .to = part.is_sent ? links_.whole_rank(schedule_.next()) : -1,
-            .from = step < 0 ? -1 : links_.whole_rank(schedule_.previous()),
+            .from = is_start ? -1 : links_.whole_rank(schedule_.previous()),
             .chunk = part.chunk_idx,
             .slice = static_cast<std::uint32_t>(part.slice_idx),
-            .step = static_cast<std::int16_t>(step),
+            .step = static_cast<std::int16_t>(is_start ? -1 : step % num_steps_),
             .kind = trace::Kind::kStep,
             .name = trace::name_number(part.is_gather ? "all_gather" : "reduce_scatter")};
       });
-    else
+    } else {
       return 0;
+    }
   }
 
   Links& links_;

@@ -1,7 +1,6 @@
 #include "reduce/reduce_op.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>

@@ -22,7 +22,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -112,6 +112,20 @@ struct PeerNote {
   std::uint64_t received_bytes = 0;
 };
 
+/// Which of several waits of a collective a rank is in: the step, and the slice of the data that
+/// takes these steps. All from 1 on; 0 where it is not known.
+struct alignas(8) CallStep {
+  std::uint16_t step = 0, num_steps = 0, slice = 0, num_slices = 0;
+
+  constexpr CallStep() = default;
+  constexpr CallStep(int step_now, int steps, std::size_t slice_now, std::size_t slices)
+      : step(static_cast<std::uint16_t>(step_now)), num_steps(static_cast<std::uint16_t>(steps)) {
+    if (slices > UINT16_MAX) return;  // more than 16 GiB for each rank
+    slice = static_cast<std::uint16_t>(slice_now);
+    num_slices = static_cast<std::uint16_t>(slices);
+  }
+};
+
 /// The ranks of a group and its shared abort state.
 class Membership {
  public:
@@ -123,7 +137,6 @@ class Membership {
   }
   /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
   bool has_died(int rank) const { return process_of(rank).is_dead; }
-  bool is_stopped(int rank) const { return process_of(rank).is_stopped(); }
   /// Whether this rank may wait for `rank`, from what it knows: kNone, kPeerDied, kPeerLeft or, for
   /// the whole group, kAborted.
   virtual Stop state_of(int rank) const = 0;
@@ -132,10 +145,12 @@ class Membership {
   /// The number of collectives that `rank` has begun; -1 if that is not known.
   virtual std::int64_t num_calls_of(int rank) const = 0;
   /// Called in the thread of a collective; set once.
-  void on_note(std::function<void(const PeerNote&)> keep) { keep_ = std::move(keep); }
+  void on_note(std::function<void(const PeerNote&, CallStep)> keep) { keep_ = std::move(keep); }
   void note(const PeerNote& note) const {
-    if (keep_) keep_(note);
+    if (keep_) keep_(note, step_);
   }
+  /// That the next notes are of; in the thread of a collective.
+  CallStep& step() { return step_; }
 
   /// Whether a rank has begun to abort the group: as this rank knows or, with `asks`, can read.
   virtual bool is_given_up(bool asks) noexcept = 0;
@@ -148,7 +163,8 @@ class Membership {
   PeerProcesses processes_;  // set when the group is made; none null
 
  private:
-  std::function<void(const PeerNote&)> keep_;
+  std::function<void(const PeerNote&, CallStep)> keep_;
+  CallStep step_;
 };
 
 /// The size of CallHeader (which asserts it): ranks compare it in their records.

@@ -1,6 +1,5 @@
 #include "transport/process.h"
 
-#include <cerrno>
 #include <csignal>
 #include <filesystem>
 #include <fstream>

@@ -266,6 +266,7 @@ def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[
             "group": rank.group_of(call).name if call is not None else "",
             "call": None if call is None else {**asdict(call), "text": call.text()},
             "waits_for": waits_for,
+            "step": call.step_text() if call is not None else "",
             "stack": rank.stack,
             "place": rank.place(),
         })  # fmt: skip
@@ -285,6 +286,7 @@ def print_report(report: dict[str, Any]) -> None:
                 what = f"last: {what}, enqueued to a device {call['began_s']:.0f} s ago"
             elif call["ended_s"] is None:
                 whom = "" if row["waits_for"] is None else f", waits for rank {row['waits_for']}"
+                whom += f" in {row['step']}" if whom and row["step"] else ""
                 what = f"in {what} for {call['began_s']:.0f} s{whom}"
             else:
                 what = f"last: {what}, ended {call['ended_s']:.0f} s ago"

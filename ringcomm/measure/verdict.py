@@ -142,10 +142,11 @@ def _why_outside(rank: Rank) -> str:
 
 
 def _wait_text(ranks: list[Rank], rank: Rank, call: Call) -> str:
-    """A call that waits, with the other rank of a message and whether that takes part."""
+    """A call that waits: with its step, or of a message whether the other rank takes part."""
     text = rank.text(call)
     if not call.is_message:
-        return text
+        step = call.step_text()
+        return f"{text}, {step}" if step else text
     peer = peer_of(ranks, rank, call)
     if peer is None:
         return text
@@ -215,6 +216,18 @@ def _end_of_missing(ranks: list[Rank], rank: Rank, call: Call) -> tuple[str, int
     ), numbers[0]
 
 
+def _behind(ranks: list[Rank], calls: dict[int, Call]) -> str:
+    """Which of the ranks in one call are behind; empty if it is none, or not known."""
+    at = {rank.number: calls[rank.pid] for rank in ranks}
+    # Several slices may be under way: who is behind is in no later slice and in no later step.
+    least = min(call.slice for call in at.values()), min(call.step for call in at.values())
+    behind = [number for number, call in at.items() if (call.slice, call.step) == least]
+    if not behind or len(behind) == len(at) or 0 in least:
+        return ""
+    verb = "is" if len(behind) == 1 else "are"
+    return f", and {_named(behind)} {verb} behind, in {at[behind[0]].step_text()}"
+
+
 def _of_circle(ranks: list[Rank], circle: list[Rank]) -> tuple[str, int | None]:
     """Of ranks that wait for each other; the first one is the last one, too."""
     calls = {rank.pid: call for rank in ranks if (call := rank.call) is not None}
@@ -224,7 +237,7 @@ def _of_circle(ranks: list[Rank], circle: list[Rank]) -> tuple[str, int | None]:
         first = circle[0]
         return (
             f"{_named([rank.number for rank in circle[:-1]])} exchange data in "
-            f"{first.text(calls[first.pid])}: it takes long. Ask again",
+            f"{first.text(calls[first.pid])}: it takes long{_behind(circle, calls)}. Ask again",
             None,
         )
     odd = {rank.pid: rank for rank in circle if keys[rank.pid] != common}

@@ -20,7 +20,7 @@ from ringcomm.trace import clock_name
 from ringcomm.trace.flight import Call, Group, Record
 from ringcomm.version import __version__
 
-FORMAT, FORMAT_VERSION = "ringcomm flight dump", 1
+FORMAT, FORMAT_VERSION = "ringcomm flight dump", 2
 # What a file begins with that is a dump, whole or not.
 _START = f'{{"format": "{FORMAT}"'.encode()
 # Of a peer that has not ended, and so may write a dump of its own.

@@ -24,8 +24,8 @@ NOBODY, ANY_RANK = -1, -2
 
 _HEADER = struct.Struct("=8sQiIQQ32sQ")
 _GROUP = struct.Struct("=IiiiQQQ48s96s256s512s")
-_EVENT = struct.Struct("=QQQQQIiiBBBBQ")
-_MAGIC = b"RINGFLY1"
+_EVENT = struct.Struct("=QQQQQHHiiBBBBHHHH")
+_MAGIC_NAME, _MAGIC = b"RINGFLY", b"RINGFLY2"
 _NUM_GROUPS, _NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
 _EVENTS_OFFSET = _GROUPS_OFFSET + _NUM_GROUPS * _GROUP.size
 _COUNTS_BYTES = _NUM_GROUPS * _NUM_MEMBERS * 64  # of waits, for ringcomm.peer_stats
@@ -51,6 +51,20 @@ class Call:
     ended_s: float | None  # None: it runs; on a device perhaps nobody has seen its end
     on_device: bool  # enqueued to a stream
     state: str  # "running", "enqueued" (on a device, not seen to have ended), "ended" or "failed"
+    # Of the long wait, from 1 on; 0 where they are not known.
+    step: int = 0
+    num_steps: int = 0
+    slice: int = 0  # of the data; each takes all steps
+    num_slices: int = 0
+
+    def step_text(self) -> str:
+        """As "slice 5/16, step 3/6", without what there is one of; empty where nothing is left."""
+        texts = []
+        if self.num_slices > 1:
+            texts.append(f"slice {self.slice}/{self.num_slices}")
+        if self.num_steps > 1:
+            texts.append(f"step {self.step}/{self.num_steps}")
+        return ", ".join(texts) if self.state == "running" else ""
 
     @property
     def is_message(self) -> bool:
@@ -133,14 +147,22 @@ def parse(data: bytes) -> Record:
     Raises:
         ValueError: it is no recorder, or another version of ringcomm wrote it.
     """
-    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC_NAME):
         raise ValueError("this is no flight recorder that this version of ringcomm can read")
-    _, num_bytes, pid, _, anchor_ticks, anchor_ns, version, num_calls = _HEADER.unpack_from(data)
-    if _text(version) != __version__ or num_bytes != NUM_BYTES or len(data) < NUM_BYTES:
+    magic, num_bytes, pid, _, *anchors, version, num_calls = _HEADER.unpack_from(data)
+    anchor_ticks, anchor_ns = anchors
+    if _text(version) != __version__:
         raise ValueError(
             f"process {pid} runs ringcomm {_text(version)}, and this is {__version__}: run "
             "`ringcomm doctor` of that version"
         )
+    if (magic, num_bytes) != (_MAGIC, NUM_BYTES):
+        raise ValueError(
+            f"process {pid} runs another build of ringcomm {__version__}, whose recorder is "
+            f"{_text(magic)}, and this reads {_text(_MAGIC)}: run `ringcomm doctor` of that build"
+        )
+    if len(data) < NUM_BYTES:
+        raise ValueError(f"the recorder of process {pid} is truncated")
     now_ticks, now_ns = _C.flight_clock()
     ns_per_tick = (now_ns - anchor_ns) / max(1, now_ticks - anchor_ticks)
 
@@ -159,10 +181,11 @@ def parse(data: bytes) -> Record:
 
     for place in range(_NUM_EVENTS):
         fields = _EVENT.unpack_from(data, _EVENTS_OFFSET + place * _EVENT.size)
-        number, begin, end, seq, size, group_place, peer, waits_for, *kinds = fields
+        number, begin, end, seq, size, group_place, on_device, peer, waits_for, *kinds = fields
         if number == 0 or group_place not in record.groups:
             continue
-        op, dtype, reduction, algorithm, on_device = kinds
+        op, dtype, reduction, algorithm, *steps = kinds
+        step, num_steps, slice_, num_slices = steps
         failed_s = record.groups[group_place].failed_s
         ended_s = seconds_ago(end) if end else None
         state = "enqueued" if on_device else "running"
@@ -183,6 +206,10 @@ def parse(data: bytes) -> Record:
             ended_s=ended_s,
             on_device=on_device != 0,
             state=state,
+            step=step,
+            num_steps=num_steps,
+            slice=slice_,
+            num_slices=num_slices,
         )
         record.calls.append(call)
     record.calls.sort(key=lambda call: call.number)

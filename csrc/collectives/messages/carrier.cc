@@ -66,7 +66,8 @@ class MessageCarrier final : public Carrier {
     try {
       if (hosts_.local_ranks.size() > 1) {
         local_ = std::make_unique<ShmCarrier>(ranks, peer_table, ranks.rank(), options);
-        local_->membership().on_note([this](const PeerNote& note) { members_.note(note); });
+        local_->membership().on_note(
+            [this](const PeerNote& note, CallStep) { members_.note(note); });
       }
       // Before this rank leaves the memory of its host, where others may be in a call already.
       members_.on_abort([this] {

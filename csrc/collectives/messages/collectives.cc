@@ -169,7 +169,11 @@ class HostsCollective {
   // the host 2^s before it. A rank that returns knows that all ranks have arrived at this call.
   void barrier() {
     MessageExchange exchange(messages_, header_);
-    for (int distance = 1; hosts_.local_rank == 0 && distance < num_hosts(); distance *= 2) {
+    int num_steps = 0;
+    while (1 << num_steps < num_hosts()) ++num_steps;
+    for (int step = 0; hosts_.local_rank == 0 && step < num_steps; ++step) {
+      const int distance = 1 << step;
+      messages_.step() = {step + 1, num_steps, 1, 1};
       exchange.recv(leader_at(num_hosts() - distance), nullptr, 0);
       exchange.send(leader_at(distance), nullptr, 0);
       exchange.finish();
@@ -281,6 +285,7 @@ class HostsCollective {
     const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(call_.num_elems, max_elems));
     for (std::size_t idx = 0; idx < num_pieces; ++idx) {
       const ElemRange piece = slice_of({0, call_.num_elems}, idx, max_elems);
+      messages_.step() = {1, 1, idx + 1, num_pieces};
       const void* input = at(call_.inputs[0], piece.begin_elems, element_bytes_);
       if (local_ != nullptr) {
         void* output = of(sums, hosts_.host);
@@ -428,12 +433,15 @@ class HostsCollective {
   // Calls post(exchange, k) for all pieces in order, and complete(exchange, k) once piece k + 1 is
   // posted: messages are on their way while this host's ranks work on another piece.
   template <class Post, class Complete>
-  void in_pieces(std::size_t num_elems, std::size_t max_elems, const Post& post,
+  void in_pieces(int step, std::size_t num_elems, std::size_t max_elems, const Post& post,
                  const Complete& complete) {
     // One at least, because headers are exchanged even without data.
     const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(num_elems, max_elems));
+    const int num_steps = call_.op == OpKind::kAllReduce ? 2 : 1;
     MessageExchange exchanges[] = {{messages_, header_}, {messages_, header_}};
     for (std::size_t idx = 0; idx <= num_pieces; ++idx) {
+      messages_.step() = {std::min(step, num_steps), num_steps, std::max<std::size_t>(1, idx),
+                          num_pieces};
       if (idx < num_pieces) post(exchanges[idx % 2], idx);
       if (idx > 0) complete(exchanges[(idx - 1) % 2], idx - 1);
     }
@@ -481,7 +489,7 @@ class HostsCollective {
       shares.op->combine(output, nullptr, sources.data(), num_hosts(), own.num_elems,
                          shares.divisor);
     };
-    in_pieces(shares.max_elems(), max_elems, post, complete);
+    in_pieces(1, shares.max_elems(), max_elems, post, complete);
   }
 
   // Every rank's chunk is in its own output before, and in all ranks' after. A rank sends its chunk
@@ -506,7 +514,7 @@ class HostsCollective {
       for (const auto& owners : hosts_.rounds)
         run_for(OpKind::kAllGather, owners, shares, max_elems, idx, nullptr);
     };
-    in_pieces(shares.max_elems(), max_elems, post, complete);
+    in_pieces(2, shares.max_elems(), max_elems, post, complete);
   }
 
   // A collective of piece `idx` of the owners' chunks, one for each rank of this host: each rank

@@ -32,12 +32,12 @@ void MessageEngine::wait(Handle message, bool is_arrival) {
     return trace::Event{
         .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
   });
-  operation_->note({message->peer});
+  operation_->members().note({message->peer});
   operation_->await(message->peer);
   const std::uint64_t begin = flight::ticks();
   const MessageEnd end = message->message->wait();
   if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
-    operation_->note(
+    operation_->members().note(
         {message->peer, waited,
          is_arrival && is_arriving_ && waited >= kLateTimes * flight::long_wait_ticks});
   if (end != MessageEnd::kDone)

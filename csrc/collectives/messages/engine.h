@@ -72,7 +72,9 @@ class MessageEngine {
   void begin(MessageMembers::Operation& operation) {
     operation_ = &operation;
     is_arriving_ = true;
+    step() = {};
   }
+  CallStep& step() { return operation_->members().step(); }
 
   Handle irecv(int peer, int tag, void* data, std::size_t num_bytes);
   Handle isend(int peer, int tag, const void* data, std::size_t num_bytes);
@@ -84,7 +86,7 @@ class MessageEngine {
   /// Counts bytes of the call's data.
   void count(int peer, std::uint64_t sent, std::uint64_t received) {
     if (sent + received > 0)
-      operation_->note({.rank = peer, .sent_bytes = sent, .received_bytes = received});
+      operation_->members().note({.rank = peer, .sent_bytes = sent, .received_bytes = received});
   }
 
   /// Memory until finish() or drop(), aligned for any element.

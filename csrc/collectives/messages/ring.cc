@@ -38,6 +38,7 @@ class MessageLinks {
 
   RingSchedule schedule() const { return {engine_.rank(), engine_.world_size()}; }
   int whole_rank(int rank) const { return rank; }
+  CallStep& step() { return engine_.step(); }
   std::size_t depth() const { return kNumSlots; }
   bool sends_early() const { return true; }
   std::size_t slice_elems() const { return kSliceBytes / shares_.element_bytes; }
@@ -76,8 +77,6 @@ class MessageLinks {
     wait(receives_[slot_of(part)]);
     if (part.is_sent) post(part, part.output, true);
   }
-
-  void finish() {}  // MessageEngine::finish() waits for what is still sent
 
  private:
   using Message = std::optional<MessageEngine::Handle>;
@@ -133,29 +132,25 @@ std::uint64_t run_message_chain(MessageEngine& engine, const Collective& call,
   const bool is_last = reduces ? engine.rank() == call.root : next == call.root;
   void* const own = const_cast<void*>(reduces || is_first ? call.inputs[0] : call.outputs[0]);
   void* const result = !reduces ? own : is_last ? call.outputs[0] : nullptr;
-  const MessageShares whole{.shares = {{.num_elems = call.num_elems}},
-                            .element_bytes = element_bytes(call.dtype),
-                            .op = reduces ? &reduce_op_of(call) : nullptr,
-                            .divisor = divisor_of(call, engine.world_size())};
+  const MessageShares whole{
+      .shares = {{at(own, 0, 1), static_cast<std::byte*>(result), call.num_elems}},
+      .element_bytes = element_bytes(call.dtype),
+      .op = reduces ? &reduce_op_of(call) : nullptr,
+      .divisor = divisor_of(call, engine.world_size())};
   MessageLinks links(engine, whole, previous, next,
                      {.has_reduce_scatter = reduces && !is_first, .has_all_gather = is_last});
-  const std::size_t bytes = whole.element_bytes;
   const auto part = [&](std::size_t idx) {
-    const ElemRange slice = whole.slice(0, idx, links.slice_elems());
     return RingPart{.is_gather = !reduces,
                     .is_last = is_last,
                     .is_sent = !is_last,
                     .chunk_idx = 0,
-                    .slice_idx = idx,
-                    .num_elems = slice.num_elems,
-                    .input = at(own, slice.begin_elems, bytes),
-                    .input_bytes = slice.num_elems * bytes,
-                    .output = result != nullptr ? at(result, slice.begin_elems, bytes) : nullptr,
-                    .output_bytes = slice.num_elems * bytes};
+                    .slice_idx = idx}
+        .in(links);
   };
   const std::size_t num_slices = ringcomm::num_slices(call.num_elems, links.slice_elems());
   std::size_t num_expected = 0;
   for (std::size_t idx = 0; idx < num_slices; ++idx) {
+    engine.step() = {1, 1, idx + 1, num_slices};
     for (; !is_first && num_expected < std::min(idx + kNumSlots, num_slices); ++num_expected)
       links.expect(part(num_expected));
     if (is_first)
@@ -165,7 +160,6 @@ std::uint64_t run_message_chain(MessageEngine& engine, const Collective& call,
     else
       links.copy(part(idx));
   }
-  links.finish();
   return is_last ? 0 : call.num_bytes();
 }
 

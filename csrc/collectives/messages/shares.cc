@@ -4,20 +4,12 @@
 
 namespace ringcomm {
 
-namespace {
-
-MessageShares without_shares(const Collective& call, int world_size) {
-  const bool reduces = is_reduction(call.op);
-  return {.shares = {},
-          .element_bytes = element_bytes(call.dtype),
-          .op = reduces ? &reduce_op_of(call) : nullptr,
-          .divisor = reduces ? divisor_of(call, world_size) : 1};
-}
-
-}  // namespace
-
 MessageShares MessageShares::of_call(const Collective& call, int rank, int world_size) {
-  MessageShares result = without_shares(call, world_size);
+  const bool reduces = is_reduction(call.op);
+  MessageShares result{.shares = {},
+                       .element_bytes = ringcomm::element_bytes(call.dtype),
+                       .op = reduces ? &reduce_op_of(call) : nullptr,
+                       .divisor = reduces ? divisor_of(call, world_size) : 1};
   const ChunkLayout layout(call.num_elems, world_size);
   for (int peer = 0; peer < world_size; ++peer) {
     const ElemRange chunk = layout.chunk(peer);
@@ -36,23 +28,15 @@ MessageShares MessageShares::of_call(const Collective& call, int rank, int world
   return result;
 }
 
-MessageShares MessageShares::of_whole(const Collective& call, int rank, int world_size) {
-  MessageShares result = without_shares(call, world_size);
-  for (int peer = 0; peer < world_size; ++peer)
-    result.shares.push_back({at(call.inputs[0], 0, 1),
-                             peer == rank ? at(call.outputs[0], 0, 1) : nullptr, call.num_elems});
-  return result;
-}
-
 std::size_t MessageShares::max_elems() const {
   std::size_t max_elems = 0;
-  for (const Share& share : shares) max_elems = std::max(max_elems, share.num_elems);
+  for (const RingChunk& share : shares) max_elems = std::max(max_elems, share.num_elems);
   return max_elems;
 }
 
 std::vector<std::uint64_t> MessageShares::table() const {
   std::vector<std::uint64_t> table;
-  for (const Share& share : shares) table.push_back(share.num_elems * element_bytes);
+  for (const RingChunk& share : shares) table.push_back(share.num_elems * element_bytes);
   return table;
 }
 

@@ -16,9 +16,7 @@ namespace ringcomm {
 /// algorithm treats all_reduce, which splits one buffer, and reduce_scatter and all_gather, which
 /// have one buffer per rank, the same way.
 struct MessageShares {
-  using Share = RingChunk;
-
-  std::vector<Share> shares;  ///< by rank
+  std::vector<RingChunk> shares;  ///< by rank
   std::size_t element_bytes = 0;
   const ReduceOp* op = nullptr;  ///< null where nothing is reduced
   int divisor = 1;
@@ -27,10 +25,8 @@ struct MessageShares {
   /// all_gather (room for each rank's chunk, whose own one is to be copied there first), or all
   /// chunks of the one buffer of another call.
   static MessageShares of_call(const Collective& call, int rank, int world_size);
-  /// The whole buffer for each rank.
-  static MessageShares of_whole(const Collective& call, int rank, int world_size);
 
-  const Share& of(int rank) const { return shares[static_cast<std::size_t>(rank)]; }
+  const RingChunk& of(int rank) const { return shares[static_cast<std::size_t>(rank)]; }
   std::size_t max_elems() const;
   std::size_t num_bytes(int rank) const { return of(rank).num_elems * element_bytes; }
   /// The bytes of each chunk, for greet_neighbours().

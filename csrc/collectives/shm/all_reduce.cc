@@ -93,9 +93,11 @@ class TwoShot {
         [&](const ElemRange& piece) { stage_input(piece); },
         [&](const ElemRange& piece) {
           reduce_own(piece);
+          engine_.step().step = 2;
           static_cast<void>(engine_.publish());  // no notes after the first phase
           gather_results(piece);
-        });
+        },
+        2);
     const auto num_peers = static_cast<std::uint64_t>(world_size_ - 1);
     const std::size_t own_elems = layout_.chunk(rank_).num_elems;
     return (call_.num_elems - own_elems) * input_bytes_ + num_peers * own_elems * output_bytes_;

@@ -175,6 +175,7 @@ Traffic ShmCarrier::run_or_share(const Collective& call, const CallHeader& heade
   try {
     if (mine.is_given()) static_cast<void>(engine_.publish());
     if (engine_.has_all_notes(call.op == OpKind::kBroadcast ? call.root : -1)) {
+      engine_.step() = {};  // of what was staged in vain
       engine_.share_inputs(input_bytes(call, group_.world_size()));
       return {.sent_bytes = entry.run_shared(engine_, call), .algorithm = Algorithm::kDirect};
     }

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <array>
-#include <span>
-
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/shm/collectives.h"

@@ -73,6 +73,7 @@ void Engine::begin(const CallHeader& header, const BufferNote& note) {
   header_ = &header;
   first_ = First::kClosed;
   shared_bytes_ = 0;
+  step() = {};
   notes_[static_cast<std::size_t>(rank())] = note;
 }
 

@@ -167,6 +167,7 @@ class Engine {
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
   const shm::Group& group() const { return group_; }
+  CallStep& step() { return group_.step(); }
   Arch& arch() { return arch_; }
 
   /// Bytes of data that one phase can carry.
@@ -197,10 +198,10 @@ class Engine {
 
   /// Runs over `num_elems` elements, at most `max_elems` in a phase and at least one phase, because
   /// headers are exchanged even without data: `stage(piece)`, a publication, `take(piece)`. While
-  /// inputs are shared, only `take()` of all, in no phase.
+  /// inputs are shared, only `take()` of all, in no phase. A piece has `num_steps`.
   template <class Stage, class Take>
   void for_each_piece(std::size_t num_elems, std::size_t max_elems, const Stage& stage,
-                      const Take& take) {
+                      const Take& take, int num_steps = 1) {
     if (is_sharing()) {
       take(ElemRange{0, num_elems});
       return rejoin();
@@ -208,6 +209,7 @@ class Engine {
     const std::size_t num_pieces = std::max<std::size_t>(1, num_slices(num_elems, max_elems));
     for (std::size_t idx = 0; idx < num_pieces; ++idx) {
       const ElemRange piece = slice_of({0, num_elems}, idx, max_elems);
+      step() = {1, num_steps, idx + 1, num_pieces};
       stage(piece);
       if (!publish()) return;
       take(piece);

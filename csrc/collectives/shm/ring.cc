@@ -33,6 +33,7 @@ class MemoryLinks {
 
   const RingSchedule& schedule() const { return schedule_; }
   int whole_rank(int rank) const { return engine_.group().whole_rank(rank); }
+  CallStep& step() { return engine_.step(); }
   std::size_t depth() const { return geometry_.num_slots - 1; }
   bool sends_early() const { return false; }
   std::size_t slice_elems() const {
@@ -58,7 +59,9 @@ class MemoryLinks {
                              const std::byte* local, std::size_t) {
       const void* sources[] = {received, local};
       if (part.is_last && update_)
-        update_->run(sources, 2, own_elems(part), also_to);
+        update_->run(sources, 2,
+                     slice_of(layout_.chunk(part.chunk_idx), part.slice_idx, slice_elems()),
+                     also_to);
       else
         op_.combine(to, also_to, sources, 2, part.num_elems,
                     part.is_last ? divisor_of(call_, engine_.world_size()) : 1);
@@ -76,13 +79,7 @@ class MemoryLinks {
     engine_.count_copied((part.is_sent ? 2 : 1) * part.output_bytes);
   }
 
-  void finish() {}  // slots keep what the next rank has yet to read
-
  private:
-  ElemRange own_elems(const RingPart& part) const {
-    return slice_of(layout_.chunk(part.chunk_idx), part.slice_idx, slice_elems());
-  }
-
   Engine& engine_;
   const Collective& call_;
   const ReduceOp& op_;

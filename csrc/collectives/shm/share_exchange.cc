@@ -48,6 +48,7 @@ class ShareExchange {
     std::size_t num_pieces = 1;  // until the sizes are known; then equal on all ranks
     for (std::size_t piece_idx = 0; piece_idx < num_pieces; ++piece_idx) {
       is_first_ = piece_idx == 0;
+      engine_.step() = {1, 1, piece_idx + 1, num_pieces};
       stage(piece_idx);
       static_cast<void>(engine_.publish());  // no buffers of these calls are shared
       if (is_first_) {

@@ -111,10 +111,7 @@ class DeviceLinks {
   std::size_t slice_elems() const { return slice_elems_; }
   std::size_t input_element_bytes() const { return shares_.element_bytes; }
   std::size_t output_element_bytes() const { return shares_.element_bytes; }
-  RingChunk chunk(int rank) const {
-    const MessageShares::Share& share = shares_.of(rank);
-    return {share.input, share.output, share.num_elems};
-  }
+  const RingChunk& chunk(int rank) const { return shares_.of(rank); }
 
   void expect(const RingPart& part) {
     engine_.recv(part.is_gather ? part.output : place(received_, part), part.input_bytes,
@@ -138,8 +135,6 @@ class DeviceLinks {
     engine_.wait(batches_[slot_of(part)]);
     if (part.is_sent) engine_.send(part.output, part.output_bytes, schedule_.next());
   }
-
-  void finish() {}
 
  private:
   std::size_t slot_of(const RingPart& part) const { return part.slice_idx % depth(); }
@@ -183,10 +178,12 @@ void gather_shares(DeviceEngine& engine, const Collective& call, Algorithm algor
 }
 
 void all_reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
-  if (algorithm == Algorithm::kOneShot)  // every rank gets the whole buffers of all
-    return exchange_and_reduce(engine, call,
-                               MessageShares::of_whole(call, engine.rank(), engine.world_size()));
-  const MessageShares shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
+  MessageShares shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
+  if (algorithm == Algorithm::kOneShot) {  // every rank gets the whole buffers of all
+    std::ranges::fill(shares.shares, RingChunk{at(call.inputs[0], 0, 1), at(call.outputs[0], 0, 1),
+                                               call.num_elems});
+    return exchange_and_reduce(engine, call, shares);
+  }
   if (algorithm == Algorithm::kRing)
     return device_ring(engine, call, shares, {.has_reduce_scatter = true, .has_all_gather = true});
   exchange_and_reduce(engine, call, shares);
@@ -227,7 +224,7 @@ void reduce(DeviceEngine& engine, const Collective& call, Algorithm algorithm) {
   Part own = chunk_of(engine.rank());
   if (!is_root) own.data = engine.stage(own.num_bytes);
   MessageShares shares = MessageShares::of_call(call, engine.rank(), engine.world_size());
-  for (MessageShares::Share& share : shares.shares) share.output = nullptr;
+  for (RingChunk& share : shares.shares) share.output = nullptr;
   shares.shares[static_cast<std::size_t>(engine.rank())].output = at(own.data, 0, 1);
   reduce_shares(engine, call, algorithm, shares);
   if (!is_root) engine.send(own.data, own.num_bytes, call.root);

@@ -13,7 +13,6 @@
 #include <exception>
 #include <system_error>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include "core/annotations.h"

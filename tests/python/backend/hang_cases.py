@@ -204,6 +204,12 @@ def host_gone(job: Job) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def many_calls(job: Job) -> None:
+    """The test stops a rank inside one."""
+    while True:
+        job.call()
+
+
 def late(job: Job) -> None:
     """The last rank comes after the first line about a wait."""
     if job.is_last:
@@ -308,4 +314,5 @@ CASES = {
         "a host that is gone",
     ),
     "late": Case(late, 2, ()),
+    "many calls": Case(many_calls, 2, _of(2, "is stopped")),
 }

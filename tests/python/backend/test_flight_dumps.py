@@ -351,7 +351,7 @@ def cut(folder: Path) -> None:
 
 def of_another_version(folder: Path) -> None:
     path = folder / "asked-0.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2', 1))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1', 1))
 
 
 def without_its_calls(folder: Path) -> None:
@@ -378,7 +378,7 @@ def emptied(folder: Path) -> None:
     ("spoil", "words"),
     [
         (cut, "asked-0.json is truncated or damaged"),
-        (of_another_version, "asked-0.json is a dump of format 2, which ringcomm"),
+        (of_another_version, "asked-0.json is a dump of format 1, which ringcomm"),
         (without_its_calls, "asked-0.json is damaged"),
         (of_another_job, "are dumps of different jobs: rank 0 is process"),
         (emptied, "no"),

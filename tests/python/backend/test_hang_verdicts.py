@@ -36,10 +36,11 @@ def call(
     began_s: float = 9.0,
     ended_s: float | None = None,
     peer: int = -1,
+    **steps: Any,
 ) -> Call:
     state = "running" if ended_s is None else "ended"
     fields = (op, seq, 8, "float32", "sum", "one_shot", peer, waits_for, began_s, ended_s)
-    return Call(1, 0, *fields, on_device=False, state=state)
+    return Call(1, 0, *fields, on_device=False, state=state, **steps)
 
 
 def rank(number: int, *calls: Call, **changes: Any) -> Rank:
@@ -69,6 +70,33 @@ def test_ranks_in_the_same_call_exchange_data() -> None:
     text, cause = say(rank(0, call(waits_for=1)), rank(1, call(waits_for=0)))
     assert cause is None
     assert text.startswith("ranks 0 and 1 exchange data in all_reduce #5 of group 0"), text
+
+
+def test_who_is_behind_in_a_call() -> None:
+    """In no later slice and no later step than the others; two slices may be under way."""
+
+    def in_ring(*places: tuple[int, int]) -> str:
+        ranks = [
+            rank(n, call(waits_for=(n - 1) % 3, slice=s, num_slices=4, step=t, num_steps=4))
+            for n, (s, t) in enumerate(places)
+        ]
+        text, cause = say(*ranks)
+        assert cause is None
+        return text
+
+    assert "it takes long, and rank 1 is behind, in slice 1/4, step 2/4. Ask" in in_ring(
+        (1, 3), (1, 2), (2, 2)
+    )
+    assert "and ranks 0 and 2 are behind, in slice 1/4, step 1/4" in in_ring((1, 1), (1, 3), (1, 1))
+    for unclear in ([(1, 3), (2, 2), (2, 2)], [(1, 1)] * 3, [(0, 0), (1, 2), (1, 3)]):
+        assert "behind" not in in_ring(*unclear)
+
+
+def test_the_step_of_a_wait_is_in_the_verdict() -> None:
+    text, _ = say(rank(0, call(waits_for=1, step=2, num_steps=6, slice=1, num_slices=1)), rank(1))
+    assert text.endswith("Rank 0 waits for it in all_reduce #5 of group 0, step 2/6"), text
+    text, _ = say(rank(0, call(waits_for=1, step=1, num_steps=1, slice=1, num_slices=1)), rank(1))
+    assert text.endswith("of group 0"), text
 
 
 def test_two_sends_that_wait_for_each_other() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -23,8 +25,9 @@ from machines import Unavailable
 from staged_hangs import Launcher, ask_on_host
 from test_errors import ENVS
 
-from ringcomm.measure import job
+from ringcomm.measure import job, job_dumps
 from ringcomm.trace import flight
+from ringcomm.version import __version__
 
 LIMIT_S = 60
 # Of the doctor with eight ranks, on a machine that is busy otherwise.
@@ -48,7 +51,7 @@ def check(case: Case, report: dict[str, Any]) -> None:
     [
         pytest.param(name, marks=[pytest.mark.slow] if name == "slow steps" else [])
         for name in CASES
-        if name not in ("host gone", "late")
+        if name not in ("host gone", "late", "many calls")
     ],
 )
 def test_the_cause_is_named(launcher: Launcher, tmp_path: Path, name: str) -> None:
@@ -80,6 +83,58 @@ def test_the_peer_over_messages(
     cause = 0 if name == "recv" else 2
     with launcher.job(name, tmp_path, 3, ENVS[env]) as pids:
         check(Case(CASES[name].body, cause, words), job.examine(pids[1]))
+
+
+RINGS = {"shm": {"RINGCOMM_ALGORITHM": "ring"}}
+RINGS["p2p"] = {**RINGS["shm"], "RINGCOMM_TRANSPORT": "p2p"}
+
+
+def waits_in_a_ring(report: dict[str, Any], num_steps: int) -> dict[int, int] | None:
+    """The steps of the ranks that wait, of all slices; None if not all are in the same ring."""
+    calls = [row["call"] for row in report["ranks"]]
+    if len({(call["seq"], call["state"]) for call in calls}) > 1:
+        return None
+    waits = {row["rank"]: row["call"] for row in report["ranks"] if row["state"] != "stopped"}
+    if any(call["num_steps"] != num_steps for call in waits.values()):
+        return None
+    return {rank: (call["slice"] - 1) * num_steps + call["step"] for rank, call in waits.items()}
+
+
+@pytest.mark.parametrize("transport", RINGS)
+def test_the_step_of_each_rank_that_waits_in_a_ring(
+    launcher: Launcher, tmp_path: Path, transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 2 is stopped anywhere, until that is inside a call."""
+    dumped, num_steps = tmp_path / "dump", 6
+    with launcher.job("many calls", tmp_path, 4, RINGS[transport]) as pids:
+        deadline = time.monotonic() + LIMIT_S
+        steps = None
+        while steps is None:
+            assert time.monotonic() < deadline
+            os.kill(pids[2], signal.SIGCONT)
+            time.sleep(0.1)
+            os.kill(pids[2], signal.SIGSTOP)
+            time.sleep(0.5)
+            report = job.examine(pids[0], job_dumps.writer(dumped, "json"))
+            steps = waits_in_a_ring(report, num_steps)
+        check(CASES["many calls"], report)
+        job.examine(pids[0], job_dumps.writer(tmp_path / "torch", "torch"))
+    rows = report["ranks"]
+    assert [row["waits_for"] for row in rows][3] == 2
+    # Rank 3 waits for what rank 2 has not sent, and rank 0 for what follows from that.
+    assert steps[0] == steps[3] + 1, (steps, report)
+    if transport == "shm":  # rank 1 waits for the same as rank 0, or for room at rank 2
+        assert steps[3] <= steps[1] <= steps[3] + 2, (steps, report)
+    else:
+        assert steps[1] == steps[3] + 2, (steps, report)
+        assert rows[3]["step"] == f"step {steps[3]}/{num_steps}"
+    job.print_report(report)
+    said = capsys.readouterr().out
+    for row in (rows[0], rows[1], rows[3]):
+        assert f"waits for rank {row['waits_for']} in {row['step']}\n" in said
+    kept = json.loads((dumped / "rank3.json").read_text())["processes"][0]["calls"][-1]
+    assert (kept["step"], kept["num_steps"]) == (rows[3]["call"]["step"], num_steps)
+    assert pickle.loads((tmp_path / "torch" / "rank3").read_bytes())["entries"]
 
 
 def test_a_host_that_is_gone(launcher: Launcher, tmp_path: Path) -> None:
@@ -200,6 +255,10 @@ def test_a_recorder_of_another_version_is_refused(
     said = r"process 7 runs ringcomm 0\.0\.9, .*: run `ringcomm doctor` of that version"
     with pytest.raises(ValueError, match=said):
         flight.parse(data)
+    version = __version__.encode()
+    header = flight._HEADER.pack(b"RINGFLY1", flight.NUM_BYTES, 7, 0, 0, 0, version, 0)
+    with pytest.raises(ValueError, match=r"whose recorder is RINGFLY1, and this reads RINGFLY2"):
+        flight.parse(header.ljust(flight.NUM_BYTES, b"\0"))
     with pytest.raises(ValueError, match="no flight recorder"):
         flight.parse(b"something else")
     with launcher.job("computes", tmp_path, 2) as pids:

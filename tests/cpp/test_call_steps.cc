@@ -1,0 +1,135 @@
+// The steps in which ranks wait, as the flight recorder has them, while one rank stands still
+// inside a ring.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "collectives/flight.h"
+#include "hosts_ranks.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using testing::expect;
+
+constexpr int kWorldSize = 4;
+constexpr int kNumSteps = 2 * (kWorldSize - 1);
+
+struct Wait {
+  int step, num_steps, waits_for;
+  bool operator==(const Wait&) const = default;
+};
+
+// Where the ranks of group `name` wait, as a process from outside reads it.
+std::array<Wait, kWorldSize> waits_of(const flight::Memory& memory, const std::string& name) {
+  std::array<Wait, kWorldSize> found{};
+  for (std::size_t i = 0; i < flight::kNumEvents; ++i) {
+    const flight::Event& event = memory.events()[i];
+    if (__atomic_load_n(&event.number, __ATOMIC_ACQUIRE) == 0) continue;
+    const flight::GroupEntry& group = memory.groups()[event.group];
+    if (group.name != name) continue;
+    CallStep step;
+    __atomic_load(&event.step, &step, __ATOMIC_RELAXED);
+    found[static_cast<std::size_t>(group.rank)] = {
+        step.step, step.num_steps, __atomic_load_n(&event.waits_for, __ATOMIC_RELAXED)};
+  }
+  return found;
+}
+
+void all_reduce(Communicator& communicator, const WaitLimits& limits) {
+  std::vector<float> data(400);
+  const void* input = data.data();
+  void* output = data.data();
+  communicator.run({.op = OpKind::kAllReduce,
+                    .dtype = DType::kFloat32,
+                    .algorithm = Algorithm::kRing,
+                    .num_elems = data.size(),
+                    .inputs = &input,
+                    .outputs = &output},
+                   limits);
+}
+
+// Rank 0 stands still in its call, after `is_still`, until the others wait as expected.
+class Scene {
+ public:
+  Scene(std::string name, std::array<Wait, kWorldSize - 1> expected)
+      : name_(std::move(name)), expected_(expected) {}
+
+  // In the thread of rank 0. All ranks have been recorded.
+  void stand_still() {
+    const shm::SharedMemory mapped(flight::descriptor(), flight::Memory::kNumBytes);
+    const flight::Memory memory(mapped.data());
+    const auto deadline = std::chrono::steady_clock::now() + testing::kBound / 2;
+    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+      const auto waits = waits_of(memory, name_);
+      if (std::equal(expected_.begin(), expected_.end(), waits.begin() + 1)) break;
+      std::string said = "the waits of ranks 1 to 3";
+      for (const Wait& wait : waits)
+        said += ", step " + std::to_string(wait.step) + "/" + std::to_string(wait.num_steps) +
+                " for rank " + std::to_string(wait.waits_for);
+      expect(std::chrono::steady_clock::now() < deadline, said);
+    }
+    has_stood_ = true;
+  }
+
+  void run(
+      Communicator& communicator, const WaitLimits& limits,
+      const std::function<void()>& before = [] {}) {
+    communicator.record_as(name_, {0, 1, 2, 3});
+    testing::barrier(communicator);  // all are recorded
+    before();
+    all_reduce(communicator, limits);
+    expect(has_stood_, "rank 0 stood still");
+  }
+
+ private:
+  std::string name_;
+  std::array<Wait, kWorldSize - 1> expected_;
+  std::atomic<bool> has_stood_ = false;
+};
+
+TEST_CASE("call steps: in a ring over messages they differ by the distance to the rank") {
+  // Of rank 0's messages the barrier's are the first; the sends of the ring are then every second.
+  for (const int num_sent : {0, 2}) {
+    CAPTURE(num_sent);
+    Scene scene("messages " + std::to_string(num_sent), {{{num_sent + 1, kNumSteps, 0},
+                                                          {num_sent + 2, kNumSteps, 1},
+                                                          {num_sent + 3, kNumSteps, 2}}});
+    testing::MemoryNetwork network(kWorldSize);
+    constexpr int kBarrier = 4, kGreeting = 2;
+    network.on_start([&](int rank, int num_started) {
+      if (rank == 0 && num_started == kBarrier + kGreeting + 2 * num_sent) scene.stand_still();
+    });
+    testing::run_hosts_ranks(network, "abcd", [&](Communicator& communicator) {
+      scene.run(communicator, testing::kPatient);
+    });
+  }
+}
+
+TEST_CASE("call steps: in a ring in shared memory") {
+  // Rank 0 has sent nothing. Rank 3 waits for room for its third message to it.
+  Scene scene("shm", {{{1, kNumSteps, 0}, {2, kNumSteps, 1}, {2, kNumSteps, 0}}});
+  std::atomic<bool> is_inside = false;
+  testing::run_ranks(kWorldSize, [&](Communicator& communicator) {
+    WaitLimits limits = testing::kPatient;
+    if (communicator.rank() == 0)
+      limits.is_interrupted = [&] {  // while it waits for rank 1 to begin
+        if (!is_inside.exchange(true)) scene.stand_still();
+        return false;
+      };
+    scene.run(communicator, limits, [&] {
+      while (communicator.rank() == 1 && !is_inside)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+  });
+}
+
+}  // namespace
