@@ -126,6 +126,9 @@ def _serve_gloo(c10d: Any) -> None:
         served = _in_place_of(str(asked).lower())
         if served is None:
             return make_group(*args, **kwargs)
+        from ringcomm.as_gloo import add_names
+
+        add_names()
         call.arguments["backend"] = served
         call.arguments.pop("backend_options", None)  # of Gloo, which ignores them
         group, store = make_group(*call.args, **call.kwargs)
@@ -134,6 +137,25 @@ def _serve_gloo(c10d: Any) -> None:
         return group, store
 
     c10d._new_process_group_helper = make
+    if not hasattr(c10d, "set_timeout"):  # before torch 2.14
+        _set_timeout_of_any(c10d)
+
+
+def _set_timeout_of_any(c10d: Any) -> None:
+    """Makes c10d._set_pg_timeout set the timeout of every backend, as that of torch 2.14 does.
+
+    Before, it asks for the classes of Gloo and NCCL, and only warns about other backends.
+    """
+    of_known = c10d._set_pg_timeout
+
+    @functools.wraps(of_known)
+    def set_timeout(timeout: Any, group: Any = None) -> None:
+        group = c10d._get_default_group() if group is None else group
+        if c10d._rank_not_in_group(group):
+            of_known(timeout, group)  # raises
+        group.set_timeout(timeout)
+
+    c10d._set_pg_timeout = set_timeout
 
 
 def _in_place_of(asked: str) -> str | None:

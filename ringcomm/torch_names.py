@@ -227,6 +227,14 @@ def die_with_parent(signal: int) -> None:
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal)  # type: ignore[attr-defined]
 
 
+# ---- Gloo's backend
+
+# What its class has for making one, and its method for timeouts.
+GLOO_STATICS = ("Device", "_Options", "create_device", "create_default_device")
+SET_DEFAULT_TIMEOUT = "_set_default_timeout"
+# What its options have beside those of other backends.
+GLOO_OPTIONS = ("_devices", "_threads")
+
 # ---- DistributedDataParallel
 
 _ddp: Any = DistributedDataParallel

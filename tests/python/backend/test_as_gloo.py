@@ -16,7 +16,38 @@ IS_INSTALLED = "ringcomm" in [
 ]
 # Cases, each in two ranks, forked after the import of torch.
 PROGRAM = """
-import datetime, os, sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+
+def use_names_of_gloo(store, rank, real):
+    gloo, backend = dist.ProcessGroupGloo, dist.group.WORLD._get_backend(torch.device("cpu"))
+    options = backend._Options()
+    options._devices = [backend.create_device(interface="lo")]
+    assert isinstance(backend.create_default_device(), backend.Device)
+    tensor = torch.ones(5)
+    gloo(dist.PrefixStore("made", store), rank, 2, options).allreduce([tensor]).wait()
+    dist.all_reduce(tensor, group=dist.new_group(pg_options=options))
+    assert tensor.tolist() == [4] * 5
+    backend._set_default_timeout(timedelta(seconds=40))
+    assert backend.options._timeout == timedelta(seconds=40)
+    assert isinstance(backend, gloo) == hasattr(backend.options, "_devices") == (real == "gloo")
+    if real == "ringcomm":
+        options = backend.options
+        for use in (lambda: options._threads, lambda: setattr(options, "_threads", 1)):
+            try:
+                use()
+            except AttributeError as error:
+                assert "has no _threads; GLOO_SOCKET_IFNAME" in str(error), error
+            else:
+                raise AssertionError("no error")
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    if rank == 0:
+        try:
+            dist.all_reduce(tensor)
+        except dist.DistBackendError if real == "ringcomm" else RuntimeError:
+            store.set("it failed", "")
+    store.wait(["it failed"], timedelta(seconds=60))
 
 def run(rank, number, backend, as_gloo, real, other_host):
     os.environ["RINGCOMM_AS_GLOO"] = as_gloo
@@ -36,10 +67,12 @@ def run(rank, number, backend, as_gloo, real, other_host):
         dist.all_gather_object(objects, f"of {{rank}}", group=group)
         assert objects == ["of 0", "of 1"]
         if dist.get_backend(group) == "gloo":
-            dist.monitored_barrier(group, datetime.timedelta(seconds=30))
+            dist.monitored_barrier(group, timedelta(seconds=30))
         assert dist.get_backend(group) in (name, backend, "undefined"), dist.get_backend(group)
         assert group._get_backend(torch.device("cpu")).name() == real
     assert ("ringcomm" in sys.modules) == (real == "ringcomm")
+    if as_gloo:
+        return use_names_of_gloo(store, rank, real)  # which ends in an error
     dist.destroy_process_group()
 
 for number, case in enumerate({cases!r}):

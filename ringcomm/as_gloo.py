@@ -1,0 +1,50 @@
+"""What programs ask of Gloo's backend object, on the one that they get with RINGCOMM_AS_GLOO=1.
+
+It is not an instance of torch.distributed.ProcessGroupGloo; docs/design/architecture.md says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ringcomm import _C
+from ringcomm.torch_names import (
+    GLOO_OPTIONS,
+    GLOO_STATICS,
+    SET_DEFAULT_TIMEOUT,
+    set_timeout,
+)
+
+
+@functools.cache
+def add_names() -> None:
+    """Gives ringcomm's backend the names of Gloo's.
+
+    Devices and options made by them are Gloo's, for dist.ProcessGroupGloo(store, rank, size,
+    options), which makes a real one. The options of ringcomm's backend have no devices and threads:
+    reading or setting them raises AttributeError.
+    """
+    backend: Any = _C.ProcessGroupRingcomm
+    if dist.is_gloo_available():
+        for name in GLOO_STATICS:
+            setattr(backend, name, staticmethod(getattr(dist.ProcessGroupGloo, name)))
+    setattr(backend, SET_DEFAULT_TIMEOUT, _set_default_timeout)
+    for name in GLOO_OPTIONS:
+        setattr(_C.GroupOptions, name, property(*(functools.partial(_refuse, name),) * 2))
+
+
+def _set_default_timeout(backend: Any, timeout: timedelta) -> None:
+    """Sets the limit of later collectives."""
+    set_timeout(backend.options, timeout)
+
+
+def _refuse(name: str, *unused: Any) -> None:
+    raise AttributeError(
+        f"ringcomm: a group made in place of Gloo (RINGCOMM_AS_GLOO=1) has no {name}; "
+        "GLOO_SOCKET_IFNAME selects the network interface of its messages between hosts, and "
+        "without RINGCOMM_AS_GLOO the group is Gloo's"
+    )

@@ -1,0 +1,21 @@
+"""Megatron-core's tensor-parallel layers and loss, with and without sequence parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import report
+
+REQUIREMENTS = ("megatron-core==0.16.1",)
+RANKS = 2
+IS_SHORT = False
+
+
+def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
+    from megatron_layers import train_all
+
+    return train_all()
+
+
+if __name__ == "__main__":
+    report(main)

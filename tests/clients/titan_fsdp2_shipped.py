@@ -1,0 +1,22 @@
+"""torchtitan's Llama debug model with FSDP2, whose gradients are reduced with PREMUL_SUM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import report
+
+REQUIREMENTS = ("torchtitan==0.3.0",)
+RANKS = 2
+IS_SHORT = False
+FAILS_ON_GLOO = "Cannot use ReduceOp.PREMUL_SUM with Gloo"
+
+
+def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
+    from titan import train
+
+    return train(folder, plain_sum=False, data_parallel_shard_degree=2)
+
+
+if __name__ == "__main__":
+    report(main)
