@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,22 +13,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import client_files
+import client_runs
 import pytest
+import run_clients
+from client_files import Client
 
-PROGRAM = Path(__file__).parent / "client_job.py"
-PROGRAMS = PROGRAM.with_name("program_job.py")
+PROGRAMS = Path(__file__).parent / "program_job.py"
 SYSTEMS = ("DDP", "zero 2", "zero 3", "Lomo")
 REFUSED = {
     ("zero 3", "predict_with_generate"): "use zero.shard() at stage 1 or 2, or predict_with",
     ("zero 3", "EMA"): "FSDP does not support deepcopy",
 }
+SHORT = [client for client in client_files.read_all() if client.is_short]
 IS_INSTALLED = "ringcomm" in [
     e.name for e in importlib.metadata.entry_points(group="torch.backends")
 ]
-
-
-def train(client: str, as_gloo: str, folder: Path) -> list[dict[str, Any]]:
-    return launch([str(PROGRAM), client], folder, RINGCOMM_AS_GLOO=as_gloo)
 
 
 def launch(program: list[str], folder: Path, **env: str) -> list[dict[str, Any]]:
@@ -52,17 +53,53 @@ def launch(program: list[str], folder: Path, **env: str) -> list[dict[str, Any]]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
-@pytest.mark.parametrize("client", ["transformers", "accelerate", "lightning", "deepspeed"])
-def test_losses_are_those_of_gloo(client: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(client) is None:
-        pytest.skip(f"{client} is not installed")
-    gloo, ours = (train(client, as_gloo, tmp_path / as_gloo) for as_gloo in "01")
-    assert [report["real"] for report in gloo + ours] == ["gloo"] * 2 + ["ringcomm"] * 2
-    assert [report["named"] for report in ours] == [report["named"] for report in gloo]
-    assert len(ours[0]["losses"]) == 6
-    assert [report["losses"] for report in ours] == [report["losses"] for report in gloo]
+@pytest.mark.parametrize("client", SHORT, ids=lambda client: client.name)
+def test_a_client_computes_what_it_computes_over_gloo(client: Client) -> None:
+    result = client_runs.compare(client, {})
+    assert result.status == client_runs.EQUAL, result.text
+
+
+def report(value: float, real: str) -> dict[str, Any]:
+    return {"real": real, "series": {"losses": [0.5, value]}}
+
+
+def test_what_differs_is_said() -> None:
+    client = SHORT[0]
+
+    def judged(gloo: dict[str, Any], ours: dict[str, Any], **changed: Any) -> tuple[str, str]:
+        found = {"gloo": [gloo], "ringcomm": [ours]}
+        return client_runs.judge(dataclasses.replace(client, **changed), found)
+
+    same, other = report(1.0, "gloo"), report(1.0 + 2**-20, "ringcomm")
+    assert judged(same, report(1.0, "ringcomm"))[0] == client_runs.EQUAL
+    status, text = judged(same, other)
+    assert (status, "losses[1] of rank 0" in text) == (client_runs.DIFFERENT, True)
+    assert judged(same, other, tolerance=(1e-5, "sums"))[0] == client_runs.CLOSE
+    assert judged(same, same)[0] == client_runs.FAILED  # it has not run over ringcomm
+    assert judged(report(float("nan"), "gloo"), other)[0] == client_runs.FAILED
+    assert judged(same, other, fails_on_gloo="no such operation")[0] == client_runs.FAILED
+    fewer = {"real": "ringcomm", "series": {"losses": [0.5]}}
+    assert judged(same, fewer)[0] == client_runs.DIFFERENT
+
+
+def test_a_client_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
+    program = tmp_path / "sleeper.py"
+    program.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(100)\n")
+    client = dataclasses.replace(SHORT[0], path=program, limit_s=8.0)
+    with pytest.raises(client_runs.RunFailed, match=r"did not end in 8 s\n(.|\n)*asleep"):
+        client_runs.run(client, Path(sys.executable), None, tmp_path, "gloo")
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert str(program).encode() not in path.read_bytes()
+
+
+def test_the_table_of_the_page_is_that_of_the_results() -> None:
+    page = run_clients.PAGE.read_text(encoding="utf-8")
+    clients = client_files.read_all()
+    assert run_clients.with_table(page, run_clients.render(clients)) == page
+    names = {path.stem for path in run_clients.RESULTS.glob("*.json")}
+    assert names == {client.name for client in clients}
 
 
 # ---- programs that generate, save, resume, adapt and average
