@@ -124,8 +124,9 @@ packaging: check-python  ## build the sdist and the wheel, and test the wheel in
 wheels: check-python  ## build one wheel for torch 2.13, 2.14 and 2.15 in dist, and try it with each (ARGS="2.13 2.14")
 	@$(PREPARE) --need wheels --no-torch -- tools/wheels.py $(ARGS)
 
-docs: check-python  ## build the site of docs/ in build/site; open build/site/index.html
+docs: check-python  ## build the site of docs/ in build/site
 	@export NO_MKDOCS_2_WARNING=1; $(PREPARE) --need docs --no-torch -- -m mkdocs build --strict $(ARGS)
+	@echo "open build/site/index.html in a browser; with search: python3 -m http.server -d build/site"
 
 coverage: check-python  ## measure which lines of Python and C++ the tests run, in 20 minutes
 	@$(CPP) run-coverage

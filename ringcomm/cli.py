@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from ringcomm import __version__, tuning
 from ringcomm.measure.ranks import joined_world_size, run_main
 from ringcomm.measure.screen import (
+    Progress,
     amount,
     as_option,
     byte_count,
@@ -27,7 +28,7 @@ from ringcomm.measure.screen import (
     check_writable,
     columns,
     factor,
-    microseconds,
+    in_seconds,
     whole_numbers,
     words,
 )
@@ -341,14 +342,20 @@ def _tune(options: argparse.Namespace) -> int:
         date, versions = utc_now().isoformat(), (torch.__version__, __version__)
         tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), path)
 
+    sizes, world_sizes = sorted(set(options.sizes)), sorted(set(options.world_sizes))
+    progress = Progress([f"{byte_count(size)} on {n} ranks" for n in world_sizes for size in sizes])
     try:
-        for world_size in sorted(set(options.world_sizes)):
-            sizes = sorted(set(options.sizes))
-            times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
+        for world_size in world_sizes:
+            progress.show()
+            times = measure_algorithms(
+                world_size, sizes, options.seconds, options.repeats, progress.step
+            )
             worlds.append(world_of(world_size, times))
-            print(f"{world_size} ranks, float32; medians, the slowest rank counts")
+            progress.clear()
+            print(f"all_reduce on {world_size} ranks, float32: medians of the slowest rank")
             print(_tuning_table(worlds[-1], times), flush=True)
     except KeyboardInterrupt:
+        progress.clear()
         if worlds:  # not over a whole file of an earlier run
             partial = options.json.with_name(f"{options.json.name}.interrupted")
             save(partial)
@@ -362,19 +369,24 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _tuning_table(world: tuning.World, times: list[Any]) -> str:
+    from ringcomm.measure.machine import MAX_OTHERS_PERCENT
+
     chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
     if world.one_shot_max_bytes == 1:
         chosen = "one_shot never wins"
-    names = [f"{point.algorithm} µs" for point in times[0].points]
-    rows = [["bytes", *names, "two_shot / one_shot", "others %"]]
+    names = [point.algorithm for point in times[0].points]
+    rows = [["bytes", *names, "two_shot / one_shot", "other programs"]]
     for size in times:
-        medians = [microseconds(point.p50_us) for point in size.points]
-        ratio, others = factor(size.ratio), f"{size.others_percent:.0f}"
+        medians = [in_seconds(point.p50_us / 1e6) for point in size.points]
+        ratio, others = factor(size.ratio), f"{size.others_percent:.0f} %"
         rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
     return (
-        f"{columns(rows, '')}\n{chosen}. alpha {world.alpha_us:.3g} µs per transfer, beta"
-        f" {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per call. The"
-        f" largest error of the model is a factor of {world.worst_fit:.2f}."
+        f"{columns(rows, '')}\n"
+        "other programs: their share of this machine, which should be at most"
+        f" {MAX_OTHERS_PERCENT:.0f} %\n"
+        f"{chosen}. Cost model: {world.alpha_us:.3g} µs per transfer (alpha),"
+        f" {world.beta_us_per_mib:.3g} µs per MiB (beta), {world.overhead_us:.3g} µs per call;"
+        f" its largest error is a factor of {factor(world.worst_fit)}."
     )
 
 

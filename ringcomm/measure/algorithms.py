@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -95,9 +95,15 @@ def _measure_size(
 
 
 def measure_algorithms(
-    world_size: int, sizes: list[int], seconds: float, max_repeats: int
+    world_size: int,
+    sizes: list[int],
+    seconds: float,
+    max_repeats: int,
+    on_size: Callable[[], None] = lambda: None,
 ) -> list[SizeTimes]:
     """Measures every size in ascending order for ``seconds`` each; repeats a disturbed measurement.
+
+    ``on_size`` is called in this process when a size is done.
 
     Raises:
         RankError: a rank failed, or a result was wrong.
@@ -117,7 +123,11 @@ def measure_algorithms(
                 team.report(times)
         dist.destroy_process_group()
 
-    run_ranks(world_size, run_rank, found.append)
+    def keep(times: SizeTimes) -> None:
+        found.append(times)
+        on_size()
+
+    run_ranks(world_size, run_rank, keep)
     return found
 
 

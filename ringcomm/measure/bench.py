@@ -228,7 +228,7 @@ def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ringcomm and Gloo on this machine</title>
+<title>ringcomm and Gloo: time of all_reduce and of a training step</title>
 <style>
 :root {{ color-scheme: light dark;
   --ink: #1b1f24; --faint: #656d76; --gloo: #9aa3af; --ground: #fff; }}

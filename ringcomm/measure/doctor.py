@@ -20,7 +20,7 @@ from ringcomm import _C, tuning
 from ringcomm.backend import resolve_group
 from ringcomm.measure import machine
 from ringcomm.measure.ranks import RankError, Team, run_ranks
-from ringcomm.measure.screen import byte_count, in_gib, in_seconds
+from ringcomm.measure.screen import byte_count, counted, in_gib, in_seconds
 from ringcomm.measure.timing import Contender, measure, open_default_group
 from ringcomm.options import unknown_variables
 from ringcomm.torch_names import backend_of
@@ -139,8 +139,8 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
         yield "others", text, "measure again when the machine is idle"
     num_cores = min(report["cpus"]["num_cores"] or known["cores"], known["cores"])
     if world_size > num_cores:
-        text = f"{world_size} ranks on {num_cores} core(s): the ranks have to take turns"
-        yield "cpus", text, f"start at most {num_cores} rank(s)"
+        text = f"{world_size} ranks on {counted(num_cores, 'core')}: the ranks have to take turns"
+        yield "cpus", text, f"start at most {counted(num_cores, 'rank')}"
     allowed, file = report["limits"]["cpu_cores"] or (float("inf"), "")
     if allowed < min(world_size, len(os.sched_getaffinity(0))):
         text = f"the container may use {allowed:g} CPUs ({file}): {world_size} busy ranks are"
@@ -243,7 +243,7 @@ def print_report(report: dict[str, Any]) -> None:
     problems = list(report["problems"])
     facts = {
         "this machine": list(_machine_facts(report)),
-        f"a group of {report['world_size']} rank(s)": list(_group_facts(report["group"])),
+        f"a group of {counted(report['world_size'], 'rank')}": list(_group_facts(report["group"])),
     }
     if "errors" in report["group"]:
         facts[[*facts][1]].append(("group", ""))
@@ -257,4 +257,4 @@ def print_report(report: dict[str, Any]) -> None:
                 print(f"  ✓ {fact}")
         print()
     count = len(problems)
-    print(f"{count} problem(s) found" if count else "no problems found")
+    print(f"{counted(count, 'problem')} found" if count else "no problems found")

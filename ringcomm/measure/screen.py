@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
@@ -12,6 +14,45 @@ from typing import TypeVar
 Parsed = TypeVar("Parsed")
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+class Progress:
+    """Says on stderr which measurement runs, and about how long those that remain will take.
+
+    A terminal has one line that is rewritten; a file or a pipe gets a line for each measurement.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._num_done = 0
+        self._num_shown = 0
+        self._begin = time.monotonic()
+
+    def show(self) -> None:
+        """Names the measurement that runs now, unless all are done or a line has it already."""
+        is_shown = self._num_shown > self._num_done and not sys.stderr.isatty()
+        if is_shown or self._num_done == len(self._names):
+            return
+        self._num_shown = self._num_done + 1
+        text = f"{self._num_done + 1} of {len(self._names)}: {self._names[self._num_done]}"
+        if self._num_done:
+            each = (time.monotonic() - self._begin) / self._num_done
+            text += f", about {each * (len(self._names) - self._num_done):.0f} s left"
+        self._write(text)
+
+    def step(self) -> None:
+        """The measurement is done, and the next one runs."""
+        self._num_done += 1
+        self.show()
+
+    def clear(self) -> None:
+        """Empties the line of a terminal, before other output."""
+        if sys.stderr.isatty():
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        line = f"\r\x1b[K{text}" if sys.stderr.isatty() else f"{text}\n"
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
@@ -92,16 +133,21 @@ def in_gib(num_bytes: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """``1.25 s``, ``12.5 ms`` or ``8.1 µs``: three digits."""
+    """``1.25 s``, ``12.5 ms`` or ``8.10 µs``: three digits."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{factor(seconds / size)} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    return f"{factor(seconds * 1e6)} µs"
 
 
 def microseconds(value: float) -> str:
     """Three digits, thousands whole."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def counted(count: int, name: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def factor(value: float) -> str:

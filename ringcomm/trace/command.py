@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from ringcomm.measure.screen import counted
 from ringcomm.trace import dumps, torch_dumps
 from ringcomm.trace.merge import merge
 
@@ -52,7 +53,7 @@ def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int
     except ValueError as error:
         print(f"ringcomm trace: {error}", file=sys.stderr)
         return EXIT_FAILED
-    about = f"{summary.num_ranks} rank(s), {summary.num_events} events"
+    about = f"{counted(summary.num_ranks, 'rank')}, {summary.num_events} events"
     for line in (*summary.notes, f"{output}: {about}; open it in https://ui.perfetto.dev"):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     return EXIT_OK
@@ -68,7 +69,7 @@ def convert_dumps(folders: Sequence[Path], output: Path) -> int:
     except ValueError as error:
         print(f"ringcomm trace: {error}", file=sys.stderr)
         return EXIT_FAILED
-    about = f"{output}: {len(found)} rank(s); run torchfrtrace {output}"
+    about = f"{output}: {counted(len(found), 'rank')}; run torchfrtrace {output}"
     for line in filter(None, (note, about)):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     return EXIT_OK

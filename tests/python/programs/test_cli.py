@@ -31,7 +31,7 @@ from ringcomm.measure.ranks import (
     EXIT_OK,
     EXIT_PIPE_CLOSED,
 )
-from ringcomm.measure.screen import check_writable
+from ringcomm.measure.screen import check_writable, counted
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0
@@ -128,7 +128,10 @@ def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     argv = ["--world-sizes", "2", "--sizes", "1k,256k", "--json", str(path)]
     status, out, err = run("tune", *argv, *QUICK, RINGCOMM_TUNING=str(path))
-    assert (status, err) == (EXIT_OK, "")
+    assert status == EXIT_OK
+    first, second = err.splitlines()  # a line for each measurement where stderr is no terminal
+    assert first == "1 of 2: 1 KiB on 2 ranks"
+    assert re.fullmatch(r"2 of 2: 256 KiB on 2 ranks, about \d+ s left", second)
     assert "two_shot / one_shot" in out
     found = tuning.load(path)
     (world,) = found.worlds
@@ -198,7 +201,7 @@ def test_doctor_prints_a_line_for_each_check() -> None:
     fixes = [index for index, line in enumerate(lines) if line.startswith("    fix: ")]
     assert fixes == [index + 1 for index in wrong]
     assert len(lines) == len(checks) + 2 * len(wrong) + 3  # two titles, and how many problems
-    assert lines[-1] == f"{len(wrong)} problem(s) found"
+    assert lines[-1] == f"{counted(len(wrong), 'problem')} found"
     named = lines.index("  ✗ RINGCOMM_TRANSPRT is set, but ringcomm has no such variable")
     assert lines[named + 1] == "    fix: did you mean RINGCOMM_TRANSPORT?"
     time_, rate = r"[\d.,]+ (µs|ms|s)", r"[\d.e+]+ GB/s"

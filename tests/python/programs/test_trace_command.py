@@ -47,7 +47,7 @@ def test_command_has_the_status_of_the_program(tmp_path: Path) -> None:
     process, output = start_job(tmp_path, "3")
     status, out, err = finish(process)
     assert (status, out) == (3, "reduced\n"), err
-    assert f"{output}: 1 rank(s)" in err
+    assert f"{output}: 1 rank, " in err
     events = events_of(output)
     assert titles(events) == ["rank 0"]
     assert [e["name"] for e in of(events, "call")] == ["ringcomm:all_reduce"]
