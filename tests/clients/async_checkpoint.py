@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,7 +32,7 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
         model, optimizer = make(meshes["FSDP2"], seed=0)
         losses = [step(model, optimizer, meshes["FSDP2"], number)[0] for number in range(STEPS)]
         weights, state = get_state_dict(model, optimizer)
-        saved = dcp.async_save(
+        saved: Any = dcp.async_save(
             {"model": weights, "optimizer": state},
             checkpoint_id=folder / kind.value,
             async_checkpointer_type=kind,
@@ -44,7 +45,7 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
         for layout, mesh in meshes.items():
             other, its_optimizer = make(mesh, seed=1)
             weights, state = get_state_dict(other, its_optimizer)
-            loaded = {"model": weights, "optimizer": state}
+            loaded: dict[str, Any] = {"model": weights, "optimizer": state}
             dcp.load(loaded, checkpoint_id=folder / kind.value)
             set_state_dict(
                 other,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed as dist
-from mesh_model import make, step
+from mesh_model import make, step, whole
 from support import report
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,7 +20,7 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model, optimizer = make(mesh, seed=0)
     found = [step(model, optimizer, mesh, number) for number in range(STEPS)]
-    sums = [float(param.full_tensor().double().sum()) for param in model.parameters()]
+    sums = [float(whole(param).double().sum()) for param in model.parameters()]
     return {
         "losses": [loss for loss, _ in found],
         "norms": [norm for _, norm in found],

@@ -19,7 +19,7 @@ from torch import nn
 
 NUM_CLASSES, WIDTH, TOKENS, ROWS, STEPS = 128, 64, 16, 4, 12
 
-torch.cuda.current_device = lambda: "cpu"
+vars(torch.cuda)["current_device"] = lambda: "cpu"
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ class Block(nn.Module):
         options: dict[str, Any] = {"config": config, "init_method": config.init_method}
         self.norm = nn.LayerNorm(WIDTH)
         for param in self.norm.parameters():
-            param.sequence_parallel = config.sequence_parallel
+            vars(param)["sequence_parallel"] = config.sequence_parallel
         self.wide = tensor_parallel.ColumnParallelLinear(WIDTH, 4 * WIDTH, bias=True, **options)
         self.narrow = tensor_parallel.RowParallelLinear(
             *(4 * WIDTH, WIDTH),

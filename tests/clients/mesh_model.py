@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,6 +45,11 @@ def make(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]
     return model, torch.optim.AdamW(model.parameters(), 1e-2)
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """All of a DTensor."""
+    return tensor.full_tensor()
+
+
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, number: int
 ) -> list[float]:
@@ -52,7 +59,7 @@ def step(
     rows = torch.randn(ROWS, WIDTH, generator=draw).chunk(data.size())[data.get_local_rank()]
     loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
     loss.backward()
-    grads = [param.grad.full_tensor() for param in model.parameters()]  # of two meshes
+    grads = [whole(param.grad) for param in model.parameters()]  # of two meshes
     optimizer.step()
     optimizer.zero_grad()
     mean = loss.detach() / data.size()

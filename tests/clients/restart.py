@@ -42,7 +42,8 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
     assert undisturbed["is_first"]
     assert not restarted["is_first"]
     assert restarted["losses"] == undisturbed["losses"]
-    real = dist.group.WORLD._get_backend(torch.device("cpu")).name()
+    world: Any = dist.group.WORLD
+    real = world._get_backend(torch.device("cpu")).name()
     assert {undisturbed["real"], restarted["real"]} == {real}
     return {"losses": restarted["losses"]}
 

@@ -46,14 +46,14 @@ def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[torch.Tensor, None]:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped), None
 
 
-def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+def set_timeout(timeout: timedelta, group: Any = None) -> None:
     """torch.distributed.set_timeout of torch 2.14."""
     (group or dist.group.WORLD).set_timeout(timeout)
 
 
 FlexAttention._compiled_flex_attn = attend
 if not hasattr(dist, "set_timeout"):
-    dist.set_timeout = set_timeout
+    vars(dist)["set_timeout"] = set_timeout
 
 
 def write_assets(folder: Path) -> None:
