@@ -117,7 +117,7 @@ def environment(client: Client) -> Path:
 def versions(client: Client, python: Path) -> dict[str, str]:
     """The versions of the client's requirements and of torch in an environment."""
     names = [re.split(r"[\[<>=!~; @]", line)[0] for line in client.requirements]
-    code = "import sys, importlib.metadata as m; print(*(m.version(n) for n in sys.argv[1:]), sep='\\n')"
+    code = "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
     said = subprocess.check_output([python, "-c", code, *names, "torch"], text=True)
     return dict(zip([*names, "torch"], said.split(), strict=True))
 

@@ -15,7 +15,7 @@ from support import report
 
 REQUIREMENTS = ()
 RANKS = 1  # which starts two jobs of two ranks
-IS_SHORT = True
+IS_SHORT = False
 
 JOB = Path(__file__).with_name("restart_job.py")
 # Otherwise the restarted ranks share the store of the first ones, and Gloo connects to addresses of
