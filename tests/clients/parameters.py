@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+# A thread of Gloo's may wait for Python's lock to release the last operation. If it still waits
+# when Python finalizes, the process aborts: atexit's functions run before that.
+atexit.register(time.sleep, 0.3)
 
 
 def checksum(tensors: list[Tensor]) -> float:
