@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
-        test-bare stress test-gpu test-torch test-emulator kernels kernel-sweep lint format types compat packaging \
+        test-bare stress test-gpu test-torch test-clients test-emulator kernels kernel-sweep lint format types compat packaging \
         wheels gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
 help:  ## list the targets
@@ -96,6 +96,9 @@ test-gpu: check-python  ## run the GPU tests in each layout of ranks that this m
 
 test-torch: check-python  ## run PyTorch's own distributed tests (ARGS="--mode gloo-2 --test 'test_all*'")
 	@$(PREPARE) --need train --need test --extension -- tests/torch/run.py $(ARGS)
+
+test-clients: check-python  ## run programs of other projects over Gloo and over ringcomm, and compare (ARGS="lightning --short")
+	@$(PREPARE) --need train --need test --extension -- tests/clients/run_clients.py $(ARGS)
 
 lint: check-python  ## check the code with ruff and clang-format
 	@$(PREPARE) --need lint --no-torch -- tools/lint.py

@@ -12,7 +12,10 @@ import pytest
 
 # For tests and their ranks. Names of modules are unique over all folders of tests.
 _HERE = Path(__file__).parent
-_FOLDERS = [*_HERE.iterdir(), *(_HERE.parents[1] / name for name in ("benchmarks", "tools"))]
+_FOLDERS = [
+    *_HERE.iterdir(),
+    *(_HERE.parents[1] / name for name in ("benchmarks", "tools", "tests/clients")),
+]
 sys.path[:0] = [str(folder) for folder in _FOLDERS if folder.is_dir()]
 # Before anything imports torch: what forks ranks must have no threads.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+import uuid
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import client_files
+import client_runs
 import pytest
+import run_clients
 
-PROGRAM = Path(__file__).parent / "client_job.py"
-PROGRAMS = PROGRAM.with_name("program_job.py")
+PROGRAMS = Path(__file__).with_name("program_job.py")
+CLIENTS = {client.name: client for client in client_files.read_all()}
 SYSTEMS = ("DDP", "zero 2", "zero 3", "Lomo")
 REFUSED = {
     ("zero 3", "predict_with_generate"): "use zero.shard() at stage 1 or 2, or predict_with",
@@ -24,10 +27,6 @@ REFUSED = {
 IS_INSTALLED = "ringcomm" in [
     e.name for e in importlib.metadata.entry_points(group="torch.backends")
 ]
-
-
-def train(client: str, as_gloo: str, folder: Path) -> list[dict[str, Any]]:
-    return launch([str(PROGRAM), client], folder, RINGCOMM_AS_GLOO=as_gloo)
 
 
 def launch(program: list[str], folder: Path, **env: str) -> list[dict[str, Any]]:
@@ -54,15 +53,70 @@ def launch(program: list[str], folder: Path, **env: str) -> list[dict[str, Any]]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
-@pytest.mark.parametrize("client", ["transformers", "accelerate", "lightning", "deepspeed"])
-def test_losses_are_those_of_gloo(client: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(client) is None:
-        pytest.skip(f"{client} is not installed")
-    gloo, ours = (train(client, as_gloo, tmp_path / as_gloo) for as_gloo in "01")
-    assert [report["real"] for report in gloo + ours] == ["gloo"] * 2 + ["ringcomm"] * 2
-    assert [report["named"] for report in ours] == [report["named"] for report in gloo]
-    assert len(ours[0]["losses"]) == 6
-    assert [report["losses"] for report in ours] == [report["losses"] for report in gloo]
+@pytest.mark.parametrize("name", [one.name for one in CLIENTS.values() if one.is_short])
+def test_results_are_those_of_gloo(name: str) -> None:
+    if not client_files.is_installed(CLIENTS[name]):
+        pytest.skip(f"{CLIENTS[name].requirements} are not installed")
+    result = client_runs.compare(CLIENTS[name], {})
+    assert result.status in (client_runs.EQUAL, client_runs.CLOSE), result.text
+
+
+DIFFERS = """
+import os
+from support import report
+
+REQUIREMENTS = ()
+RANKS = 1
+IS_SHORT = True
+LIMIT_S = 60.0
+
+
+def main(folder, source):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return {"losses": [0.5, float(os.environ["RINGCOMM_AS_GLOO"])]}
+
+
+if __name__ == "__main__":
+    report(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
+def test_a_client_that_differs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(client_files.FOLDER), prepend=os.pathsep)
+    (tmp_path / "differs.py").write_text(DIFFERS)
+    client = client_files.read(tmp_path / "differs.py")
+    assert client is not None
+    result = client_runs.compare(client, {})
+    assert result.is_wrong
+    assert "losses[1] of rank 0: 1.0, not 0.0" in result.text
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = uuid.uuid4()
+    monkeypatch.setattr(client_runs.uuid, "uuid4", lambda: mark)
+    (tmp_path / "hangs.py").write_text(
+        "import time\nREQUIREMENTS = ()\nRANKS = 2\nIS_SHORT = True\nLIMIT_S = 8.0\n"
+        "time.sleep(600)\n"
+    )
+    client = client_files.read(tmp_path / "hangs.py")
+    assert client is not None
+    result = client_runs.compare(client, {})
+    assert result.status == client_runs.FAILED
+    assert "it did not end in 8 s" in result.text
+    assert not client_runs.marked(mark.hex)
+
+
+def test_the_page_has_the_results_that_were_recorded() -> None:
+    """Renewed by tests/clients/run_clients.py --record."""
+    page = run_clients.PAGE.read_text(encoding="utf-8")
+    assert run_clients.render(list(CLIENTS.values())) in page
 
 
 # ---- programs that generate, save, resume, adapt and average

@@ -1,0 +1,140 @@
+"""Runs programs of other projects over Gloo and over ringcomm, and compares what they compute.
+
+Usage: make test-clients ARGS="[NAME...] [--short] [--source NAME=FOLDER] [--record]"
+
+A client is a file of this folder with REQUIREMENTS; client_files.py has its constants. Each run is
+bounded, and its environment and source are kept in .cache/clients. Ends with status 1 if a client
+differs or fails. --record keeps the results in results/ and renews the table of docs/programs.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import client_files
+import client_runs
+from client_files import FOLDER, Client
+from client_runs import BACKENDS, Result
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = FOLDER / "results"
+PAGE = FOLDER.parents[1] / "docs" / "programs.md"
+BEGIN, END = "<!-- clients: begin -->\n", "<!-- clients: end -->\n"
+STYLES = {"equal": "green", "close": "green", "only ringcomm": "green", "skipped": "yellow"}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="make test-clients", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="files that begin so (default: all)")
+    add("--short", action="store_true", help="those that CI runs")
+    add("--source", action="append", default=[], metavar="NAME=FOLDER", help="a client's source")
+    add("--record", action="store_true", help="keep the results and renew docs/programs.md")
+    return parser.parse_args(argv)
+
+
+def choose(clients: list[Client], names: list[str], is_short: bool) -> list[Client]:
+    """The clients that begin with one of the names; raises SystemExit where a name has none."""
+    for name in names:
+        if not any(client.name.startswith(name) for client in clients):
+            known = ", ".join(client.name for client in clients)
+            raise SystemExit(f"no client begins with {name}; there are {known}")
+    chosen = [one for one in clients if not names or one.name.startswith(tuple(names))]
+    return [client for client in chosen if client.is_short or not is_short]
+
+
+def show(console: Console, results: dict[str, Result]) -> None:
+    """Prints the table of results."""
+    table = Table("client", "versions", "result", "gloo s", "ringcomm s", title="Clients")
+    for name, result in results.items():
+        seconds = [f"{result.seconds[b]:.1f}" if b in result.seconds else "" for b in BACKENDS]
+        style = STYLES.get(result.status, "red")
+        table.add_row(name, said(result.versions), f"[{style}]{result.status}", *seconds)
+    console.print(table)
+    for name, result in results.items():
+        if result.text:
+            console.print(f"{name}: {result.status}: {result.text}", markup=False, highlight=False)
+
+
+def said(versions: dict[str, str]) -> str:
+    """Versions, in words."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def record(clients: list[Client], results: dict[str, Result]) -> None:
+    """Writes results/NAME.json of all that ran and passed, and the table of the page."""
+    RESULTS.mkdir(exist_ok=True)
+    for client in clients:
+        result = results[client.name]
+        if result.is_wrong or result.status == client_runs.SKIPPED:
+            continue
+        kept = {
+            "date": datetime.date.today().isoformat(),
+            "ranks": client.ranks,
+            "versions": result.versions,
+            "status": result.status,
+            "text": result.text,
+        }
+        path = RESULTS / f"{client.name}.json"
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(with_table(page, render(client_files.read_all())), encoding="utf-8")
+
+
+def render(clients: list[Client]) -> str:
+    """The table of docs/programs.md, from the results that are kept."""
+    lines = ["| program | ranks | versions | result | date |", "|---|---|---|---|---|"]
+    for client in clients:
+        path = RESULTS / f"{client.name}.json"
+        if not path.exists():
+            continue
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        result = kept["status"]
+        if result == "close":
+            result = f"within {client.tolerance[0]:.0e}: {client.tolerance[1]}"
+        elif result == "only ringcomm":
+            result = f"only over ringcomm; Gloo: `{client.fails_on_gloo}`"
+        what = f"`{client.name}`: {client.what}"
+        cells = (what, str(kept["ranks"]), said(kept["versions"]), result)
+        lines.append(f"| {' | '.join((*cells, kept['date']))} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, table: str) -> str:
+    """A page with another table between its two marks."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + table + "\n" + END + rest.split(END)[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs, prints, compares; returns the exit status."""
+    options = parse(argv)
+    given = {}
+    for pair in options.source:
+        name, _, folder = pair.partition("=")
+        if not Path(folder).is_dir():
+            raise SystemExit(f"--source {pair}: there is no folder {folder or '(NAME=FOLDER)'}")
+        given[name] = Path(folder).resolve()
+    clients = choose(client_files.read_all(), options.names, options.short)
+    console = Console()
+    results: dict[str, Result] = {}
+    for client in clients:
+        console.print(f"{client.name}: {client.what}", markup=False, highlight=False)
+        results[client.name] = client_runs.compare(client, given)
+    show(console, results)
+    if options.record:
+        record(clients, results)
+    return int(any(result.is_wrong for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
