@@ -9,7 +9,7 @@ from small_model import LR, STEPS, batch, mlp
 from support import report
 from torch import nn
 
-REQUIREMENTS = ()
+REQUIREMENTS = ("accelerate==1.15.0",)
 RANKS = 2
 IS_SHORT = True
 

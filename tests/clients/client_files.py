@@ -35,7 +35,7 @@ class Client:
 
     Attributes:
         what: the first line of the file's docstring.
-        requirements: of pip, beside torch, ringcomm and the test environment.
+        requirements: of pip, beside torch and ringcomm, such as "lightning==2.6.6".
         ranks: the number of its processes.
         is_short: whether CI runs it.
         source: a public repository and the commit whose files it runs.
@@ -80,13 +80,24 @@ def read_all(folder: Path = FOLDER) -> list[Client]:
     return [client for client in clients if client is not None]
 
 
+def is_installed(client: Client) -> bool:
+    """Whether this process has all requirements of a client, in the same versions."""
+    try:
+        return all(
+            metadata.version(line.split("==")[0]) == line.partition("==")[2]
+            for line in client.requirements
+        )
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def environment(client: Client) -> Path:
     """A Python with the client's requirements, made where it is missing.
 
     The environment is a layer over that of this process: pip installs only what is not there, and
     keeps its torch. Raises Unavailable with the last line of pip.
     """
-    if not client.requirements:
+    if is_installed(client):
         return Path(sys.executable)
     words = "\n".join((*sorted(client.requirements), sys.prefix, metadata.version("torch")))
     folder = CACHE / "environments" / hashlib.sha256(words.encode()).hexdigest()[:12]
@@ -100,7 +111,8 @@ def environment(client: Client) -> Path:
     (own / "layer.pth").write_text(f"import site; site.addsitedir({base!r})\n", encoding="utf-8")
     kept = folder / "constraints.txt"
     kept.write_text(f"torch=={metadata.version('torch')}\n", encoding="utf-8")
-    command = [python, "-m", "pip", "install", "-q", "-c", kept, *client.requirements]
+    command: list[str | Path] = [python, "-m", "pip", "install", "-q", "-c", kept]
+    command += client.requirements
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT_S
@@ -117,7 +129,7 @@ def environment(client: Client) -> Path:
 def versions(client: Client, python: Path) -> dict[str, str]:
     """The versions of the client's requirements and of torch in an environment."""
     names = [re.split(r"[\[<>=!~; @]", line)[0] for line in client.requirements]
-    code = "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
+    code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
     said = subprocess.check_output([python, "-c", code, *names, "torch"], text=True)
     return dict(zip([*names, "torch"], said.split(), strict=True))
 

@@ -116,7 +116,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """What each rank has written; raises RunFailed. No process is left at the end."""
     mark = uuid.uuid4().hex
-    command = [python, "-m", "torch.distributed.run", "--standalone"]
+    command: list[str | Path] = [python, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(client.ranks), client.path, folder]
     command += ["--source", source] if source is not None else []
     env = {

@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 import sys
-import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -86,7 +85,4 @@ def run_example(folder: Path, source: Path | None, name: str, *options: str) -> 
     torch.manual_seed(int(os.environ["RANK"]))  # not all examples choose a seed
     with checksums() as parameters:
         runpy.run_path(str(program), run_name="__main__")
-    # A thread of Gloo's may wait for Python's lock to release the last operation. If it still waits
-    # when Python finalizes, the process aborts.
-    time.sleep(0.2)
     return parameters

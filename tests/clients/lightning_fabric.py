@@ -12,7 +12,7 @@ from torch import nn
 
 REQUIREMENTS = ("lightning==2.6.6",)
 RANKS = 2
-IS_SHORT = False
+IS_SHORT = True
 
 
 def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
