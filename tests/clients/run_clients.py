@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def with_table(page: str, table: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs, prints, compares; returns the exit status."""
     options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run under way as well
     given = {}
     for pair in options.source:
         name, _, folder = pair.partition("=")
