@@ -48,7 +48,8 @@ def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[torch.Tensor, None]:
 
 def set_timeout(timeout: timedelta, group: Any = None) -> None:
     """torch.distributed.set_timeout of torch 2.14."""
-    (group or dist.group.WORLD).set_timeout(timeout)
+    group = group or dist.group.WORLD
+    group.set_timeout(timeout)
 
 
 FlexAttention._compiled_flex_attn = attend
