@@ -20,15 +20,10 @@ from typing import Any, NoReturn
 from ringcomm import __version__, tuning
 from ringcomm.measure.ranks import joined_world_size, run_main
 from ringcomm.measure.screen import (
-    Progress,
     amount,
     as_option,
-    byte_count,
     byte_counts,
     check_writable,
-    columns,
-    factor,
-    in_seconds,
     whole_numbers,
     words,
 )
@@ -331,62 +326,10 @@ def _tune(options: argparse.Namespace) -> int:
         error(f"--json: {problem}")
     if joined_world_size() is not None:
         error("it starts its own ranks: run it without torchrun")
-    import torch
+    from ringcomm.measure import tune
 
-    from ringcomm.measure.algorithms import measure_algorithms, world_of
-    from ringcomm.measure.machine import identity, utc_now
-
-    worlds: list[tuning.World] = []
-
-    def save(path: Path) -> None:
-        date, versions = utc_now().isoformat(), (torch.__version__, __version__)
-        tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), path)
-
-    sizes, world_sizes = sorted(set(options.sizes)), sorted(set(options.world_sizes))
-    progress = Progress([f"{byte_count(size)} on {n} ranks" for n in world_sizes for size in sizes])
-    try:
-        for world_size in world_sizes:
-            progress.show()
-            times = measure_algorithms(
-                world_size, sizes, options.seconds, options.repeats, progress.step
-            )
-            worlds.append(world_of(world_size, times))
-            progress.clear()
-            print(f"all_reduce on {world_size} ranks, float32: medians of the slowest rank")
-            print(_tuning_table(worlds[-1], times), flush=True)
-    except KeyboardInterrupt:
-        progress.clear()
-        if worlds:  # not over a whole file of an earlier run
-            partial = options.json.with_name(f"{options.json.name}.interrupted")
-            save(partial)
-            print(f"interrupted: {partial} has only the numbers of ranks above")
-        raise
-    save(options.json)
-    if not all(world.quiet for world in worlds):
-        print("other programs disturbed the measurement: tune again on an idle machine")
-    print(f"written: {options.json}")
-    return 0
-
-
-def _tuning_table(world: tuning.World, times: list[Any]) -> str:
-    from ringcomm.measure.machine import MAX_OTHERS_PERCENT
-
-    chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
-    if world.one_shot_max_bytes == 1:
-        chosen = "one_shot never wins"
-    names = [point.algorithm for point in times[0].points]
-    rows = [["bytes", *names, "two_shot / one_shot", "other programs"]]
-    for size in times:
-        medians = [in_seconds(point.p50_us / 1e6) for point in size.points]
-        ratio, others = factor(size.ratio), f"{size.others_percent:.0f} %"
-        rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
-    return (
-        f"{columns(rows, '')}\n"
-        "other programs: their share of this machine, which should be at most"
-        f" {MAX_OTHERS_PERCENT:.0f} %\n"
-        f"{chosen}. Cost model: {world.alpha_us:.3g} µs per transfer (alpha),"
-        f" {world.beta_us_per_mib:.3g} µs per MiB (beta), {world.overhead_us:.3g} µs per call;"
-        f" its largest error is a factor of {factor(world.worst_fit)}."
+    return tune.run(
+        options.world_sizes, options.sizes, options.seconds, options.repeats, options.json
     )
 
 
