@@ -103,7 +103,7 @@ def test_blocks_and_regions_are_swept(tmp_path: Path) -> None:
     staged = [p for p in points(done) if p["op"] == "all_reduce" and p["path"] == "staged"]
     cuts = {(p["blocks"], p["region_bytes"]) for p in staged}
     assert len({blocks for blocks, _ in cuts}) == 3
-    assert {region for _, region in cuts} == {16 << 10, 32 << 10, 64 << 10, 128 << 10}
+    assert {region for _, region in cuts} == {8 << 10, 16 << 10, 32 << 10, 64 << 10}  # of a block
     assert {p["is_plan"] for p in staged} == {True, False}
 
 
