@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 REQUIREMENTS = ()
 RANKS = 2
-IS_SHORT = True
+IS_SHORT = False
 STEPS = 3
 
 
