@@ -119,8 +119,13 @@ def run(
     command: list[str | Path] = [python, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(client.ranks), client.path, folder]
     command += ["--source", source] if source is not None else []
+    # torch compiles extensions there. A run that was killed while it did so leaves its lock.
+    extensions = client_files.CACHE / "extensions"
+    for lock in extensions.glob("*/lock"):
+        lock.unlink()
     env = {
         **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(extensions),
         "RINGCOMM_AS_GLOO": str(int(backend == "ringcomm")),
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "1",
