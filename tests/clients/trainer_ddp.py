@@ -46,7 +46,7 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
     trainer = Trainer(Model(), arguments, train_dataset=dataset)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses if dist.get_rank() == 0 else []  # only rank 0 logs}
+    return {"losses": losses if dist.get_rank() == 0 else []}  # only rank 0 logs
 
 
 if __name__ == "__main__":
