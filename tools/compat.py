@@ -119,7 +119,7 @@ class Environments:
             have = self.cached(prefix)
             if have is None:
                 raise
-            print(f"[compat] {error}; taking torch {have} from the cache", flush=True)
+            print(f"[torch] {error}; taking torch {have} from the cache", flush=True)
             return have
 
     def cached(self, prefix: str) -> str | None:
@@ -130,7 +130,7 @@ class Environments:
 
     def make(self, spec: str) -> str:
         """Makes the environment of torch==SPEC; returns the version."""
-        print(f"[compat] installing torch=={spec} (a download of about 0.6 GB)", flush=True)
+        print(f"[torch] installing torch=={spec} (a download of about 0.6 GB)", flush=True)
         self.home.mkdir(parents=True, exist_ok=True)
         index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
         source = ["--index-url", index] if index else []

@@ -53,10 +53,10 @@ def run(*command: str, **env: str) -> None:
 def environments_of(python: pythons.Python) -> compat.Environments:
     """The environments of a Python, with one that has no torch, but has pip, as their base."""
     home = HOME / f"python{python.minor}"
-    base = home / "base" / "bin" / "python"
-    if not base.exists():
+    programs = home / "base" / "bin"
+    if not (programs / "pip").exists():  # the last that is made
         run(python.path, "-m", "venv", "--clear", str(home / "base"))
-    return compat.Environments(home, str(base), GROUPS)
+    return compat.Environments(home, str(programs / "python"), GROUPS)
 
 
 def find_torches(found: compat.Environments, wanted: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -12,6 +12,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import buildconfig
+import check_packaging
 import compat
 import pytest
 import pythons
@@ -214,7 +215,8 @@ def test_a_wheel_is_built_for_each_python(
 def test_what_was_asked_for_must_be_there(
     builds: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main_of(monkeypatch, "--python", "3.30", "2.13") == 1  # find() gives all three here
+    assert main_of(monkeypatch, "2.13") == 1  # two of the Pythons have none
+    assert main_of(monkeypatch, "--python", "3.30") == 1  # no torch 2.15
     assert main_of(monkeypatch, "2.9") == 1
     assert "made" not in capsys.readouterr().out.splitlines()[-1]
 
@@ -232,6 +234,22 @@ def test_a_build_that_fails_does_not_stop_the_others(
     said = capsys.readouterr().out
     assert "made: dist/ringcomm.whl serves torch 2.14\n" in said
     assert "[wheels] FAILED: Python 3.30: does not compile\n" in said
+
+
+def test_a_wheel_is_tried_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    env = check_packaging.without_compiler(tmp_path)
+    assert all(shutil.which(name, path=env["PATH"]) is None for name in ("cc", "g++", "ninja"))
+    monkeypatch.setenv("PATH", env["PATH"])
+    monkeypatch.setenv("CXX", env["CXX"])
+    with pytest.raises(buildconfig.BuildProblem, match="no C\\+\\+ compiler: '/nonexistent'"):
+        buildconfig.check_compiler()
+    write_python(programs / "ninja", "exit 0")
+    with pytest.raises(SystemExit, match="has ninja"):
+        check_packaging.without_compiler(tmp_path)
 
 
 def test_a_release_builds_a_wheel_for_each_python() -> None:
