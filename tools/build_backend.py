@@ -37,7 +37,9 @@ import buildconfig
 ISOLATION = ("PYTHONPATH", "PYTHONNOUSERSITE")
 # Without encryption wheels are taken from this machine only.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-WHEEL_NAME = re.compile(r"ringcomm-[\w.+]+(?:-[\w.]+){3}\.whl")
+WHEEL_NAME = re.compile(r"ringcomm-[\w.+%]+(?:-[\w.]+){3}\.whl")
+# What a wheel that pip built names its torch by.
+OWN_TORCH = re.compile(r"\+torch(\d+\.\d+)-")
 # What pip says of a page or folder that it could not read.
 UNREAD = re.compile("Could not fetch URL|is ignored")
 # What a wheel of tools/wheels.py has for each torch.
@@ -86,6 +88,8 @@ def _download(source: str, folder: str) -> Path:
         (wheel,) = Path(folder).glob("*.whl")
         return wheel
     log = done.stdout + done.stderr
+    if "No module named pip" in log:  # of other front ends
+        raise NoWheel(f"RINGCOMM_WHEELS={source} needs pip, which {sys.executable} does not have")
     if "No matching distribution" not in log:
         reasons = [line for line in log.splitlines() if line.startswith("ERROR:")]
         reason = reasons[-1] if reasons else log[-300:].strip()
@@ -124,13 +128,14 @@ def take_wheel(folder: str) -> str:
             )
         found = [TORCH_FOLDER.match(file) for file in files]
         torches = {match[1].replace("_", ".") for match in found if match}
+        torches.update(OWN_TORCH.findall(wheel.name))
         if see_torch():
             torch = importlib.metadata.version("torch")
             minor = ".".join(map(str, buildconfig.parse_version(torch)))
             if minor not in torches:
                 raise NoWheel(
                     f"{wheel.name} of RINGCOMM_WHEELS={source} is for torch"
-                    f" {', '.join(sorted(torches)) or 'without a name'}, and this is torch {torch}"
+                    f" {', '.join(sorted(torches)) or 'unknown'}, and this is torch {torch}"
                 )
         shutil.copy(wheel, folder)
         return wheel.name

@@ -81,14 +81,14 @@ THIS_TORCH = ".".join(torch.__version__.split(".")[:2])
 
 def write_wheel(folder: Path, minor: str = THIS_TORCH, name: str = WHEEL) -> Path:
     """A wheel for one version of torch, without a program."""
-    version = buildconfig.public_version()
-    tag = "-".join(name.removesuffix(".whl").split("-")[2:])
+    _, version, *tags = name.removesuffix(".whl").split("-")
+    info = f"ringcomm-{version}.dist-info"
     texts = {
         f"ringcomm/torch_{minor.replace('.', '_')}/_C.so": "an extension" * 1000,
-        f"{INFO}/METADATA": f"Metadata-Version: 2.1\nName: ringcomm\nVersion: {version}\n",
-        f"{INFO}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: ringcomm\nVersion: {version}\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {'-'.join(tags)}\n",
     }
-    texts[f"{INFO}/RECORD"] = "".join(f"{file},,\n" for file in (*texts, f"{INFO}/RECORD"))
+    texts[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*texts, f"{info}/RECORD"))
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(folder / name, "w") as archive:
         for file, text in texts.items():
@@ -134,6 +134,13 @@ def test_a_wheel_is_taken_from_a_folder_or_a_url(wheels: Path, tmp_path: Path) -
     assert said_by_hooks(sys.executable, tmp_path) == ["", "ninja", INFO, WHEEL, "torch"]
     assert (tmp_path / "folder" / INFO / "METADATA").exists()
     assert (tmp_path / "folder" / WHEEL).exists()
+
+
+def test_a_wheel_of_pip_fits_the_torch_that_it_names(wheels: Path, tmp_path: Path) -> None:
+    name = WHEEL.replace("-py3", f"+torch{THIS_TORCH}-py3")
+    write_wheel(wheels, "9.9", name)
+    done = run_hooks(sys.executable, tmp_path)
+    assert name in done.stdout.splitlines(), done.stderr
 
 
 OTHER_PYTHON = WHEEL.replace("py3-none-any", "cp36-cp36m-manylinux1_x86_64")
