@@ -53,11 +53,15 @@ class Offline(Exception):
 
 
 def pip(python: str | Path, *arguments: str) -> str:
-    """Runs pip and returns its output; raises Offline with its last line where it fails."""
+    """Runs pip and returns its output; raises Offline with the reason where it fails."""
     command = [str(python), "-m", "pip", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise Offline((done.stderr.strip().splitlines() or ["pip failed"])[-1])
+        lines = done.stderr.strip().splitlines() or ["pip failed"]
+        if "ResolutionImpossible" in lines[-1]:  # the reason is in an earlier line
+            lines = [line for line in lines if line.startswith("ERROR: Cannot")] or lines
+            lines[-1] += " Does a constraint of `pip config list` exclude it?"
+        raise Offline(lines[-1])
     return done.stdout
 
 

@@ -212,6 +212,24 @@ def test_a_wheel_is_built_for_each_python(
     ]
 
 
+CONFLICT = """ERROR: Cannot install torch==2.15.* because of conflicting dependencies.
+ERROR: ResolutionImpossible: for help visit a page"""
+
+
+@pytest.mark.parametrize(
+    ("stderr", "reason"),
+    [
+        ("ERROR: Could not find it\nERROR: No matching distribution", "ERROR: No matching"),
+        (CONFLICT, "ERROR: Cannot install torch.* Does a constraint of `pip config list` exclude"),
+    ],
+)
+def test_the_reason_of_pip_is_said(stderr: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "stderr").write_text(stderr)
+    write_python(tmp_path / "python", f"cat {tmp_path / 'stderr'} >&2; exit 1")
+    with pytest.raises(compat.Offline, match=reason):
+        compat.pip(tmp_path / "python", "download", "torch")
+
+
 def test_what_was_asked_for_must_be_there(
     builds: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
