@@ -121,7 +121,7 @@ gpu-machine: check-python  ## build and test without a GPU what a GPU machine wo
 packaging: check-python  ## build the sdist and the wheel, and test the wheel in a fresh environment
 	@$(PREPARE) --need train --extension -- tools/check_packaging.py
 
-wheels: check-python  ## build one wheel for torch 2.13, 2.14 and 2.15 in dist, and try it with each (ARGS="2.13 2.14")
+wheels: check-python  ## build a wheel for each Python that is here, for torch 2.13, 2.14 and 2.15, in dist (ARGS="--python 3.12 2.13")
 	@$(PREPARE) --need wheels --no-torch -- tools/wheels.py $(ARGS)
 
 docs: check-python  ## build the site of docs/ in build/site

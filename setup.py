@@ -186,6 +186,7 @@ def main() -> None:
             "vllm.general_plugins": ["ringcomm = ringcomm.integrations.vllm:plugin"],
             "console_scripts": ["ringcomm = ringcomm.cli:main"],
         },
+        project_urls={"Source": url} if (url := os.environ.get("RINGCOMM_URL")) else {},
         license="Apache-2.0",
         license_files=["LICENSE"],
         zip_safe=False,

@@ -75,10 +75,20 @@ def _find() -> Path:
     if fitting := [folder for folder, fault in faults.items() if not fault]:
         return fitting[0]
     found = "; ".join(f"{folder} {fault}" for folder, fault in faults.items())
-    raise ImportError(
+    message = (
         f"ringcomm: there is no extension for {sys.implementation.cache_tag} and torch"
         f" {torch.__version__}: {found}. Build it: {INSTALL}"
     )
+    if served := _torches(FOLDER, EXTENSION_SUFFIXES[0]):
+        message += f". Or install a torch that is served: pip install 'torch=={served[-1]}.*'"
+    raise ImportError(message)
+
+
+def _torches(package: Path, suffix: str) -> list[str]:
+    """The versions of torch with a folder of extensions for a Python, such as 2.13."""
+    names = [path.parent.name for path in package.glob(f"torch_*/_C{suffix}")]
+    versions = sorted({tuple(map(int, name[len("torch_") :].split("_"))) for name in names})
+    return [".".join(map(str, version)) for version in versions]
 
 
 def _fault_of(folder: Path) -> str:
@@ -89,8 +99,9 @@ def _fault_of(folder: Path) -> str:
         others = [path.name for path in sorted(folder.glob("_C*.so"))]
         if others:
             return f"has one for another Python ({', '.join(others)})"
-        torches = [path.name[6:].replace("_", ".") for path in sorted(folder.glob("torch_*/"))]
-        return f"has those for torch {', '.join(torches)}" if torches else "has none"
+        pythons = sorted({path.name[len("_C") :] for path in folder.glob("torch_*/_C*.so")})
+        own = [f"torch {', '.join(_torches(folder, suffix))} ({suffix})" for suffix in pythons]
+        return f"has those for {' and '.join(own)}" if own else "has none"
     built_for = BUILT_FOR.search(found.read_bytes())
     if built_for is not None and built_for[1].decode() != MINOR:
         return f"has one built for torch {built_for[1].decode()}"

@@ -76,6 +76,9 @@ LINK_FLAGS = ("-pthread", "-Wl,-Bsymbolic-functions", "-Wl,-rpath,$ORIGIN")
 # A translation unit with torch headers takes about this much memory to compile.
 BYTES_PER_JOB = 2 << 30
 
+# The extensions take about this long to compile with one compiler at a time.
+MINUTES_OF_ONE_JOB = 4
+
 # Into how many units an extension's sources without torch's headers are joined.
 NUM_JOINED = 2
 
@@ -199,6 +202,13 @@ def num_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), available // BYTES_PER_JOB))
 
 
+def time_to_compile() -> str:
+    """Returns about how long the extensions take to compile on this machine, in words."""
+    jobs = num_jobs()
+    minutes = max(1, round(MINUTES_OF_ONE_JOB / jobs))
+    return f"about {minutes} min with {jobs} compiler{'s' if jobs > 1 else ''} at a time"
+
+
 def check_platform() -> None:
     """Raises BuildProblem unless this is Linux on x86-64 or arm64 with a Python new enough."""
     if sys.platform != "linux":
@@ -223,7 +233,9 @@ def check_compiler() -> None:
     if shutil.which(command[0]) is None:
         raise BuildProblem(
             f"no C++ compiler: {command[0]!r} is not on PATH. Install one: "
-            "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora); or set CXX."
+            "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora); or set CXX. "
+            "Without one, take a wheel that `make wheels` built on another machine: "
+            "pip install FILE, or RINGCOMM_WHEELS=FOLDER pip install ."
         )
     done = _compiled(_CXX20_PROBE, CXX_STANDARD, "-fsyntax-only")
     if done.returncode != 0:

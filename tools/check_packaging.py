@@ -2,7 +2,7 @@
 
 The wheel is built from the checkout, so that the objects in build/ serve it; of the sdist we check
 that it holds what git tracks and that its setup.py runs. The environment sees the torch of the
-running Python, but neither the checkout nor its editable install.
+running Python, but neither the checkout nor its editable install, and no compiler.
 """
 
 from __future__ import annotations
@@ -16,22 +16,32 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import buildconfig
 from buildconfig import ROOT
 
+# What compiles: none of it is on the PATH that the wheel is used with.
+COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ninja", "nvcc")
+BUILD_S = 1800
+USE_S = 120
+
 # What an sdist has and git does not.
 GENERATED = ("PKG-INFO", "setup.cfg", "ringcomm.egg-info/")
 
-# `import torch` alone makes the backend known: this program never names the package's modules.
+# One rank of two. `import torch` alone makes the backend known: no module of ringcomm is named.
 GROUP_PROGRAM = """
-import sys, torch, torch.distributed as dist
+import datetime, sys, torch, torch.distributed as dist
 assert "ringcomm" not in sys.modules
-dist.init_process_group("ringcomm", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+store, rank = "file://" + sys.argv[1], int(sys.argv[2])
+timeout = datetime.timedelta(seconds=60)
+dist.init_process_group(
+    "ringcomm", init_method=store, rank=rank, world_size=2, timeout=timeout
+)
 ones = torch.ones(5)
 dist.all_reduce(ones)
-assert ones.tolist() == [1.0] * 5
+assert ones.tolist() == [2.0] * 5
 dist.destroy_process_group()
 """
 IMPORT_PROGRAM = """
@@ -47,9 +57,18 @@ assert {(p.group, p.name) for p in points} == expected, points
 """
 
 
-def run(*command: str, cwd: Path = ROOT) -> str:
-    """Runs a command and returns its output; exits with its last lines if it fails."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+def run(*command: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """Runs a command and returns its output; exits with its last lines if it fails.
+
+    With an environment the command uses what is installed and has USE_S seconds, else BUILD_S.
+    """
+    limit = BUILD_S if env is None else USE_S
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=env, capture_output=True, text=True, timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        sys.exit(f"packaging: {' '.join(command)[:120]} took more than {limit} s")
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-25:])
         sys.exit(f"packaging: {' '.join(command)[:120]} failed:\n{tail}")
@@ -102,24 +121,40 @@ def check_wheel(folder: Path) -> Path:
     return wheel
 
 
+def without_compiler(folder: Path) -> dict[str, str]:
+    """The variables of an environment in which nothing can be compiled."""
+    path = str(folder / "bin")
+    if there := [name for name in COMPILERS if shutil.which(name, path=path)]:
+        sys.exit(f"packaging: {path} has {', '.join(there)}, which a wheel must do without")
+    return {**os.environ, "PATH": path, "CC": "/nonexistent", "CXX": "/nonexistent"}
+
+
 def check_install(wheel: Path, folder: Path) -> None:
-    """Installs a wheel beside the torch of the running Python, and uses it from elsewhere."""
+    """Installs a wheel beside the torch of the running Python, and uses it without a compiler."""
     venv.create(folder / "env", with_pip=False, symlinks=True)
     python = str(folder / "env" / "bin" / "python")
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel))
+    env = without_compiler(folder / "env")
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--no-deps", "--no-index", str(wheel), env=env)
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     # A folder named in a .pth file does not have its own obeyed: the editable install is not seen.
     beside = [path for path in sys.path if path.endswith("-packages")]
     (Path(site) / "torch_of_the_caller.pth").write_text("\n".join(beside) + "\n", encoding="utf-8")
-    run(python, "-c", GROUP_PROGRAM, str(folder / "store"), cwd=folder)
-    run(python, "-c", IMPORT_PROGRAM, cwd=folder)
+
+    program = (python, "-c", GROUP_PROGRAM, str(folder / "store"))
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(run, *program, rank, cwd=folder, env=env) for rank in ("0", "1")]
+        for one in ranks:
+            one.result()
+    run(python, "-c", IMPORT_PROGRAM, cwd=folder, env=env)
     command = str(folder / "env" / "bin" / "ringcomm")
-    run(command, "doctor", "--json", "--seconds", "0", cwd=folder)
-    run(command, "bench", "--world-size", "2", "--seconds", "0", cwd=folder)
+    run(command, "doctor", "--json", "--seconds", "0", cwd=folder, env=env)
+    run(command, "bench", "--world-size", "2", "--seconds", "0", cwd=folder, env=env)
 
 
 if __name__ == "__main__":
     os.environ.pop("PYTHONPATH", None)
+    os.environ.pop("RINGCOMM_WHEELS", None)  # a wheel would be taken in place of the one to build
     os.environ["RINGCOMM_CUDA"] = "0"  # what users without a GPU get
     with tempfile.TemporaryDirectory(prefix="ringcomm-packaging-") as name:
         check_sdist(Path(name))

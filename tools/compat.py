@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import buildconfig
@@ -52,25 +53,22 @@ class Offline(Exception):
 
 
 def pip(python: str | Path, *arguments: str) -> str:
-    """Runs pip and returns its output; raises Offline with its last line where it fails."""
+    """Runs pip and returns its output; raises Offline with the reason where it fails."""
     command = [str(python), "-m", "pip", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise Offline((done.stderr.strip().splitlines() or ["pip failed"])[-1])
+        lines = done.stderr.strip().splitlines() or ["pip failed"]
+        if "ResolutionImpossible" in lines[-1]:  # the reason is in an earlier line
+            lines = [line for line in lines if line.startswith("ERROR: Cannot")] or lines
+            lines[-1] += " Does a constraint of `pip config list` exclude it?"
+        raise Offline(lines[-1])
     return done.stdout
 
 
-def cached(prefix: str) -> str | None:
-    """The newest version with an environment that begins with a prefix, if there is one."""
-    have = [path.parent.name for path in HOME.glob("*/complete")]
-    fitting = [name for name in have if not prefix or f"{name}.".startswith(f"{prefix}.")]
-    return max(fitting, key=lambda name: [int(part) for part in name.split(".")], default=None)
-
-
-def requirements() -> tuple[list[str], list[str]]:
-    """What tests need besides torch, and what of it is installed without its dependencies."""
+def requirements(groups: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """What groups need besides torch, and what of it is installed without its dependencies."""
     found = []
-    for group in GROUPS:
+    for group in groups:
         text = (ROOT / "tools" / f"requirements-{group}.txt").read_text(encoding="utf-8")
         lines = [line.split("#")[0].strip() for line in text.splitlines()]
         found += [line for line in lines if line and not line.startswith(LEFT_OUT)]
@@ -86,55 +84,79 @@ def of_torch(python: Path) -> list[str]:
     return [line for line in named if "extra ==" not in line and not is_cuda.match(line)]
 
 
-def make_environment(spec: str) -> str:
-    """Makes the environment of torch==SPEC where it is not there; returns the version."""
-    print(f"[compat] installing torch=={spec} (a download of about 0.6 GB)", flush=True)
-    HOME.mkdir(parents=True, exist_ok=True)
-    index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
-    source = ["--index-url", index] if index else []
-    with tempfile.TemporaryDirectory(dir=HOME, prefix="wheel-") as folder:
-        options = ["--no-deps", "--no-cache-dir", "--progress-bar", "off", "--only-binary=:all:"]
-        pip(sys.executable, "download", *options, *source, "-d", folder, f"torch=={spec}")
-        wheel = next(Path(folder).glob("torch-*.whl"))
-        version = wheel.name.split("-")[1].split("+")[0]
-        venv = HOME / version / "venv"
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
-        python = venv / "bin" / "python"
-        pip(python, "install", "--no-deps", str(wheel))
-    own, alone = requirements()
-    pip(python, "install", "--no-cache-dir", *own)
-    pip(python, "install", "--no-cache-dir", *of_torch(python))  # 2.11 wants an older setuptools
-    pip(python, "install", "--no-cache-dir", "--no-deps", *alone)
-    stand_ins.make(torch_folder(version) / "lib")
-    (HOME / version / "complete").touch()
-    return version
+@dataclass(frozen=True)
+class Environments:
+    """The environments of one Python, by version of torch.
 
+    Attributes:
+        home: the folder that has a folder for each version.
+        base: the Python that they are made with; it has pip.
+        groups: what is installed besides torch: the names of tools/requirements-GROUP.txt.
+    """
 
-def torch_folder(version: str) -> Path:
-    """Where torch is in the environment of a version."""
-    (found,) = (HOME / version / "venv" / "lib").glob("python*/site-packages/torch")
-    return found
+    home: Path = HOME
+    base: str = sys.executable
+    groups: tuple[str, ...] = GROUPS
 
+    def python(self, version: str) -> Path:
+        """The Python of the environment of a version."""
+        return self.home / version / "venv" / "bin" / "python"
 
-def find_version(wanted: str) -> str:
-    """A version that has an environment now and begins as wanted, or is the newest of pip."""
-    prefix = "" if wanted == NEWEST else wanted
-    try:
-        if not prefix:
-            # What pip would install, which its configuration may limit.
-            options = ("--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
-            report = json.loads(pip(sys.executable, "install", *options, "torch"))
-            prefix = report["install"][0]["metadata"]["version"].split("+")[0]
-        # A downloaded release represents its minor version.
-        return cached(prefix) or make_environment(
-            prefix if prefix.count(".") == 2 else f"{prefix}.*"
-        )
-    except Offline as error:
-        have = cached(prefix)
-        if have is None:
-            raise
-        print(f"[compat] {error}; taking torch {have} from the cache", flush=True)
-        return have
+    def find(self, wanted: str) -> str:
+        """A version that has an environment now and begins as wanted, or is the newest of pip.
+
+        Raises:
+            Offline: there is no such environment, and pip finds no such torch for this Python.
+        """
+        prefix = "" if wanted == NEWEST else wanted
+        try:
+            if not prefix:
+                # What pip would install, which its configuration may limit.
+                options = ("--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report")
+                report = json.loads(pip(self.base, "install", *options, "-", "torch"))
+                prefix = report["install"][0]["metadata"]["version"].split("+")[0]
+            # A downloaded release represents its minor version.
+            return self.cached(prefix) or self.make(
+                prefix if prefix.count(".") == 2 else f"{prefix}.*"
+            )
+        except Offline as error:
+            have = self.cached(prefix)
+            if have is None:
+                raise
+            print(f"[torch] {error}; taking torch {have} from the cache", flush=True)
+            return have
+
+    def cached(self, prefix: str) -> str | None:
+        """The newest version with an environment that begins with a prefix, if there is one."""
+        have = [path.parent.name for path in self.home.glob("*/complete")]
+        fitting = [name for name in have if not prefix or f"{name}.".startswith(f"{prefix}.")]
+        return max(fitting, key=lambda name: [int(part) for part in name.split(".")], default=None)
+
+    def make(self, spec: str) -> str:
+        """Makes the environment of torch==SPEC; returns the version."""
+        print(f"[torch] installing torch=={spec} (a download of about 0.6 GB)", flush=True)
+        self.home.mkdir(parents=True, exist_ok=True)
+        index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
+        source = ["--index-url", index] if index else []
+        with tempfile.TemporaryDirectory(dir=self.home, prefix="wheel-") as folder:
+            options = ["--no-deps", "--no-cache-dir", "--progress-bar", "off"]
+            options += ["--only-binary=:all:", *source, "-d", folder]
+            pip(self.base, "download", *options, f"torch=={spec}")
+            wheel = next(Path(folder).glob("torch-*.whl"))
+            version = wheel.name.split("-")[1].split("+")[0]
+            venv = self.home / version / "venv"
+            subprocess.run([self.base, "-m", "venv", "--clear", str(venv)], check=True)
+            python = self.python(version)
+            pip(python, "install", "--no-deps", str(wheel))
+        own, alone = requirements(self.groups)
+        # torch 2.11 wants an older setuptools.
+        for options, names in (([], own), ([], of_torch(python)), (["--no-deps"], alone)):
+            if names:
+                pip(python, "install", "--no-cache-dir", *options, *names)
+        (torch,) = (venv / "lib").glob("python*/site-packages/torch")
+        stand_ins.make(torch / "lib")
+        (self.home / version / "complete").touch()
+        return version
 
 
 def runs(version: str) -> bool:
@@ -144,7 +166,7 @@ def runs(version: str) -> bool:
     env = os.environ | {"RINGCOMM_CUDA": "0", "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{venv / 'bin'}{os.pathsep}{env['PATH']}"
     env.pop("PYTHONPATH", None)
-    python = str(venv / "bin" / "python")
+    python = str(Environments().python(version))
     build = ["pip", "install", "-q", "--disable-pip-version-check", "--no-build-isolation"]
     tests = ["pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
     for what, command in (
@@ -169,7 +191,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         buildconfig.check_all()
-        versions = list(dict.fromkeys(find_version(prefix) for prefix in options.versions))
+        versions = list(dict.fromkeys(map(Environments().find, options.versions)))
     except BuildProblem as problem:
         print(f"compat: {problem}", file=sys.stderr)
         return 1

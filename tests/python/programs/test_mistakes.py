@@ -134,6 +134,22 @@ def other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
     return import_of(folder)
 
 
+def wheel_for(folder: Path, torch_folder: str, extension: str) -> str:
+    """What a wheel with one folder of extensions says where it does not fit."""
+    own = package(folder) / torch_folder
+    own.mkdir()
+    (own / extension).write_text("")
+    return import_of(folder)
+
+
+def wheel_for_other_torch(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    return wheel_for(folder, "torch_2_14", f"_C{EXTENSION_SUFFIXES[0]}")
+
+
+def wheel_for_other_python(patch: pytest.MonkeyPatch, folder: Path) -> str:
+    return wheel_for(folder, "torch_2_13", "_C.cpython-39-x86_64-linux-gnu.so")
+
+
 def in_checkout(patch: pytest.MonkeyPatch, folder: Path) -> str:
     package(folder)
     (folder / "setup.py").write_text("")
@@ -205,6 +221,8 @@ ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], str]] = {
     "no torch, and pip without build isolation": build_without_torch,
     "another torch than at build time": other_torch,
     "another Python than at build time": other_python,
+    "a wheel for another torch": wheel_for_other_torch,
+    "a wheel for another Python": wheel_for_other_python,
     "a checkout that has not been built": in_checkout,
     "a checkout without write permission": no_permission,
     "started without torchrun": no_torchrun,
@@ -440,5 +458,6 @@ def test_every_row_of_the_page_is_tried() -> None:
     elsewhere = {
         "a container with a small `/dev/shm`",  # test_hard_machines.py
         "a CUDA tensor, and a build without kernels",  # needs a GPU
+        "a wheel of `RINGCOMM_WHEELS` that is damaged",  # test_build_backend.py
     }
     assert ROWS.keys() == ALONE.keys() | RANKS.keys() | elsewhere
