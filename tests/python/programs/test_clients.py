@@ -20,6 +20,7 @@ import run_clients
 from client_files import Client
 
 PROGRAMS = Path(__file__).parent / "program_job.py"
+REGISTERED = Path(__file__).parent / "register_job.py"
 SYSTEMS = ("DDP", "zero 2", "zero 3", "Lomo")
 REFUSED = {
     ("zero 3", "predict_with_generate"): "use zero.shard() at stage 1 or 2, or predict_with",
@@ -100,6 +101,26 @@ def test_the_table_of_the_page_is_that_of_the_results() -> None:
     assert run_clients.with_table(page, run_clients.render(clients)) == page
     names = {path.stem for path in run_clients.RESULTS.glob("*.json")}
     assert names == {client.name for client in clients}
+
+
+# ---- register() of ringcomm.integrations
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
+@pytest.mark.parametrize("library", ["accelerate", "trainer"])
+def test_the_backend_by_name_and_optimizers_that_reduce_themselves(
+    library: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    for report in launch([str(REGISTERED), library], tmp_path / library):
+        assert report.pop("backend") == "ringcomm"
+        expected = report.pop("DDP")
+        assert expected["is wrapped"]
+        for system, found in report.items():
+            assert not found["is wrapped"], system
+            for key in ("weights", "losses"):
+                assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), system
 
 
 # ---- programs that generate, save, resume, adapt and average
