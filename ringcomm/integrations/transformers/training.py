@@ -122,12 +122,13 @@ def register() -> None:
             save an optimizer of zero.shard(), or sharded weights; weights are sharded and
             predict_with_generate is set; or as with ringcomm.integrations.accelerate.register().
     """
-    from transformers import Trainer
+    import transformers
 
     accelerate.register()
-    if getattr(Trainer, "knows_ringcomm", False):
+    trainers: Any = transformers.Trainer
+    if getattr(trainers, "knows_ringcomm", False):
         return
-    create_of_others = Trainer.create_optimizer
+    create_of_others = trainers.create_optimizer
 
     def create_optimizer(trainer: Any, *options: Any, **names: Any) -> Any:
         optimizer = create_of_others(trainer, *options, **names)
@@ -135,8 +136,8 @@ def register() -> None:
             _leave_gradients(trainer, accelerate.unwrap(optimizer))
         return optimizer
 
-    Trainer.create_optimizer = create_optimizer
-    Trainer.knows_ringcomm = True
+    trainers.create_optimizer = create_optimizer
+    trainers.knows_ringcomm = True
 
 
 def _leave_gradients(trainer: Any, optimizer: Any) -> None:

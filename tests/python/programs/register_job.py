@@ -30,7 +30,7 @@ class Model(nn.Module):
         return {"loss": nn.functional.mse_loss(self.layers(x), labels)}
 
 
-def rows(num: int) -> list[dict[str, torch.Tensor]]:
+def rows(num: int) -> Any:
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(num, 6, generator=generator)
     return [{"x": row, "labels": row.sum().view(1)} for row in drawn]
@@ -70,7 +70,7 @@ def by_accelerate(folder: Path) -> Iterator[tuple[str, Report]]:
             cpu=True, gradient_accumulation_steps=PARTS, kwargs_handlers=[named]
         )
         assert accelerator.state.backend == "ringcomm"
-        loader = torch.utils.data.DataLoader(rows(STEPS * PARTS * 2 * 2), batch_size=2)
+        loader: Any = torch.utils.data.DataLoader(rows(STEPS * PARTS * 2 * 2), batch_size=2)
         model = Model()
         wrapped, optimizer, loader = accelerator.prepare(model, optimizer_of(system, model), loader)
         losses = []
@@ -110,7 +110,7 @@ def by_trainer(folder: Path) -> Iterator[tuple[str, Report]]:
             disable_tqdm=True,
         )
         model = Model()
-        data: Any = rows(STEPS * PARTS * 2 * 2)
+        data = rows(STEPS * PARTS * 2 * 2)
         if system == "Lomo by class":
             options = {"model": model, "lr": LR, **lomo_options()}
             how: dict[str, Any] = {"optimizer_cls_and_kwargs": (Lomo, options)}
