@@ -14,56 +14,93 @@ from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.model_axes import tensor_groups_of
 from ringcomm.parallel.zero import ZeroOptimizer
 
-__all__ = ["prepare"]
+__all__ = ["register"]
 
 # Accelerate's names of what shards or reduces by itself.
 _OWN_SYSTEMS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
-def prepare(accelerator: Any, *objects: Any) -> Any:
-    """accelerator.prepare() without DistributedDataParallel, for Lomo, AdaLomo and zero.shard().
+def register() -> None:
+    """Makes Accelerate know the backend "ringcomm", and Lomo, AdaLomo and zero.shard().
 
-        dist.init_process_group("ringcomm")  # before Accelerator(), which does not know the name
-        accelerator = Accelerator(cpu=True)
+        register()
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="ringcomm")])
         optimizer = Lomo(model, lr=1e-2, group=dist.group.WORLD, clip_grad_norm=1.0)
-        model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    The optimizer reduces the gradients. accelerator.backward() applies its loss scale, and
+    Call it before an Accelerator or TrainingArguments are made, on every rank; for Trainer call
+    register() of ringcomm.integrations.transformers.
+
+    Such an optimizer reduces the gradients: accelerator.prepare() then does not wrap the model in
+    DistributedDataParallel. accelerator.backward() applies the optimizer's loss scale, and
     accelerator.clip_grad_norm_() clips through it. An optimizer of zero.shard() accepts any
     max_norm. Lomo accepts only its own clip_grad_norm, and the call returns None:
-    optimizer.grad_norm is known after step().
-
-    Args:
-        accelerator: an Accelerator that has prepared no model yet.
-        objects: as for accelerator.prepare(); exactly one of them is such an optimizer. The model
-            must already be on its device, because the optimizer was made for it.
-
-    Returns:
-        The same as accelerator.prepare().
+    optimizer.grad_norm is known after step(). The model must already be on its device, because the
+    optimizer was made for it. Other optimizers train as before.
 
     Raises:
-        TypeError: there is not exactly one such optimizer.
+        ImportError: Accelerate is not installed.
+
+    Accelerator() raises ValueError if it gets the backend in a single process without torchrun.
+    accelerator.prepare() raises:
+        TypeError: the Accelerator has, or gets, another optimizer than one such optimizer.
         ValueError: Accelerate uses FSDP, DeepSpeed or similar, or a GradScaler; Lomo has different
             accumulation_steps; the optimizer's group has different processes from the accelerator;
             the model has tensor-parallel layers; weights are not on the device of the accelerator.
     """
-    optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
-    if len(optimizers) != 1:
-        raise TypeError(f"prepare() takes one optimizer, got {len(optimizers)}")
-    models = [obj for obj in objects if isinstance(obj, nn.Module)]
-    adopt(accelerator, optimizers[0], accelerator.gradient_accumulation_steps, models)
-    return accelerator.prepare(*objects)
+    from accelerate import Accelerator, PartialState
+
+    if getattr(Accelerator, "knows_ringcomm", False):
+        return
+    prepare_of_others, backend_of_others = Accelerator.prepare, PartialState._prepare_backend
+
+    def prepare_backend(
+        state: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, Any]:
+        if backend != "ringcomm":
+            return backend_of_others(state, cpu, sagemaker_dp, backend)
+        _, distributed_type = backend_of_others(state, cpu, sagemaker_dp)
+        if distributed_type.name == "NO":
+            raise ValueError(
+                'Accelerate has one process, and no use for backend="ringcomm": start it with'
+                " torchrun, or leave the backend out"
+            )
+        return backend, distributed_type
+
+    def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+        optimizers = [unwrap(obj) for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+        adopted = getattr(accelerator, "adopted", None)
+        own = adopted or next(filter(reduces, optimizers), None)
+        if own is not None and any(optimizer is not own for optimizer in optimizers):
+            raise TypeError(
+                f"an Accelerator with {type(own).__name__} does not reduce gradients, and takes no"
+                f" other optimizer, got {[type(one).__name__ for one in optimizers]}: make another"
+                " Accelerator for it"
+            )
+        if own is not adopted:
+            models = [obj for obj in objects if isinstance(obj, nn.Module)]
+            adopt(accelerator, own, accelerator.gradient_accumulation_steps, models)
+        return prepare_of_others(accelerator, *objects, **options)
+
+    PartialState._prepare_backend = prepare_backend
+    Accelerator.prepare = prepare
+    Accelerator.knows_ringcomm = True
+
+
+def unwrap(optimizer: Any) -> Any:
+    """The optimizer in Accelerate's wrapper."""
+    return optimizer.optimizer if hasattr(optimizer, "accelerator_state") else optimizer
+
+
+def reduces(optimizer: Any) -> bool:
+    """Whether an optimizer reduces gradients itself."""
+    return isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer))
 
 
 def adopt(
     accelerator: Any, optimizer: Any, num_micro_batches: int, models: Iterable[nn.Module]
 ) -> None:
-    """Makes an Accelerator leave gradients to an optimizer that reduces them; see prepare()."""
-    if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
-        raise TypeError(
-            "prepare() takes Lomo, AdaLomo or an optimizer of zero.shard(), got "
-            f"{type(optimizer).__name__}; give other optimizers to accelerator.prepare()"
-        )
+    """Makes an Accelerator leave gradients to an optimizer that reduces them; see register()."""
     name = type(optimizer).__name__
     system = accelerator.distributed_type.name
     if system in _OWN_SYSTEMS:
@@ -96,15 +133,17 @@ def adopt(
             )
         accelerator.backward = partial(_backward, accelerator, optimizer)
     else:
-        run = accelerator.backward
+        optimizer._check_unchanged()
+        run = partial(type(accelerator).backward, accelerator)
         accelerator.backward = lambda loss, **options: run(optimizer.scale(loss), **options)
         accelerator.save_state = _refuse_save
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer)
     accelerator.clip_grad_value_ = partial(_clip_value, optimizer)
     # evaluation_mode only leaves out the wrapper that reduces gradients.
     placed = {"device_placement": False, "evaluation_mode": True}
-    own_prepare = accelerator.prepare_model
+    own_prepare = partial(type(accelerator).prepare_model, accelerator)
     accelerator.prepare_model = lambda model, *_, **__: own_prepare(model, **placed)
+    accelerator.adopted = optimizer
 
 
 def _check_ranks(accelerator: Any, optimizer: Any) -> None:

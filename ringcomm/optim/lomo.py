@@ -89,7 +89,7 @@ class Lomo(InBackwardOptimizer):
     Parameters without a gradient are not updated, as in torch.optim. Between a gradient's arrival
     and step(), a parameter's .grad is a placeholder that raises RuntimeError when read, because
     torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find no gradient. With Trainer and
-    Accelerate call prepare() of ringcomm.integrations.transformers or .accelerate. Under
+    Accelerate call register() of ringcomm.integrations.transformers or .accelerate. Under
     torch.compile all gradients are materialized, and clip_mode="two_pass" needs
     torch._functorch.config.donated_buffer = False, or raises.
     """

@@ -74,7 +74,7 @@ class Slot:
             f"{optimizer} takes the gradient of {name} inside the backward pass:"
             " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
             f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale=, group= and zero_grad() of"
-            f" {optimizer}; with Trainer and Accelerate call prepare() of"
+            f" {optimizer}; with Trainer and Accelerate call register() of"
             " ringcomm.integrations.transformers or .accelerate first",
             lambda grad: (call := add()) and call(grad),
         )
@@ -187,7 +187,7 @@ class Slot:
             raise ValueError(
                 f"DistributedDataParallel would reduce the gradient of {self.name} after an "
                 "optimizer has applied it in the backward pass: call the model without it and "
-                "give the optimizer group=; with Trainer and Accelerate call prepare() of "
+                "give the optimizer group=; with Trainer and Accelerate call register() of "
                 "ringcomm.integrations.transformers or .accelerate"
             )
         if not self.first_use:

@@ -20,9 +20,10 @@ ROWS, STEPS, LR = 32, 6, 0.05
 def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
     from transformers import Trainer, TrainingArguments
 
-    from ringcomm.integrations.transformers import prepare
+    from ringcomm.integrations.transformers import register
     from ringcomm.optim import Lomo
 
+    register()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (ROWS, 12), generator=generator)
     arguments = TrainingArguments(
@@ -38,11 +39,10 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
         disable_tqdm=True,
     )
     model = tiny_llama()
-    trainer = Trainer(
-        model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids]
-    )
-    trainer.optimizer = Lomo(model, LR, group=dist.group.WORLD, clip_grad_norm=0.5)
-    prepare(trainer).train()
+    optimizer = Lomo(model, LR, group=dist.group.WORLD, clip_grad_norm=0.5)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+    trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "losses": losses if dist.get_rank() == 0 else [],  # only rank 0 logs

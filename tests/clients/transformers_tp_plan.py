@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def main(folder: Path, source: Path | None) -> dict[str, list[float]]:
     if dist.get_rank() == 0:
         tiny_llama().save_pretrained(folder / "model")
     dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto")
     optimizer = torch.optim.SGD(model.parameters(), LR, foreach=False)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (2, 8), generator=generator)  # the same on all ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.integrations.accelerate import adopt
+from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.shards import find_shards
@@ -98,33 +98,52 @@ def causal_lm_loss(
     return loss
 
 
-def prepare(trainer: Any) -> Any:
-    """Makes transformers' Trainer leave gradients to Lomo, AdaLomo or an optimizer of zero.shard().
+def register() -> None:
+    """Makes Trainer know the backend "ringcomm", and Lomo, AdaLomo and zero.shard().
 
-        dist.init_process_group("ringcomm")  # before TrainingArguments, which do not know the name
-        trainer = Trainer(model, args, train_dataset=data)  # which moves the model
-        trainer.optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
-        prepare(trainer).train()
+        register()
+        args = TrainingArguments("runs", ddp_backend="ringcomm")
+        optimizer = Lomo(model, lr=1e-2, group=dist.group.WORLD, clip_grad_norm=args.max_grad_norm)
+        Trainer(model, args, train_dataset=data, optimizers=(optimizer, None)).train()
 
-    Trainer then does not wrap the model in DistributedDataParallel, and max_grad_norm clips through
-    the optimizer. Make Lomo with clip_grad_norm=args.max_grad_norm and, in several processes, with
-    group=dist.group.WORLD. Lomo needs prepare() in one process as well.
+    Call it before TrainingArguments are made, on every rank. Trainers of other libraries that
+    inherit from it know them as well. A Trainer moves its model when it is made: after that, call
+    zero.shard(), and on GPUs make Lomo, and set trainer.optimizer.
 
-    Args:
-        trainer: a Trainer with such an optimizer, before train().
-
-    Returns:
-        `trainer`.
+    train() then does not wrap the model in DistributedDataParallel, and max_grad_norm clips through
+    the optimizer. Lomo in several processes needs group=dist.group.WORLD. Other optimizers train as
+    before. TrainingArguments take the name from Python only; their command line refuses it.
 
     Raises:
-        TypeError: the trainer has no such optimizer.
+        ImportError: transformers or Accelerate is not installed.
+
+    Before the first step, train() raises:
         ValueError: max_grad_norm is neither 0 nor clip_grad_norm of Lomo; process 0 alone would
             save an optimizer of zero.shard(), or sharded weights; weights are sharded and
-            predict_with_generate is set; or as ringcomm.integrations.accelerate.prepare().
+            predict_with_generate is set; or as with ringcomm.integrations.accelerate.register().
     """
-    args, optimizer = trainer.args, trainer.optimizer
-    groups = getattr(optimizer, "param_groups", [])
-    params = [param for group in groups for param in group["params"]]
+    import transformers
+
+    accelerate.register()
+    trainers: Any = transformers.Trainer
+    if getattr(trainers, "knows_ringcomm", False):
+        return
+    create_of_others = trainers.create_optimizer
+
+    def create_optimizer(trainer: Any, *options: Any, **names: Any) -> Any:
+        optimizer = create_of_others(trainer, *options, **names)
+        if accelerate.reduces(accelerate.unwrap(optimizer)):
+            _leave_gradients(trainer, accelerate.unwrap(optimizer))
+        return optimizer
+
+    trainers.create_optimizer = create_optimizer
+    trainers.knows_ringcomm = True
+
+
+def _leave_gradients(trainer: Any, optimizer: Any) -> None:
+    """Makes a Trainer leave gradients to an optimizer that reduces them; see register()."""
+    args = trainer.args
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     is_sharded = trainer.accelerator.num_processes > 1 and any(
         isinstance(param, DTensor) or find_shards(param) is not None for param in params
     )
@@ -152,7 +171,8 @@ def prepare(trainer: Any) -> Any:
             "Trainer would save the optimizer of process 0 only, which has only its own shards; "
             "set save_only_model=True, and save ringcomm.parallel.get_state_dict() yourself"
         )
-    adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps, [trainer.model])
+    accelerate.adopt(
+        trainer.accelerator, optimizer, args.gradient_accumulation_steps, [trainer.model]
+    )
     # Trainer would compute norms itself, but some gradients are DTensors and others already freed.
     trainer._mixed_mesh_grads = False
-    return trainer

@@ -95,7 +95,7 @@ class FlatZero(ZeroOptimizer):
             if not bucket.has_weight(param):
                 raise ValueError(
                     f"a weight of shape {tuple(param.shape)} was moved after zero.shard(): move "
-                    "the model before"
+                    "the model before, and make a Trainer, which moves it"
                 )
 
     def _set_sync(self, is_on: bool) -> None:

@@ -106,7 +106,7 @@ def _refuse_ddp(model: nn.Module, *_: Any) -> None:
         raise RuntimeError(
             "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
             " which would reduce gradients again: call the model itself. With Accelerate or"
-            " Trainer, call prepare() of ringcomm.integrations"
+            " Trainer, call register() of ringcomm.integrations"
         )
 
 

@@ -47,12 +47,13 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_by_accelerate(rank: int) -> list[Tensor]:
-    from ringcomm.integrations.accelerate import prepare
+    from ringcomm.integrations.accelerate import register
 
+    register()
     accelerator = accelerate.Accelerator(cpu=True)
     optimizer = zero.shard(model := mlp(), torch.optim.SGD(model.parameters(), LR), stage=2)
     loader = torch.utils.data.DataLoader(rows(), batch_size=2)
-    prepared, _, loader = prepare(accelerator, model, optimizer, loader)
+    prepared, _, loader = accelerator.prepare(model, optimizer, loader)
     assert not isinstance(prepared, nn.parallel.DistributedDataParallel)
     return [x for x, _ in loader]
 
@@ -68,32 +69,37 @@ def test_batches_of_accelerate_are_shared_out() -> None:
 
 @in_ranks(2, env=ENV, timeout_s=180.0)
 def test_what_accelerate_would_do_wrong(rank: int) -> None:
-    from ringcomm.integrations.accelerate import prepare
+    from ringcomm.integrations.accelerate import register
+
+    def prepare(model: nn.Module, *optimizers: Any) -> Any:
+        return accelerate.Accelerator(cpu=True).prepare(model, *optimizers)
 
     x = torch.randn(2, 6)
     model = mlp()
     before = state_of(model)
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
-    wrapped, _ = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
-    with pytest.raises(ValueError, match=r"call prepare\(\) of ringcomm\.integrations"):
+    wrapped = nn.parallel.DistributedDataParallel(model)  # as Accelerate does without register()
+    with pytest.raises(ValueError, match=r"call register\(\) of ringcomm\.integrations"):
         wrapped(x)
     optimizer.close()
+    sharded = zero.shard(other := mlp(), torch.optim.SGD(other.parameters(), LR), 2)
+    with pytest.raises(RuntimeError, match=r"call register\(\) of ringcomm\.integrations"):
+        nn.parallel.DistributedDataParallel(other)(x)
+    register()
     for make, message in (
         (lambda m: Lomo(m, LR, group="none"), "over 1 processes, but Accelerate has 2"),
         (lambda m: Lomo(m, LR, group=dist.group.WORLD, accumulation_steps=2), "make them equal"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare(accelerate.Accelerator(cpu=True), model, made := make(model))
+            prepare(model, made := make(model))
         made.close()
-    sharded = zero.shard(other := mlp(), torch.optim.SGD(other.parameters(), LR), 2)
-    with pytest.raises(RuntimeError, match=r"call prepare\(\) of ringcomm\.integrations"):
-        accelerate.Accelerator(cpu=True).prepare(other, sharded)[0](x)
     alone = [dist.new_group([r]) for r in range(2)][rank]
     sharded = zero.shard(other := mlp(), torch.optim.SGD(other.parameters(), LR), 1, group=alone)
     with pytest.raises(ValueError, match="over 1 processes, but Accelerate has 2"):
-        prepare(accelerate.Accelerator(cpu=True), other, sharded)
-    with pytest.raises(TypeError, match=r"give other optimizers to accelerator\.prepare\(\)"):
-        prepare(accelerate.Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), LR))
+        prepare(other, sharded)
+    sgd = torch.optim.SGD(nn.Linear(1, 1).parameters(), LR)
+    with pytest.raises(TypeError, match="takes no other optimizer, got"):
+        prepare(other, sharded, sgd)
     make_optimizer: Any
     for make_optimizer in (
         lambda m: Lomo(m, LR, group="none"),
@@ -102,11 +108,13 @@ def test_what_accelerate_would_do_wrong(rank: int) -> None:
         linear = ColumnParallelLinear.from_linear(nn.Linear(6, 8), group=dist.group.WORLD)
         split = nn.Sequential(linear)
         with pytest.raises(ValueError, match=r"train it with ringcomm\.parallel\.parallelize"):
-            prepare(accelerate.Accelerator(cpu=True), split, make_optimizer(split))
+            prepare(split, make_optimizer(split))
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     accelerator = accelerate.Accelerator(cpu=True)
-    model, wrapped = prepare(accelerator, model, optimizer)
+    model, wrapped = accelerator.prepare(model, optimizer)
+    with pytest.raises(TypeError, match="make another Accelerator"):
+        accelerator.prepare(nn.Linear(1, 1), sgd)
     accelerator.backward(model(x).sum())
     with pytest.raises(ValueError, match=r"make it with clip_grad_norm=0\.3"):
         accelerator.clip_grad_norm_(model.parameters(), 0.3)
@@ -142,7 +150,7 @@ def trainer_of(folder: str, make: Callable[[nn.Module], Any], model: nn.Module) 
 
 @in_ranks(2, env=ENV, timeout_s=180.0)
 def test_what_trainer_would_do_wrong(rank: int, tmp_path: Path) -> None:
-    from ringcomm.integrations.transformers import prepare
+    from ringcomm.integrations.transformers import register
 
     folder = str(tmp_path)
     model = ForTrainer()
@@ -150,24 +158,26 @@ def test_what_trainer_would_do_wrong(rank: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pass group=dist\.group\.WORLD"):
         Lomo(model, LR)
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
-    with pytest.raises(ValueError, match=r"call prepare\(\) of ringcomm\.integrations"):
-        trainer_of(folder, lambda _: optimizer, model).train()
+    register()
     with pytest.raises(
         ValueError, match=r"max_grad_norm is 1\.0, but clip_grad_norm of Lomo is None"
     ):
-        prepare(trainer_of(folder, lambda _: optimizer, model))
+        trainer_of(folder, lambda _: optimizer, model).train()
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     optimizer.close()
     sgd = torch.optim.SGD
+    early = zero.shard(other := ForTrainer(), sgd(other.parameters(), LR), 1)
+    with pytest.raises(ValueError, match="and make a Trainer, which moves it"):
+        trainer_of(folder, lambda _: early, other).train()
     trainer = trainer_of(folder, lambda m: zero.shard(m, sgd(m.parameters(), LR), 1), model)
     trainer.args.save_strategy = "steps"
     with pytest.raises(ValueError, match="set save_only_model=True"):
-        prepare(trainer)
+        trainer.train()
     trainer = trainer_of(folder, lambda m: zero.shard(m, sgd(m.parameters(), LR), 3), ForTrainer())
     trainer.args.save_strategy = "steps"
     with pytest.raises(ValueError, match='set save_strategy="no"'):
-        prepare(trainer)
+        trainer.train()
     trainer.args.save_strategy = "no"
     trainer.args.predict_with_generate = True  # as Seq2SeqTrainingArguments have it
     with pytest.raises(ValueError, match=r"use zero\.shard\(\) at stage 1 or 2, or predict"):
-        prepare(trainer)
+        trainer.train()

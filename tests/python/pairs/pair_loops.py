@@ -74,11 +74,12 @@ class AccelerateLoop:
 
     def take(self, optimizer: Any) -> None:
         """Takes an optimizer of the model."""
-        from ringcomm.integrations.accelerate import prepare
+        from ringcomm.integrations.accelerate import register
 
+        register()
         if self.case["loss scale"] == "GradScaler":  # mixed_precision="fp16" makes one on a GPU
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
-        self.model, self.optimizer = prepare(self.accelerator, self.model, optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
     def run(self, steps: range, ranks: range) -> None:
         """Some steps, on the micro-batches of some ranks."""
@@ -138,12 +139,12 @@ class TrainerLoop:
 
     def take(self, optimizer: Any) -> None:
         """Takes an optimizer of the model."""
-        from ringcomm.integrations.transformers import prepare
+        from ringcomm.integrations.transformers import register
 
+        register()
         if self.case["loss scale"] == "GradScaler":
             self.trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
         self.trainer.optimizer = optimizer
-        prepare(self.trainer)
 
     def run(self, steps: range, ranks: range) -> None:
         """Some steps, on the micro-batches of some ranks."""

@@ -81,10 +81,11 @@ def arguments(kind: Any, folder: Path, **more: Any) -> Any:
 
 def prepared(system: str, trainer: Any) -> Any:
     """The trainer with a system's optimizer, as docs/programs.md has it."""
-    from ringcomm.integrations.transformers import prepare
+    from ringcomm.integrations.transformers import register
 
+    register()
     trainer.optimizer = shard(system, trainer.model)
-    return trainer if system == "DDP" else prepare(trainer)
+    return trainer
 
 
 def losses_of(trainer: Any) -> list[float]:
@@ -180,13 +181,11 @@ def save_and_resume(system: str, folder: Path) -> Report:
 def accelerator_of(system: str, model: nn.Module, *others: Any) -> tuple[Any, ...]:
     from accelerate import Accelerator
 
-    from ringcomm.integrations.accelerate import prepare
+    from ringcomm.integrations.accelerate import register
 
+    register()
     accelerator = Accelerator(cpu=True)
-    optimizer = shard(system, model)
-    if system == "DDP":
-        return accelerator, *accelerator.prepare(model, optimizer, *others)
-    return accelerator, *prepare(accelerator, model, optimizer, *others)
+    return accelerator, *accelerator.prepare(model, shard(system, model), *others)
 
 
 def mlp() -> nn.Module:

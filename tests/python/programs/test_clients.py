@@ -19,6 +19,7 @@ import run_clients
 
 PROGRAMS = Path(__file__).with_name("program_job.py")
 CLIENTS = {client.name: client for client in client_files.read_all()}
+REGISTERED = PROGRAMS.with_name("register_job.py")
 SYSTEMS = ("DDP", "zero 2", "zero 3", "Lomo")
 REFUSED = {
     ("zero 3", "predict_with_generate"): "use zero.shard() at stage 1 or 2, or predict_with",
@@ -58,6 +59,29 @@ def test_results_are_those_of_gloo(name: str) -> None:
         pytest.skip(f"{CLIENTS[name].requirements} are not installed")
     result = client_runs.compare(CLIENTS[name], {})
     assert result.status in (client_runs.EQUAL, client_runs.CLOSE), result.text
+
+
+def report(value: float, real: str) -> dict[str, Any]:
+    return {"real": real, "series": {"losses": [0.5, value]}}
+
+
+def test_what_differs_is_said() -> None:
+    client = next(iter(CLIENTS.values()))
+
+    def judged(gloo: dict[str, Any], ours: dict[str, Any], **changed: Any) -> tuple[str, str]:
+        found = {"gloo": [gloo], "ringcomm": [ours]}
+        return client_runs.judge(dataclasses.replace(client, **changed), found)
+
+    same, other = report(1.0, "gloo"), report(1.0 + 2**-20, "ringcomm")
+    assert judged(same, report(1.0, "ringcomm"))[0] == client_runs.EQUAL
+    status, text = judged(same, other)
+    assert (status, "losses[1] of rank 0" in text) == (client_runs.DIFFERENT, True)
+    assert judged(same, other, tolerance=(1e-5, "sums"))[0] == client_runs.CLOSE
+    assert judged(same, same)[0] == client_runs.FAILED  # it has not run over ringcomm
+    assert judged(report(float("nan"), "gloo"), other)[0] == client_runs.FAILED
+    assert judged(same, other, fails_on_gloo="no such operation")[0] == client_runs.FAILED
+    fewer = {"real": "ringcomm", "series": {"losses": [0.5]}}
+    assert judged(same, fewer)[0] == client_runs.DIFFERENT
 
 
 DIFFERS = """
@@ -116,6 +140,26 @@ def test_the_page_has_the_results_that_were_recorded() -> None:
     """Renewed by tests/clients/run_clients.py --record."""
     page = run_clients.PAGE.read_text(encoding="utf-8")
     assert run_clients.render(list(CLIENTS.values())) in page
+
+
+# ---- register() of ringcomm.integrations
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
+@pytest.mark.parametrize("library", ["accelerate", "trainer"])
+def test_the_backend_by_name_and_optimizers_that_reduce_themselves(
+    library: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    for report in launch([str(REGISTERED), library], tmp_path / library):
+        assert report.pop("backend") == "ringcomm"
+        expected = report.pop("DDP")
+        assert expected["is wrapped"]
+        for system, found in report.items():
+            assert not found["is wrapped"], system
+            for key in ("weights", "losses"):
+                assert found[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), system
 
 
 # ---- programs that generate, save, resume, adapt and average

@@ -19,6 +19,7 @@ DECLARED = {"networkx", "numpy", "torch", "typing_extensions"}
 OURS = {"_ringcomm_autoload", "kernels", "ringcomm"}
 # What imports anything else, by package. Add to it only what the tests below show to say so.
 OPTIONAL = {
+    "accelerate": {"ringcomm/integrations/accelerate.py"},
     "deepspeed": {"ringcomm/integrations/deepspeed.py"},
     "sglang": {"ringcomm/integrations/sglang.py"},
     # Of a model of transformers.
