@@ -39,7 +39,7 @@ def register() -> None:
     optimizer was made for it. Other optimizers train as before.
 
     Raises:
-        ImportError: Accelerate is not installed.
+        ImportError: Accelerate is not installed, or of a version whose Accelerator is another.
 
     Accelerator() raises ValueError if it gets the backend in a single process without torchrun.
     accelerator.prepare() raises:
@@ -48,10 +48,14 @@ def register() -> None:
             accumulation_steps; the optimizer's group has different processes from the accelerator;
             the model has tensor-parallel layers; weights are not on the device of the accelerator.
     """
-    from accelerate import Accelerator, PartialState
+    from accelerate import Accelerator, PartialState, __version__
 
     if getattr(Accelerator, "knows_ringcomm", False):
         return
+    if not hasattr(PartialState, "_prepare_backend"):
+        raise ImportError(
+            f"ringcomm: register() does not fit Accelerate {__version__}; it is tested with 1.15"
+        )
     prepare_of_others, backend_of_others = Accelerator.prepare, PartialState._prepare_backend
 
     def prepare_backend(

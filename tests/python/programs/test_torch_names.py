@@ -34,8 +34,9 @@ FUNCTIONS = (
     *("torch._foreach_mul_", "torch._foreach_norm"),
     *("torch.ops.aten._to_copy", "torch.ops.aten._unsafe_view"),
 )
-# Of named tuples, and of transformers.
+# Of named tuples, of transformers, and of Accelerate.
 OF_OTHERS = {"_replace", "_attn_implementation", "_current_frames", "_mixed_mesh_grads"}
+OF_OTHERS |= {"_prepare_backend"}
 ANYWHERE = {*TENSOR, *MODULE, *(name.rpartition(".")[2] for name in FUNCTIONS), *OF_OTHERS}
 
 
