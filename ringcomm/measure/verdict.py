@@ -47,9 +47,8 @@ class Rank:
     @property
     def call(self) -> Call | None:
         """The call that it is in: of messages only one that it waits for."""
-        running = [call for call in self.record.calls if call.state == "running"]
-        found = [call for call in running if not call.is_message or call.waits_for != flight.NOBODY]
-        return found[-1] if found else None
+        running = [call for call in _counted(self.record.calls) if call.state == "running"]
+        return running[-1] if running else None
 
     @property
     def last(self) -> Call | None:
@@ -92,13 +91,16 @@ class Rank:
         return sum(self.gaps()) / max(calls[0].began_s, 1e-9) if calls else 1.0
 
     def _last_calls(self) -> list[Call]:
-        """Without messages that are under way, and that it does not wait for."""
-        calls = self.record.calls[-_NUM_GAPS:]
-        return [
-            call
-            for call in calls
-            if call.state != "running" or not call.is_message or call.waits_for != flight.NOBODY
-        ]
+        return _counted(self.record.calls[-_NUM_GAPS:])
+
+
+def _counted(calls: list[Call]) -> list[Call]:
+    """Calls without messages that are under way, and that their rank does not wait for."""
+    return [
+        call
+        for call in calls
+        if call.state != "running" or not call.is_message or call.waits_for != flight.NOBODY
+    ]
 
 
 def _named(numbers: list[int]) -> str:

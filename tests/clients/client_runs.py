@@ -114,19 +114,28 @@ def judge(client: Client, found: dict[str, list[dict[str, Any]]]) -> tuple[str, 
 def run(
     client: Client, python: Path, source: Path | None, folder: Path, backend: str
 ) -> list[dict[str, Any]]:
-    """What each rank has written; raises RunFailed. No process is left at the end."""
+    """What each rank of a client has written over a backend; raises RunFailed."""
+    program: list[str | Path] = [client.path, folder]
+    program += ["--source", source] if source is not None else []
+    as_gloo = str(int(backend == "ringcomm"))
+    return launch(python, program, client.ranks, folder, client.limit_s, RINGCOMM_AS_GLOO=as_gloo)
+
+
+def launch(
+    python: Path, program: list[str | Path], ranks: int, folder: Path, limit_s: float, **env: str
+) -> list[dict[str, Any]]:
+    """Runs a program with its arguments under torchrun; returns rank{N}.json of each rank.
+
+    Raises RunFailed. No process is left at the end.
+    """
     mark = uuid.uuid4().hex
-    command: list[str | Path] = [python, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(client.ranks), client.path, folder]
-    command += ["--source", source] if source is not None else []
+    launcher: list[str | Path] = [python, "-m", "torch.distributed.run", "--standalone"]
     # torch compiles extensions there. A run that was killed while it did so leaves its lock.
     extensions = client_files.CACHE / "extensions"
     for lock in extensions.glob("*/lock"):
         lock.unlink()
-    env = {
-        **os.environ,
+    common = {
         "TORCH_EXTENSIONS_DIR": str(extensions),
-        "RINGCOMM_AS_GLOO": str(int(backend == "ringcomm")),
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "1",
         "HF_HUB_OFFLINE": "1",
@@ -136,20 +145,25 @@ def run(
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=folder
+            [*launcher, "--nproc-per-node", str(ranks), *program],
+            env={**os.environ, **common, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=folder,
         )
         try:
-            status: int | None = process.wait(client.limit_s)
+            status: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
             stop(process, mark)
     tail = log.read_text(encoding="utf-8", errors="replace")[-6000:]
     if status is None:
-        raise RunFailed(f"it did not end in {client.limit_s:g} s\n{tail}")
+        raise RunFailed(f"it did not end in {limit_s:g} s\n{tail}")
     if status != 0:
         raise RunFailed(f"exit status {status}\n{tail}")
-    paths = [folder / f"rank{rank}.json" for rank in range(client.ranks)]
+    paths = [folder / f"rank{rank}.json" for rank in range(ranks)]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise RunFailed(f"it ended without {missing}\n{tail}")

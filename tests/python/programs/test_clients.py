@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
-import subprocess
 import sys
 import uuid
 from functools import cache
@@ -31,26 +29,10 @@ IS_INSTALLED = "ringcomm" in [
 ]
 
 
-def launch(program: list[str], folder: Path, **env: str) -> list[dict[str, Any]]:
+def launch(program: list[str | Path], folder: Path) -> list[dict[str, Any]]:
     """What two ranks of a program have written to a folder."""
     folder.mkdir()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *program, str(folder)],
-        env={
-            **os.environ,
-            **env,
-            "OMP_NUM_THREADS": "1",
-            "ACCELERATE_USE_CPU": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return client_runs.launch(Path(sys.executable), [*program, folder], 2, folder, limit_s=240.0)
 
 
 @pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
@@ -153,7 +135,7 @@ def test_the_backend_by_name_and_optimizers_that_reduce_themselves(
 ) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    for report in launch([str(REGISTERED), library], tmp_path / library):
+    for report in launch([REGISTERED, library], tmp_path / library):
         assert report.pop("backend") == "ringcomm"
         expected = report.pop("DDP")
         assert expected["is wrapped"]
@@ -169,7 +151,7 @@ def test_the_backend_by_name_and_optimizers_that_reduce_themselves(
 @cache
 def programs(system: str, backend: str, folder: Path) -> list[dict[str, Any]]:
     """What each rank reports of all programs with one system."""
-    return launch([str(PROGRAMS), system, backend], folder)
+    return launch([PROGRAMS, system, backend], folder)
 
 
 @pytest.fixture(scope="module")
