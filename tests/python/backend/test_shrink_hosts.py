@@ -169,7 +169,7 @@ def test_a_death_behind_every_message(victim: int) -> None:
 
 
 def stop_behind_the_decision(rank: int, path: str, is_broken: bool) -> int:
-    """The coordinator dies when rank 1 alone has its decision; rank 1 returns, and is stopped."""
+    """The coordinator dies when rank 1 alone has its decision, and rank 1 is stopped with it."""
     seen = dist.FileStore(path, -1)
     dist.barrier()
     if rank == 3:
@@ -180,18 +180,26 @@ def stop_behind_the_decision(rank: int, path: str, is_broken: bool) -> int:
         send = connection_type.send
 
         def send_one(connection: Any, **message: Any) -> None:
-            send(connection, **message)
-            if "all_made" in message:
+            if "all_made" not in message:
+                send(connection, **message)
+            elif connection.rank == 1:  # the others may have joined before it
+                send(connection, **message)
                 die()
 
         connection_type.send = send_one
+    if rank == 1:
+        answer = agreement.answer_late_ranks
+
+        def stop_before_an_answer(*args: Any) -> None:
+            seen.set("pid", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            answer(*args)
+
+        vars(agreement)["answer_late_ranks"] = stop_before_an_answer
     if is_broken:
         vars(agreement)["Meeting"].may_be_made = lambda _: False
     ringcomm.shrink(timeout=datetime.timedelta(seconds=PATIENCE_S))
     size = dist.get_world_size()
-    if rank == 1:
-        seen.set("pid", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
     seen.set(f"done {rank}", "")
     for other in (2, 4):
         seen.wait([f"done {other}"], datetime.timedelta(seconds=40))
