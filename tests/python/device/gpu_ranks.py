@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -234,14 +235,21 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def held(stream: Any = None) -> Iterator[None]:
-    """A stream that does not get on: on emulated devices until the end, on CUDA's for a second."""
+def held(stream: Any = None, *, for_a_second: bool = False) -> Iterator[None]:
+    """A stream that does not get on: on emulated devices until the end, on CUDA's for a second.
+
+    `for_a_second`: on emulated devices too, for what may wait for the stream on the host.
+    """
     stream = stream or module().current_stream()
     if kind() == EMULATED:
         hold = module().hold(stream)
+        timer = threading.Timer(1.0, hold.release)
+        if for_a_second:
+            timer.start()
         try:
             yield
         finally:
+            timer.cancel()
             hold.release()
         return
     with torch.cuda.stream(stream):

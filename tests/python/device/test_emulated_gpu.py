@@ -17,11 +17,12 @@ from emulated_gpu import run_on_gpus
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
-DELAYS = {"RINGCOMM_EMULATOR_DELAY_US": "500"}
+# A held stream must not hold others that share its hardware queue.
+SETTINGS = {"RINGCOMM_EMULATOR_DELAY_US": "500", "RINGCOMM_EMULATOR_QUEUES": "0"}
 
 
 def run(fn: Callable[..., Any], *args: Any) -> Any:
-    return run_on_gpus(1, fn, *args, backend=None, num_devices=2, env=DELAYS)[0]
+    return run_on_gpus(1, fn, *args, backend=None, num_devices=2, env=SETTINGS)[0]
 
 
 def _asynchronous(rank: int) -> None:
@@ -159,10 +160,10 @@ def _collectives(rank: int) -> None:
 
 
 def test_collectives_of_the_backend() -> None:
-    run_on_gpus(3, _collectives, backend="emugpu:emup2p", env=DELAYS)
+    run_on_gpus(3, _collectives, backend="emugpu:emup2p", env=SETTINGS)
 
 
 def test_messages_match_in_the_order_of_calls_and_wait_for_each_other_outside_of_batches() -> None:
-    options: dict[str, Any] = {"backend": "emugpu:emup2p", "env": DELAYS}
+    options: dict[str, Any] = {"backend": "emugpu:emup2p", "env": SETTINGS}
     run_on_gpus(2, _in_order, **options)
     run_on_gpus(2, _both_send_first, group_timeout_s=0.7, fresh=True, **options)

@@ -71,9 +71,9 @@ def test_collectives_run_in_the_order_of_the_current_stream_and_of_calls(rank: i
     side = module().Stream()
     tensor = ones(-1.0)
     module().synchronize()
-    with module().stream(side), held(side):
+    with module().stream(side), held(side, for_a_second=True):
         tensor.fill_(rank + 1.0)
-        dist.all_reduce(tensor, async_op=True).wait()
+        dist.all_reduce(tensor, async_op=True).wait()  # on the host where ranks take turns
         event = side.record_event()
     module().current_stream().wait_event(event)
     assert holds(tensor, world_size * (world_size + 1) / 2)
