@@ -4,7 +4,7 @@ pip builds in an isolated environment, which hides the packages of the one that 
 but runs the same interpreter. The backend asks that interpreter for its own search path and appends
 it. Where it finds no torch, as in the environments of other front ends, the build requires one.
 RINGCOMM_WHEELS, a folder or URL, has wheels that are taken if they fit: nothing is compiled then.
-pip looks for them, as for those of its --find-links.
+pip looks for them, as for those of its --find-links. A URL may be that of a release on GitHub.
 Standard library and setuptools only.
 """
 
@@ -40,6 +40,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 WHEEL_NAME = re.compile(r"ringcomm-[\w.+%]+(?:-[\w.]+){3}\.whl")
 # What a wheel that pip built names its torch by.
 OWN_TORCH = re.compile(r"\+torch(\d+\.\d+)-")
+# A release's page of GitHub loads its links by a script, which pip does not run; another has them.
+RELEASE = re.compile(r"(https://github\.com/[^/]+/[^/]+/releases)/tag/([^/]+)/?")
 # What pip says of a page or folder that it could not read.
 UNREAD = re.compile("Could not fetch URL|is ignored")
 # What a wheel of tools/wheels.py has for each torch.
@@ -75,6 +77,7 @@ def _download(source: str, folder: str) -> Path:
         SystemExit: the source is unsafe, or what it has is damaged or cannot be fetched.
     """
     url = urlsplit(source)
+    page = RELEASE.sub(r"\1/expanded_assets/\2", source)
     if url.scheme == "http" and url.hostname not in LOCAL_HOSTS:
         sys.exit(
             f"RINGCOMM_WHEELS={source} is not safe to install from: use an https URL or a folder"
@@ -82,7 +85,7 @@ def _download(source: str, folder: str) -> Path:
     wanted = f"ringcomm=={buildconfig.public_version()}"
     # Twice verbose: pip names the wheels that it saw and left.
     pip = ("-m", "pip", "-vv", "--disable-pip-version-check", "--retries", "1", "download")
-    options = ("--no-deps", "--no-index", "--only-binary=:all:", "--find-links", source)
+    options = ("--no-deps", "--no-index", "--only-binary=:all:", "--find-links", page)
     done = _run_outside(*pip, *options, "-d", folder, wanted)
     if done.returncode == 0:
         (wheel,) = Path(folder).glob("*.whl")
@@ -94,7 +97,7 @@ def _download(source: str, folder: str) -> Path:
         reasons = [line for line in log.splitlines() if line.startswith("ERROR:")]
         reason = reasons[-1] if reasons else log[-300:].strip()
         sys.exit(f"RINGCOMM_WHEELS={source}: pip cannot take a wheel from there: {reason}")
-    unread = [line for line in log.splitlines() if source in line and UNREAD.search(line)]
+    unread = [line for line in log.splitlines() if page in line and UNREAD.search(line)]
     has = ", ".join(sorted(set(WHEEL_NAME.findall(log)))) or "no wheel of ringcomm"
     raise NoWheel(
         f"RINGCOMM_WHEELS={source} has no wheel of ringcomm {buildconfig.public_version()} for"

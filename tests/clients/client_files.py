@@ -36,6 +36,7 @@ class Client:
     Attributes:
         what: the first line of the file's docstring.
         requirements: of pip, beside torch and ringcomm, such as "lightning==2.6.6".
+        unwanted: of what pip installs with them, packages whose builds need CUDA.
         ranks: the number of its processes.
         is_short: whether CI runs it.
         source: a public repository and the commit whose files it runs.
@@ -53,6 +54,7 @@ class Client:
     tolerance: tuple[float, str] = (0.0, "")
     fails_on_gloo: str = ""
     limit_s: float = 240.0
+    unwanted: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -99,7 +101,9 @@ def environment(client: Client) -> Path:
     """
     if is_installed(client):
         return Path(sys.executable)
-    words = "\n".join((*sorted(client.requirements), sys.prefix, metadata.version("torch")))
+    words = "\n".join(
+        (*sorted(client.requirements), *client.unwanted, sys.prefix, metadata.version("torch"))
+    )
     folder = CACHE / "environments" / hashlib.sha256(words.encode()).hexdigest()[:12]
     python = folder / "bin" / "python"
     if (folder / "complete").exists():
@@ -122,6 +126,9 @@ def environment(client: Client) -> Path:
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise Unavailable(f"pip: {(said or ['failed'])[-1]}")
+    if client.unwanted:
+        remove = [python, "-m", "pip", "uninstall", "-q", "-y", *client.unwanted]
+        subprocess.run(remove, check=True, capture_output=True)
     (folder / "complete").touch()
     return python
 

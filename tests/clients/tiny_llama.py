@@ -10,7 +10,8 @@ WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{idx}" for idx in range(60)))
 VOCABULARY = len(WORDS)
 
 
-def tiny_llama() -> Any:
+def tiny_llama(**changes: int) -> Any:
+    """The model; `changes` are of its configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -26,6 +27,7 @@ def tiny_llama() -> Any:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        **changes,
     )
     return LlamaForCausalLM(config)
 

@@ -192,6 +192,15 @@ def test_a_url_is_encrypted_or_of_this_machine(
     assert "http://wheels.invalid/ is not safe to install from: use an https URL" in done.stderr
 
 
+def test_the_links_of_a_release_are_on_another_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGCOMM_WHEELS", "https://github.com/o/r/releases/tag/v0.1.0")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")  # nothing leaves this machine
+    done = run_hooks(sys.executable, tmp_path)
+    assert re.search(r"Could not fetch URL .*/r/releases/expanded_assets/v0\.1\.0: ", done.stderr)
+
+
 def cut(wheel: Path) -> None:
     wheel.write_bytes(wheel.read_bytes()[:-30])
 
