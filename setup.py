@@ -184,6 +184,7 @@ def main() -> None:
         entry_points={
             "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
             "vllm.general_plugins": ["ringcomm = ringcomm.integrations.vllm:plugin"],
+            "sglang.srt.plugins": ["ringcomm = ringcomm.integrations.sglang:plugin"],
             "console_scripts": ["ringcomm = ringcomm.cli:main"],
         },
         project_urls={"Source": url} if (url := os.environ.get("RINGCOMM_URL")) else {},

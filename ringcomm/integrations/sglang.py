@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,9 @@ def register() -> None:
     gathers them by torch.distributed, in place of the shared-memory operators of sgl-kernel, and
     fuses an all_reduce with the residual addition and the RMSNorm that follow where a model asks
     for it. Tensors of other devices take SGLang's own way. Raises ImportError without SGLang.
+
+    SGLang's schedulers are processes of their own, which call the plug-ins that `SGLANG_PLUGINS`
+    names: with `SGLANG_PLUGINS=ringcomm` they call this function.
     """
     from sglang.srt.distributed import parallel_state
     from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -49,3 +53,9 @@ def register() -> None:
     coordinator.all_reduce = all_reduce
     coordinator.fused_allreduce_rmsnorm = fused_allreduce_rmsnorm
     coordinator.uses_ringcomm = True
+
+
+def plugin() -> None:
+    """The entry point of SGLang's plug-ins, which SGLang calls unless SGLANG_PLUGINS omits it."""
+    if "ringcomm" in os.environ.get("SGLANG_PLUGINS", "").split(","):
+        register()

@@ -125,10 +125,14 @@ def test_sglang(rank: int) -> None:
         sglang__srt__distributed__parallel_state=state,
         sglang__srt__platforms__cpu={"CpuDeviceMixin": platform},
     ):
-        sglang.register()
-        sglang.register()  # changes nothing more
         from sglang.srt.distributed import parallel_state
 
+        with mock.patch.dict("os.environ", {"SGLANG_PLUGINS": ""}):  # it then calls all that it has
+            sglang.plugin()
+        assert platform().get_torch_distributed_backend_str() == "gloo"
+        with mock.patch.dict("os.environ", {"SGLANG_PLUGINS": "ringcomm"}):
+            sglang.plugin()
+        sglang.register()  # changes nothing more
         assert platform().get_torch_distributed_backend_str() == "ringcomm"
         assert not parallel_state.is_shm_available(torch.float32, 2, 2)
     group = GroupCoordinator(dist.group.WORLD)
