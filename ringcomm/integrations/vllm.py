@@ -1,4 +1,4 @@
-"""ringcomm as vLLM's communicator of tensor-parallel ranks on CPUs; written for vLLM 0.32 and 0.33."""
+"""ringcomm as vLLM's communicator of tensor-parallel ranks on CPUs; for vLLM 0.32 and 0.33."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ def environment(client: Client) -> Path:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise Unavailable(f"pip: {(said or ['failed'])[-1]}")
     if client.unwanted:
-        remove = [python, "-m", "pip", "uninstall", "-q", "-y", *client.unwanted]
+        remove: list[str | Path] = [python, "-m", "pip", "uninstall", "-q", "-y"]
+        remove += client.unwanted
         subprocess.run(remove, check=True, capture_output=True)
     (folder / "complete").touch()
     return python

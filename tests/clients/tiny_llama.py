@@ -10,8 +10,7 @@ WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{idx}" for idx in range(60)))
 VOCABULARY = len(WORDS)
 
 
-def tiny_llama(**changes: int) -> Any:
-    """The model; `changes` are of its configuration."""
+def tiny_llama(head_dim: int = 8) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -27,7 +26,7 @@ def tiny_llama(**changes: int) -> Any:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **changes,
+        head_dim=head_dim,
     )
     return LlamaForCausalLM(config)
 
