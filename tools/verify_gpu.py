@@ -391,4 +391,6 @@ def exit_on_term(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, exit_on_term)
+    # Ignored in a background job of a shell; rows would inherit that, and not end at their limit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

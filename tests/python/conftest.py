@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ _HERE = Path(__file__).parent
 _OTHERS = ("benchmarks", "tools", "tests/clients")
 _FOLDERS = [*_HERE.iterdir(), *(_HERE.parents[1] / name for name in _OTHERS)]
 sys.path[:0] = [str(folder) for folder in _FOLDERS if folder.is_dir()]
+# A shell ignores SIGINT in its background jobs, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything imports torch: what forks ranks must have no threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"

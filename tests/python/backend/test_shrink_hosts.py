@@ -239,7 +239,7 @@ def stop_one(rank: int, path: str, victim: int) -> dict[str, Any]:
     return {**result, "error": error}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_left_out(tmp_path: Path, victim: int) -> None:
     kind: dict[str, Any] = {"fresh": True, "group_timeout_s": 1.0, "env": hosts("aba")}
     results = run_ranks(3, stop_one, str(tmp_path / "seen"), victim, **kind)
@@ -295,7 +295,7 @@ def shrink_with_unequal_patience(rank: int, path: str, hurried: int) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("hurried", [0, 2])
+@pytest.mark.parametrize("hurried", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_least_patience_counts(tmp_path: Path, hurried: int) -> None:
     args = (str(tmp_path / "seen"), hurried)
     results = run_ranks(3, shrink_with_unequal_patience, *args, fresh=True, env=hosts("aba"))

@@ -15,7 +15,7 @@ from sequences import WORLD
 from soak import soak
 from soak_rank import EVENTS
 
-SECONDS = float(os.environ.get("RINGCOMM_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("RINGCOMM_SOAK_SECONDS", "10"))
 SEED = int(os.environ.get("RINGCOMM_SOAK_SEED", "0")) or int.from_bytes(os.urandom(4), "big")
 FIRST = int(os.environ.get("RINGCOMM_SOAK_GENERATION", "0"))
 IS_STRESS = "RINGCOMM_SOAK_SECONDS" in os.environ

@@ -140,7 +140,7 @@ def test_a_rank_that_stops_is_killed_after_the_kernels_of_the_others_have_ended(
     assert "rank 0: a kernel gave up: " in error or "rank 0: another rank has failed" in error
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
     out, error = sweep_until(signal.SIGKILL, rank, tmp_path)
     assert f"rank {1 - rank}: " in error
