@@ -43,7 +43,7 @@ LOST = ("kill", "leave", "late")
 # another group's end has taken out of the calls may make one that the others do not make, before
 # the default group has ended.
 ERRORS = {
-    "kill": ("PeerDiedError",),
+    "kill": ("PeerDiedError", "MismatchError"),
     "leave": ("PeerDiedError", "MismatchError"),
     "late": ("CollectiveTimeoutError",),
     "abort": ("RingcommError", "MismatchError"),
