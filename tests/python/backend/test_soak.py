@@ -33,8 +33,8 @@ def test_soak(tmp_path: Path) -> None:
     report = soak(make_pool, tmp_path, SEED, SECONDS, first=FIRST, kinds=kinds)
     print(report.text())
     last = FIRST + report.num_generations - 1
-    again = f"RINGCOMM_SOAK_SEED={SEED} RINGCOMM_SOAK_GENERATION={last} "
-    again += "make stress" if IS_STRESS else "make test-python ARGS=tests/python/backend/test_soak.py"
+    target = "stress" if IS_STRESS else "test-python ARGS='-k test_soak'"
+    again = f"RINGCOMM_SOAK_SEED={SEED} RINGCOMM_SOAK_GENERATION={last} make {target}"
     assert not report.wrong, "\n".join([*report.wrong[:20], "", f"Run it again: {again}"])
     assert report.num_generations > 0
 
