@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 REQUIREMENTS = ()
 RANKS = 4
-IS_SHORT = False
+IS_SHORT = True
 STEPS = 8
 
 

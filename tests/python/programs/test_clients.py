@@ -35,8 +35,16 @@ def launch(program: list[str | Path], folder: Path) -> list[dict[str, Any]]:
     return client_runs.launch(Path(sys.executable), [*program, folder], 2, folder, limit_s=240.0)
 
 
+# More ranks than cores take long.
+SHORT = [
+    pytest.param(one.name, marks=[pytest.mark.slow] if one.ranks > 2 else [])
+    for one in CLIENTS.values()
+    if one.is_short
+]
+
+
 @pytest.mark.skipif(not IS_INSTALLED, reason="only an installed ringcomm is found by torch")
-@pytest.mark.parametrize("name", [one.name for one in CLIENTS.values() if one.is_short])
+@pytest.mark.parametrize("name", SHORT)
 def test_results_are_those_of_gloo(name: str) -> None:
     if not client_files.is_installed(CLIENTS[name]):
         pytest.skip(f"{CLIENTS[name].requirements} are not installed")
