@@ -14,11 +14,13 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "collectives/communicator.h"
@@ -39,6 +41,7 @@ constexpr int kRanks = 4;
 constexpr const char* kPlanVariable = "RINGCOMM_TEST_SURVIVORS";
 constexpr milliseconds kPatience{20'000};
 constexpr milliseconds kStopTimeout{1'500};
+constexpr milliseconds kLateness{100};
 constexpr int kMaxFailures = 3;
 
 struct Report {
@@ -59,6 +62,7 @@ struct Plan {
   int victim = 1;
   int step = 0;  // counted from 1; 0: none
   int signal = SIGKILL;
+  int is_slow = 0;  // whether one rank is late, and the others do all they can before the end
 };
 
 Board* board = nullptr;
@@ -67,8 +71,18 @@ Plan plan;
 void count_step(const char* what) {
   if (!board->is_counting.load() || board->num_steps.fetch_add(1) + 1 != plan.step) return;
   std::snprintf(board->last_step.data(), board->last_step.size(), "%s", what);
+  if (plan.is_slow != 0) std::this_thread::sleep_for(kLateness / 4);
   board->has_ended = true;
   ::raise(plan.signal);
+}
+
+// Looks for the others only after the victim's end: this rank then misses what another one has had
+// of the victim.
+void be_late(const char* what) {
+  static auto patience = kLateness;
+  if (!board->is_counting || std::strcmp(what, "after a record was read") != 0) return;
+  for (; !board->has_ended && patience.count() > 0; --patience)
+    std::this_thread::sleep_for(milliseconds(1));
 }
 
 std::unique_ptr<Communicator> make_group(const std::string& folder, const std::string& prefix,
@@ -109,7 +123,9 @@ void survive(int rank, const std::string& folder) {
       const auto own = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
       made = make_group(folder, "new" + std::to_string(survivors.attempt()) + "/",
                         static_cast<int>(own), static_cast<int>(ranks.size()), timeout, known);
-    } catch (const Error&) {  // the next attempt
+    } catch (const Error& error) {  // the next attempt
+      // A death ends every wait at once, also that for a rank that has given up and lives.
+      if (plan.signal == SIGKILL && error.info().kind == ErrorKind::kTimeout) throw;
     }
   } while (!survivors.confirm(made != nullptr));
   board->is_counting = board->is_counting && rank != plan.victim;
@@ -128,6 +144,7 @@ void survive(int rank, const std::string& folder) {
 
 [[noreturn]] void rank_main(int rank, const std::string& folder) {
   if (rank == plan.victim) test_step = count_step;
+  if (plan.is_slow != 0 && rank == (plan.victim == 3 ? 2 : 3)) test_step = be_late;
   Report& mine = board->reports[static_cast<std::size_t>(rank)];
   try {
     survive(rank, folder);
@@ -195,7 +212,7 @@ TEST_CASE("child: a survivor ends at every step" * doctest::skip()) {
   const char* text = std::getenv(kPlanVariable);
   int stride = 0;
   if (text == nullptr) return;
-  REQUIRE(std::sscanf(text, "%d %d", &plan.signal, &stride) == 2);
+  REQUIRE(std::sscanf(text, "%d %d %d", &plan.signal, &stride, &plan.is_slow) == 3);
   void* memory =
       ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   REQUIRE(memory != MAP_FAILED);
@@ -220,8 +237,9 @@ TEST_CASE("child: a survivor ends at every step" * doctest::skip()) {
 }
 
 // Every `stride`-th step.
-bool run_child(int signal, int stride) {
-  const std::string text = std::to_string(signal) + " " + std::to_string(stride);
+bool run_child(int signal, int stride, bool is_slow = false) {
+  const std::string text =
+      std::to_string(signal) + " " + std::to_string(stride) + " " + std::to_string(int{is_slow});
   const pid_t pid = ::fork();
   if (pid == 0) {  // only calls that a child of a program with threads may make
     ::setenv(kPlanVariable, text.c_str(), 1);
@@ -234,14 +252,21 @@ bool run_child(int signal, int stride) {
   return status == 0;
 }
 
-TEST_CASE("survivors: a rank that is killed at any step of the agreement") {
+bool asks_for_all() {
   const char* asked = std::getenv("RINGCOMM_DEATHS");
-  CHECK(run_child(SIGKILL, asked != nullptr && std::string(asked) == "all" ? 1 : 5));
+  return asked != nullptr && std::string(asked) == "all";
+}
+
+TEST_CASE("survivors: a rank that is killed at any step of the agreement") {
+  CHECK(run_child(SIGKILL, asks_for_all() ? 1 : 5));
+}
+
+TEST_CASE("survivors: a rank that is killed at any step while another is late") {
+  CHECK(run_child(SIGKILL, asks_for_all() ? 1 : 2, true));
 }
 
 TEST_CASE("survivors: a rank that stops at any step of the agreement") {
-  const char* asked = std::getenv("RINGCOMM_DEATHS");
-  CHECK(run_child(SIGSTOP, asked != nullptr && std::string(asked) == "all" ? 1 : 29));
+  CHECK(run_child(SIGSTOP, asks_for_all() ? 1 : 29));
 }
 
 }  // namespace

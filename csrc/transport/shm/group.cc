@@ -122,17 +122,19 @@ void Group::join() {
 }
 
 // A rank that has not joined needs the others' records, processes and rank 0's offer. So no rank
-// returns, and may end, before all have joined.
+// returns, and may end, before all have joined: one that ended before, joined or not, is missed.
 void Group::wait_until_joined(Rendezvous& rendezvous) {
   for (Backoff backoff;; backoff.sleep()) {
+    int dead = -1;  // read before who has joined, and before the reason that it may have left
+    for (int rank = 0; rank < world_size(); ++rank)
+      if (has_died(rank)) dead = whole_rank(rank);
     const bool is_aborted = state_of(rank_) == Stop::kAborted;
     std::vector<int> missing;
     for (int rank = 0; rank < world_size(); ++rank)
       if (!has_joined(rank)) missing.push_back(whole_rank(rank));
     if (missing.empty()) return;
     if (is_aborted) rendezvous.throw_told(abort_reason());
-    for (int rank = 0; rank < world_size(); ++rank)
-      if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(whole_rank(rank));
+    if (dead >= 0) rendezvous.throw_died(dead);
     rendezvous.check_time(std::move(missing), "did not fetch the group's memory");
   }
 }
