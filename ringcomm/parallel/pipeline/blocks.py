@@ -144,6 +144,8 @@ class StageModule(nn.Module):
         kwargs: for each micro-batch, keyword arguments of those blocks that have such parameters.
         micro_batch: the next one to run.
         log: what the stage computes, if that is recorded.
+        writes_inputs: whether a block writes into its inputs. Those that need gradients are leaves
+            here, which may not be written, and are copied then.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], recompute: bool) -> None:
@@ -154,10 +156,13 @@ class StageModule(nn.Module):
         self.kwargs: Sequence[Mapping[str, Tensor]] = ()
         self.micro_batch = 0
         self.log: Log | None = None
+        self.writes_inputs = False
 
     def forward(self, *inputs: Any) -> Any:
         """The last block's result."""
         value: Any = inputs
+        if self.writes_inputs:
+            value = tuple(x.clone() if x.is_leaf and x.requires_grad else x for x in inputs)
         given = self.kwargs[self.micro_batch] if self.kwargs else {}
         for block, names in zip(self.blocks, self._names, strict=True):
             args = value if isinstance(value, tuple) else (value,)
