@@ -32,7 +32,12 @@ from ringcomm.parallel.tensor.regions import (
     summed_over,
 )
 from ringcomm.parallel.tensor.replicas import are_same, check_replicas
-from ringcomm.parallel.tensor.splits import SplitModule, split_params, take_from_rank0
+from ringcomm.parallel.tensor.splits import (
+    SplitModule,
+    mesh_of,
+    split_params,
+    take_from_rank0,
+)
 from ringcomm.torch_names import TORCH_VERSION, AsDTensor
 
 Change = Callable[..., Tensor]
@@ -141,7 +146,8 @@ def tensor_parallelize(
         # Here ranks have different heads, features or tokens; elsewhere they draw the same masks.
         apart = [base] if sequence_parallel else list(blocks.columns)
         names = {module: name for name, module in base.named_modules()}
-        checks = _Checks({names[module]: module for module in apart}, outputs)
+        partial_sum = embedding if sequence_parallel else None
+        checks = _Checks({names[module]: module for module in apart}, outputs, partial_sum)
         base.register_forward_pre_hook(checks, with_kwargs=True)
         check_replicas(model, resolved, compares_inputs=True)
     if head is not None:
@@ -156,6 +162,8 @@ def tensor_parallelize(
             options = {"group": resolved, "vocab_start": made.features[0], **loss_options}
             model.loss_function = partial(causal_lm_loss, **options)
             if resolved.size() > 1:
+                if not made.weight.is_meta:
+                    mesh_of(resolved, made.weight.device)  # torch.compile cannot trace a new one
                 model.register_forward_hook(partial(_typed_logits, made))
     parts = {*split_params(model), *expert_parameters(model).values()}
     everything = dict.fromkeys((*model.parameters(), *model.buffers()))
@@ -312,10 +320,18 @@ class _Checks:
         apart: modules by name in which ranks have different heads, features or tokens. They may
             not have dropout, nor trained weights that were added later, such as adapters.
         outputs: names of outputs that would be this rank's part.
+        embedding: one that returns a part of a sum, which hooks may not change, or None.
     """
 
-    def __init__(self, apart: Mapping[str, nn.Module], outputs: Sequence[str]) -> None:
+    def __init__(
+        self,
+        apart: Mapping[str, nn.Module],
+        outputs: Sequence[str],
+        embedding: VocabParallelEmbedding | None,
+    ) -> None:
         self._apart, self._outputs, self._num_calls = apart, outputs, 0
+        self._embedding = embedding
+        self._num_hooks = 0 if embedding is None else len(embedding._forward_hooks)
         self._known = {module for top in apart.values() for module in top.modules()}
 
     def __call__(self, base: Any, _: Any, kwargs: dict[str, Any]) -> None:
@@ -331,6 +347,11 @@ class _Checks:
             self._num_calls += 1
             if self._num_calls & (self._num_calls - 1):  # as check_replicas()
                 return
+        if self._embedding is not None and len(self._embedding._forward_hooks) > self._num_hooks:
+            raise ValueError(
+                "a hook of the embedding, as of NEFTune, would change this rank's part of a sum:"
+                " remove it, or leave sequence_parallel out"
+            )
         for outer, top in self._apart.items():
             for name, module in top.named_modules(prefix=outer):
                 self._check_module(name, module)

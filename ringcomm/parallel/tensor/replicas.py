@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import device_of, gather_ints
+from ringcomm.parallel.tensor.splits import refuse_copy
 
 
 def are_same(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> bool:
@@ -55,6 +56,8 @@ def check_replicas(
 
 class _Check:
     """The hooks of a module."""
+
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def __init__(self, group: dist.ProcessGroup, compares_inputs: bool) -> None:
         self._group, self._compares_inputs = group, compares_inputs

@@ -66,9 +66,7 @@ class Split:
         sizes = [*part.shape]
         sizes[self.dim] = self.total
         stride = torch.empty(sizes, device="meta").stride()
-        if group not in _meshes:  # made without communication
-            _meshes[group] = DeviceMesh.from_group(group, part.device.type)
-        placed = _meshes[group], [Shard(self.dim)]
+        placed = mesh_of(group, part.device), [Shard(self.dim)]
         return DTensor.from_local(
             part, *placed, run_check=False, shape=torch.Size(sizes), stride=stride
         )
@@ -98,6 +96,13 @@ def ranges_of(num: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, i
         return tuple((begin * multiple, end * multiple) for begin, end in units)
     size = -(-num // num_parts)
     return tuple((min(part * size, num), min((part + 1) * size, num)) for part in range(num_parts))
+
+
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The one-dimensional mesh of a group; made once, without communication."""
+    if group not in _meshes:
+        _meshes[group] = DeviceMesh.from_group(group, device.type)
+    return _meshes[group]
 
 
 def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
