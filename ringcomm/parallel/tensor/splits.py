@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import Self
 
 from ringcomm.ops import shard_range
+from ringcomm.parallel.flat_collectives import take_from_rank0
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.regions import give_memory
-from ringcomm.torch_names import broadcast_coalesced_
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -100,13 +100,6 @@ def ranges_of(num: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, i
     return tuple((min(part * size, num), min((part + 1) * size, num)) for part in range(num_parts))
 
 
-def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Replaces tensors, except on the meta device, with those of rank 0 of a group. Collective."""
-    given = [tensor for tensor in tensors if not tensor.is_meta]
-    if given and group.size() > 1:
-        broadcast_coalesced_(given, group)
-
-
 class SplitModule(nn.Module):
     """A module with parameters that are this rank's parts of sharded ones.
 
@@ -179,6 +172,17 @@ def split_params(model: nn.Module) -> dict[nn.Parameter, tuple[SplitModule, Spli
         if isinstance(module, SplitModule)
         for name, split in module.splits.items()
     }
+
+
+def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """The groups of tensor-parallel layers in modules, each once, without groups of one rank."""
+    found = (
+        layer.group
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, SplitModule) and layer.group.size() > 1
+    )
+    return list(dict.fromkeys(found))
 
 
 def drawn_part(
