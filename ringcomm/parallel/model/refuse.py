@@ -281,7 +281,7 @@ def _text_of(row: _Row, weight: Weight, model: Model, asked: Asked) -> str:
         w=weight,
         asked=asked,
         trainer=type(find_trainer(tensor)).__name__,
-        type=type(tensor if is_lazy(weight) else tensor.data).__name__,
+        type=type(tensor.data if "{type}" in row.text else tensor).__name__,
         experts=next(names, "").removesuffix(".") or "the model",
         dtype=None if asked.options is None else _dtype_of(weight, asked),
     )

@@ -124,13 +124,15 @@ def wrap_stages(
     return wrapped
 
 
-def problem_of(module: nn.Module) -> str:
-    """The reason why a rank cannot start, or "ready"."""
+def problem_of(module: nn.Module, named: Mapping[str, nn.Module]) -> str:
+    """The reason why a rank with some of the blocks cannot start, or "ready"."""
+    whole = nn.Module()
+    whole._modules.update(named)
     devices = {str(p.device) for p in module.parameters() if not p.is_meta}
     if len(devices) > 1:
         return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them to one"
     try:
-        refuse(describe(module), Asked("Pipeline", "Pipeline"))
+        refuse(describe(whole), Asked("Pipeline", "Pipeline"))
         check_can_materialize(module)
     except (TypeError, ValueError) as error:
         return str(error)

@@ -133,7 +133,7 @@ class Pipeline:
         self.stages = cut_blocks(named, costs, self.plan.num_stages)
         own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
         self.module = part_of(named, own, self.group)
-        problem = problem_of(self.module)
+        problem = problem_of(self.module, named)
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         mine = {
             "options": options,
