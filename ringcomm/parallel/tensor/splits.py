@@ -164,16 +164,6 @@ class SplitModule(nn.Module):
         super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
 
 
-def split_params(model: nn.Module) -> dict[nn.Parameter, tuple[SplitModule, Split]]:
-    """The split parameters of a model, each with a module that has it."""
-    return {
-        module.get_parameter(name): (module, split)
-        for module in model.modules()
-        if isinstance(module, SplitModule)
-        for name, split in module.splits.items()
-    }
-
-
 def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     """The groups of tensor-parallel layers in modules, each once, without groups of one rank."""
     found = (
