@@ -75,7 +75,7 @@ def test_errors(rank: int) -> None:
     with pytest.raises(ValueError, match="ranks disagree on the stage: rank 0 has 1, rank 1 has 2"):
         zero.shard(model, sgd, 1 + rank)
     sharded = zero.shard(model, sgd, 1)
-    with pytest.raises(ValueError, match="already has an optimizer that takes its gradients, FlatZero"):
+    with pytest.raises(ValueError, match="already has an optimizer that takes its"):
         zero.shard(model, sgd, 1)
     with pytest.raises(ValueError, match="parameter groups of"):
         sharded.load_state_dict(torch.optim.SGD(Net().parameters()).state_dict())
