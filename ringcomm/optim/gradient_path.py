@@ -18,7 +18,7 @@ from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot
-from ringcomm.parallel.model_axes import Axes
+from ringcomm.parallel.model.axes import Axes
 from ringcomm.torch_names import at_end_of_backward, graph_task
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held
+from ringcomm.parallel.model.axes import Axes, Held
 
 # Rows of a product's smaller matrix per block when only the sum of squares is needed.
 _BLOCK_BYTES = 32 << 20

@@ -21,6 +21,7 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.model_weights import ModelWeights, run_all
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
+from ringcomm.parallel.model.owners import note_trainer
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -269,6 +270,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         for slot in new:
             self._lr_of(slot)  # before there is a hook
         path.slots = slots
+        note_trainer((slot.param for slot in new), self)
         for slot in new:
             self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.

@@ -15,7 +15,7 @@ from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
-from ringcomm.parallel.model_axes import Held
+from ringcomm.parallel.model.axes import Held
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.tensor.splits import Split, SplitModule
 from ringcomm.torch_names import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.torch_names import all_gather_single, backend_of, devices_of, reduce_scatter_single
+from ringcomm.torch_names import (
+    all_gather_single,
+    backend_of,
+    broadcast_coalesced_,
+    devices_of,
+    reduce_scatter_single,
+)
 
 
 def shard_sizes(num_elems: int, world_size: int) -> list[int]:
@@ -82,6 +88,22 @@ def all_gather_shards(
     all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
+
+
+def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces tensors, except on the meta device, with those of rank 0 of a group.
+
+    Collective, unless there are none.
+    """
+    given = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    if not given or group.size() == 1:
+        return
+    kinds = [device.type for device in devices_of(group)]
+    sent = [x if x.device.type in kinds else x.to(device_of(group)) for x in given]
+    broadcast_coalesced_(sent, group)
+    for own, value in zip(given, sent, strict=True):
+        if value.device != own.device:
+            own.copy_(value)
 
 
 def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:

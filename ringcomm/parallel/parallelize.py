@@ -16,15 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm.parallel import zero
 from ringcomm.parallel.batches import PartLoss
 from ringcomm.parallel.expert.layer import MixtureOfExperts
-from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.units import default_units
 from ringcomm.parallel.parallelized import Parallelized
-from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
-from ringcomm.parallel.tensor.splits import SplitModule, split_params
+from ringcomm.parallel.tensor.splits import SplitModule
 from ringcomm.parallel.zero.elementwise import REFUSED
-from ringcomm.torch_names import broadcast_coalesced_, reduce_unused
+from ringcomm.torch_names import reduce_unused
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[..., Tensor]
@@ -103,7 +104,7 @@ def parallelize(
     whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
     options = stage, sequence_parallel, schedule, num, recompute
     _check_model(whole, dims, options, _problem_of(model, whole, dims, loss_fn))
-    _start_equal(whole, dims)
+    _start_equal(whole, dims, ("tp", "batch", "edp", "pp"))
     # With all experts on each tensor-parallel rank, layers have groups of one rank.
     if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(whole):
         from ringcomm.integrations.transformers import expert_parallelize
@@ -148,35 +149,17 @@ def parallelize(
     return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 
-def _start_equal(
-    model: nn.Module, dims: ParallelDims, axes: Sequence[str] = ("tp", "batch", "pp")
-) -> None:
+def _start_equal(model: nn.Module, dims: ParallelDims, axes: Sequence[str]) -> None:
     """Replaces what ranks have in common by rank 0's weights and buffers. Collective."""
-    tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
-    sharded = set(split_params(model))
-    experts = {
-        tensor
-        for layer in split_experts(model).values()
-        for tensor in (*layer.parameters(), *layer.buffers())
-    }
-    for axis in axes:
-        apart = (sharded if axis == "tp" else set()) | (set() if axis == "pp" else experts)
-        _broadcast((t for t in tensors if t not in apart), dims, axis)
-        if axis == "batch" and experts:
-            _broadcast((t for t in tensors if t in experts), dims, "edp")
-
-
-def _broadcast(tensors: Iterable[Tensor], dims: ParallelDims, axis: str) -> None:
-    found = [tensor for tensor in tensors if not tensor.is_meta]
-    if found and dims[axis].size() > 1:
-        broadcast_coalesced_(found, dims.group(axis))
+    own = [axis for axis in axes if dims[axis].size() > 1 and (axis != "edp" or dims.ep > 1)]
+    start_equal(model, map(dims.group, own))
 
 
 def _wrap_stage(stage: nn.Module, *, dims: ParallelDims, mesh: Any, was_meta: bool) -> nn.Module:
     """A stage of a pipeline, with equal weights on data-parallel ranks; sharded over a mesh."""
     _check_replicas(stage, dims)
     if was_meta:
-        _start_equal(stage, dims, ("tp", "batch"))
+        _start_equal(stage, dims, ("tp", "batch", "edp"))
     if mesh is not None:
         made: Any = fully_shard(stage, mesh=mesh)
         reduce_unused(made)
@@ -257,15 +240,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     """Raises TypeError for an optimizer that needs whole weights, if it has split ones."""
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     given = {param for group in optimizer.param_groups for param in group["params"]}
-    for name, reason in REFUSED.items():
-        if name in kinds and any(
-            param in given and layer.group.size() > 1
-            for param, (layer, _) in split_params(model).items()
-        ):
-            raise TypeError(
-                f"{name} {reason}, but tensor-parallel ranks have parts of the weights: use"
-                " another optimizer, such as AdamW, or tp 1"
-            )
+    for name in kinds & REFUSED.keys():
+        for param, weight in describe(model).weights.items():
+            if param in given and weight.layer is not None and weight.layer.group.size() > 1:
+                raise TypeError(
+                    f"{name} {REFUSED[name]}, but {weight.name} is split over tensor-parallel"
+                    " ranks: use another optimizer, such as AdamW, or tp 1"
+                )
 
 
 def _problem_of(

@@ -21,7 +21,9 @@ from ringcomm.nn import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from ringcomm.parallel.expert.local_experts import expert_parameters
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.state import get_state_dict
 from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
@@ -32,12 +34,7 @@ from ringcomm.parallel.tensor.regions import (
     summed_over,
 )
 from ringcomm.parallel.tensor.replicas import are_same, check_replicas
-from ringcomm.parallel.tensor.splits import (
-    SplitModule,
-    mesh_of,
-    split_params,
-    take_from_rank0,
-)
+from ringcomm.parallel.tensor.splits import SplitModule, mesh_of
 from ringcomm.torch_names import TORCH_VERSION, AsDTensor
 
 Change = Callable[..., Tensor]
@@ -103,6 +100,7 @@ def tensor_parallelize(
         raise TypeError(f"the config of {type(model).__name__} has no tensor-parallel plan")
     if any(isinstance(module, SplitModule) for module in model.modules()):
         raise ValueError("the model is already tensor-parallel")
+    refuse(describe(model), Asked("tensor_parallelize", "tensor_parallelize"))
     head = model.get_output_embeddings() if base is not model else None
     if sequence_parallel and head is None:
         raise ValueError("sequence_parallel needs a model with an output layer over a vocabulary")
@@ -165,9 +163,7 @@ def tensor_parallelize(
                 if not made.weight.is_meta:
                     mesh_of(resolved, made.weight.device)  # torch.compile cannot trace a new one
                 model.register_forward_hook(partial(_typed_logits, made))
-    parts = {*split_params(model), *expert_parameters(model).values()}
-    everything = dict.fromkeys((*model.parameters(), *model.buffers()))
-    take_from_rank0((value for value in everything if value not in parts), resolved)
+    start_equal(model, [resolved])
     model.save_pretrained = partial(_save_pretrained, model, model.save_pretrained)
     return model
 

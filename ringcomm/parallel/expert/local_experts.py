@@ -127,16 +127,6 @@ def ignore_in_ddp(model: nn.Module) -> None:
     torch_names.ignore_in_ddp(model, names)
 
 
-def refuse_experts(model: nn.Module, system: str) -> None:
-    """Raises ValueError if ranks have different experts, for a system that needs replicas."""
-    for name in split_experts(model):
-        raise ValueError(
-            f"each rank has different experts in {name or 'the model'}, but {system} would treat"
-            " them as replicas: train this model with an optimizer of torch and"
-            " ringcomm.parallel.expert.average_gradients()"
-        )
-
-
 # ---- gradients
 
 

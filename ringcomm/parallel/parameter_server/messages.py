@@ -77,6 +77,10 @@ class Packing:
         self._order = sorted(range(len(sizes)), key=lambda index: -self._kinds[index][1].itemsize)
         self._sizes = [sizes[index] for index in self._order]
 
+    def of_gradients(self) -> Packing:
+        """For gradients of the same tensors, and a last tensor: 1 for each that is not missing."""
+        return Packing([*self._kinds, (torch.Size([len(self._kinds)]), torch.uint8)])
+
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8, one-dimensional, on the CPU."""
         return torch.empty(sum(self._sizes), dtype=torch.uint8)

@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel.batches import parameters_of
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
-from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.stage_part import StagePart
+from ringcomm.parallel.model.units import check_can_materialize
 from ringcomm.parallel.pipeline.schedules import Log, Plan
-from ringcomm.parallel.shards.units import check_can_materialize
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 
@@ -122,14 +124,17 @@ def wrap_stages(
     return wrapped
 
 
-def problem_of(module: nn.Module) -> str:
-    """The reason why a rank cannot start, or "ready"."""
+def problem_of(module: nn.Module, named: Mapping[str, nn.Module]) -> str:
+    """The reason why a rank with some of the blocks cannot start, or "ready"."""
+    whole = nn.Module()
+    whole._modules.update(named)
     devices = {str(p.device) for p in module.parameters() if not p.is_meta}
     if len(devices) > 1:
         return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them to one"
     try:
+        refuse(describe(whole), Asked("Pipeline", "Pipeline"))
         check_can_materialize(module)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return "ready"
 

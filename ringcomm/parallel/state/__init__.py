@@ -206,7 +206,7 @@ def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str |
     if value.is_meta:
         give_memory(value, own_elements(part, given), device)
     elif shards is not None:
-        shards.unit_of(value).write_shard(value, own_elements(part, given))  # type: ignore[arg-type]
+        shards.unit_of(value).write_shard(value, own_elements(part, given))
     else:
         fill(part, given)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
-from ringcomm.parallel.model_axes import stage_part_of, tensor_groups_of
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
@@ -25,7 +25,6 @@ from ringcomm.parallel.state.tensor_part import (
     part_of,
     range_boxes,
 )
-from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded, over_groups
 from ringcomm.parallel.zero.states import SCALE_KEYS
@@ -45,15 +44,15 @@ class ModelParts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        stage = stage_part_of(module)
         found = (find_shards(param) for param in module.parameters())
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
         # First: fully_shard replaces gathered parameters by its DTensors here.
         state = module.state_dict(keep_vars=True)
-        self._splits = {param: split for param, (_, split) in split_params(module).items()}
+        described = describe(module)
+        stage = described.stage
+        self._splits: dict[Any, Any] = {p: weight.split for p, weight in described.weights.items()}
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
-        groups = stage.tensor_groups if stage is not None else tensor_groups_of([module])
-        self._is_replica = any(group.rank() for group in groups)
+        self._is_replica = any(group.rank() for group in described.tensor_groups)
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
         first = {} if stage is None else stage.first_names

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import Self
 
 from ringcomm.ops import shard_range
+from ringcomm.parallel.flat_collectives import take_from_rank0
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.regions import give_memory
-from ringcomm.torch_names import broadcast_coalesced_
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -105,13 +105,6 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return _meshes[group]
 
 
-def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Replaces tensors, except on the meta device, with those of rank 0 of a group. Collective."""
-    given = [tensor for tensor in tensors if not tensor.is_meta]
-    if given and group.size() > 1:
-        broadcast_coalesced_(given, group)
-
-
 class SplitModule(nn.Module):
     """A module with parameters that are this rank's parts of sharded ones.
 
@@ -176,14 +169,15 @@ class SplitModule(nn.Module):
         super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
 
 
-def split_params(model: nn.Module) -> dict[nn.Parameter, tuple[SplitModule, Split]]:
-    """The split parameters of a model, each with a module that has it."""
-    return {
-        module.get_parameter(name): (module, split)
-        for module in model.modules()
-        if isinstance(module, SplitModule)
-        for name, split in module.splits.items()
-    }
+def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """The groups of tensor-parallel layers in modules, each once, without groups of one rank."""
+    found = (
+        layer.group
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, SplitModule) and layer.group.size() > 1
+    )
+    return list(dict.fromkeys(found))
 
 
 def drawn_part(

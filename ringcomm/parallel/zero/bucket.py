@@ -47,14 +47,13 @@ class Bucket:
         *,
         keeps_buffer: bool,
     ) -> None:
-        """Uses rank 0's values in `dtype`, by default the weights' dtype. Collective.
+        """Uses the weights' values, equal on all ranks, in `dtype`; by default their own.
 
         `keeps_buffer`: whether the buffer of unsharded gradients stays when they are reduced.
         """
         self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
         self._keeps_buffer = keeps_buffer
         values = torch.cat([param.detach().reshape(-1) for param in params])
-        dist.broadcast(values, group=group, group_src=0)
         self.weights = values if dtype is None else values.to(dtype)
         mine = slice(*shard_range(values.numel(), group.size(), group.rank()))
         self._mine, self.is_half = mine, self.weights.dtype != torch.float32

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.flat_collectives import device_of, takes_uneven
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.model.stage_part import StagePart
+from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
@@ -46,7 +48,10 @@ class FlatZero(ZeroOptimizer):
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per bucket."""
         super().__init__(given)
-        model, optimizer, group, options = given.model, given.optimizer, self.group, self.options
+        model, optimizer = given.model.module, given.optimizer
+        group, options = self.group, self.options
+        materialize(model, [*given.model.weights], device_of(group))
+        start_equal(model, [group])
         self.stage = stage = given.stage
         dtype = options.param_dtype
         self._buckets = [
