@@ -8,6 +8,7 @@ running torch has each name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -263,6 +264,35 @@ def ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
 def is_ignored_in_ddp(param: nn.Parameter) -> bool:
     """Whether a DistributedDataParallel that was made leaves the parameter alone."""
     return bool(getattr(param, "_ddp_ignored", False))
+
+
+# ---- wrappers
+
+# Classes by module, and the attribute with the module that they wrap. A class whose module has not
+# been imported has no instances.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+)
+
+
+def wrapped_attribute(module: Any) -> str | None:
+    """The attribute with the module that a wrapper of torch is around; None for other modules."""
+    for where, name, attribute in _WRAPPERS:
+        kind = getattr(sys.modules.get(where), name, None)
+        if kind is not None and isinstance(module, kind):
+            return attribute
+    return None
 
 
 # ---- DeviceMesh and DTensor

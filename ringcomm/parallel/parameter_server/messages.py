@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.parallel.model.names import parameter_names
+
 
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are sent in wire_dtype."""
@@ -25,7 +27,7 @@ class Key(NamedTuple):
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require grad, by name, in the model's order."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return {name: param for param, name in parameter_names(model).items() if param.requires_grad}
 
 
 def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel.batches import parameters_of
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
+from ringcomm.parallel.model.names import parameter_names, plain_name
 from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.pipeline.schedules import Log, Plan
 from ringcomm.parallel.shards.units import check_can_materialize
@@ -81,8 +82,8 @@ def part_of(
     first: dict[nn.Parameter, str] = {}
     for name, block in named.items():
         for inside, param in block.named_parameters():
-            first.setdefault(param, f"{name}.{inside}")
-    part.first_names = {name: first[param] for name, param in part.named_parameters()}
+            first.setdefault(param, f"{name}.{plain_name(block, inside)}")
+    part.first_names = {name: first[param] for param, name in parameter_names(part).items()}
     params_of = [{p for name in names for p in named[name].parameters()} for names in owned]
     for param in part.parameters():
         ranks = [rank for rank, params in enumerate(params_of) if param in params]

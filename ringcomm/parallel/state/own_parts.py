@@ -10,9 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
+from ringcomm.parallel.model.names import (
+    module_at,
+    named_tensors,
+    parameter_names,
+    plain_name,
+)
 from ringcomm.parallel.model_axes import stage_part_of, tensor_groups_of
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
@@ -35,16 +42,23 @@ State = dict[str, Any]
 
 # float32 values of 16-bit weights; optional for optimizers without masters.
 MASTER = "master"
+USER_NAMES = "param_names"  # of an optimizer made from named_parameters()
+EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() returns
 
 
 class ModelParts:
-    """A module's parameters and buffers, by name in `values`, as parts of the full model's.
+    """What a module saves, by its name in the model without torch's wrappers.
 
-    Tied ones are under each of their names; `name_of` has the first name. `shards` are the
-    WeightShards.
+    Attributes:
+        values: parameters and persistent buffers, tied ones under each of their names.
+        extra: other values, with the modules that load them by set_extra_state(); None if only the
+            module's own load_state_dict() can.
+        name_of: the first name of each parameter.
+        shards: the WeightShards.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        _refuse_flat_parameters(module)
         stage = stage_part_of(module)
         found = (find_shards(param) for param in module.parameters())
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
@@ -54,12 +68,24 @@ class ModelParts:
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
         groups = stage.tensor_groups if stage is not None else tensor_groups_of([module])
         self._is_replica = any(group.rank() for group in groups)
+        own = dict(named_tensors(module))
+        known = set(own.values())
+        self.values: dict[str, Tensor] = {}
+        self.extra: dict[str, tuple[Any, nn.Module | None]] = {}
+        for key, value in state.items():
+            # Hooks of state_dict() may rename keys, and copy values.
+            name = plain_name(module, key)
+            if name in own or (isinstance(value, Tensor) and value in known):
+                self.values[name] = own.get(name, value)
+            else:
+                self.extra[name] = value, _owner_of_extra(module, key)
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
         first = {} if stage is None else stage.first_names
-        for name, param in module.named_parameters():
-            self.name_of.setdefault(param, first.get(name, name))
-        self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        saved = {value: name for name, value in reversed(self.values.items())}
+        for param, name in parameter_names(module).items():
+            saved_as = saved.get(param, name)
+            self.name_of[param] = first.get(saved_as, saved_as)
 
     def of_value(self, value: Tensor, *, is_stored: bool = False) -> Tensor:
         """A parameter or buffer as a part; with is_stored one of another tier is read when used."""
@@ -119,6 +145,22 @@ class ModelParts:
         return TensorPart(part.to_local(), boxes, whole, is_copy=part.is_copy)
 
 
+def _refuse_flat_parameters(module: nn.Module) -> None:
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel has its own parts of flattened weights: use fully_shard, or"
+            " torch.distributed.checkpoint.state_dict"
+        )
+
+
+def _owner_of_extra(module: nn.Module, key: str) -> nn.Module | None:
+    """The module that loads the extra state under a key of state_dict(), if it is one."""
+    prefix, _, last = key.rpartition(".")
+    owner = module_at(module, prefix) if last == EXTRA_STATE else None
+    loads = type(owner).set_extra_state if isinstance(owner, nn.Module) else None
+    return None if loads in (None, nn.Module.set_extra_state) else owner
+
+
 class OptimizerParts:
     """An optimizer's state as parts. Collective.
 
@@ -160,18 +202,27 @@ class OptimizerParts:
         self.parts: dict[Path, Any] = {}
         for name, param in self._params.items():
             self.parts |= self._parts_of(name, param, stored)
-        own_names = [[model.name_of[p] for p in own["params"]] for own in optimizer.param_groups]
+        own_names = [
+            {
+                model.name_of[param]: label
+                for param, label in zip(
+                    own["params"], native.get(USER_NAMES, native["params"]), strict=True
+                )
+            }
+            for own, native in zip(
+                optimizer.param_groups, self._native["param_groups"], strict=True
+            )
+        ]
         # Stages and experts of other ranks have other parameters.
         everyone = [*zip(*all_gathered(own_names, group), strict=True)]
         scale = self._native.get("loss_scale", {})
-        self.groups = [
-            {
-                **own,
-                **{SCALE_KEYS[key]: value for key, value in scale.items()},
-                "params": list(dict.fromkeys(name for names in of_ranks for name in names)),
-            }
-            for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
-        ]
+        self.groups = []
+        for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True):
+            names = {name: of_user for names in of_ranks for name, of_user in names.items()}
+            options = {**own, **{SCALE_KEYS[key]: value for key, value in scale.items()}}
+            if USER_NAMES in own:
+                options[USER_NAMES] = [*names.values()]
+            self.groups.append({**options, "params": [*names]})
 
     def _parts_of(
         self, name: str, param: Any, stored: Callable[[Any], State] | None
@@ -202,11 +253,13 @@ class OptimizerParts:
             return optimizer.new_state_of(param, local_of(param.detach()))
         return optimizer.state.get(param, {})
 
-    def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
-        """Loads the values of known paths, and options of the groups."""
+    def load(self, given: dict[Path, Any], groups: list[State]) -> None:
+        """Loads the values of known paths, and options by group; an empty dict has none."""
         own_groups = self._native["param_groups"]
-        for own, other in zip(own_groups, groups or (), strict=groups is not None):
-            own.update({key: value for key, value in other.items() if key != "params"})
+        for own, other in zip(own_groups, groups, strict=True):
+            own.update(
+                {key: value for key, value in other.items() if key not in ("params", USER_NAMES)}
+            )
         states: dict[Any, State] = {param: {} for param in self._params.values()}
         for path, part in self.parts.items():
             if path in given:

@@ -1,0 +1,1 @@
+"""What a model is, asked once for all systems."""
