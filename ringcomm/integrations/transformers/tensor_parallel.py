@@ -22,7 +22,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.parallel.expert.local_experts import expert_parameters
-from ringcomm.parallel.state import get_state_dict
+from ringcomm.parallel.model.saving import save_full
 from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
@@ -146,7 +146,7 @@ def tensor_parallelize(
     apart = {*split_params(model), *expert_parameters(model).values()}
     everything = dict.fromkeys((*model.parameters(), *model.buffers()))
     take_from_rank0((value for value in everything if value not in apart), resolved)
-    model.save_pretrained = partial(_save_pretrained, model, model.save_pretrained)
+    save_full(model)
     return model
 
 
@@ -182,19 +182,6 @@ def _check_ids(embedding: Any, args: tuple[Tensor, ...]) -> None:
             "the tensor-parallel ranks have different input ids: give them the same rows, and to"
             " sample, call torch.manual_seed() with one seed on all ranks"
         )
-
-
-def _save_pretrained(
-    model: Any, save: Callable[..., Any], *args: Any, state_dict: Any = None, **options: Any
-) -> None:
-    """save_pretrained() of the full model by rank 0. Without a state_dict collective."""
-    if state_dict is not None:
-        save(*args, state_dict=state_dict, **options)
-        return
-    state_dict, _ = get_state_dict(model, full=True, rank0_only=True)
-    if dist.get_rank() == 0:
-        save(*args, state_dict=state_dict, **options)
-    dist.barrier()
 
 
 class _Blocks:

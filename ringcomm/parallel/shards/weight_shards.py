@@ -19,8 +19,9 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
+from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward, refuse_copy
+from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward
 from ringcomm.parallel.shards.units import (
     check_can_materialize,
     check_params,
@@ -131,6 +132,7 @@ class WeightShards:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
         refuse_moves(model)
+        self._end_save_full = save_full(model, self.group)
 
     # ---- shards
 
@@ -234,6 +236,7 @@ class WeightShards:
             vars(module).pop("_apply", None)
         for handle in self._handles:
             handle.remove()
+        self._end_save_full()
         if self.units:
             ignore_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
