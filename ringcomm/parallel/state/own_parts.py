@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import lru_cache, partial
 from operator import add
 from typing import Any
@@ -36,7 +37,7 @@ from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded, over_groups
 from ringcomm.parallel.zero.states import SCALE_KEYS
-from ringcomm.torch_names import init_optim_state
+from ringcomm.torch_names import init_optim_state, tree_leaves
 
 State = dict[str, Any]
 
@@ -115,11 +116,29 @@ class ModelParts:
         if param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1:
             return value
         if not is_flat or param.dim() == 1:
+            self.check_state(value, param, key, span)
             return self._placed(value, param, span)
         begin = 0 if span is None else span[0]
         if isinstance(param, DTensor) and (boxes := part_of(param.detach()).boxes):
             begin = boxes[0].offsets[0] * param.shape[1:].numel()
         return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
+
+    def check_state(self, value: Any, param: Any, key: str, span: tuple[int, int] | None) -> None:
+        """Raises ValueError for a state of a sharded weight that is not elements of the weight."""
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]
+        if isinstance(value, DTensor) or not tensors:
+            return
+        if span is not None:
+            fits = isinstance(value, Tensor) and value.numel() == span[1] - span[0]
+        elif isinstance(param, DTensor) or param in self._splits:
+            fits = isinstance(value, Tensor) and value.shape == local_of(param.detach()).shape
+        else:
+            return
+        if not fits:
+            raise ValueError(
+                f"the state {key} of {self.name_of[param]}, which is sharded, is not one tensor"
+                " like this rank's part: such states of ranks cannot be combined"
+            )
 
     def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
@@ -222,7 +241,7 @@ class OptimizerParts:
             options = {**own, **{SCALE_KEYS[key]: value for key, value in scale.items()}}
             if USER_NAMES in own:
                 options[USER_NAMES] = [*names.values()]
-            self.groups.append({**options, "params": [*names]})
+            self.groups.append(deepcopy({**options, "params": [*names]}))
 
     def _parts_of(
         self, name: str, param: Any, stored: Callable[[Any], State] | None
@@ -238,6 +257,8 @@ class OptimizerParts:
                 if stored is not None and part.dim():
                     read = partial(lambda key: local_of(stored(param)[key]), key)
                     part = part_of(part).like(local_of(part), read)
+            else:
+                self._model.check_state(value, param, key, span)
             if value is not None:
                 found["optimizer", name, key] = part
         return found
@@ -257,9 +278,8 @@ class OptimizerParts:
         """Loads the values of known paths, and options by group; an empty dict has none."""
         own_groups = self._native["param_groups"]
         for own, other in zip(own_groups, groups, strict=True):
-            own.update(
-                {key: value for key, value in other.items() if key not in ("params", USER_NAMES)}
-            )
+            given_options = {k: v for k, v in other.items() if k not in ("params", USER_NAMES)}
+            own.update(deepcopy(given_options))
         states: dict[Any, State] = {param: {} for param in self._params.values()}
         for path, part in self.parts.items():
             if path in given:
