@@ -340,13 +340,6 @@ class AsDTensor(torch.autograd.Function):
         return None if grad is None else grad.redistribute(*ctx.placed).to_local(), None
 
 
-def init_optim_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer have state, by a step with a learning rate of 0."""
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    _init_optim_state(optimizer)
-
-
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Makes learning-rate schedulers see that the optimizer has made a step."""
     vars(optimizer)["_opt_called"] = True

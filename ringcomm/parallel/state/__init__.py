@@ -17,7 +17,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import find_shards
-from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
+from ringcomm.parallel.state.own_parts import ModelParts, OptimizerParts
 from ringcomm.parallel.state.tensor_part import (
     Path,
     SameAs,
@@ -28,6 +28,7 @@ from ringcomm.parallel.state.tensor_part import (
     part_of,
     scatter_whole,
 )
+from ringcomm.parallel.state.unstepped import MASTER, State
 from ringcomm.parallel.tensor.regions import give_memory
 
 __all__ = ["get_state_dict", "set_state_dict"]

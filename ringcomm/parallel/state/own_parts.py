@@ -33,16 +33,13 @@ from ringcomm.parallel.state.tensor_part import (
     part_of,
     range_boxes,
 )
+from ringcomm.parallel.state.unstepped import State, is_elsewhere, make_states
 from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded, over_groups
+from ringcomm.parallel.zero.elementwise import OFFLOADED
 from ringcomm.parallel.zero.states import SCALE_KEYS
-from ringcomm.torch_names import init_optim_state, tree_leaves
+from ringcomm.torch_names import tree_leaves
 
-State = dict[str, Any]
-
-# float32 values of 16-bit weights; optional for optimizers without masters.
-MASTER = "master"
 USER_NAMES = "param_names"  # of an optimizer made from named_parameters()
 EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() returns
 
@@ -199,7 +196,7 @@ class OptimizerParts:
         *,
         is_stored: bool = False,
     ) -> None:
-        _init_state(optimizer)
+        self._unstepped = make_states(optimizer)
         self._optimizer, self._model = optimizer, model
         params = [param for own in optimizer.param_groups for param in own["params"]]
         self._numbers = {param: number for number, param in enumerate(params)}
@@ -215,7 +212,7 @@ class OptimizerParts:
         else:
             self._native = optimizer.state_dict()
         # Offloaded values are read one by one; the other states of the same parameter are kept.
-        is_stored = is_stored and _is_elsewhere(optimizer)
+        is_stored = is_stored and is_elsewhere(optimizer)
         stored = lru_cache(maxsize=1)(self._state_of) if is_stored else None
         self._params = {model.name_of[param]: param for param in params}
         self.parts: dict[Path, Any] = {}
@@ -288,7 +285,9 @@ class OptimizerParts:
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.load_parts(own_groups, states)
+            self._unstepped.loaded(states)
             return
+        self._unstepped.loaded(states)
         state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:
@@ -305,38 +304,3 @@ class OptimizerParts:
             return own_elements(part, value)
         fill(part, value)
         return self._state_of(param)[key]
-
-
-def _is_elsewhere(optimizer: Any) -> bool:
-    """Whether states are in another tier than device memory."""
-    return is_offloaded(getattr(optimizer, "_inner", optimizer))
-
-
-def _init_state(optimizer: Any) -> None:
-    """Gives the weights without state what they have before their first step."""
-    if _is_elsewhere(optimizer):
-        return
-    if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
-        optimizer.make_states()
-        return
-    is_zero = isinstance(optimizer, ZeroOptimizer)
-    # What ZeroOptimizer, or Accelerate, has wrapped.
-    inner = getattr(optimizer, "_inner", getattr(optimizer, "optimizer", optimizer))
-    for group, param in [(own, param) for own in optimizer.param_groups for param in own["params"]]:
-        known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
-        if not param.requires_grad or known.keys() - {MASTER}:
-            continue
-        if is_zero and (span := optimizer.range_of(param)) is not None:
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            weight = param.new_zeros(span[1] - span[0], dtype=dtype)
-        else:
-            weight = torch.zeros_like(local_of(param.detach()) if is_zero else param.detach())
-        # By a step with a learning rate of 0, which must not count.
-        copy = over_groups(inner, [{**group, "params": [nn.Parameter(weight)]}])
-        init_optim_state(copy)
-        made: State = next(iter(copy.state.values()), {})
-        new = {key: value * 0 if key == "step" else value for key, value in made.items()}
-        if new and is_zero:
-            optimizer._set_state(param, new)
-        elif new:
-            optimizer.state[param] = new
