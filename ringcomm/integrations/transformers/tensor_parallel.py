@@ -23,8 +23,8 @@ from ringcomm.nn import (
 )
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.saving import save_full
 from ringcomm.parallel.model.starts import start_equal
-from ringcomm.parallel.state import get_state_dict
 from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
@@ -164,7 +164,7 @@ def tensor_parallelize(
                     mesh_of(resolved, made.weight.device)  # torch.compile cannot trace a new one
                 model.register_forward_hook(partial(_typed_logits, made))
     start_equal(model, [resolved])
-    model.save_pretrained = partial(_save_pretrained, model, model.save_pretrained)
+    save_full(model)
     return model
 
 
@@ -195,19 +195,6 @@ def _check_ids(embedding: Any, args: tuple[Tensor, ...]) -> None:
             "the tensor-parallel ranks have different input ids: give them the same rows, and to"
             " sample, call torch.manual_seed() with one seed on all ranks"
         )
-
-
-def _save_pretrained(
-    model: Any, save: Callable[..., Any], *args: Any, state_dict: Any = None, **options: Any
-) -> None:
-    """save_pretrained() of the full model by rank 0. Without a state_dict collective."""
-    if state_dict is not None:
-        save(*args, state_dict=state_dict, **options)
-        return
-    state_dict, _ = get_state_dict(model, full=True, rank0_only=True)
-    if dist.get_rank() == 0:
-        save(*args, state_dict=state_dict, **options)
-    dist.barrier()
 
 
 class _Blocks:

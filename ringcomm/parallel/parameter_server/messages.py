@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.parallel.model.describe import describe
+
 
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are sent in wire_dtype."""
@@ -25,7 +27,8 @@ class Key(NamedTuple):
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require grad, by name, in the model's order."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    weights = describe(model).weights
+    return {weight.name: param for param, weight in weights.items() if param.requires_grad}
 
 
 def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:

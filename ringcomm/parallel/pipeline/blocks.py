@@ -82,9 +82,10 @@ def part_of(
         parent.add_module(last, named[name])
     first: dict[nn.Parameter, str] = {}
     for name, block in named.items():
-        for inside, param in block.named_parameters():
-            first.setdefault(param, f"{name}.{inside}")
-    part.first_names = {name: first[param] for name, param in part.named_parameters()}
+        for param, weight in describe(block).weights.items():
+            first.setdefault(param, f"{name}.{weight.name}")
+    weights = describe(part).weights
+    part.first_names = {weight.name: first[param] for param, weight in weights.items()}
     params_of = [{p for name in names for p in named[name].parameters()} for names in owned]
     for param in part.parameters():
         ranks = [rank for rank, params in enumerate(params_of) if param in params]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from ringcomm.ops import shard_range
 from ringcomm.parallel.flat_collectives import take_from_rank0
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.regions import give_memory
 
@@ -27,13 +28,6 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 # blocks have at least 16 rows.
 BLOCK_ELEMS = 1 << 22
 MIN_ROWS = 16
-
-
-def refuse_copy(*_: Any) -> NoReturn:
-    """Raises RuntimeError for a copy, which would lack the gradient hooks."""
-    raise RuntimeError(
-        "layers that are sharded over ranks cannot be copied: copy the layers before you shard them"
-    )
 
 
 @dataclass(frozen=True)
