@@ -244,7 +244,7 @@ def gather_whole(
             raise ValueError(
                 f"{'.'.join(path)} must have the same shape and dtype on all ranks, got {owners}"
             )
-        whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype)
+        whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype, device="cpu")
         for entry, owner in owners.items():
             if not entry.boxes:
                 continue

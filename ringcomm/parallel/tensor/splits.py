@@ -65,7 +65,7 @@ class Split:
             )
         sizes = [*part.shape]
         sizes[self.dim] = self.total
-        stride = torch.empty(sizes, device="meta").stride()
+        stride = torch.empty(sizes, dtype=part.dtype, device="meta").stride()
         if group not in _meshes:  # made without communication
             _meshes[group] = DeviceMesh.from_group(group, part.device.type)
         placed = _meshes[group], [Shard(self.dim)]
@@ -197,7 +197,7 @@ def drawn_part(
     num_rows, *row_sizes = shape
     split = split or Split(0, ((0, num_rows),), 0)
     empty = partial(torch.empty, device=device, dtype=dtype)
-    part = empty(split.cut(torch.empty(shape, device="meta")).shape)
+    part = empty(split.cut(torch.empty(shape, dtype=dtype, device="meta")).shape)
     step = max(MIN_ROWS, BLOCK_ELEMS // max(1, math.prod(row_sizes)) // MIN_ROWS * MIN_ROWS)
     begin = 0
     while begin < num_rows:
