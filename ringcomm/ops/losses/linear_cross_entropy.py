@@ -107,6 +107,12 @@ def linear_cross_entropy(
     divisor = checked_num_items(num_items, checked.reduction)
     if mesh is not None:
         group = resolve_group(group, mesh)
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(tensor, "placements"):
+            raise TypeError(
+                f"{name} is a DTensor: call the loss inside the forward of a model of fully_shard,"
+                " and with tensor parallelism pass to_local() with group="
+            )
     class_weight = checked_weight(hidden, class_weight, group, "hidden")
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
