@@ -374,6 +374,25 @@ def fsdp_params(module: Any) -> list[list[Any]]:
     return [group.fsdp_params for group in groups if group is not None]
 
 
+def gather_outside_inference_mode(unit: Any) -> None:
+    """Makes a unit of fully_shard allocate its gathered weights outside inference mode.
+
+    fully_shard keeps those of the first forward pass, and training cannot write into a tensor that
+    was made in inference mode.
+    """
+    for param in (param for params in fsdp_params(unit) for param in params):
+        for name in ("init_all_gather_outputs", "init_unsharded_param"):
+            if name not in vars(param):
+                setattr(param, name, partial(_outside_inference_mode, getattr(param, name)))
+
+
+def _outside_inference_mode(call: Callable[..., Any], *args: Any) -> Any:
+    if not torch.is_inference_mode_enabled():  # entering it costs 3 us
+        return call(*args)
+    with torch.inference_mode(False):
+        return call(*args)
+
+
 def fill_accumulated(params: Iterable[Any]) -> None:
     """Adds zeros to what no_sync() has accumulated for weights of a unit without a gradient.
 

@@ -191,10 +191,10 @@ class AdaLomo(InBackwardOptimizer):
         rows, columns = slot.layout.matrix
         device = slot.local.device
         if not slot.layout.is_matrix:
-            return {"exp_avg_sq": torch.zeros(columns, device=device)}
+            return {"exp_avg_sq": torch.zeros(columns, dtype=torch.float32, device=device)}
         return {
-            "exp_avg_sq_row": torch.zeros(rows, device=device),
-            "exp_avg_sq_col": torch.zeros(columns, device=device),
+            "exp_avg_sq_row": torch.zeros(rows, dtype=torch.float32, device=device),
+            "exp_avg_sq_col": torch.zeros(columns, dtype=torch.float32, device=device),
         }
 
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
@@ -212,7 +212,7 @@ class AdaLomo(InBackwardOptimizer):
             low_part = None if low is None else block.of(low)
             options = {"low": low_part, "clip_value": self.options.clip_grad_value}
             blocks.append((block, (block.of(weight), block.of(grad), *factors), options))
-        squares = torch.zeros(2, device=weight.device)
+        squares = torch.zeros(2, dtype=torch.float32, device=weight.device)
         for _, given, options in blocks:
             squares += _ops.adalomo_squares(*given, factor, **options)
         mean_squares = _summed(squares, layout) / max(1, layout.shape.numel())
@@ -229,7 +229,7 @@ class AdaLomo(InBackwardOptimizer):
         group, state, layout = self._group_of(slot), self._state_of(slot), slot.layout
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
         num_rows, num_columns = layout.matrix
-        sums = torch.zeros(num_rows + num_columns, device=grad.device)
+        sums = torch.zeros(num_rows + num_columns, dtype=torch.float32, device=grad.device)
         rows, columns = sums[:num_rows], sums[num_rows:]
         for block in layout.blocks:
             of_rows, of_columns = _ops.square_sums(
@@ -239,7 +239,7 @@ class AdaLomo(InBackwardOptimizer):
             columns[block.columns] += of_columns
         if not layout.is_matrix:
             moment = state["exp_avg_sq"].lerp_(columns + eps, weight)
-            return torch.ones(1, device=grad.device), moment.rsqrt()
+            return torch.ones(1, dtype=torch.float32, device=grad.device), moment.rsqrt()
         _summed(sums, layout)
         row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
         column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)

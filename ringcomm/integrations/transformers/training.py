@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,8 +26,7 @@ def patch_loss(
 
     Args:
         model: a model of transformers >= 4.46, such as AutoModelForCausalLM returns.
-        inplace: if gradients are enabled, the loss overwrites the logits with their gradient. The
-            model's output then has no logits.
+        inplace: as in cross_entropy: the outputs of a training step then have no logits.
         label_smoothing: in [0, 1].
         z_loss: the factor of lse ** 2.
 
@@ -92,7 +90,7 @@ def causal_lm_loss(
         vocab_size=vocab_size,
         num_items=num_items_in_batch,
         ignore_index=ignore_index,
-        inplace=inplace and torch.is_grad_enabled(),
+        inplace=inplace,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )

@@ -86,7 +86,7 @@ class Packing:
 
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8, one-dimensional, on the CPU."""
-        return torch.empty(sum(self._sizes), dtype=torch.uint8)
+        return torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu")
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, in the order of their shapes; they share its memory."""
@@ -179,7 +179,7 @@ class Header(NamedTuple):
 def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header) -> Any:
     """Returns a Work at once; sends the message, and keeps its tensor, even without wait()."""
     if isinstance(message, Header):
-        message = torch.tensor(message, dtype=torch.float64)
+        message = torch.tensor(message, dtype=torch.float64, device="cpu")
     return dist.isend(message, group=group, group_dst=peer, tag=tag)
 
 

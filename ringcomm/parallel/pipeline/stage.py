@@ -15,7 +15,7 @@ from torch.func import functional_call
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
-from ringcomm.torch_names import FakeTensorMode
+from ringcomm.torch_names import FakeTensorMode, gather_outside_inference_mode
 
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 
@@ -153,6 +153,9 @@ class Stage(TorchStage):
             group=group,
             dw_builder=(lambda: lambda: None) if stage_idx > 0 and has_no_halves else None,
         )
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                gather_outside_inference_mode(unit)
         self._own = own  # the module without its wrapper
         self._after_backward = after_backward
         self._used: set[int] = set()  # indices of weights with a gradient on this rank

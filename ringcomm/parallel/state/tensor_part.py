@@ -250,7 +250,7 @@ def gather_whole(
                 f"the ranks of the group have {num_found} of {math.prod(first.shape)} elements of"
                 f" {'.'.join(path)}: pass the group of all ranks of the model"
             )
-        whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype)
+        whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype, device="cpu")
         for entry, owner in owners.items():
             if not entry.boxes:
                 continue

@@ -59,7 +59,7 @@ class Split:
             )
         sizes = [*part.shape]
         sizes[self.dim] = self.total
-        stride = torch.empty(sizes, device="meta").stride()
+        stride = torch.empty(sizes, dtype=part.dtype, device="meta").stride()
         placed = mesh_of(group, part.device), [Shard(self.dim)]
         return DTensor.from_local(
             part, *placed, run_check=False, shape=torch.Size(sizes), stride=stride
@@ -190,7 +190,7 @@ def drawn_part(
     num_rows, *row_sizes = shape
     split = split or Split(0, ((0, num_rows),), 0)
     empty = partial(torch.empty, device=device, dtype=dtype)
-    part = empty(split.cut(torch.empty(shape, device="meta")).shape)
+    part = empty(split.cut(torch.empty(shape, dtype=dtype, device="meta")).shape)
     step = max(MIN_ROWS, BLOCK_ELEMS // max(1, math.prod(row_sizes)) // MIN_ROWS * MIN_ROWS)
     begin = 0
     while begin < num_rows:

@@ -242,7 +242,8 @@ class FlatZero(ZeroOptimizer):
                 elif value.data_ptr() != own.data_ptr():
                     state[name] = with_own_storage(own.copy_(value))
             if isinstance(rule, ops.AdamWStep) and not isinstance(state.get("step"), Tensor):
-                state["step"] = torch.tensor(float(state.get("step", 0)))
+                step = float(state.get("step", 0))
+                state["step"] = torch.full([], step, dtype=torch.float32, device="cpu")
         return {name: buffers[name] for name in rule.state_names}
 
     def _state_of(self, param: Any) -> dict[str, Any]:

@@ -264,7 +264,8 @@ class States(torch.optim.Optimizer):
             return state
         is_on_device = group.get("fused") or group.get("capturable")
         device = param.device if is_on_device else torch.device("cpu")
-        return {**state, "step": torch.tensor(float(state["step"]), device=device)}
+        step = torch.tensor(float(state["step"]), dtype=torch.float32, device=device)
+        return {**state, "step": step}
 
 
 def _joined(part: Tensor, mesh: DeviceMesh, placements: Any, like: Any) -> DTensor:
