@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -65,8 +66,8 @@ class ModelWeights:
             )
         elif not param.requires_grad:
             why = "does not require grad: leave it out"
-        elif not param.is_floating_point():
-            why = f"must be floating point, got {param.dtype}"
+        elif param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            why = f"must be float32, float16 or bfloat16, got {param.dtype}"
         elif (trainer := find_trainer(param)) is not None:
             why = f"already has an optimizer, {type(trainer).__name__}: close() that one first"
         else:
@@ -177,7 +178,7 @@ class ModelWeights:
         param, owners = slot.param, [module for module, _ in self._places.get(slot.param, [])]
         hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
         slot.hook_id = hook.id
-        undo = [hook.remove, lambda: note_trainer([param], None)]
+        undo = [hook.remove, lambda: note_trainer([param], None), slot.show]
         for owner in owners:
             undo.append(owner.register_forward_pre_hook(slot.is_used).remove)
             owner.__dict__["__reduce_ex__"] = partial(_reduce_plain, owner)
