@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -65,8 +66,10 @@ class ModelWeights:
             )
         elif not param.requires_grad:
             why = "does not require grad: leave it out"
-        elif not param.is_floating_point():
-            why = f"must be floating point, got {param.dtype}"
+        elif param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            why = f"must be float32, float16 or bfloat16, got {param.dtype}"
+        elif param.numel() not in (0, 1 + sum(map(_step, param.shape, param.stride()))):
+            why = f"has strides {param.stride()}, with gaps or overlaps in memory: copy it"
         elif (trainer := find_trainer(param)) is not None:
             why = f"already has an optimizer, {type(trainer).__name__}: close() that one first"
         else:
@@ -122,6 +125,11 @@ class ModelWeights:
             param: Any = slot.param
             if isinstance(param, DTensor):  # fully_shard temporarily puts others in its place
                 continue
+            if param.dtype != slot.placeholder.dtype:
+                raise ValueError(
+                    f"{slot.name} was cast to {param.dtype} after {self._optimizer} was made: cast"
+                    " the model before"
+                )
             for module, attribute in self._places.get(param, []):
                 if module not in modules or module._parameters.get(attribute) is not param:
                     raise ValueError(
@@ -177,7 +185,7 @@ class ModelWeights:
         param, owners = slot.param, [module for module, _ in self._places.get(slot.param, [])]
         hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
         slot.hook_id = hook.id
-        undo = [hook.remove, lambda: note_trainer([param], None)]
+        undo = [hook.remove, lambda: note_trainer([param], None), slot.show]
         for owner in owners:
             undo.append(owner.register_forward_pre_hook(slot.is_used).remove)
             owner.__dict__["__reduce_ex__"] = partial(_reduce_plain, owner)
@@ -225,6 +233,11 @@ def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
         mine = [k for k, hook in hooks if isinstance(getattr(hook, "__self__", None), Slot)]
         state["_forward_pre_hooks"] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
     return make, args, state, *rest
+
+
+def _step(size: int, stride: int) -> int:
+    """The distance of the first and the last element along a dimension."""
+    return (size - 1) * stride
 
 
 def run_all(actions: list[Callable[[], Any]]) -> None:
