@@ -351,6 +351,12 @@ def fsdp_params(module: Any) -> list[list[Any]]:
     return [group.fsdp_params for group in groups if group is not None]
 
 
+def gathered_weights(module: Any) -> list[Any]:
+    """The whole weights of a unit of fully_shard, which has run its forward."""
+    params = (param for group in fsdp_params(module) for param in group)
+    return [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+
+
 def fill_accumulated(params: Iterable[Any]) -> None:
     """Adds zeros to what no_sync() has accumulated for weights of a unit without a gradient.
 

@@ -133,6 +133,18 @@ def check_params(model: nn.Module, *, allow_meta: bool) -> None:
         raise ValueError(f"weights to shard must be on one device, got {sorted(map(str, devices))}")
 
 
+def refuse_max_norm(model: nn.Module) -> None:
+    """Raises ValueError for an embedding that changes its weight in the forward pass."""
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.max_norm is not None and module.weight.requires_grad:
+            raise ValueError(
+                f"{name}.weight cannot be sharded, because max_norm={module.max_norm} changes it in"
+                " the forward pass of one rank: set max_norm=None and scale the embeddings that are"
+                " looked up"
+            )
+
+
 def check_can_materialize(model: nn.Module) -> None:
     """Raises ValueError for a module on the meta device that cannot initialize its tensors."""
     for name, module in model.named_modules():

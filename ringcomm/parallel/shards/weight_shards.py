@@ -26,6 +26,7 @@ from ringcomm.parallel.shards.units import (
     check_params,
     materialize,
     params_of_units,
+    refuse_max_norm,
 )
 from ringcomm.torch_names import broadcast_coalesced_, ignore_in_ddp, ignored_in_ddp
 
@@ -101,6 +102,7 @@ class WeightShards:
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is already sharded: close() its WeightShards first")
         refuse_experts(model, "WeightShards")
+        refuse_max_norm(model)
         check_params(model, allow_meta=self._home is not None)
         check_can_materialize(model)
         found = params_of_units(model, units)

@@ -19,7 +19,7 @@ from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import check_agreement, device_of, local_of
 from ringcomm.parallel.model_axes import StagePart, stage_part_of
 from ringcomm.parallel.shards import find_shards
-from ringcomm.parallel.shards.units import check_can_materialize, materialize
+from ringcomm.parallel.shards.units import check_can_materialize, materialize, refuse_max_norm
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
@@ -215,6 +215,7 @@ def _checked_names(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("DistributedDataParallel reduces gradients itself: pass model.module")
     refuse_experts(model, "zero.shard")
+    refuse_max_norm(model)
     if isinstance(model, StagePart) and stage == 3:
         raise ValueError(
             "stage 3 gathers weights around the model's forward, which a pipeline does not call:"
