@@ -199,9 +199,9 @@ class Zero3(ZeroOptimizer):
 
     def _reset_units(self) -> None:
         """Makes fully_shard ready for the next forward, after an error in a pass."""
-        model = self._model()
+        model: Any = self._model()
         if hasattr(model, "reset_iter_state"):  # from torch 2.13 on
-            model.reset_iter_state()  # type: ignore[union-attr, operator]
+            model.reset_iter_state()
             self._is_in_forward = False
             self._begun.clear()
 
