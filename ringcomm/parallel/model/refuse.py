@@ -90,9 +90,8 @@ _MODULES = (
     _Row(
         _TRAINERS,
         lambda m, a: a.is_replicated and _changes_its_weight(m),
-        "{name}.weight changes in the forward pass of one rank, because max_norm is set, and"
-        " {asked.name} keeps weights equal on all ranks: set max_norm=None, and scale the embeddings"
-        " that are looked up",
+        "{asked.name} cannot keep {name}.weight equal on all ranks, because max_norm changes it in"
+        " the forward pass of one: set max_norm=None, and scale the embeddings that are looked up",
     ),
     _Row(
         _FSDP | _INFINITY,
