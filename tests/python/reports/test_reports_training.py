@@ -310,7 +310,7 @@ def test_an_embedding_that_renormalizes_its_weight_is_refused(rank: int) -> None
     """https://github.com/pytorch/pytorch/issues/37246: max_norm writes weights in the forward."""
     for stage in STAGES:
         model = Embedded(max_norm=0.5)
-        with pytest.raises(ValueError, match=r"embedding\.weight equal on all ranks, because max_norm"):
+        with pytest.raises(ValueError, match=r"embedding\.weight equal on all ranks"):
             shard(model, sgd(model), stage)
     with pytest.raises(ValueError, match="max_norm"):
         WeightShards(Embedded(max_norm=0.5))
