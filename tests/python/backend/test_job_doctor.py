@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import machines
 import pytest
 from hang_cases import CASES, Case
 from machines import Unavailable
@@ -189,16 +191,21 @@ def test_what_is_no_job_is_refused_in_one_line() -> None:
         with pytest.raises(job.JobError, match="has ended meanwhile"):  # and nobody waited for it
             job.examine(other.pid)
         other.wait()
-        with pytest.raises(job.JobError, match="there is no process"):
-            job.examine(other.pid)
+        for pid in (other.pid, 0, -1, 1 << 40):
+            with pytest.raises(job.JobError, match=f"there is no process {pid}"):
+                job.examine(pid)
 
 
-def as_another_user(call: Callable[[], object]) -> str:
-    """What a call raises in a process of user nobody."""
+def as_another_user(call: Callable[[], object], hidepid: str) -> str:
+    """What a call raises in a process of user nobody, for whom /proc hides others' processes."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            if hidepid != "0":
+                machines.enter_namespaces(machines.CLONE_NEWNS)
+                machines.make_mounts_private()
+                machines.mount("proc", "/proc", data=f"hidepid={hidepid}")
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
@@ -217,15 +224,28 @@ def as_another_user(call: Callable[[], object]) -> str:
         os.close(ours)
 
 
+OF_ANOTHER_USER = "process {} belongs to another user: run this as that user, or as root"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_job_is_refused_in_one_line(launcher: Launcher, tmp_path: Path) -> None:
+    """Also where /proc shows its processes, and no more (1), or hides them (2)."""
     with launcher.job("computes", tmp_path, 2) as pids:
-        for pid in (pids[0], launcher.pid):
-            said = as_another_user(partial(job.examine, pid))
-            assert said == (
-                f"JobError: process {pid} belongs to another user: run this as that user, or as "
-                "root"
-            )
+        for pid, hidepid in product((pids[0], launcher.pid), "012"):
+            said = as_another_user(partial(job.examine, pid), hidepid)
+            if said.startswith("Unavailable"):
+                pytest.skip(said)
+            assert said == f"JobError: {OF_ANOTHER_USER.format(pid)}", hidepid
+
+
+def test_a_process_of_root_is_refused_in_one_line() -> None:
+    try:
+        os.kill(1, 0)
+    except PermissionError:
+        with pytest.raises(job.JobError, match=OF_ANOTHER_USER.format(1)):
+            job.examine(1)
+    else:
+        pytest.skip("the first process is this user's, or this user is root")
 
 
 def test_a_job_that_ends_meanwhile(

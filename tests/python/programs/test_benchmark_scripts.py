@@ -15,6 +15,7 @@ import deaths
 import footprint
 import front_door
 import harness
+import hosts
 import llama_memory
 import lomo
 import plot
@@ -25,6 +26,8 @@ import table
 import torch
 import trainees
 from html_report import read_records
+from machines import needs_programs
+from programs import environment
 from torch import Tensor
 
 from ringcomm import cli
@@ -97,8 +100,11 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
 def test_records_of_a_script(script: str, tmp_path: Path) -> None:
     if script in ("inference", "llama_memory"):
         pytest.importorskip("transformers")
-    if script == "hosts" and subprocess.call(["unshare", "-rn", "ip", "link", "set", "lo", "up"]):
-        pytest.skip("this machine does not let users make network namespaces")
+    if script == "hosts":
+        needs_programs(*hosts.TOOLS)
+        probe = ["unshare", "-rn", "ip", "link", "set", "lo", "up"]
+        if subprocess.call(probe, env=environment()):
+            pytest.skip("this machine does not let users make network namespaces")
     options, field, expected = SCRIPTS[script]
     path = tmp_path / "records.jsonl"
     assert import_module(script).main(["--json", str(path), *options.split()]) == EXIT_OK
