@@ -10,14 +10,14 @@ from collections.abc import Sequence
 SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
 
-def search_path(folders: Sequence[str] = SYSTEM_FOLDERS) -> str:
+def search_path(folders: Sequence[str]) -> str:
     """PATH, followed by other folders."""
     return os.pathsep.join([os.environ.get("PATH") or os.defpath, *folders])
 
 
-def find_program(name: str, folders: Sequence[str] = SYSTEM_FOLDERS) -> str | None:
-    """The path of a program on PATH or in other folders, or None."""
-    return shutil.which(name, path=search_path(folders))
+def find_program(name: str, folders: Sequence[str] | None = None) -> str | None:
+    """The path of a program on PATH or in other folders, the system's by default; or None."""
+    return shutil.which(name, path=search_path(folders or SYSTEM_FOLDERS))
 
 
 def missing_programs(*names: str) -> list[str]:
@@ -27,4 +27,4 @@ def missing_programs(*names: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment in which a child finds programs of the system by name."""
-    return {**os.environ, "PATH": search_path()}
+    return {**os.environ, "PATH": search_path(SYSTEM_FOLDERS)}

@@ -114,8 +114,13 @@ def run_inside(stage: Path, arguments: list[str]) -> int:
         give(folder, user)
     environment = {
         **{name: os.environ[name] for name in ("CI", "LANG", "TZ") if name in os.environ},
-        **{"HOME": str(home), "PATH": PATH, "PYTHONPATH": str(copy), "TMPDIR": str(own)},
-        **{"USER": NAME, "LOGNAME": NAME, "RINGCOMM_ORDINARY_USER": "1"},
+        "HOME": str(home),
+        "PATH": PATH,
+        "PYTHONPATH": str(copy),
+        "TMPDIR": str(own),
+        "USER": NAME,
+        "LOGNAME": NAME,
+        "RINGCOMM_ORDINARY_USER": "1",
     }
     drop = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
     probe = [*drop, sys.executable, "-c", "import pytest, torch, ringcomm"]

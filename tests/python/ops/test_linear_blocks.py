@@ -92,7 +92,7 @@ def test_the_sum_of_the_weights_gradient_takes_no_memory_beside_it(
 
 
 def test_tensors_from_before_are_not_counted() -> None:
-    """The profiler would count their memory as given back, if an earlier profile knew its address."""
+    """The profiler counts their memory as given back if an earlier profile knew its address."""
     kept = [torch.ones(1000), torch.ones(3000)]
 
     def body() -> None:
