@@ -7,9 +7,6 @@ import warnings
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-# Options of earlier versions, which are refused by name.
-_REMOVED = ("num_slots", "slot_bytes")
-_CUT = "a ring now chooses the number and size of its slots by itself"
 # Read by csrc/, losses, recordings and the build; each of the others stands for a field of Options.
 _OTHER_VARIABLES = (
     *("RINGCOMM_AS_GLOO", "RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
@@ -71,22 +68,8 @@ class Options:
     says_waits: bool = True
     report_stragglers: bool = False
 
-    def __new__(cls, *_: Any, **given: Any) -> "Options":
-        """Refuses options that no longer exist by their name."""
-        for name in _REMOVED:
-            if name in given:
-                raise TypeError(f"ringcomm.Options has no {name} any more, leave it out: {_CUT}")
-        return super().__new__(cls)
-
     def with_environment(self) -> "Options":
-        """A copy in which environment variables replace fields that have their default.
-
-        Raises:
-            ValueError: a variable of an option that no longer exists is set.
-        """
-        for name in _REMOVED:
-            if os.environ.get(f"RINGCOMM_{name.upper()}"):
-                raise ValueError(f"unset the environment variable RINGCOMM_{name.upper()}: {_CUT}")
+        """A copy in which environment variables replace fields that have their default."""
         found: dict[str, Any] = {}
         for field in fields(self):
             name = f"RINGCOMM_{field.name.upper()}"

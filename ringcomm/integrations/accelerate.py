@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.optim import InBackwardOptimizer
-from ringcomm.parallel.model_axes import tensor_groups_of
+from ringcomm.parallel.tensor.splits import tensor_groups_of
 from ringcomm.parallel.zero import ZeroOptimizer
 
 __all__ = ["register"]

@@ -18,15 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.torch_names import graph_task, in_transform, will_run
 
-_Uses = list[tuple[Tensor, Tensor]]  # of a layer: its input or indices, its output's gradient
-
 
 class Handle:
     """Collects the uses of one weight in backward passes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._uses: dict[int, _Uses] = {}  # by the id of the backward pass
+        self._uses: dict[int, list[Gradient]] = {}  # by the id of the backward pass
 
     def forget(self) -> None:
         """Drops the uses of a backward pass that failed."""
@@ -43,23 +41,31 @@ class Handle:
             if not (will_run(node) and weight.requires_grad):
                 return None
         except RuntimeError:  # of torch.autograd.grad(), for the weight
-            return self._gradient([(given, grad_out)]).dense()
+            return self._gradient(given, grad_out).dense()
         # With create_graph, hooks of users, or an optimizer that was closed since.
         num_late = len(weight._post_accumulate_grad_hooks or ())
         if torch.is_grad_enabled() or weight._backward_hooks or num_late != 1:
-            return self._gradient([(given, grad_out)]).dense()
-        self._uses.setdefault(graph_task(), []).append((given, grad_out))
+            return self._gradient(given, grad_out).dense()
+        root = given if given._base is None else given._base
+        if root.grad_fn is None:  # the user's own buffer, or a weight: it may be written any time
+            given = given.clone()
+        self._uses.setdefault(graph_task(), []).append(self._gradient(given, grad_out))
         return None
 
-    def take(self) -> Gradient | None:
-        """The gradient of the uses in this backward pass; None without one."""
-        uses = self._uses.pop(graph_task(), None)
-        return None if uses is None else self._gradient(uses)
+    def take(self, name: str) -> Gradient | None:
+        """The sum of the uses in this backward pass; None without one. `name` is the weight's.
 
-    def _gradient(self, uses: _Uses) -> Gradient:
-        """The sum over uses."""
+        Raises RuntimeError if their tensors were modified in place.
+        """
+        uses = self._uses.pop(graph_task(), [])
+        for use in uses:
+            use.check_unmodified(name)
+        if len(uses) > 1:
+            return self._gradient(*map(torch.cat, zip(*(use.parts for use in uses), strict=True)))
+        return uses[0] if uses else None
+
+    def _gradient(self, given: Tensor, grad_out: Tensor) -> Gradient:
         module: Any = self.module
-        given, grad_out = uses[0] if len(uses) == 1 else map(torch.cat, zip(*uses, strict=True))
         if given.is_floating_point():
             return LinearGradient(given, grad_out, module.weight.dtype)
         padding_idx = -1 if module.padding_idx is None else module.padding_idx
@@ -76,6 +82,8 @@ def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
     handle: Handle | None = _handles.get(weight)
     if handle is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return None
+    if not weight.is_contiguous():  # the updates by factors are for rows in memory
+        return None
     return handle if handle.module is module else None  # not for a layer tied to it later
 
 
@@ -89,9 +97,12 @@ class _Fused(torch.autograd.Function):
         is_linear = given.is_floating_point()
         ctx.save_for_backward(given, weight if is_linear else None)
         ctx.handle = handle
-        if not is_linear:
-            return nn.functional.embedding(given, weight)
-        return nn.functional.linear(given, weight.to(given.dtype), bias)
+        if is_linear:
+            out = nn.functional.linear(given, weight.to(given.dtype), bias)
+        else:
+            out = nn.functional.embedding(given, weight)
+        # A view as a tensor of its own, which users may modify in place.
+        return out if out._base is None else out.new_empty(0).set_(out)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
@@ -116,6 +127,8 @@ class FusedLinear(nn.Linear):
             return super().forward(input)
         bias: Tensor | None = self.bias
         device = self.weight.device.type
+        if not input.is_floating_point() or input.dtype == torch.float64:  # not cast by autocast
+            return super().forward(input)
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             input = input.to(dtype)

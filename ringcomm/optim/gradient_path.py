@@ -18,8 +18,8 @@ from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot
-from ringcomm.parallel.model_axes import Axes
-from ringcomm.torch_names import at_end_of_backward, graph_task
+from ringcomm.parallel.model.axes import Axes
+from ringcomm.torch_names import at_end_of_backward, graph_task, storage_id
 
 
 class GradientPath:
@@ -75,7 +75,7 @@ class GradientPath:
         with exact(slot.param.device):
             self._open_pass(slot)
             slot.see_dropped()
-            gradient = None if slot.handle is None else slot.handle.take()
+            gradient = None if slot.handle is None else slot.handle.take(slot.name)
             is_new = slot.collect()
             if gradient is None and not is_new:
                 return  # a function has returned None, or the weight is frozen now
@@ -99,6 +99,11 @@ class GradientPath:
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a whole gradient, which fully_shard will reduce."""
+        if slot.is_nested and slot.num_unseen_uses > 1:
+            raise RuntimeError(
+                f"{slot.name} is used by several segments of a reentrant checkpoint, and"
+                " fully_shard loses gradients of all but one: say use_reentrant=False"
+            )
         self._open_pass(slot)
         self._same[slot.peers].expect(slot)
 
@@ -130,6 +135,8 @@ class GradientPath:
                 self._take_turns(self.replicas, all_of_them=True)
         self._open_passes.discard(task)
         self._updated = self.updated()
+        for slot in () if is_nested else self.slots:
+            slot.show()
 
     def _count(self, slot: Slot) -> None:
         """Counts a gradient. Raises RuntimeError, before a write, if it is not expected."""
@@ -188,6 +195,7 @@ class GradientPath:
         if name and (self._is_checked or self._pass == "update"):
             self._is_due = slot.is_written = True
             if self._optimizer.update_replicas(name, slot, grad, self._factor):
+                slot.hide()
                 return
         self.replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
 
@@ -203,7 +211,8 @@ class GradientPath:
                     gradient = Gradient(gradient.dense())
                 slot.held = gradient
             with_norm = self._options.clip_grad_norm is not None
-            self._facts.add(gradient, slot.parts, with_norm=with_norm)
+            is_kept = mode == "deferred"
+            self._facts.add(gradient, slot.parts, with_norm=with_norm, is_kept=is_kept)
             return
         if mode == "immediate" and not self._is_checked:
             # A NaN loss appears in the first gradient, before anything is written.
@@ -215,6 +224,7 @@ class GradientPath:
             self._is_checked = True
         slot.is_written = True
         self._optimizer.update(slot, gradient, self._factor)
+        slot.hide()
 
     # ---- the step as a whole
 
@@ -286,6 +296,12 @@ class GradientPath:
             return False
         with exact(self.slots[0].param.device):
             if self._mode == "deferred":
+                own = {storage_id(slot.local) for slot in self.slots}
+                for slot in self.slots:
+                    if slot.held is not None:
+                        slot.held.check_unmodified(slot.name)
+                        if any(storage_id(part) in own for part in slot.held.parts):
+                            slot.held = Gradient(slot.held.dense())  # of a weight as input
                 factor = self._factor_of_facts()
                 for slot in self.slots:
                     held, slot.held = slot.held, None

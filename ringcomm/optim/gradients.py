@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held
+from ringcomm.parallel.model.axes import Axes, Held
 
 # Rows of a product's smaller matrix per block when only the sum of squares is needed.
 _BLOCK_BYTES = 32 << 20
@@ -24,11 +24,21 @@ class Gradient:
 
     def __init__(self, *parts: Tensor) -> None:
         self.parts = parts
+        self._versions = [part._version for part in parts]
 
     @property
     def nbytes(self) -> int:
         """The bytes that it keeps in memory."""
         return sum(part.nbytes for part in self.parts)
+
+    def check_unmodified(self, name: str) -> None:
+        """Raises RuntimeError if its tensors, which users may have too, were modified since."""
+        if self._versions != [part._version for part in self.parts]:
+            raise RuntimeError(
+                f"the input of the layer of {name}, or its output's gradient, was modified in place"
+                " between the layer's backward and the update of the weight, which needs it:"
+                " modify a copy, or call step() before"
+            )
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The gradient as a tensor, in `dtype` if computed here; default: the weight's dtype."""
@@ -66,23 +76,31 @@ class LinearGradient(Gradient):
         return grad_out.to(dtype) @ x.to(dtype)
 
     def square_sum(self) -> Tensor:
-        """Uses the method with fewer operations, and never materializes the product.
-
-        With few tokens by the Gram identity |dY^T X|^2 = sum(X X^T * dY dY^T).
-        """
-        num_tokens, num_in = self.x.shape
-        num_out = self.grad_out.shape[1]
+        """Materializes only blocks of the product."""
         x = self.x.float()
         total = torch.zeros([], dtype=torch.float64, device=x.device)
-        if num_tokens * (num_in + num_out) < num_in * num_out:
-            grad_out = self.grad_out.float()
-            for rows in _blocks(num_tokens, num_tokens):
-                gram = (x[rows] @ x.t()) * (grad_out[rows] @ grad_out.t())
-                total += gram.sum(dtype=torch.float64)
-        else:
-            for columns in _blocks(num_out, num_in):
-                total += _square_sum(self.grad_out[:, columns].float().t() @ x)
+        for columns in _blocks(self.grad_out.shape[1], x.shape[1]):
+            total += _square_sum(self.grad_out[:, columns].float().t() @ x)
         return total
+
+    @property
+    def has_few_tokens(self) -> bool:
+        """Whether gram_sums() takes fewer operations than square_sum()."""
+        (num_tokens, num_in), num_out = self.x.shape, self.grad_out.shape[1]
+        return num_tokens * (num_in + num_out) < num_in * num_out
+
+    def gram_sums(self) -> Tensor:
+        """The sum of squares as |dY^T X|^2 = sum(X X^T * dY dY^T), and its bound, float64 [2].
+
+        The bound is the sum of squares if no two tokens cancelled. Errors are relative to it.
+        """
+        x, grad_out = self.x.float(), self.grad_out.float()
+        sums = torch.zeros(2, dtype=torch.float64, device=x.device)
+        for rows in _blocks(len(x), len(x)):
+            gram = (x[rows] @ x.t()) * (grad_out[rows] @ grad_out.t())
+            norms = gram.diagonal(rows.start).double().sqrt()
+            sums += torch.stack([gram.sum(dtype=torch.float64), norms.sum()])
+        return torch.stack([sums[0], sums[1].square()])
 
 
 class EmbeddingGradient(Gradient):
@@ -141,16 +159,40 @@ class StepFacts:
 
     def __init__(self) -> None:
         self._sums: dict[Held, Tensor] = {}  # (squares, gradients that are not finite), float64
+        self._grams: list[tuple[Held, LinearGradient, Tensor]] = []
 
-    def add(self, gradient: Gradient, held: Held, *, with_norm: bool) -> None:
-        """Adds a weight's gradient, or this rank's part; `held`: the ranks with the rest."""
+    def add(self, gradient: Gradient, held: Held, *, with_norm: bool, is_kept: bool) -> None:
+        """Adds a weight's gradient, or this rank's part; `held`: the ranks with the rest.
+
+        A gradient that `is_kept` until finish() costs no synchronization before.
+        """
         not_finite = (~gradient.is_finite()).double()
-        square = gradient.square_sum() if with_norm else torch.zeros_like(not_finite)
+        square = torch.zeros_like(not_finite)
+        if with_norm and isinstance(gradient, LinearGradient) and gradient.has_few_tokens:
+            self._grams.append((held, gradient, gradient.gram_sums()))
+        elif with_norm:
+            square = gradient.square_sum()
         sums = torch.stack([square, not_finite])
         self._sums[held] = self._sums[held] + sums if held in self._sums else sums
+        if not is_kept:
+            self._add_grams()
+
+    def _add_grams(self) -> None:
+        """Adds squares by the Gram identity, or those of the product where tokens cancel."""
+        if not self._grams:
+            return
+        device = self._grams[0][2].device
+        found = torch.stack([sums.to(device) for *_, sums in self._grams]).tolist()
+        # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
+        least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
+        for (held, gradient, _), (square, bound) in zip(self._grams, found, strict=True):
+            is_right = square >= least * bound  # not if one is NaN
+            self._sums[held][0] += square if is_right else gradient.square_sum()
+        self._grams = []
 
     def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:
         """The norm of all gradients, and whether they are finite. Collective over the axes."""
+        self._add_grams()
         zeros = torch.zeros(2, dtype=torch.float64, device=device)
         own = {held: sums.to(device) for held, sums in self._sums.items()}
         square, num_not_finite = over_all_ranks(axes, own, zeros, 2).tolist()

@@ -21,6 +21,7 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.model_weights import ModelWeights, run_all
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
+from ringcomm.parallel.model.owners import note_trainer
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -164,6 +165,10 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's, but keeps the dtype of state, for equal bits on resume."""
         super().load_state_dict(state_dict)
+        with torch.inference_mode(False):  # updates must be able to write them
+            self._load_states(state_dict)
+
+    def _load_states(self, state_dict: dict[str, Any]) -> None:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(numbers, params, strict=True):
@@ -194,6 +199,15 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             ValueError: see Lomo.
         """
         if not self._is_verified:
+            index_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+            if len(index_of) != len(self._path.slots):
+                raise ValueError(
+                    f"param_groups has {len(index_of)} weights, but {type(self).__name__} trains"
+                    f" {len(self._path.slots)}: use add_param_group(), or requires_grad_(False) to"
+                    " leave weights out"
+                )
+            for slot in self._path.slots:
+                slot.group_idx = index_of[slot.param]
             self._weights.check_unchanged(self._path.slots)
             # A group may have been made after the optimizer.
             self._weights.check_ranks(self._path.slots, self.options.group)
@@ -211,7 +225,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def _state_of(self, slot: Slot) -> dict[str, Any]:
         """A weight's state; that of its first step if there is none, as after state.clear()."""
         state: dict[str, Any] = self.state[slot.param]
-        if not state:
+        if state:
+            return state
+        with torch.inference_mode(False):
             if self.options.master is not None and slot.param.dtype == torch.bfloat16:
                 # The lower halves of a split weight: 0, because it is bfloat16 so far.
                 state["low"] = torch.zeros_like(slot.local, dtype=torch.int16)
@@ -269,6 +285,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         for slot in new:
             self._lr_of(slot)  # before there is a hook
         path.slots = slots
+        note_trainer((slot.param for slot in new), self)
         for slot in new:
             self._state_of(slot)
             # A gradient that is reduced over ranks must be materialized anyway.

@@ -202,14 +202,14 @@ class AdaLomo(InBackwardOptimizer):
         group, layout, local = self._group_of(slot), slot.layout, slot.local
         lr, seed = self._lr_of(slot), self._rounding_seed(slot)
         low = self._state_of(slot).get("low")
-        # In the order of memory.
-        weight, grad = _flat(local, local), _flat(gradient.dense(torch.float32), local)
-        low = None if low is None else _flat(low, local)
+        # Row by row, whatever the order in memory.
+        weight, grad = local.contiguous(), gradient.dense(torch.float32).contiguous()
+        low_rows = None if low is None else low.contiguous()
         rows, columns = self._factors(slot, grad, factor)
         blocks: list[tuple[Block, tuple[Tensor, ...], dict[str, Any]]] = []
         for block in layout.blocks:
             factors = rows[block.rows], columns[block.columns]
-            low_part = None if low is None else block.of(low)
+            low_part = None if low_rows is None else block.of(low_rows)
             options = {"low": low_part, "clip_value": self.options.clip_grad_value}
             blocks.append((block, (block.of(weight), block.of(grad), *factors), options))
         squares = torch.zeros(2, dtype=torch.float32, device=weight.device)
@@ -223,13 +223,16 @@ class AdaLomo(InBackwardOptimizer):
         for block, given, options in blocks:
             first_elem = layout.first_elem + block.begin
             _ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first_elem)
+        for written, rows_of in ((local, weight), (low, low_rows)):
+            if written is not None and rows_of is not None and rows_of is not written:
+                written.copy_(rows_of)
 
     def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """Updates the moments; returns the factors of the rows and columns of G that make U."""
         group, state, layout = self._group_of(slot), self._state_of(slot), slot.layout
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
         num_rows, num_columns = layout.matrix
-        sums = torch.zeros(num_rows + num_columns, dtype=torch.float32, device=grad.device)
+        sums = grad.new_zeros(num_rows + num_columns, dtype=torch.float32)
         rows, columns = sums[:num_rows], sums[num_rows:]
         for block in layout.blocks:
             of_rows, of_columns = _ops.square_sums(
@@ -239,7 +242,7 @@ class AdaLomo(InBackwardOptimizer):
             columns[block.columns] += of_columns
         if not layout.is_matrix:
             moment = state["exp_avg_sq"].lerp_(columns + eps, weight)
-            return torch.ones(1, dtype=torch.float32, device=grad.device), moment.rsqrt()
+            return moment.new_ones(1), moment.rsqrt()
         _summed(sums, layout)
         row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
         column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)
@@ -251,10 +254,3 @@ def _summed(sums: Tensor, layout: Layout) -> Tensor:
     for group in layout.groups:
         dist.all_reduce(sums, group=group)
     return sums.div_(layout.num_copies)
-
-
-def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor's elements in the memory order of `like`, which is dense."""
-    if tensor.stride() != like.stride():
-        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-    return tensor.as_strided([tensor.numel()], [1])

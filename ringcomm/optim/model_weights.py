@@ -7,30 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.model_axes import (
-    Axes,
-    Held,
-    StagePart,
-    axes_of,
-    has_several_stages,
-    overlap,
-)
-from ringcomm.parallel.shards import find_shards
-from ringcomm.parallel.shards.units import watch_whole_weights
-from ringcomm.parallel.tensor.splits import split_params
-from ringcomm.torch_names import broadcast_coalesced_
-
-_managed = WeakIdKeyDictionary()  # parameters that have an optimizer in their backward pass
+from ringcomm.parallel.model.axes import Axes, Held, overlap
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.owners import find_shards, find_trainer, note_trainer
+from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
+from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.units import watch_whole_weights
 
 
 class ModelWeights:
@@ -46,27 +37,17 @@ class ModelWeights:
     """
 
     def __init__(self, model: nn.Module | None, optimizer: str, *, is_whole: bool) -> None:
-        if isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                "DistributedDataParallel keeps all gradients until it has reduced them: pass the"
-                " model itself, and group="
-            )
         self._model, self._optimizer, self._is_whole = model, optimizer, is_whole
-        # The modules that have a parameter, each with the parameter's name in it.
-        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        self._names: dict[nn.Parameter, str] = {}
-        self.parts: dict[nn.Parameter, Any] = {}  # of tensor-parallel layers
         self.has_several_stages = has_several_stages(model)
-        if model is None:
-            return
-        self._names = {param: name for name, param in model.named_parameters()}
-        self.parts |= split_params(model)
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ValueError(f"{name} produces sparse gradients: make it with sparse=False")
-            for attribute, param in module._parameters.items():
-                if param is not None:
-                    self._places.setdefault(param, []).append((module, attribute))
+        self._described = describe(nn.Module() if model is None else model)
+        weights = self._described.weights
+        refuse(self._described, Asked("Lomo", optimizer, is_replicated=False))
+        # The modules that have a parameter, each with the parameter's name in it.
+        self._places = {param: weight.places for param, weight in weights.items()}
+        self._names = {param: weight.name for param, weight in weights.items()}
+        self.parts: dict[nn.Parameter, Any] = {  # of tensor-parallel layers
+            p: (weight.layer, weight.split) for p, weight in weights.items() if weight.layer
+        }
 
     def name_of(self, param: nn.Parameter, index: int) -> str:
         """Its name in messages."""
@@ -85,18 +66,19 @@ class ModelWeights:
             )
         elif not param.requires_grad:
             why = "does not require grad: leave it out"
-        elif not param.is_floating_point():
-            why = f"must be floating point, got {param.dtype}"
-        elif param in _managed:
-            why = "already has an optimizer in its backward pass: close() that one first"
+        elif param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            why = f"must be float32, float16 or bfloat16, got {param.dtype}"
+        elif param.numel() not in (0, 1 + sum(map(_step, param.shape, param.stride()))):
+            why = f"has strides {param.stride()}, with gaps or overlaps in memory: copy it"
+        elif (trainer := find_trainer(param)) is not None:
+            why = f"already has an optimizer, {type(trainer).__name__}: close() that one first"
         else:
             return
         raise ValueError(f"{name} {why}")
 
     def check_replicas(self, slots: Iterable[Slot], group: dist.ProcessGroup) -> None:
         """Raises for weights that differ between the ranks of a data-parallel group."""
-        if self._model is not None:
-            refuse_experts(self._model, f"{self._optimizer} over several ranks")
+        self._refuse_experts()
         for slot in slots:
             if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(
@@ -117,7 +99,7 @@ class ModelWeights:
         plain = [s for s in slots if s.shards is None and not isinstance(s.param, DTensor)]
         if group is not None or not plain:
             return
-        refuse_experts(self._model, f"{self._optimizer} over several ranks")
+        self._refuse_experts()
         if all(module.group.size() < world_size for module, _ in self.parts.values()):
             raise ValueError(
                 f"{self._optimizer} without group= would train {plain[0].name} separately on each "
@@ -126,11 +108,14 @@ class ModelWeights:
                 "trains its own model"
             )
 
+    def _refuse_experts(self) -> None:
+        refuse(self._described, Asked("Lomo", f"{self._optimizer} over several ranks"))
+
     def check_unchanged(self, slots: Sequence[Slot]) -> None:
         """Raises for a weight that was replaced or unfrozen since the optimizer was made."""
         mine = {slot.param for slot in slots}
         for own, name in self._names.items() if self._is_whole else ():
-            if own.requires_grad and own not in mine and own not in _managed:
+            if own.requires_grad and own not in mine and find_trainer(own) is None:
                 raise ValueError(
                     f"{name} requires grad since {self._optimizer} was made, which does not train"
                     " it: call add_param_group(), or give the optimizer parameters and model="
@@ -140,6 +125,11 @@ class ModelWeights:
             param: Any = slot.param
             if isinstance(param, DTensor):  # fully_shard temporarily puts others in its place
                 continue
+            if param.dtype != slot.placeholder.dtype:
+                raise ValueError(
+                    f"{slot.name} was cast to {param.dtype} after {self._optimizer} was made: cast"
+                    " the model before"
+                )
             for module, attribute in self._places.get(param, []):
                 if module not in modules or module._parameters.get(attribute) is not param:
                     raise ValueError(
@@ -159,7 +149,7 @@ class ModelWeights:
         Raises:
             ValueError: other ranks have gradients that this rank cannot include.
         """
-        axes = Axes({}, (), None) if self._model is None else axes_of(self._model)
+        axes = Axes({}, (), None) if self._model is None else describe(self._model).axes()
         if axes.stages is not None and axes.stages.size() > 1:
             raise ValueError(
                 f"clip_grad_norm and loss_scale of {self._optimizer} would see only the gradients"
@@ -181,17 +171,10 @@ class ModelWeights:
 
         Collective over `group`, if it is one, and over the ranks that share sharded weights.
         """
-        modules = () if self._model is None else tuple(self._model.modules())
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
-        for each in dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)]):
-            split = [module for module, _ in self.parts.values() if overlap(module.group, each)]
-            found: dict[Tensor, None] = {}
-            for module in modules:
-                if module not in split:
-                    params = module.parameters(recurse=False) if each is group else ()
-                    found |= dict.fromkeys((*params, *module.buffers(recurse=False)))
-            plain = [t for t in found if not isinstance(t, DTensor) and find_shards(t) is None]
-            broadcast_coalesced_(plain, each)
+        groups = dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)])
+        if self._model is not None:
+            start_equal(self._model, groups)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 
@@ -200,10 +183,9 @@ class ModelWeights:
     ) -> list[Callable[[], Any]]:
         """Reports a weight's gradients, and uses by its layers."""
         param, owners = slot.param, [module for module, _ in self._places.get(slot.param, [])]
-        _managed[param] = True
         hook = param.register_post_accumulate_grad_hook(lambda _: arrived(slot))
         slot.hook_id = hook.id
-        undo = [hook.remove, lambda: _managed.pop(param, None)]
+        undo = [hook.remove, lambda: note_trainer([param], None), slot.show]
         for owner in owners:
             undo.append(owner.register_forward_pre_hook(slot.is_used).remove)
             owner.__dict__["__reduce_ex__"] = partial(_reduce_plain, owner)
@@ -251,6 +233,11 @@ def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
         mine = [k for k, hook in hooks if isinstance(getattr(hook, "__self__", None), Slot)]
         state["_forward_pre_hooks"] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
     return make, args, state, *rest
+
+
+def _step(size: int, stride: int) -> int:
+    """The distance of the first and the last element along a dimension."""
+    return (size - 1) * stride
 
 
 def run_all(actions: list[Callable[[], Any]]) -> None:

@@ -15,7 +15,7 @@ from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
-from ringcomm.parallel.model_axes import Held
+from ringcomm.parallel.model.axes import Held
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.tensor.splits import Split, SplitModule
 from ringcomm.torch_names import (
@@ -25,11 +25,45 @@ from ringcomm.torch_names import (
     like_dtensor,
     params_of_ddp,
     shape_and_offset,
+    tree_leaves,
     will_run,
+    without_torch_function,
 )
 
 Groups = tuple[dist.ProcessGroup, ...]
 _uses = itertools.count(1)
+
+
+class _UpdatedWeight(nn.Parameter):
+    """The class of a weight between its update and the end of the backward pass.
+
+    A checkpointed segment that reads it without a gradient would be recomputed with other values
+    than in the forward pass, so reading its values inside a backward pass raises RuntimeError.
+    """
+
+    name_in_model = "a weight"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the function; raises if that returns values."""
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+        if graph_task() == NO_BACKWARD or func == Tensor.grad.__get__:  # type: ignore[attr-defined]
+            return result
+        for found in tree_leaves(result):
+            if isinstance(found, (Tensor, float)) and not isinstance(found, cls):
+                weights = (each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+                raise RuntimeError(_read_after_update(next(weights).name_in_model))
+        return result
+
+
+def _read_after_update(name: str) -> str:
+    return (
+        f"{name} was read inside a backward pass that has updated it: a checkpointed segment that"
+        " uses it without a gradient would be recomputed with the new values. Compute what needs it"
+        ' outside of the segment, or keep gradients until step() with clip_mode="deferred" and'
+        " clip_grad_norm="
+    )
 
 
 class Slot:
@@ -88,6 +122,7 @@ class Slot:
 
     def forget(self) -> None:
         """Resets the slot for the next step."""
+        self.show()
         self.num_arrived = self.num_unseen_uses = self.first_use = 0
         self.arrived_in = self._made_in = NO_BACKWARD
         self.is_written = self._is_spent = self._is_marked = self._is_new = False
@@ -103,7 +138,20 @@ class Slot:
         """This rank's part of the weight, which updates write."""
         if self.shards is not None:
             return self.shards.shard_of(self.param)
-        return local_of(self.param).detach()
+        with without_torch_function():
+            return local_of(self.param).detach()
+
+    def hide(self) -> None:
+        """After an update in a backward pass: reading the weight there raises until show()."""
+        if type(self.param) is nn.Parameter and self.shards is None and graph_task() != NO_BACKWARD:
+            self.param.name_in_model = self.name
+            self.param.__class__ = _UpdatedWeight
+
+    def show(self) -> None:
+        """Undoes hide()."""
+        if type(self.param) is _UpdatedWeight:
+            del self.param.name_in_model
+            self.param.__class__ = nn.Parameter
 
     # ---- its gradient
 
@@ -179,6 +227,8 @@ class Slot:
         """The forward pre-hook of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
+        if self.is_written and graph_task() != NO_BACKWARD:
+            raise RuntimeError(_read_after_update(self.name))
         if not self.is_last_hook:  # others must see the gradient first
             hooks = self.param._post_accumulate_grad_hooks
             hooks[self.hook_id] = hooks.pop(self.hook_id)
@@ -231,7 +281,8 @@ class Slot:
             return False
         current = id(whole), whole.dtype, whole.device  # a weight that moves gets a new node
         if self._node_is_for != current:
-            self._node = torch.autograd.graph.get_gradient_edge(whole).node
+            with without_torch_function():
+                self._node = torch.autograd.graph.get_gradient_edge(whole).node
             self._node_is_for = current
         return will_run(self._node)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ringcomm.parallel.flat_collectives import device_of, local_of
-from ringcomm.parallel.model_axes import Axes, Held, axes_of
+from ringcomm.parallel.model.axes import Axes, Held
+from ringcomm.parallel.model.describe import describe
 from ringcomm.torch_names import all_gather_single
 
 
@@ -63,7 +64,7 @@ def clip_grad_norm_(
             "clip_grad_norm_ needs the model or its Pipeline, which describe the parts of other"
             f" ranks; got a {type(model).__name__}"
         )
-    axes = axes_of(module)
+    axes = describe(module).axes()
     grads = {param: param.grad for param in module.parameters() if param.grad is not None}
     norm = total_norm(axes, {param: _own(grad) for param, grad in grads.items()}, norm_type)
     if error_if_nonfinite and not norm.isfinite():

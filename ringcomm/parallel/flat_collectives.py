@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.torch_names import all_gather_single, backend_of, devices_of, reduce_scatter_single
+from ringcomm.torch_names import (
+    all_gather_single,
+    backend_of,
+    broadcast_coalesced_,
+    devices_of,
+    reduce_scatter_single,
+)
 
 
 def shard_sizes(num_elems: int, world_size: int) -> list[int]:
@@ -34,6 +40,15 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def local_of(tensor: Any) -> Tensor:
     """This rank's part of a DTensor or TensorPart; another tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def with_own_storage(part: Tensor) -> Tensor:
+    """The memory of a contiguous part of a buffer as a storage of its size.
+
+    Whatever saves or compares storages then sees a tensor like any other: torch.save(), copies,
+    and the test for shared weights of safetensors. The buffer lives as long as the part.
+    """
+    return torch.from_dlpack(part.view(-1)).view(part.shape)
 
 
 def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,6 +97,22 @@ def all_gather_shards(
     all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
+
+
+def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces tensors, except on the meta device, with those of rank 0 of a group.
+
+    Collective, unless there are none.
+    """
+    given = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    if not given or group.size() == 1:
+        return
+    kinds = [device.type for device in devices_of(group)]
+    sent = [x if x.device.type in kinds else x.to(device_of(group)) for x in given]
+    broadcast_coalesced_(sent, group)
+    for own, value in zip(given, sent, strict=True):
+        if value.device != own.device:
+            own.copy_(value)
 
 
 def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -138,6 +139,16 @@ def register() -> None:
     trainers.knows_ringcomm = True
 
 
+def _save_model(
+    trainer: Any, save: Callable[..., None], output_dir: str | None = None, **options: Any
+) -> None:
+    """Trainer.save_model() of sharded weights, whose save_pretrained() all processes call."""
+    if trainer.args.should_save:
+        save(output_dir, **options)
+    else:
+        trainer.model.save_pretrained(output_dir or trainer.args.output_dir)
+
+
 def _leave_gradients(trainer: Any, optimizer: Any) -> None:
     """Makes a Trainer leave gradients to an optimizer that reduces them; see register()."""
     args = trainer.args
@@ -150,6 +161,8 @@ def _leave_gradients(trainer: Any, optimizer: Any) -> None:
             "Trainer would save the weights of process 0 only, which has only its own shards; set"
             ' save_strategy="no", and save ringcomm.parallel.get_state_dict(full=True) yourself'
         )
+    if is_sharded:
+        trainer.save_model = partial(_save_model, trainer, trainer.save_model)
     if is_sharded and getattr(args, "predict_with_generate", False):
         raise ValueError(
             "predict_with_generate runs the model a different number of times on each process, but"

@@ -18,7 +18,7 @@ from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
-from ringcomm.parallel.tensor.splits import refuse_copy
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.torch_names import all_reduce_coalesced_
 
 _AVERAGED = "_ringcomm_averaged"
@@ -125,16 +125,6 @@ def ignore_in_ddp(model: nn.Module) -> None:
     for prefix, experts in split_experts(model).items():
         names += [name for name, _ in experts.named_buffers(prefix)]
     torch_names.ignore_in_ddp(model, names)
-
-
-def refuse_experts(model: nn.Module, system: str) -> None:
-    """Raises ValueError if ranks have different experts, for a system that needs replicas."""
-    for name in split_experts(model):
-        raise ValueError(
-            f"each rank has different experts in {name or 'the model'}, but {system} would treat"
-            " them as replicas: train this model with an optimizer of torch and"
-            " ringcomm.parallel.expert.average_gradients()"
-        )
 
 
 # ---- gradients

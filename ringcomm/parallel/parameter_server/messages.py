@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.parallel.model.describe import describe
+
 
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are sent in wire_dtype."""
@@ -25,7 +27,8 @@ class Key(NamedTuple):
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require grad, by name, in the model's order."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    weights = describe(model).weights
+    return {weight.name: param for param, weight in weights.items() if param.requires_grad}
 
 
 def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:
@@ -76,6 +79,10 @@ class Packing:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._kinds]
         self._order = sorted(range(len(sizes)), key=lambda index: -self._kinds[index][1].itemsize)
         self._sizes = [sizes[index] for index in self._order]
+
+    def of_gradients(self) -> Packing:
+        """For gradients of the same tensors, and a last tensor: 1 for each that is not missing."""
+        return Packing([*self._kinds, (torch.Size([len(self._kinds)]), torch.uint8)])
 
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8, one-dimensional, on the CPU."""

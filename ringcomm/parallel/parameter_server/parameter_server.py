@@ -17,6 +17,10 @@ from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.owners import note_trainer
+from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parameter_server import messages
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
 from ringcomm.parallel.parameter_server.server import Port, Server
@@ -43,8 +47,8 @@ class ParameterServer:
 
     A parameter that requires grad is a key. Every key has one server; the servers have about
     equally many bytes. With Phi bytes of keys, a worker sends Phi and receives Phi in a step, less
-    the keys of a server in its own process. Each server adds a header of 32 bytes per push, and one
-    in each direction per pull.
+    the keys of a server in its own process. Each server adds per push a header of 32 bytes and a
+    byte per key, and a header in each direction per pull.
 
     With `staleness` s, update t is the mean of the t-th gradients of all workers, and step t of a
     worker waits for update t-1-s. Thus 0 is synchronous training, and a fast worker is at most s
@@ -106,6 +110,7 @@ class ParameterServer:
                 f" params: torch.optim.SGD(params, lr=0.1); got a {type(make_optimizer).__name__}"
             )
         resolved = resolve_group(group, mesh)
+        refuse(describe(model), Asked("ParameterServer", "ParameterServer"))
         ranks = _checked_servers(servers, resolved.size())
         if dedicated and len(ranks) == resolved.size():
             raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
@@ -151,6 +156,7 @@ class ParameterServer:
                 own.start()
         self._num_pushes = 0
         self._is_closed = False
+        note_trainer(self._params.values(), self)
 
     def serve(self) -> None:
         """Serves until all workers have closed. On a dedicated server, once.
@@ -200,8 +206,8 @@ class ParameterServer:
     def push(self) -> None:
         """Sends the gradients and clears them; does not wait for the update.
 
-        Gradients may be accumulated over several backward passes. A parameter without a gradient
-        counts as one of zeros, as under DDP.
+        Gradients may be accumulated over several backward passes. A missing gradient counts as
+        zeros, as under DDP; a parameter without a gradient on any worker is not updated.
 
         Raises:
             RuntimeError: as from pull().
@@ -322,6 +328,7 @@ class ParameterServer:
             if self._server is not None:
                 self._server.join()
         finally:
+            note_trainer(self._params.values(), None)
             dist.destroy_process_group(self.group)
 
     def __enter__(self) -> Self:
@@ -367,12 +374,5 @@ def _meet(group: dist.ProcessGroup, model: nn.Module, mine: Mapping[str, Any]) -
     except ValueError:
         dist.destroy_process_group(own)
         raise
-    values = [*model.parameters(), *model.buffers()]
-    packing = Packing((value.shape, value.dtype) for value in values)
-    buffer = packing.pack([value.detach() for value in values])
-    if buffer.numel():
-        dist.broadcast(buffer, group=own, group_src=0)
-    with torch.no_grad():
-        for value, sent in zip(values, packing.views(buffer), strict=True):
-            value.copy_(sent)
+    start_equal(model, [own])
     return own

@@ -25,7 +25,7 @@ Answer = Callable[[tuple[Header, Tensor | None]], None]
 class _Gradient(NamedTuple):
     version: int  # of the weights that it was computed with
     factor: float  # to multiply it by; 0 if it is not finite
-    tensors: list[Tensor]  # by key of this server, in wire dtypes
+    tensors: list[Tensor | None]  # by key of this server, in wire dtypes; None if missing
 
 
 class Server:
@@ -51,6 +51,7 @@ class Server:
         self.version = self.num_skipped = 0  # updates; without a finite gradient they are skipped
         self.staleness: Counter[int] = Counter()  # gradients by versions between pull and update
         self._group, self._packing, self._optimizer = group, packing, optimizer
+        self._of_gradients = packing.of_gradients()
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
         self._queues: dict[int, deque[_Gradient]] = {worker: deque() for worker in sorted(workers)}
@@ -125,7 +126,7 @@ class Server:
         header = Header.decode(words)
         gradient = None
         if header.kind == Kind.PUSH:
-            gradient = receive(self._group, worker, Tag.GRADIENT, self._packing.new_buffer())
+            gradient = receive(self._group, worker, Tag.GRADIENT, self._of_gradients.new_buffer())
         if header.kind != Kind.CLOSE:
             self._listen(worker)
 
@@ -145,7 +146,9 @@ class Server:
         if header.kind == Kind.PULL:
             self._held.append((header, answer))
         elif gradient is not None:
-            tensors = self._packing.views(gradient)
+            *views, is_there = self._of_gradients.views(gradient)
+            found = zip(views, is_there.tolist(), strict=True)
+            tensors = [view if is_given else None for view, is_given in found]
             self._queues[worker].append(_Gradient(header.has_version, header.version, tensors))
         else:  # a worker closes
             self._present.discard(worker)
@@ -178,17 +181,25 @@ class Server:
         return [queue.popleft() for queue in self._queues.values() if queue]
 
 
-def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
-    """The mean gradient by key: summed in the given order, 16-bit ones in float32."""
+def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor | None]:
+    """The mean gradient by key: summed in the given order, 16-bit ones in float32.
+
+    Missing ones count as zeros, unless all are.
+    """
     if len(gradients) == 1 and gradients[0].factor == 1:
         return gradients[0].tensors
-    means = []
+    means: list[Tensor | None] = []
     for parts in zip(*(gradient.tensors for gradient in gradients), strict=True):
-        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-        total.mul_(gradients[0].factor)
-        for part, gradient in zip(parts[1:], gradients[1:], strict=True):
-            total.add_(part, alpha=gradient.factor)
-        means.append(total.div_(len(gradients)))
+        total = None
+        for part, gradient in zip(parts, gradients, strict=True):
+            if part is None:
+                continue
+            if total is None:
+                total = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+                total.mul_(gradient.factor)
+            else:
+                total.add_(part, alpha=gradient.factor)
+        means.append(None if total is None else total.div_(len(gradients)))
     return means
 
 
@@ -216,12 +227,14 @@ class Port:
         return send(self._group, self._rank, Tag.REQUEST, header)
 
     def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
-        """Sends a gradient by key, None for zeros; it may be overwritten afterwards."""
+        """Sends a gradient by key, None for a missing one; it may be overwritten afterwards."""
+        packing = self.packing.of_gradients()
+        is_there = torch.tensor([grad is not None for grad in gradient], dtype=torch.uint8)
         if self._own is not None:
-            self._own.submit(header, self.packing.pack(gradient))
+            self._own.submit(header, packing.pack([*gradient, is_there]))
             return
         self._flush()
-        self._pushed = self.packing.pack(gradient, self._pushed)
+        self._pushed = packing.pack([*gradient, is_there], self._pushed)
         self.ask(header)
         self._pushing = send(self._group, self._rank, Tag.GRADIENT, self._pushed)
 

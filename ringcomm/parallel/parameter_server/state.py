@@ -62,10 +62,13 @@ class ServerOptimizer:
         """In the order of keys."""
         return [param.detach() for param in self._params.values()]
 
-    def step(self, gradient: Sequence[Tensor]) -> None:
-        """One update, with a gradient by key; cast to its parameter's dtype."""
+    def step(self, gradient: Sequence[Tensor | None]) -> None:
+        """One update, with a gradient by key, cast to its parameter's dtype.
+
+        A parameter with None is not updated, as in torch's optimizers.
+        """
         for param, part in zip(self._params.values(), gradient, strict=True):
-            param.grad = part.to(param.dtype)
+            param.grad = None if part is None else part.to(param.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -16,7 +16,8 @@ from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.parallel.batches import StepLoss, check_rows, parameters_of
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
-from ringcomm.parallel.model_axes import refuse_stage_copy
+from ringcomm.parallel.model.stage_part import refuse_stage_copy
+from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
@@ -31,7 +32,6 @@ from ringcomm.parallel.pipeline.blocks import (
 from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
 from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
 from ringcomm.parallel.pipeline.torch_stage import meta_like
-from ringcomm.parallel.shards.units import materialize
 
 Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -133,7 +133,7 @@ class Pipeline:
         self.stages = cut_blocks(named, costs, self.plan.num_stages)
         own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
         self.module = part_of(named, own, self.group)
-        problem = problem_of(self.module)
+        problem = problem_of(self.module, named)
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         mine = {
             "options": options,

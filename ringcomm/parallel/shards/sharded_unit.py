@@ -20,7 +20,6 @@ from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
 from ringcomm.torch_names import (
     AllgatherOptions,
     all_gather_single,
-    broadcast_coalesced_,
     without_torch_function,
 )
 
@@ -70,7 +69,7 @@ class FreedWeight(nn.Parameter):
 class ShardedUnit:
     """The parameters that are gathered and freed together.
 
-    Values become those of rank 0; parameters start gathered. Collective: a broadcast.
+    Parameters have equal values on all ranks, and start gathered.
 
     Attributes:
         module: the module whose forward needs them.
@@ -96,7 +95,6 @@ class ShardedUnit:
         self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
         self._classes = {param: type(param) for param in params}
-        broadcast_coalesced_(self._flats.values(), group)
         packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
         # Larger elements first, so that all pieces are aligned.
         packed.sort(key=lambda param: -param.element_size())

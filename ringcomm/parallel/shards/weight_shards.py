@@ -4,7 +4,6 @@ Each rank keeps 1/N of every parameter. Parameters keep their identity, and thei
 allocated and freed: unit_hooks.py decides when, sharded_unit.py does it.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -13,30 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.owners import note_shards
+from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.saving import refuse_copy, save_full
+from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.units import check_can_materialize, materialize, params_of_units
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward, refuse_copy
-from ringcomm.parallel.shards.units import (
-    check_can_materialize,
-    check_params,
-    materialize,
-    params_of_units,
-)
-from ringcomm.torch_names import broadcast_coalesced_, ignore_in_ddp, ignored_in_ddp
-
-# Keyed weakly by parameter: the shards hold the parameters.
-_shards_of_params: Any = WeakIdKeyDictionary()
-
-
-def find_shards(param: Tensor) -> "WeightShards | None":
-    """The WeightShards of a parameter; None for an ordinary parameter."""
-    reference = _shards_of_params.get(param)
-    return None if reference is None else reference()
+from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward
+from ringcomm.torch_names import ignore_in_ddp, ignored_in_ddp
 
 
 class WeightShards:
@@ -97,20 +85,18 @@ class WeightShards:
         units: Iterable[nn.Module] | None = None,
     ) -> None:
         self.group = resolve_group(group, mesh)
-        for name, param in model.named_parameters():
-            if find_shards(param) is not None:
-                raise ValueError(f"{name} is already sharded: close() its WeightShards first")
-        refuse_experts(model, "WeightShards")
-        check_params(model, allow_meta=self._home is not None)
-        check_can_materialize(model)
+        if self._home is None:  # zero.shard() has asked
+            refuse(describe(model), Asked("WeightShards", "WeightShards"))
+            check_can_materialize(model)
         found = params_of_units(model, units)
         self._model = model
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         self.units: list[ShardedUnit] = []
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
+            start_equal(model, [self.group], params)
             self.units.append(ShardedUnit(module, params, self.group, self._home))
-        broadcast_coalesced_(model.buffers(), self.group)
+        start_equal(model, [self.group], model.buffers())
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
@@ -126,11 +112,12 @@ class WeightShards:
             for module in model.modules()
             if any(param in self._hooks for param in module.parameters(recurse=False))
         ]
+        note_shards(self._hooks, self)
         for param in self._hooks:
-            _shards_of_params[param] = weakref.ref(self)
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
         refuse_moves(model)
+        self._end_save_full = save_full(model, self.group)
 
     # ---- shards
 
@@ -229,11 +216,13 @@ class WeightShards:
             unit.gather()
         for param, hooks in self._hooks.items():
             hooks.remove()
-            del _shards_of_params[param], param.__deepcopy__, param.__reduce_ex__
+            del param.__deepcopy__, param.__reduce_ex__
+        note_shards(self._hooks, None)
         for module in self._model.modules():
             vars(module).pop("_apply", None)
         for handle in self._handles:
             handle.remove()
+        self._end_save_full()
         if self.units:
             ignore_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []

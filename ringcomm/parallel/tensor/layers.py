@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.options import checks_targets
+from ringcomm.parallel.flat_collectives import take_from_rank0
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
     copy_to_tp,
@@ -27,7 +28,6 @@ from ringcomm.parallel.tensor.splits import (
     SplitModule,
     drawn_part,
     ranges_of,
-    take_from_rank0,
 )
 
 # ---- heads of attention

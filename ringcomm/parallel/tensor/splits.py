@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import Self
 
 from ringcomm.ops import shard_range
+from ringcomm.parallel.flat_collectives import take_from_rank0
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.regions import give_memory
-from ringcomm.torch_names import broadcast_coalesced_
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -27,13 +28,6 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 # blocks have at least 16 rows.
 BLOCK_ELEMS = 1 << 22
 MIN_ROWS = 16
-
-
-def refuse_copy(*_: Any) -> NoReturn:
-    """Raises RuntimeError for a copy, which would lack the gradient hooks."""
-    raise RuntimeError(
-        "layers that are sharded over ranks cannot be copied: copy the layers before you shard them"
-    )
 
 
 @dataclass(frozen=True)
@@ -66,9 +60,7 @@ class Split:
         sizes = [*part.shape]
         sizes[self.dim] = self.total
         stride = torch.empty(sizes, dtype=part.dtype, device="meta").stride()
-        if group not in _meshes:  # made without communication
-            _meshes[group] = DeviceMesh.from_group(group, part.device.type)
-        placed = _meshes[group], [Shard(self.dim)]
+        placed = mesh_of(group, part.device), [Shard(self.dim)]
         return DTensor.from_local(
             part, *placed, run_check=False, shape=torch.Size(sizes), stride=stride
         )
@@ -100,11 +92,11 @@ def ranges_of(num: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, i
     return tuple((min(part * size, num), min((part + 1) * size, num)) for part in range(num_parts))
 
 
-def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Replaces tensors, except on the meta device, with those of rank 0 of a group. Collective."""
-    given = [tensor for tensor in tensors if not tensor.is_meta]
-    if given and group.size() > 1:
-        broadcast_coalesced_(given, group)
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The one-dimensional mesh of a group; made once, without communication."""
+    if group not in _meshes:
+        _meshes[group] = DeviceMesh.from_group(group, device.type)
+    return _meshes[group]
 
 
 class SplitModule(nn.Module):
@@ -171,14 +163,15 @@ class SplitModule(nn.Module):
         super()._load_from_state_dict(given, prefix, metadata, strict, *problems)
 
 
-def split_params(model: nn.Module) -> dict[nn.Parameter, tuple[SplitModule, Split]]:
-    """The split parameters of a model, each with a module that has it."""
-    return {
-        module.get_parameter(name): (module, split)
-        for module in model.modules()
-        if isinstance(module, SplitModule)
-        for name, split in module.splits.items()
-    }
+def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """The groups of tensor-parallel layers in modules, each once, without groups of one rank."""
+    found = (
+        layer.group
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, SplitModule) and layer.group.size() > 1
+    )
+    return list(dict.fromkeys(found))
 
 
 def drawn_part(

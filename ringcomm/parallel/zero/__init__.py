@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn
 
@@ -10,31 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.flat_collectives import check_agreement, device_of, local_of
-from ringcomm.parallel.model_axes import StagePart, stage_part_of
-from ringcomm.parallel.shards import find_shards
-from ringcomm.parallel.shards.units import check_can_materialize, materialize
-from ringcomm.parallel.tensor.regions import summed_over
-from ringcomm.parallel.tensor.splits import split_params
+from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.owners import note_trainer
+from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.units import check_can_materialize
 from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
-from ringcomm.parallel.zero.optimizer import (
-    Given,
-    ShardOptions,
-    ZeroOptimizer,
-    is_sharded,
-    sharded_by,
-)
+from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
-from ringcomm.parallel.zero.stage3 import HOOK_AT_STAGE_3, Zero3
-from ringcomm.torch_names import broadcast_coalesced_, flat_mesh, root_mesh
+from ringcomm.parallel.zero.stage3 import Zero3
+from ringcomm.torch_names import flat_mesh
 
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
@@ -144,7 +133,7 @@ def shard(
         raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3 only")
-    names = _checked_names(model, optimizer, options, stage, mesh)
+    described = _described(model, optimizer, options, stage, mesh)
     is_grid = mesh is not None and mesh.ndim == 2
     if is_grid and (stage != 3 or offload_weights or group is not None):
         raise ValueError(
@@ -161,19 +150,16 @@ def shard(
     }
     check_agreement(mine, resolved)
     state = optimizer.state_dict()
-    given = Given(model, optimizer, stage, resolved, mesh, units, options, names)
+    given = Given(described, optimizer, stage, resolved, mesh, units, options)
     made: ZeroOptimizer
-    if offload_weights:  # WeightShards broadcasts buffers
+    if offload_weights:
         made = ZeroInfinity(given)
     elif stage == 3:
         made = Zero3(given)
     else:
-        materialize(model, [*names], device_of(resolved))
         made = FlatZero(given)
-    if not offload_weights:
-        broadcast_coalesced_(map(local_of, model.buffers()), resolved)
     _retire(optimizer)
-    sharded_by.update(dict.fromkeys(made.all_params(), weakref.ref(made)))
+    note_trainer(made.all_params(), made)
     if state["state"]:
         made.load_state_dict(state)
     return made
@@ -196,14 +182,14 @@ def _refuse_use(*_: Any, **__: Any) -> NoReturn:
 # ---- checks, before anything is sent or changed
 
 
-def _checked_names(
+def _described(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     options: ShardOptions,
     stage: int,
     mesh: DeviceMesh | None,
-) -> dict[nn.Parameter, str]:
-    """The weights' names; raises TypeError or ValueError if they cannot be sharded."""
+) -> Model:
+    """The model; raises TypeError or ValueError if it cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model as the first argument, got a {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -212,109 +198,26 @@ def _checked_names(
         )
     if options.offload_weights and not is_offloaded(optimizer):
         raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("DistributedDataParallel reduces gradients itself: pass model.module")
-    refuse_experts(model, "zero.shard")
-    if isinstance(model, StagePart) and stage == 3:
-        raise ValueError(
-            "stage 3 gathers weights around the model's forward, which a pipeline does not call:"
-            " use stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
-        )
-    if options.looks_first:
-        stage_part_of(model)  # raises for a piece of a pipeline
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"{name or 'the model'} is already sharded by fully_shard")
-    names = {param: name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    described = describe(model)
+    params = {param for group in optimizer.param_groups for param in group["params"]}
     if not params:
         raise ValueError("the optimizer has no parameters")
+    if options.looks_first:
+        _ = described.stage  # raises for a piece of a pipeline
+    system = "infinity" if options.offload_weights else f"zero {stage}"
+    refuse(described, Asked(system, "zero.shard", params, options, mesh))
     for param in params:
-        if param not in names:
+        name = described.weights[param].name
+        if isinstance(param, DTensor) and optimizer.state:
             raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the"
-                " model"
+                f"{name} is a DTensor, and the optimizer has already made"
+                " a step: pass a new optimizer to zero.shard()"
             )
-    if len({param.device for param in params}) > 1:
-        raise ValueError("the parameters of a rank must be on one device, got several")
-    by_fsdp = stage == 3 and not options.offload_weights
-    if by_fsdp and options.loss_scale is not None and options.grad_dtype == torch.float16:
+    if system == "zero 3" and options.loss_scale and options.grad_dtype == torch.float16:
         raise ValueError(
             "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
-    for param, (_, split) in split_params(model).items() if by_fsdp else ():
-        if any(begin == end for begin, end in split.ranges):
-            raise ValueError(
-                f"{names[param]} has no part for some tensor-parallel ranks, and fully_shard of"
-                " stage 3 takes no empty parts: use stage 1 or 2, or fewer ranks"
-            )
-    trained = set(params)
-    for param, name in names.items():
-        refusals = _refusals(name, param, options, stage, mesh, is_trained=param in trained)
-        for reason, is_refused in refusals.items():
-            if is_refused:
-                raise ValueError(reason)
-        if isinstance(param, DTensor) and optimizer.state:
-            raise ValueError(
-                f"{name} is a DTensor, and the optimizer has already made a step: pass a new"
-                " optimizer to zero.shard()"
-            )
     check_can_materialize(model)
     check_elementwise(optimizer)
-    return names
-
-
-def _refusals(
-    name: str,
-    param: nn.Parameter,
-    options: ShardOptions,
-    stage: int,
-    mesh: DeviceMesh | None,
-    *,
-    is_trained: bool,
-) -> dict[str, bool]:
-    """What zero.shard() refuses of a weight, and whether it is so; is_trained: by the optimizer."""
-    by_fsdp = stage == 3 and not options.offload_weights
-    has_owner = is_sharded(param) or find_shards(param) is not None
-    is_spread, own = isinstance(param, DTensor), getattr(param, "device_mesh", None)
-    has_mesh = by_fsdp and mesh is not None
-    is_missing = param.requires_grad and not is_trained
-    refusals = {
-        f"{name} requires grad and is in no parameter group of the optimizer, so that its replicas"
-        " would diverge: add it, or call requires_grad_(False)": is_missing,
-        f"{name} is already sharded": has_owner,
-        f"{name} has no dimensions, so fully_shard of stage 3 cannot shard it: give it one, or use"
-        " stage 1 or 2": by_fsdp and param.dim() == 0,
-        f"{name} is a DTensor: only stage 3 without offload_weights shards such weights, with"
-        " mesh=, other dimensions of the DeviceMesh that they are on": is_spread and not has_mesh,
-        f"{name} is a DTensor on {own}: mesh= must be other dimensions of the same DeviceMesh, got"
-        f" {mesh}": is_spread and has_mesh and not _are_apart(own, mesh),
-    }
-    if not is_trained:
-        return refusals
-    early, late = param._backward_hooks, param._post_accumulate_grad_hooks
-    is_full, is_cast = param.dtype == torch.float32, options.param_dtype is not None
-    takes = (torch.float32,) if by_fsdp else (torch.float32, torch.float16, torch.bfloat16)
-    kinds = "float32" if by_fsdp else "float32, float16 or bfloat16"
-    dtype, given = options.param_dtype or param.dtype, options.reduce_dtype
-    is_reducible = given in (None, torch.float32, dtype)
-    return refusals | {
-        f"{name} does not require grad: leave it out of the optimizer": not param.requires_grad,
-        f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which stage 3"
-        " does not support: use stage 1 or 2": stage == 3 and summed_over(param) is not None,
-        f"{name} {HOOK_AT_STAGE_3}": by_fsdp and bool(early),
-        f"{name} has a hook of register_post_accumulate_grad_hook(), which would see the gradient"
-        " of one rank and one backward pass: remove it, or use register_hook()": bool(late),
-        f"{name} must be {kinds} to be sharded, got {param.dtype}": param.dtype not in takes,
-        f"reduce_dtype must be torch.float32 or {dtype}, the dtype of {name}, got"
-        f" {given}": not is_reducible,
-        f"param_dtype is for float32 weights, but {name} is {param.dtype}": is_cast and not is_full,
-    }
-
-
-def _are_apart(own: Any, other: Any) -> bool:
-    """Whether the meshes are different dimensions of one DeviceMesh, such as fully_shard needs."""
-    shared = set(own.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
-    roots = [root_mesh(mesh).mesh.flatten().tolist() for mesh in (own, other)]
-    return len(shared) <= 1 and roots[0] == roots[1] and bool(other.mesh_dim_names)
+    return described

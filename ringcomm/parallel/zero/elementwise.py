@@ -15,7 +15,7 @@ from ringcomm.torch_names import attributes_of, tree_leaves
 
 OFFLOADED = (offload.AdamW, offload.SGD)
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
-_REFUSED = {
+REFUSED = {
     "Adafactor": "keeps sums over rows and columns of a weight",
     "LBFGS": "needs dot products over all weights",
     "Muon": "orthogonalizes whole matrices",
@@ -48,7 +48,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         return
     reasons = [
         reason
-        for known, reason in _REFUSED.items()
+        for known, reason in REFUSED.items()
         if isinstance(optimizer, getattr(torch.optim, known, ()))
     ]
     leaves = tree_leaves(attributes_of(optimizer))

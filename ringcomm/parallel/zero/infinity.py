@@ -56,7 +56,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._grads.close()
             raise
         self._home = Home(self._tier, self._grads, self._replacing, is_filled=resume)
-        self._weights = _HomedShards(self._home, given.model, group, units=given.units)
+        self._weights = _HomedShards(self._home, given.model.module, group, units=given.units)
         self._own = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [{**g, "params": [*map(self._own.get, g["params"])]} for g in self.param_groups]
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
@@ -65,7 +65,7 @@ class ZeroInfinity(ZeroOptimizer):
         else:
             self._commit()
         self._hooks = GradientHooks(self.all_params(), self)
-        self._names = [given.names[param] for param in self._own]
+        self._names = [given.model.weights[param].name for param in self._own]
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
         self._compared: set[int] = set()

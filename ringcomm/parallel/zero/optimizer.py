@@ -17,18 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.flat_collectives import local_of
-from ringcomm.parallel.model_axes import Axes, Held, axes_of
+from ringcomm.parallel.model.axes import Axes, Held
+from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
 from ringcomm.parallel.zero.states import States
 from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks
-
-# Keyed weakly by parameter: a weak reference to the optimizer that has sharded it.
-sharded_by: Any = WeakIdKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,16 +74,15 @@ class ShardOptions:
 
 
 class Given(NamedTuple):
-    """What zero.shard() was given, checked, and the names of all weights of the model."""
+    """What zero.shard() was given, checked."""
 
-    model: nn.Module
+    model: Model
     optimizer: Any
     stage: int
     group: dist.ProcessGroup
     mesh: DeviceMesh | None
     units: Iterable[nn.Module] | None
     options: ShardOptions
-    names: dict[nn.Parameter, str]
 
 
 def _refuse_copy(*_: Any) -> NoReturn:
@@ -95,14 +92,9 @@ def _refuse_copy(*_: Any) -> NoReturn:
     )
 
 
-def is_sharded(param: nn.Parameter) -> bool:
-    """Whether an optimizer of zero.shard() has the parameter."""
-    return param in sharded_by and sharded_by[param]() is not None
-
-
 def _refuse_ddp(model: nn.Module, *_: Any) -> None:
     """A forward pre-hook; raises if DistributedDataParallel runs the model, but not its copies."""
-    if active_ddp() is not None and any(map(is_sharded, model.parameters())):
+    if active_ddp() is not None and any(map(find_trainer, model.parameters())):
         raise RuntimeError(
             "the model was sharded by zero.shard() but runs in DistributedDataParallel,"
             " which would reduce gradients again: call the model itself. With Accelerate or"
@@ -129,7 +121,7 @@ class ZeroOptimizer(States):
         scale = given.options.loss_scale
         self._scale = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
-        self._model = weakref.ref(given.model)
+        self._model = weakref.ref(given.model.module)
         self._is_offloaded = is_offloaded(optimizer)
         self._is_made = False
         self._given = weakref.ref(optimizer)
@@ -139,7 +131,7 @@ class ZeroOptimizer(States):
         move_step_hooks(optimizer, self)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
-        given.model.register_forward_pre_hook(_refuse_ddp, prepend=True)
+        given.model.module.register_forward_pre_hook(_refuse_ddp, prepend=True)
 
     # It refers to the model, hooks and a process group.
     __deepcopy__ = __reduce_ex__ = _refuse_copy
@@ -257,7 +249,7 @@ class ZeroOptimizer(States):
         """The ranks with the other elements of the tensors from _shards()."""
         model = self._model()
         assert model is not None
-        axes = axes_of(model)
+        axes = describe(model).axes()
         # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
         return axes.sharded_over(self.group) if is_flat else axes

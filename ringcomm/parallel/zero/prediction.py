@@ -10,9 +10,9 @@ from torch import nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
-from ringcomm.parallel.model_axes import axes_of
+from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.units import fsdp_units, params_of_units
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import plan_buckets
 from ringcomm.parallel.zero.elementwise import is_offloaded, num_states
 from ringcomm.parallel.zero.optimizer import ShardOptions
@@ -99,7 +99,7 @@ def predict_traffic(
         raise ValueError(
             "stage must be 1, 2 or 3, got 0, which shards nothing and sends what all_reduce sends"
         )
-    total = bytes_over_all_ranks(axes_of(model), 8, world_size) if chosen.looks_first else 0
+    total = bytes_over_all_ranks(describe(model).axes(), 8, world_size) if chosen.looks_first else 0
     if stage < 3:
         buckets = plan_buckets(model, optimizer.param_groups, stage, chosen)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.

@@ -20,25 +20,22 @@ from torch.distributed.fsdp import (
 
 from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import weakly
+from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
+from ringcomm.parallel.model.saving import refuse_copy, save_full
+from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in
-from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import (
     at_end_of_backward,
-    broadcast_coalesced_,
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
     graph_task,
     reduce_unused,
+    root_mesh,
     untraced,
-)
-
-# Of a weight with hooks of users that gradients at stage 3 do not pass.
-HOOK_AT_STAGE_3 = (
-    "has a hook of register_hook(), which stage 3 would never call, because gradients belong to"
-    " gathered weights: remove it, or use stage 1 or 2"
 )
 
 
@@ -52,11 +49,11 @@ class Zero3(ZeroOptimizer):
 
     def __init__(self, given: Given) -> None:
         """The ranks of the group are those of the mesh. Collective."""
-        model, optimizer = given.model, given.optimizer
+        model, optimizer = given.model.module, given.optimizer
         _shard_units(given)
-        new: dict[str, Any] = dict(model.named_parameters())
         for own in optimizer.param_groups:
-            own["params"] = [new[given.names[param]] for param in own["params"]]
+            places = [given.model.weights[param].places[0] for param in own["params"]]
+            own["params"] = [module.get_parameter(name) for module, name in places]
         super().__init__(given)
         self._own = {param: param for param in self.all_params()}
         if self._is_offloaded:
@@ -64,6 +61,10 @@ class Zero3(ZeroOptimizer):
         self._begun: set[int] = set()  # backward passes that have not ended
         model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
+        is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
+        save_full(model, self.group if is_whole else None)
+        for module in _fsdp_modules(model):
+            module.__deepcopy__ = module.__reduce_ex__ = refuse_copy
         if hasattr(model, "generate"):
             # It calls the encoder of an encoder-decoder model, which uses weights of the root.
             register_fsdp_forward_method(model, "generate")
@@ -216,16 +217,18 @@ class Zero3(ZeroOptimizer):
 def _shard_units(given: Given) -> None:
     """Shards unit by unit: initializes those on the meta device and broadcasts rank 0's values."""
     group, options = given.group, given.options
-    device = next(iter(given.names)).device
+    device = next(iter(given.model.weights)).device
     device = device_of(group) if device.type == "meta" else device
     mesh = given.mesh or DeviceMesh.from_group(group, device.type)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
-    for module, params in fsdp_units(given.model, given.units):
+    whole = given.model.module
+    for module, params in fsdp_units(whole, given.units):
         materialize(module, params, device)
-        broadcast_coalesced_((local_of(param.data) for param in params), group)
+        start_equal(whole, [group], params)
         made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
+    start_equal(whole, [group], whole.buffers())
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:

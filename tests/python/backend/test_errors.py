@@ -191,20 +191,7 @@ BAD: list[tuple[Any, dict[str, str], str, str]] = [
     (Options(transport="p2p", p2p_backend="none"), {}, "ValueError", "p2p_backend"),
     ({"algorithm": "ring"}, {}, "TypeError", "ringcomm.Options"),
     (None, {"RINGCOMM_ALGORITHM": "tree"}, "ValueError", "one_shot"),
-    (
-        None,
-        {"RINGCOMM_NUM_SLOTS": "4"},
-        "ValueError",
-        "unset the environment variable RINGCOMM_NUM_SLOTS",
-    ),
-    (None, {"RINGCOMM_SLOT_BYTES": "64"}, "ValueError", "chooses the number and size of its slots"),
 ]
-
-
-@pytest.mark.parametrize("name", ["num_slots", "slot_bytes"])
-def test_options_that_are_gone_are_refused_by_name(name: str) -> None:
-    with pytest.raises(TypeError, match=f"no {name} any more, leave it out: a ring now chooses"):
-        Options(**{name: 64})  # type: ignore[arg-type]
 
 
 @in_ranks(1, backend=None, fresh=True)

@@ -27,7 +27,7 @@ from ringcomm.nn import (
 )
 from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor
 from ringcomm.parallel.expert.local_experts import split_experts
-from ringcomm.parallel.tensor.splits import split_params
+from ringcomm.parallel.model.describe import describe
 
 DIM, VOCAB = 6, 11
 NORMS = (2.0, math.inf, 1.0, 3.0)
@@ -97,7 +97,8 @@ def give_gradients(
     model: nn.Module, dtype: torch.dtype, scale: float = 1.0, poisoned: str | None = None
 ) -> None:
     """To each parameter this rank's part of the gradient of its name."""
-    splits = {param: split for param, (_, split) in split_params(model).items()}
+    weights = describe(model).weights
+    splits = {p: weight.split for p, weight in weights.items() if weight.split is not None}
     for name, param in model.named_parameters():
         shape, split = list(param.shape), splits.get(param)
         if split is not None:

@@ -317,7 +317,7 @@ def test_copies_in_tensor_parallelism_count_once() -> None:
 
 @in_ranks(2)
 def test_models_that_reduce_by_themselves(rank: int) -> None:
-    with pytest.raises(ValueError, match="pass the model itself, and group="):
+    with pytest.raises(ValueError, match="pass its `module` to Lomo"):
         Lomo(nn.parallel.DistributedDataParallel(Net()), LR)
 
 

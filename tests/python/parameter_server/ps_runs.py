@@ -102,7 +102,7 @@ def train(
 
 
 def check_sent(results: list[dict[str, Any]], workers: list[int], itemsize: int) -> None:
-    """STEPS gradients of every worker, as much down, and one pull more, to the byte.
+    """STEPS gradients of every worker with a byte per key, as many weights, and one pull more.
 
     A pull that finds nothing new is headers alone.
     """
@@ -118,7 +118,8 @@ def check_sent(results: list[dict[str, Any]], workers: list[int], itemsize: int)
         if rank in workers:
             others = [server for server in keys if server != rank]
             headers = (STEPS + num_pulls + 1) * HEADER_BYTES  # the last one closes
-            expected += sum(STEPS * keys[server] + headers for server in others)
+            of_keys = {server: len(names) for server, names in results[0]["keys"].items()}
+            expected += sum(STEPS * (keys[s] + of_keys[s]) + headers for s in others)
         if rank in keys:
             num_clients = len(workers) - (rank in workers)
             expected += num_clients * (STEPS * keys[rank] + num_pulls * HEADER_BYTES)

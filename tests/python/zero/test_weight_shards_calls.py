@@ -94,13 +94,13 @@ def wrong_models() -> Iterator[tuple[nn.Module, type[Exception], str]]:
 
     yield linear(torch.ones(2, 3).t()), ValueError, "dense and contiguous, but weight is not"
     yield linear(torch.ones(2, 2, device="meta")), ValueError, "meta device"
-    yield nn.LazyLinear(2), TypeError, "plain tensors, but weight is a UninitializedParameter"
+    yield nn.LazyLinear(2), TypeError, "weight is an UninitializedParameter of a lazy module"
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     sharded = dist.tensor.distribute_tensor(torch.ones(2, 2), mesh)
     yield linear(sharded), TypeError, "plain tensors, but weight is a DTensor"
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = nn.Parameter(one.weight.data)
-    yield nn.Sequential(one, two), ValueError, "0.weight are two parameters in the same memory"
+    yield nn.Sequential(one, two), ValueError, "0.weight and 1.weight are two parameters in the"
     yield nn.ParameterList([torch.ones(2)]), ValueError, "that can be called, got a ParameterList"
 
 

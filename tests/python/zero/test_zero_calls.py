@@ -48,7 +48,7 @@ def test_errors(rank: int) -> None:
         (model, model, {"stage": 1}, TypeError, "expected an optimizer as the second"),
         (model, sgd, {"stage": 4}, ValueError, "stage must be 1, 2 or 3, got 4"),
         (sgd, model, {"stage": 1}, TypeError, "expected a model as the first"),
-        (DistributedDataParallel(Net()), sgd, {"stage": 1}, ValueError, "pass model.module"),
+        (DistributedDataParallel(Net()), sgd, {"stage": 1}, ValueError, "pass its `module`"),
         (Net(), sgd, {"stage": 1}, ValueError, "is not in the model"),
         (model, torch.optim.SGD([model.scale]), {"stage": 1}, ValueError, "in no parameter group"),
         (model, sgd, {"stage": 1, "bucket_bytes": 0}, ValueError, "bucket_bytes must be positive"),
@@ -75,7 +75,7 @@ def test_errors(rank: int) -> None:
     with pytest.raises(ValueError, match="ranks disagree on the stage: rank 0 has 1, rank 1 has 2"):
         zero.shard(model, sgd, 1 + rank)
     sharded = zero.shard(model, sgd, 1)
-    with pytest.raises(ValueError, match="is already sharded"):
+    with pytest.raises(ValueError, match="already has an optimizer that takes its"):
         zero.shard(model, sgd, 1)
     with pytest.raises(ValueError, match="parameter groups of"):
         sharded.load_state_dict(torch.optim.SGD(Net().parameters()).state_dict())

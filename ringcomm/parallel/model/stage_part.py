@@ -1,23 +1,16 @@
-"""Which ranks have which elements of a model, over all axes of parallelism.
-
-Modules and parameters record it: layers of ringcomm.nn have their tensor-parallel group,
-LocalExperts its expert group, the module of a Pipeline its stages, and DTensors their mesh.
-Replicated data parallelism is not recorded and not needed: gradients are the same on its ranks.
-"""
+"""A rank's blocks of a pipeline, as a module that knows which ranks have the others."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.parts_of_models import register_part
-from ringcomm.parallel.tensor.splits import SplitModule, split_params
+from ringcomm.parallel.tensor.splits import tensor_groups_of
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()
@@ -97,75 +90,6 @@ class StagePart(nn.Module):
         return param in self.tied and self.tied[param][0] != self.group.rank()
 
 
-class Held(NamedTuple):
-    """The ranks with the elements of a parameter.
-
-    A sum over each of `groups` in turn includes all elements, each `num_copies` times.
-    """
-
-    groups: tuple[dist.ProcessGroup, ...]
-    num_copies: int
-
-
-class Axes(NamedTuple):
-    """The distribution of a model over ranks."""
-
-    held: dict[nn.Parameter, Held]  # each parameter of this rank that counts here
-    groups: tuple[dist.ProcessGroup, ...]  # all of them, in the order in which every rank sums
-    stages: dist.ProcessGroup | None  # the group of a pipeline, which is summed last
-
-    def sharded_over(self, group: dist.ProcessGroup) -> Axes:
-        """The axes for a data-parallel group whose ranks have disjoint pieces of each gradient."""
-        if group.size() == 1:
-            return self
-        held = {param: of._replace(groups=(group, *of.groups)) for param, of in self.held.items()}
-        return self._replace(held=held, groups=(group, *self.groups))
-
-
-def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
-    """The groups of tensor-parallel layers in modules, each once, without groups of one rank."""
-    found = (
-        layer.group
-        for module in modules
-        for layer in module.modules()
-        if isinstance(layer, SplitModule) and layer.group.size() > 1
-    )
-    return list(dict.fromkeys(found))
-
-
-def axes_of(model: nn.Module) -> Axes:
-    """The distribution of a model, as its modules and parameters record it.
-
-    Raises ValueError as stage_part_of().
-    """
-    part = stage_part_of(model)
-    of_stages = [] if part is None else part.tensor_groups
-    tensor_groups = list(dict.fromkeys([*tensor_groups_of([model]), *of_stages]))
-    splits = split_params(model)
-    layers = split_experts(model).values()
-    expert_group = {param: layer.group for layer in layers for param in layer.parameters()}
-    # Each rank of a tensor-parallel group counts a fraction of a replicated gradient, because
-    # gradients may differ between ranks in the last bit.
-    replicas = max(tensor_groups, key=lambda group: group.size(), default=None)
-    held, mesh_groups = {}, []
-    for param in model.parameters():
-        if part is not None and part.is_counted_elsewhere(param):
-            continue
-        groups, num_copies = _mesh_of(param)
-        mesh_groups += groups
-        experts = expert_group.get(param)
-        if param in splits:
-            layer, split = splits[param]
-            groups, num_copies = [*groups, layer.group], num_copies * split.num_replicas
-        elif replicas is not None and not (experts and overlap(replicas, experts)):
-            groups, num_copies = [*groups, replicas], num_copies * replicas.size()
-        if experts is not None:
-            groups = [*groups, experts]
-        held[param] = Held(tuple(group for group in groups if group.size() > 1), num_copies)
-    order = [*mesh_groups, *tensor_groups, *(layer.group for layer in layers)]
-    return Axes(held, tuple(dict.fromkeys(order)), part.group if part else None)
-
-
 def has_several_stages(model: nn.Module | None) -> bool:
     """Whether a model is a rank's stages of a pipeline, which have a backward pass each."""
     return isinstance(model, StagePart) and model.num_stages > 1
@@ -186,21 +110,3 @@ def stage_part_of(model: nn.Module) -> StagePart | None:
             " pass the Pipeline"
         )
     return None
-
-
-def _mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
-    """The groups of a DTensor's mesh, and how many ranks of the mesh have the same elements."""
-    if not isinstance(param, DTensor):
-        return [], 1
-    mesh, groups, num_copies = param.device_mesh, [], 1
-    for dim, placement in enumerate(param.placements):
-        if mesh.size(dim) > 1:
-            groups.append(mesh.get_group(dim))
-            num_copies *= mesh.size(dim) if placement.is_replicate() else 1
-    return groups, num_copies
-
-
-def overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two groups have more than one rank in common."""
-    ranks = set(dist.get_process_group_ranks(one))
-    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1

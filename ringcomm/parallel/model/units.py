@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.parallel.shards.unit_hooks import untraced
-from ringcomm.torch_names import gather_outside_inference_mode
+from ringcomm.torch_names import gather_outside_inference_mode, untraced
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -106,32 +105,6 @@ def _units_of_params(
 
     visit(model, model)
     return found
-
-
-def check_params(model: nn.Module, *, allow_meta: bool) -> None:
-    """Raises TypeError or ValueError for a parameter that cannot be sharded."""
-    devices: set[torch.device] = set()
-    names: dict[int, str] = {}
-    for name, param in model.named_parameters():
-        is_lazy = isinstance(param, nn.UninitializedParameter)
-        if is_lazy or type(param.data) is not torch.Tensor:
-            kind = type(param if is_lazy else param.data).__name__
-            raise TypeError(f"weights to shard must be plain tensors, but {name} is a {kind}")
-        if param.layout != torch.strided or not param.is_contiguous():
-            raise ValueError(f"weights to shard must be dense and contiguous, but {name} is not")
-        if param.is_meta and allow_meta:
-            continue
-        if param.is_meta:
-            raise ValueError(f"weights to shard must have values, but {name} is on the meta device")
-        devices.add(param.device)
-        other = names.setdefault(param.data_ptr(), name) if param.numel() else name
-        if other != name:
-            raise ValueError(
-                f"{name} and {other} are two parameters in the same memory: tie weights by using"
-                " one parameter"
-            )
-    if len(devices) > 1:
-        raise ValueError(f"weights to shard must be on one device, got {sorted(map(str, devices))}")
 
 
 def check_can_materialize(model: nn.Module) -> None:

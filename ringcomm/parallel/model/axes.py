@@ -1,0 +1,55 @@
+"""Which ranks have which elements of a model, over all axes of parallelism.
+
+Replicated data parallelism is not recorded and not needed: gradients are the same on its ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class Held(NamedTuple):
+    """The ranks with the elements of a parameter.
+
+    A sum over each of `groups` in turn includes all elements, each `num_copies` times.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    num_copies: int
+
+
+class Axes(NamedTuple):
+    """The distribution of a model over ranks."""
+
+    held: dict[nn.Parameter, Held]  # each parameter of this rank that counts here
+    groups: tuple[dist.ProcessGroup, ...]  # all of them, in the order in which every rank sums
+    stages: dist.ProcessGroup | None  # the group of a pipeline, which is summed last
+
+    def sharded_over(self, group: dist.ProcessGroup) -> Axes:
+        """The axes for a data-parallel group whose ranks have disjoint pieces of each gradient."""
+        if group.size() == 1:
+            return self
+        held = {param: of._replace(groups=(group, *of.groups)) for param, of in self.held.items()}
+        return self._replace(held=held, groups=(group, *self.groups))
+
+
+def mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
+    """The groups of a DTensor's mesh, and how many ranks of the mesh have the same elements."""
+    if not isinstance(param, DTensor):
+        return [], 1
+    mesh, groups, num_copies = param.device_mesh, [], 1
+    for dim, placement in enumerate(param.placements):
+        if mesh.size(dim) > 1:
+            groups.append(mesh.get_group(dim))
+            num_copies *= mesh.size(dim) if placement.is_replicate() else 1
+    return groups, num_copies
+
+
+def overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two groups have more than one rank in common."""
+    ranks = set(dist.get_process_group_ranks(one))
+    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1

@@ -1,0 +1,169 @@
+"""A model on this rank: each weight's names, modules, memory and part, found in one walk.
+
+Layers of ringcomm.nn record their tensor-parallel group, LocalExperts its expert group, the module
+of a Pipeline its stages, and DTensors their mesh. What may change between steps, such as
+`requires_grad`, is read when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.flat_collectives import local_of
+from ringcomm.parallel.model.axes import Axes, Held, mesh_of, overlap
+from ringcomm.parallel.model.owners import find_shards
+from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
+from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
+from ringcomm.torch_names import wrapped_attribute
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter or buffer of a model.
+
+    Attributes:
+        names: in the model, without the prefixes of torch's wrappers; several if it is tied.
+        places: the modules that have it, each with its name there.
+        layer, split: for a part of a tensor-parallel layer, that layer and the part.
+        experts: the sharded experts that it belongs to.
+    """
+
+    tensor: Tensor
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    layer: SplitModule | None = None
+    split: Split | None = None
+    experts: LocalExperts | None = None
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    def is_apart(self, group: dist.ProcessGroup) -> bool:
+        """Whether the ranks of a group have different elements of it."""
+        groups = [] if self.layer is None else [self.layer.group]
+        if self.experts is not None:
+            groups.append(self.experts.group)
+        if (shards := find_shards(self.tensor)) is not None:
+            groups.append(shards.group)
+        if isinstance(self.tensor, DTensor):
+            mesh = self.tensor.device_mesh
+            shard_dims = [d for d, p in enumerate(self.tensor.placements) if not p.is_replicate()]
+            groups += [mesh.get_group(dim) for dim in shard_dims]
+        return any(overlap(own, group) for own in groups)
+
+
+class Model:
+    """The description of a module.
+
+    Attributes:
+        weights: by parameter, in the order of named_parameters().
+        buffers: by buffer.
+        experts: by name, the modules of sharded experts.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.weights: dict[nn.Parameter, Weight] = {}
+        self.buffers: dict[Tensor, Weight] = {}
+        self.experts: dict[str, LocalExperts] = {}
+        for prefix, owner, experts in _walk(module, "", None):
+            if owner is experts:
+                self.experts.setdefault(prefix, experts)
+            splits = owner.splits if isinstance(owner, SplitModule) else {}
+            for found, own in ((self.weights, owner._parameters), (self.buffers, owner._buffers)):
+                for key, tensor in own.items():
+                    if tensor is None:
+                        continue
+                    weight = found.setdefault(tensor, Weight(tensor, experts=experts))  # type: ignore[arg-type]
+                    weight.names.append(prefix + key)
+                    weight.places.append((owner, key))
+                    if key in splits:
+                        weight.layer, weight.split = owner, splits[key]  # type: ignore[assignment]
+
+    @property
+    def names(self) -> dict[str, Tensor]:
+        """The parameters, then the buffers, each under all of its names."""
+        every = [*self.weights.values(), *self.buffers.values()]
+        return {name: weight.tensor for weight in every for name in weight.names}
+
+    @cached_property
+    def stage(self) -> StagePart | None:
+        """The module's blocks of a pipeline. Raises ValueError as stage_part_of()."""
+        return stage_part_of(self.module)
+
+    @cached_property
+    def tensor_groups(self) -> list[dist.ProcessGroup]:
+        """The groups of tensor-parallel layers, also of a pipeline's other stages."""
+        of_stages = [] if self.stage is None else self.stage.tensor_groups
+        return list(dict.fromkeys([*tensor_groups_of([self.module]), *of_stages]))
+
+    def in_same_memory(self) -> tuple[Weight, Weight] | None:
+        """Two parameters whose memory overlaps, or None."""
+        end, before = 0, None
+        spans = []
+        for param, weight in self.weights.items():
+            is_there = not (param.is_meta or isinstance(param, nn.UninitializedParameter))
+            if is_there and find_shards(param) is None and param.layout == torch.strided:
+                own = local_of(param.detach())
+                reach = sum((n - 1) * s for n, s in zip(own.shape, own.stride(), strict=True)) + 1
+                if own.numel():
+                    spans.append((own.data_ptr(), reach * own.element_size(), weight))
+        for begin, num_bytes, weight in sorted(spans, key=lambda span: span[:2]):
+            if before is not None and begin < end:
+                return before, weight
+            end, before = begin + num_bytes, weight
+        return None
+
+    def axes(self) -> Axes:
+        """The distribution of the weights over ranks, for sums in which each element counts once.
+
+        Raises ValueError as stage_part_of().
+        """
+        # Each rank of a tensor-parallel group counts a fraction of a replicated gradient, because
+        # gradients may differ between ranks in the last bit.
+        replicas = max(self.tensor_groups, key=lambda group: group.size(), default=None)
+        held, mesh_groups = {}, []
+        for param, weight in self.weights.items():
+            if self.stage is not None and self.stage.is_counted_elsewhere(param):
+                continue
+            groups, num_copies = mesh_of(param)
+            mesh_groups += groups
+            experts = None if weight.experts is None else weight.experts.group
+            if weight.layer is not None and weight.split is not None:
+                groups = [*groups, weight.layer.group]
+                num_copies *= weight.split.num_replicas
+            elif replicas is not None and not (experts and overlap(replicas, experts)):
+                groups, num_copies = [*groups, replicas], num_copies * replicas.size()
+            if experts is not None:
+                groups = [*groups, experts]
+            held[param] = Held(tuple(group for group in groups if group.size() > 1), num_copies)
+        order = [*mesh_groups, *self.tensor_groups, *(e.group for e in self.experts.values())]
+        return Axes(held, tuple(dict.fromkeys(order)), self.stage.group if self.stage else None)
+
+
+def describe(module: nn.Module) -> Model:
+    """The description of a module on this rank."""
+    return Model(module)
+
+
+def _walk(
+    module: nn.Module, prefix: str, experts: LocalExperts | None
+) -> Iterator[tuple[str, nn.Module, LocalExperts | None]]:
+    """Of each use of a module: the prefix of its names, and the sharded experts around it."""
+    if isinstance(module, LocalExperts) and module.group.size() > 1:
+        experts = module
+    yield prefix, module, experts
+    wrapped = wrapped_attribute(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, prefix if name == wrapped else f"{prefix}{name}.", experts)

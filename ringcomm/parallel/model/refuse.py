@@ -1,0 +1,287 @@
+"""What systems refuse of a model: one table, asked before anything is sent or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.parallel.model.describe import Model, Weight
+from ringcomm.parallel.model.owners import find_shards, find_trainer
+from ringcomm.parallel.model.stage_part import StagePart
+from ringcomm.parallel.tensor.regions import summed_over
+from ringcomm.torch_names import root_mesh
+
+# Of a weight with hooks of users that gradients at stage 3 do not pass.
+HOOK_AT_STAGE_3 = (
+    "has a hook of register_hook(), which stage 3 would never call, because gradients belong to"
+    " gathered weights: remove it, or use stage 1 or 2"
+)
+_FLAT, _FSDP, _INFINITY = {"zero 1", "zero 2"}, {"zero 3"}, {"infinity"}
+_ZERO = _FLAT | _FSDP | _INFINITY
+_SHARDS = {"WeightShards"} | _INFINITY
+_LOMO, _SERVER = {"Lomo"}, {"ParameterServer"}
+_PIPELINE, _TENSOR = {"Pipeline"}, {"tensor_parallelize"}
+_TRAINERS = _ZERO | {"WeightShards"} | _LOMO | _SERVER
+
+
+class Asked(NamedTuple):
+    """Which system asks, and what it was given.
+
+    Attributes:
+        system: "zero 1" to "zero 3", "infinity", "WeightShards", "Lomo", "ParameterServer",
+            "Pipeline" or "tensor_parallelize".
+        name: the system in messages.
+        trained: the parameters of its optimizer; all that require grad by default.
+        options: zero.shard's ShardOptions.
+        mesh: zero.shard's, for stage 3.
+        is_replicated: whether several ranks train the weights together.
+    """
+
+    system: str
+    name: str
+    trained: Collection[nn.Parameter] | None = None
+    options: Any = None
+    mesh: DeviceMesh | None = None
+    is_replicated: bool = True
+
+
+class _Row(NamedTuple):
+    systems: set[str]
+    is_so: Callable[[Any, Asked], Any]  # of a module or a weight
+    text: str
+    kind: type[Exception] = ValueError
+
+
+_MODULES = (
+    _Row(
+        _TRAINERS | _PIPELINE | _TENSOR,
+        lambda m, _: isinstance(m, DistributedDataParallel),
+        "{name} is wrapped in DistributedDataParallel, which reduces gradients itself: pass its"
+        " `module` to {asked.name}",
+    ),
+    _Row(
+        _TRAINERS | _PIPELINE | _TENSOR,
+        lambda m, _: isinstance(m, FullyShardedDataParallel),
+        "{name} is wrapped in FullyShardedDataParallel, which shards its weights itself: pass its"
+        " `module` to {asked.name}, before it is wrapped",
+    ),
+    _Row(
+        _ZERO | {"WeightShards"} | _SERVER,
+        lambda m, _: isinstance(m, FSDPModule),
+        "{name} is already sharded by fully_shard",
+    ),
+    _Row(
+        _LOMO,
+        lambda m, _: isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse,
+        "{name} produces sparse gradients: make it with sparse=False",
+    ),
+    _Row(
+        _FSDP | _INFINITY,
+        lambda m, _: isinstance(m, StagePart),
+        "stage 3 gathers weights around the model's forward, which a pipeline does not call: use"
+        " stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))",
+    ),
+)
+
+
+def _is_trained(weight: Weight, asked: Asked) -> bool:
+    if asked.trained is None:
+        return weight.tensor.requires_grad
+    return weight.tensor in asked.trained
+
+
+def _is_plain(weight: Weight, _: Asked) -> bool:
+    return not is_lazy(weight) and type(weight.tensor.data) is torch.Tensor
+
+
+def is_lazy(weight: Weight) -> bool:
+    """Whether a weight has no shape before its module's first forward."""
+    return isinstance(weight.tensor, nn.UninitializedParameter)
+
+
+def _has_hook(weight: Weight, asked: Asked, name: str) -> bool:
+    return _is_trained(weight, asked) and bool(getattr(weight.tensor, name))
+
+
+def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
+    tensor: Any = weight.tensor
+    if not isinstance(tensor, DTensor) or asked.mesh is None:
+        return False
+    own, mesh = tensor.device_mesh, asked.mesh
+    shared = set(own.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    roots = [root_mesh(each).mesh.flatten().tolist() for each in (own, mesh)]
+    return len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names
+
+
+def _has_dtype(weight: Weight, asked: Asked, *dtypes: torch.dtype) -> bool:
+    return not _is_trained(weight, asked) or weight.tensor.dtype in dtypes
+
+
+def _dtype_of(weight: Weight, asked: Asked) -> torch.dtype:
+    return asked.options.param_dtype or weight.tensor.dtype
+
+
+_WEIGHTS = (
+    _Row(
+        (_TRAINERS - _LOMO) | _PIPELINE | _TENSOR,
+        lambda w, _: find_shards(w.tensor) is not None,
+        "{name} is already sharded: close() its WeightShards first",
+    ),
+    _Row(
+        (_TRAINERS - _LOMO) | _TENSOR,
+        lambda w, _: find_trainer(w.tensor) is not None,
+        "{name} already has an optimizer that takes its gradients, {trainer}: use that one alone",
+    ),
+    _Row(
+        _TRAINERS | _PIPELINE | _TENSOR,
+        lambda w, _: is_lazy(w),
+        "{name} is an UninitializedParameter of a lazy module: run the model once before"
+        " {asked.name}",
+        TypeError,
+    ),
+    _Row(
+        _SHARDS,
+        lambda w, a: not _is_plain(w, a),
+        "weights to shard must be plain tensors, but {name} is a {type}",
+        TypeError,
+    ),
+    _Row(
+        _SHARDS,
+        lambda w, _: w.tensor.layout != torch.strided or not w.tensor.is_contiguous(),
+        "weights to shard must be dense and contiguous, but {name} is not",
+    ),
+    _Row(
+        {"WeightShards"},
+        lambda w, _: w.tensor.is_meta,
+        "weights to shard must have values, but {name} is on the meta device",
+    ),
+    _Row(
+        _ZERO | {"WeightShards"} | _LOMO,
+        lambda w, a: w.experts is not None and a.is_replicated,
+        "each rank has different experts in {experts}, but {asked.name} would treat them as"
+        " replicas: train this model with an optimizer of torch and"
+        " ringcomm.parallel.expert.average_gradients()",
+    ),
+    _Row(
+        _ZERO,
+        lambda w, a: w.tensor.requires_grad and not _is_trained(w, a),
+        "{name} requires grad and is in no parameter group of the optimizer, so that its replicas"
+        " would diverge: add it, or call requires_grad_(False)",
+    ),
+    _Row(
+        _FSDP,
+        lambda w, _: w.tensor.dim() == 0,
+        "{name} has no dimensions, so fully_shard of stage 3 cannot shard it: give it one, or use"
+        " stage 1 or 2",
+    ),
+    _Row(
+        _FSDP,
+        lambda w, _: w.split is not None and any(begin == end for begin, end in w.split.ranges),
+        "{name} has no part for some tensor-parallel ranks, and fully_shard of stage 3 takes no"
+        " empty parts: use stage 1 or 2, or fewer ranks",
+    ),
+    _Row(
+        _ZERO,
+        lambda w, a: isinstance(w.tensor, DTensor) and (a.system != "zero 3" or a.mesh is None),
+        "{name} is a DTensor: only stage 3 without offload_weights shards such weights, with mesh=,"
+        " other dimensions of the DeviceMesh that they are on",
+    ),
+    _Row(
+        _FSDP,
+        _is_on_shared_mesh,
+        "{name} is a DTensor on {w.tensor.device_mesh}: mesh= must be other dimensions of the same"
+        " DeviceMesh, got {asked.mesh}",
+    ),
+    _Row(
+        _ZERO,
+        lambda w, a: _is_trained(w, a) and not w.tensor.requires_grad,
+        "{name} does not require grad: leave it out of the optimizer",
+    ),
+    _Row(
+        _FSDP | _INFINITY,
+        lambda w, a: _is_trained(w, a) and summed_over(w.tensor) is not None,
+        "the gradient of {name} is summed over the ranks of a tensor-parallel group, which stage 3"
+        " does not support: use stage 1 or 2",
+    ),
+    _Row(_FSDP, lambda w, a: _has_hook(w, a, "_backward_hooks"), "{name} " + HOOK_AT_STAGE_3),
+    _Row(
+        _ZERO,
+        lambda w, a: _has_hook(w, a, "_post_accumulate_grad_hooks"),
+        "{name} has a hook of register_post_accumulate_grad_hook(), which would see the gradient of"
+        " one rank and one backward pass: remove it, or use register_hook()",
+    ),
+    _Row(
+        _FSDP,
+        lambda w, a: not _has_dtype(w, a, torch.float32),
+        "{name} must be float32 to be sharded, got {w.tensor.dtype}",
+    ),
+    _Row(
+        _FLAT | _INFINITY,
+        lambda w, a: not _has_dtype(w, a, torch.float32, torch.float16, torch.bfloat16),
+        "{name} must be float32, float16 or bfloat16 to be sharded, got {w.tensor.dtype}",
+    ),
+    _Row(
+        _ZERO,
+        lambda w, a: (
+            _is_trained(w, a)
+            and a.options.reduce_dtype not in (None, torch.float32, _dtype_of(w, a))
+        ),
+        "reduce_dtype must be torch.float32 or the dtype of {name}, {dtype}, got"
+        " {asked.options.reduce_dtype}",
+    ),
+    _Row(
+        _ZERO,
+        lambda w, a: a.options.param_dtype and not _has_dtype(w, a, torch.float32),
+        "param_dtype is for float32 weights, but {name} is {w.tensor.dtype}",
+    ),
+)
+
+
+def refuse(model: Model, asked: Asked) -> None:
+    """Raises TypeError or ValueError if a system does not support a model."""
+    for row in (row for row in _MODULES if asked.system in row.systems):
+        for name, module in model.module.named_modules():
+            if row.is_so(module, asked):
+                raise row.kind(row.text.format(name=name or "the model", asked=asked))
+    for param in asked.trained or ():
+        if param not in model.weights:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the"
+                " model"
+            )
+    rows = [row for row in _WEIGHTS if asked.system in row.systems]
+    for weight in model.weights.values():
+        for row in rows:
+            if row.is_so(weight, asked):
+                raise row.kind(_text_of(row, weight, model, asked))
+    both = None if asked.system in _LOMO else model.in_same_memory()
+    if both is not None:
+        raise ValueError(
+            f"{both[0].name} and {both[1].name} are two parameters in the same memory, which"
+            f" {asked.name} would train as two weights: tie weights by using one parameter"
+        )
+    if asked.system in _ZERO | _SHARDS:
+        devices = {str(p.device) for p in model.weights if not p.is_meta}
+        if len(devices) > 1:
+            raise ValueError(f"weights to shard must be on one device, got {sorted(devices)}")
+
+
+def _text_of(row: _Row, weight: Weight, model: Model, asked: Asked) -> str:
+    names = (name for name, layer in model.experts.items() if layer is weight.experts)
+    tensor = weight.tensor
+    return row.text.format(
+        name=weight.name,
+        w=weight,
+        asked=asked,
+        trainer=type(find_trainer(tensor)).__name__,
+        type=type(tensor.data if "{type}" in row.text else tensor).__name__,
+        experts=next(names, "").removesuffix(".") or "the model",
+        dtype=None if asked.options is None else _dtype_of(weight, asked),
+    )

@@ -1,0 +1,29 @@
+"""Equal starts: what ranks have in common becomes that of the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
+from ringcomm.parallel.model.describe import Weight, describe
+
+
+def start_equal(
+    module: nn.Module, groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor] | None = None
+) -> None:
+    """Replaces weights, frozen ones too, and buffers by those of rank 0 of each group in turn.
+
+    Parts that differ between the ranks of a group stay: those of tensor-parallel layers, experts,
+    DTensors and WeightShards. Tensors on the meta device stay as well. `tensors`: only these.
+    Collective over each group.
+    """
+    model = describe(module)
+    known: dict[Any, Weight] = {**model.weights, **model.buffers}
+    chosen = known if tensors is None else dict.fromkeys(tensors)
+    for group in groups:
+        shared = (t for t in chosen if not known[t].is_apart(group))
+        take_from_rank0(map(local_of, shared), group)

@@ -1,0 +1,658 @@
+"""LOMO and AdaLomo in programs that users of similar optimizers have reported.
+
+The reference is torch.optim.SGD in the same loop, or the same optimizer in a form that has no
+problem.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import in_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ringcomm.optim import AdaLomo, Lomo
+
+Loop = Callable[[Any, Any], Any]
+LR = 0.1
+DEFERRED = {"clip_grad_norm": 1e6}
+ROWS = [torch.randn(5, 6, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+
+
+def net(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, width), nn.Linear(width, width)
+    return nn.Sequential(first, nn.Tanh(), second, nn.LayerNorm(width), nn.Linear(width, 3))
+
+
+def steps(model: Any, opt: Any, rows: list[Tensor] = ROWS[:3]) -> None:
+    for x in rows:
+        model(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def check_same_as_sgd(
+    loop: Loop,
+    build: Callable[[], Any] = net,
+    tol: float = 1e-5,
+    **options: Any,
+) -> None:
+    """The loop changes the weights as with torch.optim.SGD."""
+    model, reference = build(), build()
+    before = weights(model)
+    loop(reference, torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], LR))
+    loop(model, Lomo(model, LR, **options))
+    torch.testing.assert_close(weights(model), weights(reference), rtol=tol, atol=tol)
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+both_modes = pytest.mark.parametrize("options", [{}, DEFERRED], ids=["immediate", "deferred"])
+
+# ---- tensors of the user
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_norm_of_cancelling_tokens(seed: int) -> None:
+    """The gradient of one context with several next tokens almost vanishes at the end of a run.
+
+    https://github.com/jiaweizzhao/GaLore/issues/66: the reported norm was not the gradient's.
+    """
+    torch.manual_seed(seed)
+    layer = nn.Linear(64, 64, bias=False)
+    x, upstream = torch.randn(1, 64).repeat(12, 1) * 3, torch.randn(12, 64)
+    upstream -= upstream.mean(0)
+    opt = Lomo(layer, 1e-6, clip_grad_norm=1.0)
+    (layer(x) * upstream).sum().backward()
+    opt.step()
+    assert opt.grad_norm is not None
+    assert opt.grad_norm == pytest.approx(float((upstream.T @ x).double().norm()), rel=0.5)
+    assert 0 <= opt.grad_norm < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
+def test_norm_of_few_tokens(mode: str) -> None:
+    """Both ways to compute the norm agree with the gradient's norm in float64."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(3, 64)
+    twin = copy.deepcopy(model).double()
+    twin(x.double()).square().sum().backward()
+    grads = [param.grad for param in twin.parameters() if param.grad is not None]
+    opt = Lomo(model, 1e-6, clip_grad_norm=1.0, clip_mode=mode)
+    opt.backward(model(x).square().sum())
+    opt.step()
+    assert opt.grad_norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-6)
+
+
+def refill_input(model: Any, opt: Any) -> None:
+    buffer = torch.empty(5, 6)
+    for x in ROWS[:3]:
+        model(buffer.copy_(x)).square().mean().backward()
+        buffer.fill_(9)
+        opt.step()
+        opt.zero_grad()
+
+
+def refill_numpy_input(model: Any, opt: Any) -> None:
+    array = torch.empty(5, 6).numpy()
+    for x in ROWS[:3]:
+        array[:] = x.numpy()
+        model(torch.from_numpy(array)).square().mean().backward()
+        array[:] = 9
+        opt.step()
+        opt.zero_grad()
+
+
+@both_modes
+@pytest.mark.parametrize("loop", [refill_input, refill_numpy_input])
+def test_input_buffer_is_refilled_before_step(loop: Loop, options: dict[str, Any]) -> None:
+    """https://github.com/OpenLMLab/LOMO/issues/41 asks what is kept until the update."""
+    check_same_as_sgd(loop, lambda: net(64), **options)
+
+
+@both_modes
+def test_ids_change_before_step(options: dict[str, Any]) -> None:
+    """As above, for indices."""
+
+    def loop(model: Any, opt: Any) -> None:
+        ids = torch.arange(5)
+        for _ in range(3):
+            model(ids).square().mean().backward()
+            ids += 1
+            opt.step()
+            opt.zero_grad()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 3))
+
+    check_same_as_sgd(loop, build, **options)
+
+
+class WeightIsInput(nn.Module):
+    """Layers whose input is a weight, or a part of one, that is trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 6)
+        self.first, self.second = nn.Linear(6, 50), nn.Linear(6, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(self.table.weight[2:8]) + self.second(self.table.weight).mean(0)
+        return torch.tanh(x @ rows)
+
+
+@both_modes
+def test_weight_is_the_input_of_a_layer(options: dict[str, Any]) -> None:
+    """https://github.com/zyushun/Adam-mini/issues/11: tables that are used in several ways."""
+    check_same_as_sgd(steps, WeightIsInput, tol=1e-4, **options)
+
+
+def test_activation_is_modified_before_step() -> None:
+    """A kept activation that a hook's user overwrites is an error, before a weight is written.
+
+    https://github.com/OpenLMLab/LOMO/issues/41
+    """
+    model, kept = net(64), []
+    before = weights(model)
+    model[1].register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
+    opt = Lomo(model, LR, clip_grad_norm=1e6)
+    model(ROWS[0]).square().mean().backward()
+    kept[0].zero_()
+    with pytest.raises(RuntimeError, match=r"layer of 2\.weight.*modified in place"):
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    steps(model, opt)
+
+
+# ---- outputs
+
+
+def relu(y: Tensor) -> Tensor:
+    return functional.relu_(y)
+
+
+def view(y: Tensor) -> Tensor:
+    y.view(-1)[:2].zero_()
+    return y
+
+
+@pytest.mark.parametrize("change", [relu, view])
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6), (2, 2, 3, 6)])
+def test_output_is_modified_in_place(shape: tuple[int, ...], change: Callable[..., Tensor]) -> None:
+    """https://github.com/gustavecortal/gpt-j-fine-tuning-example/issues/1."""
+
+    def loop(model: Any, opt: Any) -> None:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            change(model[4](change(model[0](x)))).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    check_same_as_sgd(loop)
+
+
+def test_output_of_an_embedding_is_modified_in_place() -> None:
+    """As above; with ids of two dimensions the output would be a view."""
+
+    def loop(model: Any, opt: Any) -> None:
+        model(torch.tensor([[1, 2], [3, 1]])).mul_(0.5).square().sum().backward()
+        opt.step()
+
+    check_same_as_sgd(loop, lambda: copy.deepcopy(WeightIsInput().table))
+
+
+# ---- layouts and dtypes
+
+
+def transpose(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().t().contiguous().t())
+
+
+class Layouts(nn.Module):
+    """A matrix, a layer, a table and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(6, 4))
+        self.layer, self.table = nn.Linear(4, 4), nn.Embedding(5, 4)
+        self.conv = nn.Conv2d(2, 3, (2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x @ self.matrix) + self.table(torch.arange(len(x))))
+        return self.conv(y.view(-1, 2, 2, 1).expand(-1, 2, 2, 2)).flatten(1)
+
+
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"clip_grad_value": 0.01}])
+def test_weights_in_other_layouts(kind: Any, options: dict[str, Any]) -> None:
+    """Layers made of a Conv1D by weight.t(), and channels_last.
+
+    https://github.com/huggingface/transformers/issues/41535
+    """
+    found = []
+    for is_strided in (False, True):
+        model = Layouts()
+        if is_strided:
+            model.matrix = transpose(model.matrix)
+            model.layer.weight = transpose(model.layer.weight)
+            model.table.weight = transpose(model.table.weight)
+            model.conv.to(memory_format=torch.channels_last)
+        opt = kind(model, LR, **options)
+        steps(model, opt)
+        states = [value for state in opt.state.values() for value in state.values()]
+        found.append([*weights(model), *states])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("weight", "match"),
+    [
+        (torch.ones(4, 16)[:, ::2], "gaps or overlaps"),
+        (torch.ones(1).expand(4), "gaps or overlaps"),
+        (torch.ones(4, dtype=torch.float64), "float32, float16 or bfloat16"),
+        (torch.ones(4, dtype=torch.complex64), "float32, float16 or bfloat16"),
+    ],
+)
+def test_weights_are_refused_when_the_optimizer_is_made(weight: Tensor, match: str) -> None:
+    """Not in the first backward pass: https://github.com/pytorch/pytorch/issues/114299."""
+    model = nn.Module()
+    model.odd = nn.Parameter(weight)
+    with pytest.raises(ValueError, match=f"odd .*{match}"):
+        Lomo(model, LR)
+
+
+def test_model_is_cast_after_the_optimizer_was_made() -> None:
+    """https://github.com/pytorch/ao/issues/4616: dtypes that differ in the backward pass."""
+    model = net()
+    opt = Lomo(model, LR)
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"was cast to torch\.bfloat16"):
+        model(ROWS[0].bfloat16()).square().mean().backward()
+    opt.close()
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_as_torch_does(dtype: torch.dtype, given: torch.dtype) -> None:
+    """autocast leaves float64 and integers alone: https://github.com/pytorch/pytorch/pull/36171."""
+    layer = nn.Linear(6, 3).to(dtype)
+    outcomes = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            try:
+                outcomes.append(layer(ROWS[0].to(given)).dtype)
+            except RuntimeError:
+                outcomes.append(None)
+        Lomo(layer, LR)
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"loss_scale": "dynamic"}])
+def test_default_dtype(kind: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Programs that load models set it: https://github.com/huggingface/transformers/issues/30371."""
+    found = []
+    for default in (torch.float32, dtype):
+        model = net()
+        torch.set_default_dtype(default)
+        try:
+            opt = kind(model, LR, **options)
+            for x in ROWS[:2]:
+                opt.scale(model(x).square().mean()).backward()
+                opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        states = [value for state in opt.state.values() for value in state.values()]
+        found.append([*weights(model), *states])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@both_modes
+def test_evaluation_comes_first(mode: Any, is_training: bool, options: dict[str, Any]) -> None:
+    """Lightning checks a model before its first step, in inference mode.
+
+    https://github.com/meta-pytorch/torchtune/pull/2818
+    """
+
+    def loop(model: Any, opt: Any) -> None:
+        model.train(is_training)
+        with mode():
+            model(ROWS[0])
+        model.train()
+        steps(model, opt)
+        with mode():
+            opt.zero_grad()
+            model(ROWS[0])
+        steps(model, opt)
+
+    check_same_as_sgd(loop, **options)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_states_made_in_inference_mode_are_trained(is_loaded: bool) -> None:
+    """A framework that restores a checkpoint under a decorator.
+
+    https://github.com/meta-pytorch/torchtune/pull/2818
+    """
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = net()
+        with torch.no_grad() if is_loaded else mode():
+            opt = AdaLomo(model, LR, master=None)
+        if is_loaded:
+            steps(model, opt)
+            with mode():
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        steps(model, opt)
+        found.append(weights(model))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+# ---- recomputation
+
+
+class Gated(nn.Module):
+    """A segment that reads the last layer's weight without a gradient."""
+
+    def __init__(self, how: str, *, is_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.how, self.is_reentrant = how, is_reentrant
+
+    def segment(self, x: Tensor) -> Tensor:
+        if self.how == "layer":
+            with torch.no_grad():
+                gate = torch.sigmoid(self.head(x))
+        elif self.how == "detached":
+            gate = functional.linear(x.detach(), self.head.weight.detach())
+        elif self.how == "data":
+            gate = self.head.weight.data.norm()
+        elif self.how == "number":
+            gate = torch.tensor(self.head.weight.tolist()).norm()
+        else:  # what is no value
+            weight: Any = self.head.weight
+            assert weight.is_contiguous()
+            assert (weight.numel(), weight.size(0)) == (36, 6)
+            gate = torch.ones(weight.shape, dtype=weight.dtype, device=weight.device).mean()
+        return torch.tanh(self.body(x)) * gate
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        return self.head(checkpoint(self.segment, x, use_reentrant=self.is_reentrant))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("how", ["layer", "detached", "data", "number"])
+def test_segment_reads_a_weight_after_its_update(how: str, is_reentrant: bool) -> None:
+    """https://github.com/pytorch/tutorials/pull/2568: weights change while the pass still runs."""
+    model = Gated(how, is_reentrant=is_reentrant)
+    opt = Lomo(model, LR)
+    with pytest.raises(RuntimeError, match=r"head\.weight was read inside a backward pass"):
+        model(ROWS[0]).square().mean().backward()
+    opt.zero_grad()
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    opt.close()
+    check_same_as_sgd(steps, lambda: Gated(how, is_reentrant=is_reentrant), **DEFERRED)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@both_modes
+def test_segment_reads_shape_and_dtype(is_reentrant: bool, options: dict[str, Any]) -> None:
+    """As models of transformers do: https://github.com/huggingface/transformers/pull/41535."""
+    check_same_as_sgd(steps, lambda: Gated("shape", is_reentrant=is_reentrant), **options)
+
+
+def test_weights_can_be_read_between_backward_and_step() -> None:
+    """Norms for a log: https://github.com/jiaweizzhao/GaLore/issues/66."""
+
+    def loop(model: Any, opt: Any) -> None:
+        for x in ROWS[:2]:
+            model(x).square().mean().backward()
+            assert all(float(param.detach().norm()) >= 0 for param in model.parameters())
+            assert type(copy.deepcopy(model)[0].weight) is nn.Parameter
+            opt.step()
+            opt.zero_grad()
+
+    check_same_as_sgd(loop)
+
+
+class Looped(nn.Module):
+    """A layer that runs in two segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@in_ranks(2)
+def test_fully_shard_with_a_layer_in_two_reentrant_segments(rank: int) -> None:
+    """torch loses a gradient: https://github.com/deepspeedai/DeepSpeed/issues/2103."""
+    model = Looped()
+    fully_shard(model.layer)
+    fully_shard(model)
+    opt = Lomo(model, LR)
+    with pytest.raises(RuntimeError, match=r"layer\.\w+ is used by several segments.*reentrant"):
+        model(ROWS[0]).square().mean().backward()
+    opt.close()
+
+
+# ---- parameter groups, schedulers, wrappers
+
+_S = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda opt: _S.LambdaLR(opt, lambda i: i / 4),
+    "multiplicative": lambda opt: _S.MultiplicativeLR(opt, lambda _: 0.9),
+    "step": lambda opt: _S.StepLR(opt, 2),
+    "multistep": lambda opt: _S.MultiStepLR(opt, [1, 3]),
+    "constant": lambda opt: _S.ConstantLR(opt, 0.5, 2),
+    "linear": _S.LinearLR,
+    "exponential": lambda opt: _S.ExponentialLR(opt, 0.8),
+    "polynomial": lambda opt: _S.PolynomialLR(opt, 3),
+    "cosine": lambda opt: _S.CosineAnnealingLR(opt, 3),
+    "restarts": lambda opt: _S.CosineAnnealingWarmRestarts(opt, 2),
+    "cyclic": lambda opt: _S.CyclicLR(opt, 0.01, 0.1, 2, cycle_momentum=False),
+    "one cycle": lambda opt: _S.OneCycleLR(opt, 0.1, total_steps=6, cycle_momentum=False),
+    "plateau": lambda opt: _S.ReduceLROnPlateau(opt, patience=0),
+    "chained": lambda opt: _S.ChainedScheduler([_S.ConstantLR(opt, 0.5, 2), _S.StepLR(opt, 2)]),
+    "sequential": lambda opt: _S.SequentialLR(
+        opt, [_S.LinearLR(opt, 0.1, total_iters=2), _S.ExponentialLR(opt, 0.5)], [2]
+    ),
+    "swa": lambda opt: torch.optim.swa_utils.SWALR(opt, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str) -> None:
+    """https://github.com/huggingface/transformers/issues/30371: a warm-up that had no effect."""
+
+    def loop(model: Any, opt: Any) -> None:
+        scheduler = SCHEDULERS[name](opt)
+        for x in ROWS[:5]:
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            scheduler.step(*([float(loss)] if name == "plateau" else []))
+
+    check_same_as_sgd(loop)
+
+
+def test_scheduler_follows_a_loaded_state() -> None:
+    """https://github.com/microsoft/rat-sql/issues/45, https://github.com/pytorch/pytorch/issues/60265."""
+
+    def loop(model: Any, opt: Any) -> None:
+        scheduler = _S.CosineAnnealingLR(opt, 8)
+        for x in ROWS[:3]:
+            steps(model, opt, [x])
+            scheduler.step()
+        saved = copy.deepcopy((opt.state_dict(), scheduler.state_dict()))
+        if isinstance(opt, Lomo):
+            opt.close()
+        opt = type(opt)(model.parameters() if isinstance(opt, torch.optim.SGD) else model, LR)
+        scheduler = _S.CosineAnnealingLR(opt, 8)
+        opt.load_state_dict(saved[0])
+        scheduler.load_state_dict(saved[1])
+        for x in ROWS[3:6]:
+            steps(model, opt, [x])
+            scheduler.step()
+
+    check_same_as_sgd(loop)
+
+
+@both_modes
+def test_blocks_take_turns(options: dict[str, Any]) -> None:
+    """BAdam trains one block at a time.
+
+    https://github.com/oval-group/dfw/pull/5, https://github.com/pytorch/pytorch/issues/115607
+    """
+
+    def loop(model: Any, opt: Any) -> None:
+        for i, x in enumerate(ROWS[:6]):
+            for j, block in enumerate((model[0], model[2], model[4])):
+                block.requires_grad_(j == i // 2)
+            steps(model, opt, [x])
+        model.requires_grad_(True)
+
+    check_same_as_sgd(loop, **options)
+
+
+@both_modes
+def test_a_layer_is_thawed_later(options: dict[str, Any]) -> None:
+    """https://github.com/amdegroot/ssd.pytorch/issues/109."""
+
+    def build() -> nn.Module:
+        model = net()
+        model[0].requires_grad_(False)
+        return model
+
+    def loop(model: Any, opt: Any) -> None:
+        steps(model, opt)
+        model[0].requires_grad_(True)
+        opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
+        steps(model, opt)
+
+    check_same_as_sgd(loop, build, **options)
+
+
+def two_groups(kind: Any, model: Any) -> Any:
+    rest = [param for layer in model[1:] for param in layer.parameters()]
+    groups = [{"params": list(model[0].parameters()), "lr": LR}, {"params": rest, "lr": 0.01}]
+    return kind(groups, LR, **({"model": model} if kind is Lomo else {}))
+
+
+def test_param_groups_are_reordered() -> None:
+    """Each weight keeps the learning rate of the group that it is in."""
+    model, reference = net(), net()
+    opts = two_groups(Lomo, model), two_groups(torch.optim.SGD, reference)
+    for each, opt in zip((model, reference), opts, strict=True):
+        opt.param_groups.reverse()
+        steps(each, opt)
+    torch.testing.assert_close(weights(model), weights(reference))
+
+
+def test_weights_are_taken_out_of_a_param_group() -> None:
+    """Block-wise optimizers replace the list: https://github.com/ContinualAI/avalanche/pull/1362."""
+    model = net()
+    opt = two_groups(Lomo, model)
+    opt.param_groups[1]["params"] = list(model[4].parameters())
+    before = weights(model)
+    with pytest.raises(ValueError, match="param_groups has 4 weights, but Lomo trains 8"):
+        model(ROWS[0]).square().mean().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+@pytest.mark.slow
+def test_compiled_model_with_a_layer_frozen_for_a_step() -> None:
+    """https://github.com/pytorch/pytorch/issues/115607."""
+
+    def loop(model: Any, opt: Any) -> None:
+        compiled = torch.compile(model, backend="eager")
+        for i, x in enumerate(ROWS[:4]):
+            model[2].requires_grad_(i != 1)
+            steps(compiled, opt, [x])
+        model[2].requires_grad_(True)
+
+    check_same_as_sgd(loop)
+
+
+def test_low_rank_adapters() -> None:
+    """https://github.com/LoganBooker/prodigy-plus-schedule-free/issues/7, with peft."""
+    peft = pytest.importorskip("peft")
+
+    def build() -> Any:
+        model = net()
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=2, target_modules=["0", "2"], modules_to_save=["4"], init_lora_weights=False
+        )
+        return peft.get_peft_model(model, config)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same_as_sgd(steps, build)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@both_modes
+def test_nested_segments_with_dropout(is_reentrant: bool, options: dict[str, Any]) -> None:
+    """https://github.com/LoganBooker/prodigy-plus-schedule-free/issues/7."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.ReLU(inplace=True))
+                for _ in range(4)
+            )
+
+        def half(self, x: Tensor, begin: int) -> Any:
+            for block in self.blocks[begin : begin + 2]:
+                x = checkpoint(block, x, use_reentrant=is_reentrant)
+            return x
+
+        def forward(self, x: Tensor) -> Any:
+            torch.manual_seed(5)
+            x = x.clone().requires_grad_()
+            for begin in (0, 2):
+                x = checkpoint(self.half, x, begin, use_reentrant=is_reentrant)
+            return x
+
+    check_same_as_sgd(steps, Nested, **options)
+
+
+def test_optimizer_hooks_run() -> None:
+    """https://github.com/hpcaitech/ColossalAI/issues/3483: a step that hooks do not see."""
+    model, seen = net(), []
+    opt = Lomo(model, LR)
+    opt.register_step_pre_hook(lambda *_: seen.append("pre"))
+    opt.register_step_post_hook(lambda *_: seen.append("post"))
+    steps(model, opt, ROWS[:1])
+    assert seen == ["pre", "post"]
