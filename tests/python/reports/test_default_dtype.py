@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss
 
 from ringcomm import ops
@@ -132,7 +133,7 @@ def by_fully_shard(model: nn.Module) -> None:
 
 
 def by_tensor_parallelism() -> Parts:
-    model = net()
+    model: Any = net()
     model[0][0] = ColumnParallelLinear.from_linear(model[0][0])
     model[1][0] = RowParallelLinear.from_linear(model[1][0])
     return by_model(model, adamw(model.parameters()))
@@ -146,8 +147,8 @@ def by_experts() -> Parts:
     return by_model(model, adamw(model.parameters()))
 
 
-def by_parallelize(**dims: int) -> Parts:
-    made = parallelize(net(), ParallelDims(**dims), adamw, loss_fn=mse_loss)
+def by_parallelize(dims: ParallelDims) -> Parts:
+    made = parallelize(net(), dims, adamw, loss_fn=mse_loss)
     return made.step, made.evaluate, made.optimizer, made.model
 
 
@@ -168,16 +169,16 @@ SYSTEMS: dict[str, Callable[[], Parts]] = {
     "Lomo on fully_shard": lambda: by_lomo_on_shards(by_fully_shard),
     "tensor parallelism": by_tensor_parallelism,
     "experts": by_experts,
-    "parallelize dp": lambda: by_parallelize(dp=2),
-    "parallelize fsdp": lambda: by_parallelize(fsdp=2),
-    "parallelize pp": lambda: by_parallelize(pp=2),
+    "parallelize dp": lambda: by_parallelize(ParallelDims(dp=2)),
+    "parallelize fsdp": lambda: by_parallelize(ParallelDims(fsdp=2)),
+    "parallelize pp": lambda: by_parallelize(ParallelDims(pp=2)),
     "pipeline 1f1b": lambda: by_pipeline("1f1b"),
     "pipeline zbv": lambda: by_pipeline("zbv"),
 }
 
 
 def whole(tensor: Tensor) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
 
 
@@ -286,17 +287,17 @@ def test_losses_under_another_default_dtype() -> None:
     results = []
     for dtype in (F32, BF16, torch.float16, F64):
         with default_dtype(dtype):
-            leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-            logits = leaves[0] @ leaves[1].T
+            h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+            logits = h @ w.T
             losses = [
-                ops.linear_cross_entropy(*leaves, target, z_loss=0.1),
-                ops.linear_cross_entropy(*leaves, target, num_items=3, label_smoothing=0.1),
+                ops.linear_cross_entropy(h, w, target, z_loss=0.1),
+                ops.linear_cross_entropy(h, w, target, num_items=3, label_smoothing=0.1),
                 ops.cross_entropy(logits, target, num_items=3),
                 ops.cross_entropy(logits * 1, target, inplace=True),
                 ops.cross_entropy(logits, logits.detach().softmax(-1)),
                 ops.cross_entropy(logits.double(), target).float(),
             ]
-            grads = torch.autograd.grad(sum(losses), leaves)
+            grads = torch.autograd.grad(torch.stack(losses).sum(), (h, w))
             results.append([*losses, *grads])
     torch.testing.assert_close(results[0][3], cross_entropy(hidden @ weight.T, target))
     for found in results[1:]:
