@@ -119,8 +119,7 @@ def cross_entropy(
     checked = checked_options(**options)
     if inplace and checked.reduction == "none":
         raise ValueError('inplace needs reduction="mean" or "sum"')
-    inplace = inplace and torch.is_grad_enabled() and logits.requires_grad
-    if inplace:
+    if inplace := inplace and torch.is_grad_enabled() and logits.requires_grad:
         _check_inplace(logits)
     if mesh is not None:
         group = resolve_group(group, mesh)

@@ -1,8 +1,7 @@
 """Cross-entropy's operators on CUDA tensors, launched as the Triton kernels of ringcomm.kernels.
 
 They match csrc/ops/cross_entropy.cc, which is for the CPU. They do not wait for the
-device, except with RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments,
-except the number of class weights.
+device, except with RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments.
 """
 
 from __future__ import annotations
@@ -38,18 +37,6 @@ _NUM_STATS = 6
 _DISAGREEMENT, _GAP = -1, -2
 
 # ---- arguments
-
-
-def _checked_weight(weight: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Class weights, contiguous; raises ValueError if their number is not the number of classes."""
-    if weight is None:
-        return None
-    if weight.shape[0] != vocab_size:
-        raise ValueError(
-            f"ringcomm: class weights must have one element for each of the {vocab_size} classes,"
-            f" got shape {tuple(weight.shape)}"
-        )
-    return weight.contiguous()
 
 
 def _checked_shards(stats: Tensor, vocab_size: int) -> int:
@@ -88,7 +75,7 @@ def _rows_of(
 ) -> _Rows:
     num_tokens, width = logits.shape
     num_classes = width if vocab_size < 0 else min(max(vocab_size - vocab_start, 0), width)
-    weight = _checked_weight(weight, vocab_size)
+    weight = None if weight is None else weight.contiguous()
     return _Rows(target.contiguous(), weight, num_tokens, width, num_classes)
 
 
@@ -224,7 +211,7 @@ def cross_entropy_loss(
     target = target.contiguous()
     if weight is not None and vocab_size < 0:
         vocab_size = weight.numel()
-    weight = _checked_weight(weight, vocab_size)
+    weight = None if weight is None else weight.contiguous()
     if checks_targets():
         check_classes(target, _checked_shards(stats, vocab_size), ignore_index)
     denominator = _denominator_of(target, weight, num_items, ignore_index, terms[-1])

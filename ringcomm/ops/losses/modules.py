@@ -63,26 +63,20 @@ class CrossEntropyLoss(nn.Module):
             shard = find_shard(num_columns, group, None, vocab_size, weight)
             vocab_start, vocab_size = shard.start, shard.size
         self.register_buffer("weight", weight, persistent=False)
-        shards = {"group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
+        self._group_name = None if group is None else group.group_name
+        shards = {"vocab_start": vocab_start, "vocab_size": vocab_size}
         self.options: dict[str, Any] = {**shards, **options, "inplace": inplace}
         self.register_load_state_dict_pre_hook(_load_weight)
 
-    def __getstate__(self) -> dict[str, Any]:
-        group = self.options["group"]
-        name = group.group_name if isinstance(group, dist.ProcessGroup) else group
-        return {**self.__dict__, "options": {**self.options, "group": name}}
-
-    def _options(self) -> dict[str, Any]:
-        if isinstance(self.options["group"], str):  # a copy
-            self.options["group"] = group_named(self.options["group"])
-        return self.options
+    def _group(self) -> dist.ProcessGroup | None:
+        return None if self._group_name is None else group_named(self._group_name)
 
     def forward(
         self, logits: Tensor, target: Tensor, num_items: float | Tensor | None = None
     ) -> Any:
         """The loss of ringcomm.ops.cross_entropy."""
-        given = {"weight": self.weight, "num_items": num_items, **self._options()}
-        return cross_entropy(logits, target, **given)
+        given = {"weight": self.weight, "num_items": num_items, **self.options}
+        return cross_entropy(logits, target, group=self._group(), **given)
 
 
 def _load_weight(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -133,5 +127,5 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         num_items: float | Tensor | None = None,
     ) -> Any:
         """The loss of ringcomm.ops.linear_cross_entropy."""
-        given = {"class_weight": self.weight, "num_items": num_items, **self._options()}
-        return linear_cross_entropy(hidden, weight, target, bias=bias, **given)
+        given = {"class_weight": self.weight, "num_items": num_items, **self.options}
+        return linear_cross_entropy(hidden, weight, target, bias=bias, group=self._group(), **given)

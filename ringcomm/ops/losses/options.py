@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ def find_shard(
 def _checked_size(vocab_size: int, weight: Tensor | None = None) -> int:
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
-    if weight is not None and weight.numel() != vocab_size:
+    if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(
             f"class weights must have one element for each of the {vocab_size} classes, got shape"
             f" {tuple(weight.shape)}: give vocab_size= if the last classes are padding"
@@ -173,8 +173,6 @@ class LossOptions(NamedTuple):
 def checked_options(**given: Unpack[LossArguments]) -> LossOptions:
     """The options; raises ValueError for one that is out of range."""
     options = LossOptions(**given)
-    if not isinstance(options.ignore_index, SupportsIndex):
-        raise TypeError(f"ignore_index must be an integer, got {options.ignore_index!r}")
     if not 0 <= options.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {options.label_smoothing!r}")
     if not 0 <= options.z_loss < math.inf:
@@ -220,15 +218,9 @@ def checked_weight(
         )
     if weight is None:
         return None
-    allowed = (torch.float64,) if logits.dtype == torch.float64 else (*DTYPES, torch.float64)
-    if weight.dtype not in allowed:
+    if not weight.is_floating_point() or logits.dtype == torch.float64 != weight.dtype:
         raise TypeError(
-            f"class weights of {logits.dtype} {name} must be {' or '.join(map(str, allowed))}, got"
-            f" {weight.dtype}"
-        )
-    if weight.dim() != 1:
-        raise ValueError(
-            f"class weights must have one element for each class, got shape {tuple(weight.shape)}"
+            f"class weights must be floating-point, float64 for float64 {name}, got {weight.dtype}"
         )
     if weight.device != logits.device:
         raise ValueError(f"class weights must be on {logits.device}, got {weight.device}")

@@ -80,20 +80,17 @@ def test_inplace_is_in_the_logits(dtype: torch.dtype) -> None:
     columns *= 0
     columns += leaf.view(6, 70)
     for logits in (leaf * 1, columns.view(2, 3, 70)):
-        leaf.grad = None
         found = cross_entropy(logits, target, inplace=True, outputs=OUTPUTS)
         held = logits.detach().clone(memory_format=torch.contiguous_format)
         loss_oracle.assert_close(found, held, expected)
-        found[0].backward()
-        assert leaf.grad is not None
-        oracle.assert_equal(leaf.grad, held)
+        (grad,) = torch.autograd.grad(found[0], leaf)
+        oracle.assert_equal(grad, held)
     oracle.assert_equal(wide.detach()[:, 75:].contiguous(), border)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with mode():
-            logits = leaf.detach() if mode is torch.enable_grad else leaf * 1
-            loss, _ = cross_entropy(logits, target, inplace=True, outputs=OUTPUTS)
-            oracle.assert_equal(logits, leaf.detach())
-            torch.testing.assert_close(loss.double(), expected.loss, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        given = leaf * 1
+        loss, _ = cross_entropy(given, target, inplace=True, outputs=OUTPUTS)
+        oracle.assert_equal(given, leaf)
+        torch.testing.assert_close(loss.double(), expected.loss, rtol=1e-5, atol=1e-5)
 
 
 def test_inplace_refused() -> None:
@@ -249,13 +246,12 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
     ("error", "words", "args", "options"),
     [
         (ValueError, "16777217", (HUGE, TARGET[:1]), {}),
-        (TypeError, "float64, got torch.float32", (LOGITS.double(), TARGET),
+        (TypeError, "float64 for float64 logits, got torch.float32", (LOGITS.double(), TARGET),
          {"weight": torch.ones(6)}),
         (TypeError, "int64", (LOGITS.long(), TARGET), {}),
         (TypeError, "bool", (LOGITS, TARGET.bool()), {}),
         (TypeError, "complex", (LOGITS, TARGET.to(torch.complex64)), {}),
         (TypeError, "int64", (LOGITS, TARGET), {"weight": torch.ones(6).long()}),
-        (TypeError, "ignore_index.*None", (LOGITS, TARGET), {"ignore_index": None}),
         (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
         (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
         (ValueError, r"last dimension.*movedim\(1, -1\)", (LOGITS[..., None], TARGET[:, None]), {}),

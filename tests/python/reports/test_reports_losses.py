@@ -88,7 +88,9 @@ def test_torchs_samples() -> None:
     num = 0
     for logits, target, given, ours in torchs_samples():
         options = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items()}
-        exact = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
+        exact: dict[str, Any] = {
+            k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()
+        }
         is_soft = target.is_floating_point()
         wide = leaf_of(logits, F64)
         right = F.cross_entropy(wide, target.detach().double() if is_soft else target, **exact)
@@ -225,8 +227,9 @@ def test_several_losses_in_one_backward_pass() -> None:
     head, ours = torch.nn.Linear(HIDDEN, CLASSES), nn.CrossEntropyLoss(inplace=True)
     theirs = copy.deepcopy(head)
     parts = LAYER[0].chunk(3), TARGET.chunk(3)
-    sum(ours(head(x), t) for x, t in zip(*parts, strict=True)).backward()
-    sum(F.cross_entropy(theirs(x), t) for x, t in zip(*parts, strict=True)).backward()
+    pairs = list(zip(*parts, strict=True))
+    torch.stack([ours(head(x), t) for x, t in pairs]).sum().backward()
+    torch.stack([F.cross_entropy(theirs(x), t) for x, t in pairs]).sum().backward()
     for found, right in zip(head.parameters(), theirs.parameters(), strict=True):
         assert_near(grad_of(found), grad_of(right), 1e-6)
 
@@ -339,7 +342,7 @@ def test_frozen_layers(frozen: set[int]) -> None:
     given = [leaf_of(x, is_trained=at not in frozen) for at, x in enumerate((*LAYER, bias))]
     for reduction in ("mean", "none"):
         asked = [x for x in given if x.requires_grad]
-        loss = linear_cross_entropy(*given[:2], TARGET, bias=given[2], reduction=reduction)
+        loss = linear_cross_entropy(given[0], given[1], TARGET, bias=given[2], reduction=reduction)
         right = F.cross_entropy(F.linear(*given), TARGET, reduction=reduction)
         for found, wanted in zip(
             *(torch.autograd.grad(x.sum(), asked) for x in (loss, right)), strict=True
@@ -422,12 +425,12 @@ def test_copies_of_modules_with_a_group(rank: int) -> None:
     group = dist.group.WORLD
     plain = nn.CrossEntropyLoss(group=group, num_columns=5)
     fused = nn.LinearCrossEntropyLoss(group=group, vocab_start=5 * rank, vocab_size=CLASSES)
-    model = torch.nn.ModuleList([plain, fused])
+    model: Any = torch.nn.ModuleList([plain, fused])
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    averaged = torch.optim.swa_utils.AveragedModel(model).module
+    averaged: Any = torch.optim.swa_utils.AveragedModel(model).module
     own, rows = LOGITS[:, 5 * rank : 5 * rank + 5], LAYER[1][5 * rank : 5 * rank + 5]
     for found in (model, copy.deepcopy(model), copy.deepcopy(loaded), loaded, averaged):
         assert_near(found[0](own, TARGET), F.cross_entropy(LOGITS, TARGET), 1e-6)

@@ -1,0 +1,304 @@
+"""Another default dtype, and evaluations in inference mode: neither changes what is trained.
+
+https://github.com/pytorch/ao/pull/4915: under torch.set_default_dtype(torch.bfloat16) a step count
+ends at 256. https://github.com/pytorch/pytorch/issues/113203: what the first forward pass keeps
+was made in inference mode.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, mse_loss
+
+from ringcomm import ops
+from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts, RowParallelLinear
+from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.parallel import ParallelDims, WeightShards, offload, parallelize, pipeline, zero
+
+ROOT = Path(__file__).resolve().parents[3]
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+# ---- every factory call says its dtype
+
+FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "rand", "randn", "eye", "linspace"}
+FACTORIES |= {"logspace", "scalar_tensor", "asarray", "empty_strided", "normal", "Tensor"}
+# Not among them: `arange`, only of integers here; `as_tensor`, only of arrays, which have a dtype.
+
+
+def without_dtype(source: str) -> Iterator[int]:
+    """The lines of factory calls whose result depends on torch.get_default_dtype()."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        call = ast.unparse(node.func)
+        named = {keyword.arg for keyword in node.keywords}
+        if call == "partial" and node.args:  # the dtype may come with the call
+            continue
+        if call.startswith("torch.") and call[6:] in FACTORIES and not named & {"dtype", None}:
+            yield node.lineno
+
+
+def test_factory_calls_say_their_dtype() -> None:
+    assert list(without_dtype("torch.zeros(3)\ntorch.ones(3, dtype=x)\nx.zeros(2)")) == [1]
+    files = [path for name in ("ringcomm", "kernels") for path in (ROOT / name).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in files
+        for line in without_dtype(path.read_text(encoding="utf-8"))
+    ]
+    assert len(files) > 100
+    assert not found, "torch.set_default_dtype() changes the results of these calls: give dtype="
+
+
+# ---- systems
+
+STEPS = 3
+Parts = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], Any, Any]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"dtype": F32}
+    layers = [nn.Sequential(nn.Linear(8, 8, **sizes), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(8, 4, **sizes))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(4, 8, dtype=F32, generator=generator),
+        torch.randn(4, 4, dtype=F32, generator=generator),
+    )
+
+
+def by_model(model: nn.Module, optimizer: Any) -> Parts:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(model(x), y)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(x, y)
+        loss.backward()
+        return loss.detach()
+
+    return step, loss_of, optimizer, model
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def by_zero(stage: int) -> Parts:
+    model = net()
+    return by_model(model, zero.shard(model, adamw(model.parameters()), stage))
+
+
+def by_infinity() -> Parts:
+    model = net()
+    inner = offload.AdamW(model.parameters(), lr=0.01, to="cpu")
+    return by_model(model, zero.shard(model, inner, 3, offload_weights=True))
+
+
+def by_offload() -> Parts:
+    model = net()
+    return by_model(model, offload.AdamW(model.parameters(), lr=0.01, to="cpu"))
+
+
+def by_lomo(kind: type[Any]) -> Parts:
+    model = net()
+    return by_model(model, kind(model, lr=0.01, group=dist.group.WORLD))
+
+
+def by_lomo_on_shards(shard: Callable[[nn.Module], Any]) -> Parts:
+    model = net()
+    shard(model)
+    return by_model(model, Lomo(model, lr=0.01))
+
+
+def by_fully_shard(model: nn.Module) -> None:
+    for layer in model:  # type: ignore[attr-defined]
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def by_tensor_parallelism() -> Parts:
+    model: Any = net()
+    model[0][0] = ColumnParallelLinear.from_linear(model[0][0])
+    model[1][0] = RowParallelLinear.from_linear(model[1][0])
+    return by_model(model, adamw(model.parameters()))
+
+
+def by_experts() -> Parts:
+    torch.manual_seed(0)
+    experts = MixtureOfExperts(8, lambda: nn.Linear(8, 8, dtype=F32), 4, dtype=F32)
+    torch.manual_seed(0)
+    model = nn.Sequential(experts, nn.Linear(8, 4, dtype=F32))
+    return by_model(model, adamw(model.parameters()))
+
+
+def by_parallelize(dims: ParallelDims) -> Parts:
+    made = parallelize(net(), dims, adamw, loss_fn=mse_loss)
+    return made.step, made.evaluate, made.optimizer, made.model
+
+
+def by_pipeline(schedule: str) -> Parts:
+    pipe = pipeline.Pipeline(net(), mse_loss, schedule, 2)
+    return pipe.step, pipe.evaluate, adamw(pipe.parameters()), pipe.module
+
+
+SYSTEMS: dict[str, Callable[[], Parts]] = {
+    "zero 1": lambda: by_zero(1),
+    "zero 2": lambda: by_zero(2),
+    "zero 3": lambda: by_zero(3),
+    "infinity": by_infinity,
+    "offload": by_offload,
+    "Lomo": lambda: by_lomo(Lomo),
+    "AdaLomo": lambda: by_lomo(AdaLomo),
+    "Lomo on WeightShards": lambda: by_lomo_on_shards(WeightShards),
+    "Lomo on fully_shard": lambda: by_lomo_on_shards(by_fully_shard),
+    "tensor parallelism": by_tensor_parallelism,
+    "experts": by_experts,
+    "parallelize dp": lambda: by_parallelize(ParallelDims(dp=2)),
+    "parallelize fsdp": lambda: by_parallelize(ParallelDims(fsdp=2)),
+    "parallelize pp": lambda: by_parallelize(ParallelDims(pp=2)),
+    "pipeline 1f1b": lambda: by_pipeline("1f1b"),
+    "pipeline zbv": lambda: by_pipeline("zbv"),
+}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def trained(name: str, first: Any = None, between: Any = None) -> list[Tensor]:
+    """Losses, and the states that the optimizer shows, after some steps."""
+    step, evaluate, optimizer, model = SYSTEMS[name]()
+    losses = []
+    for idx in range(STEPS):
+        if mode := first if idx == 0 else between:
+            model.eval()
+            with mode():
+                evaluate(*batch(9))
+            model.train()
+        losses.append(step(*batch(idx)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(evaluate(*batch(9)))
+    states = {} if name == "infinity" else getattr(optimizer, "state", {})  # those are outside
+    # A step count of torch's own is in float64 where that is the default.
+    items = [item for state in states.values() for item in state.items()]
+    found = [x for key, x in items if isinstance(x, Tensor) and key != "step"]
+    return [whole(x) for x in (*losses, *found)]
+
+
+def assert_same(found: list[Tensor], right: list[Tensor], what: str) -> None:
+    assert len(found) == len(right), what
+    for own, wanted in zip(found, right, strict=True):
+        assert own.dtype == wanted.dtype, what
+        torch.testing.assert_close(own, wanted, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def check_default_dtypes(*dtypes: torch.dtype) -> None:
+    for name in SYSTEMS:
+        right = trained(name)
+        for dtype in dtypes:
+            with default_dtype(dtype):
+                found = trained(name)
+            assert_same(found, right, f"{name} under {dtype}")
+
+
+@in_ranks(2)
+def test_bfloat16_as_the_default_dtype(rank: int) -> None:
+    """Losses, their dtype and the optimizer's states are those under float32."""
+    check_default_dtypes(BF16)
+
+
+@pytest.mark.slow
+@in_ranks(2)
+def test_more_default_dtypes(rank: int) -> None:
+    check_default_dtypes(F64, torch.float16)
+
+
+def check_evaluations(mode: Any, **when: Any) -> None:
+    for name in SYSTEMS:
+        found = trained(name, **dict.fromkeys(when, mode))
+        assert_same(found, trained(name), f"{name}, {mode.__name__} {[*when]}")
+
+
+@in_ranks(2)
+def test_an_evaluation_in_inference_mode_before_the_first_step(rank: int) -> None:
+    check_evaluations(torch.inference_mode, first=True)
+
+
+@pytest.mark.slow
+@in_ranks(2)
+def test_evaluations_before_and_between_steps(rank: int) -> None:
+    check_evaluations(torch.inference_mode, between=True)
+    check_evaluations(torch.inference_mode, first=True, between=True)
+    check_evaluations(torch.no_grad, first=True, between=True)
+
+
+# ---- the step count of AdamW
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_step_count_goes_on_after_256(rank: int, stage: int) -> None:
+    with default_dtype(BF16):
+        layer = nn.Linear(2, 2, bias=False, dtype=F32)
+        optimizer = zero.shard(layer, adamw(layer.parameters()), stage)
+        for _ in range(260):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            optimizer.step()
+        state = next(iter(optimizer.state.values()))
+        optimizer.load_state_dict(optimizer.state_dict())
+        again = next(iter(optimizer.state.values()))
+    assert state["step"].dtype == again["step"].dtype == F32
+    assert int(state["step"]) == int(again["step"]) == 260
+
+
+def test_losses_under_another_default_dtype() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, dtype=F32, generator=generator) for n in (5, 9))
+    target = torch.tensor([0, 8, -100, 3, 1])
+    results = []
+    for dtype in (F32, BF16, torch.float16, F64):
+        with default_dtype(dtype):
+            h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+            logits = h @ w.T
+            losses = [
+                ops.linear_cross_entropy(h, w, target, z_loss=0.1),
+                ops.linear_cross_entropy(h, w, target, num_items=3, label_smoothing=0.1),
+                ops.cross_entropy(logits, target, num_items=3),
+                ops.cross_entropy(logits * 1, target, inplace=True),
+                ops.cross_entropy(logits, logits.detach().softmax(-1)),
+                ops.cross_entropy(logits.double(), target).float(),
+            ]
+            grads = torch.autograd.grad(torch.stack(losses).sum(), (h, w))
+            results.append([*losses, *grads])
+    torch.testing.assert_close(results[0][3], cross_entropy(hidden @ weight.T, target))
+    for found in results[1:]:
+        assert_same(found, results[0], "losses")
