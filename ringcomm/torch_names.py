@@ -8,6 +8,7 @@ running torch has each name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -265,6 +266,35 @@ def is_ignored_in_ddp(param: nn.Parameter) -> bool:
     return bool(getattr(param, "_ddp_ignored", False))
 
 
+# ---- wrappers
+
+# Classes by module, and the attribute with the module that they wrap. A class whose module has not
+# been imported has no instances.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+)
+
+
+def wrapped_attribute(module: Any) -> str | None:
+    """The attribute with the module that a wrapper of torch is around; None for other modules."""
+    for where, name, attribute in _WRAPPERS:
+        kind = getattr(sys.modules.get(where), name, None)
+        if kind is not None and isinstance(module, kind):
+            return attribute
+    return None
+
+
 # ---- DeviceMesh and DTensor
 
 
@@ -310,13 +340,6 @@ class AsDTensor(torch.autograd.Function):
         return None if grad is None else grad.redistribute(*ctx.placed).to_local(), None
 
 
-def init_optim_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer have state, by a step with a learning rate of 0."""
-    from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-    _init_optim_state(optimizer)
-
-
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Makes learning-rate schedulers see that the optimizer has made a step."""
     vars(optimizer)["_opt_called"] = True
@@ -349,6 +372,25 @@ def fsdp_params(module: Any) -> list[list[Any]]:
     # One group before torch 2.13.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group.fsdp_params for group in groups if group is not None]
+
+
+def gather_outside_inference_mode(unit: Any) -> None:
+    """Makes a unit of fully_shard allocate its gathered weights outside inference mode.
+
+    fully_shard keeps those of the first forward pass, and training cannot write into a tensor that
+    was made in inference mode.
+    """
+    for param in (param for params in fsdp_params(unit) for param in params):
+        for name in ("init_all_gather_outputs", "init_unsharded_param"):
+            if name not in vars(param):
+                setattr(param, name, partial(_outside_inference_mode, getattr(param, name)))
+
+
+def _outside_inference_mode(call: Callable[..., Any], *args: Any) -> Any:
+    if not torch.is_inference_mode_enabled():  # entering it costs 3 us
+        return call(*args)
+    with torch.inference_mode(False):
+        return call(*args)
 
 
 def fill_accumulated(params: Iterable[Any]) -> None:

@@ -66,7 +66,7 @@ def _measure_size(
     team: Team, groups: dict[str, Any], num_bytes: int, seconds: float, max_repeats: int
 ) -> SizeTimes | None:
     """Verifies, times (again if disturbed), verifies; returns on rank 0. Collective."""
-    buffer = torch.zeros(max(1, num_bytes // 4))
+    buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32)
     contenders = {
         name: Contender(partial(dist.all_reduce, buffer, group=group), partial(dist.barrier, group))
         for name, group in groups.items()

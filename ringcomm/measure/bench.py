@@ -117,7 +117,7 @@ def _run_rank(team: Team, seconds: float) -> None:
         "gloo": dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT),
     }
     for num_bytes in SIZES:
-        buffer = torch.zeros(num_bytes // 4)
+        buffer = torch.zeros(num_bytes // 4, dtype=torch.float32)
         sums = {
             name: partial(dist.all_reduce, buffer, group=group) for name, group in groups.items()
         }
@@ -146,7 +146,8 @@ def _training_step(team: Team, group: Any) -> Callable[[], object]:
     layers = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     model = DistributedDataParallel(layers, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(team.rank))
+    generator = torch.Generator().manual_seed(team.rank)
+    x = torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float32, generator=generator)
 
     def step() -> None:
         model(x).square().mean().backward()

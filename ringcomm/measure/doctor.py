@@ -46,7 +46,8 @@ def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
     found = []
     for num_bytes in ALL_REDUCE_BYTES:
         before = _num_all_reduces()
-        call = partial(dist.all_reduce, torch.zeros(num_bytes // 4))
+        buffer = torch.zeros(num_bytes // 4, dtype=torch.float32)
+        call = partial(dist.all_reduce, buffer)
         timings = measure(team, {"ringcomm": Contender(call, dist.barrier)}, seconds)
         used = [how for how, num in _num_all_reduces().items() if num > before.get(how, 0)]
         if timings is not None:
@@ -60,7 +61,7 @@ def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
 
 def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
     """Half the median round-trip time of a message, in µs."""
-    buffer = torch.zeros(num_bytes // 4)
+    buffer = torch.zeros(num_bytes // 4, dtype=torch.float32)
     seconds = []
     for _ in range(NUM_TRIPS[num_bytes]):
         begin = time.perf_counter()

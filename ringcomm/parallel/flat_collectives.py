@@ -42,6 +42,15 @@ def local_of(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def with_own_storage(part: Tensor) -> Tensor:
+    """The memory of a contiguous part of a buffer as a storage of its size.
+
+    Whatever saves or compares storages then sees a tensor like any other: torch.save(), copies,
+    and the test for shared weights of safetensors. The buffer lives as long as the part.
+    """
+    return torch.from_dlpack(part.view(-1)).view(part.shape)
+
+
 def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's shard of the mean of the ranks' buffers, as a new tensor.
 

@@ -18,10 +18,13 @@ from ringcomm.parallel.batches import PartLoss
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.model.units import default_units
 from ringcomm.parallel.parallelized import Parallelized
+from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.tensor.splits import SplitModule
+from ringcomm.parallel.zero.elementwise import REFUSED
 from ringcomm.torch_names import reduce_unused
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -62,7 +65,8 @@ def parallelize(
             dict of blocks by name.
         dims: the mesh.
         optimizer: a function that returns a torch optimizer for this rank's parameters; with ZeRO
-            it must update each element of a weight by itself, as AdamW and SGD do.
+            or tensor parallelism it must update each element of a weight by itself, as AdamW and
+            SGD do.
         loss_fn: a function of the model's output and the targets; a mean over labels: elements
             other than -100 of targets of integers, or rows of other targets. With a parameter
             num_items_in_batch it must return a sum divided by it, as Trainer's compute_loss_func.
@@ -82,7 +86,7 @@ def parallelize(
         The object that the training loop uses.
 
     Raises:
-        TypeError: the model does not support an axis of dims.
+        TypeError: the model does not support an axis of dims, or the optimizer needs whole weights.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
             have different models or options. Nothing has been changed.
 
@@ -111,6 +115,8 @@ def parallelize(
         from ringcomm.integrations.transformers import tensor_parallelize
 
         tensor_parallelize(model, dims.group("tp"), sequence_parallel=sequence_parallel)
+    elif dims.pp == 1:
+        _check_replicas(whole, dims)
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
     if loss_fn is None:
         from ringcomm.integrations.transformers.batches import LossInModel
@@ -135,6 +141,7 @@ def parallelize(
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made = optimizer(model.parameters())
+    _check_optimizer(made, model)
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):
@@ -150,12 +157,19 @@ def _start_equal(model: nn.Module, dims: ParallelDims, axes: Sequence[str]) -> N
 
 def _wrap_stage(stage: nn.Module, *, dims: ParallelDims, mesh: Any, was_meta: bool) -> nn.Module:
     """A stage of a pipeline, with equal weights on data-parallel ranks; sharded over a mesh."""
+    _check_replicas(stage, dims)
     if was_meta:
         _start_equal(stage, dims, ("tp", "batch", "edp"))
     if mesh is not None:
         made: Any = fully_shard(stage, mesh=mesh)
         reduce_unused(made)
     return stage
+
+
+def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
+    """check_replicas() unless the ranks have different tokens, which may be dropped differently."""
+    if all(getattr(part, "sequence_dim", None) is None for part in module.modules()):
+        check_replicas(module, dims.group("tp"))
 
 
 def _has(model: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -220,6 +234,19 @@ def _check_model(
     check_agreement(facts, dist.group.WORLD)  # type: ignore[arg-type]
     if problem is not None:
         raise problem
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raises TypeError for an optimizer that needs whole weights, if it has split ones."""
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    given = {param for group in optimizer.param_groups for param in group["params"]}
+    for name in kinds & REFUSED.keys():
+        for param, weight in describe(model).weights.items():
+            if param in given and weight.layer is not None and weight.layer.group.size() > 1:
+                raise TypeError(
+                    f"{name} {REFUSED[name]}, but {weight.name} is split over tensor-parallel"
+                    " ranks: use another optimizer, such as AdamW, or tp 1"
+                )
 
 
 def _problem_of(

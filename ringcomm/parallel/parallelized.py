@@ -103,7 +103,7 @@ class Parallelized:
         return self._shared(loss)
 
     def _accumulate(self, batch: Batch, num_items: float, scale: float) -> Tensor:
-        total = torch.zeros((), device=batch.targets.device)
+        total = torch.zeros((), dtype=torch.float32, device=batch.targets.device)
         parts = batch.chunk(self._num_microbatches)
         for idx, (part, num_own) in enumerate(zip(parts, self._counts, strict=True)):
             waits = isinstance(self._runs, DistributedDataParallel) and idx < len(parts) - 1
@@ -171,7 +171,8 @@ class Parallelized:
             self._counts = count_items(counted, num)
         except (TypeError, ValueError) as error:
             problem = error
-        facts = torch.tensor([sum(self._counts), problem is not None])
+        found = [sum(self._counts), problem is not None]
+        facts = torch.tensor(found, dtype=torch.int64, device="cpu")
         # Ranks without the last stage may have targets without values.
         for axis, op in (("batch", dist.ReduceOp.SUM), ("pp", dist.ReduceOp.MAX)):
             if self.dims[axis].size() > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,17 +23,19 @@ from ringcomm.nn import (
 )
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.saving import save_full
 from ringcomm.parallel.model.starts import start_equal
-from ringcomm.parallel.state import get_state_dict
 from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
     copy_to_tp,
     gather_from_tp,
     reduce_from_tp,
+    summed_over,
 )
-from ringcomm.parallel.tensor.splits import SplitModule
-from ringcomm.torch_names import TORCH_VERSION, AsDTensor, all_gather_single
+from ringcomm.parallel.tensor.replicas import are_same, check_replicas
+from ringcomm.parallel.tensor.splits import SplitModule, mesh_of
+from ringcomm.torch_names import TORCH_VERSION, AsDTensor
 
 Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -61,7 +63,8 @@ def tensor_parallelize(
         model: a model of transformers with a tensor-parallel plan in its config (Llama, Mistral,
             Qwen, ...), unsharded. It is changed in place, and starts from the weights and buffers
             of the group's rank 0. The parameters of its layers may be on the meta device, for
-            ringcomm.parallel.set_state_dict(). Make optimizers afterwards.
+            ringcomm.parallel.set_state_dict(). Make optimizers afterwards; they must update each
+            element of a weight by itself, as AdamW does and Muon does not.
         group: None for the default group.
         mesh: a one-dimensional DeviceMesh, instead of a group.
         sequence_parallel: shard the tokens over the ranks between sharded layers (Korthikanti
@@ -81,8 +84,12 @@ def tensor_parallelize(
             heads; or, with sequence_parallel, the model has other parts than an embedding, layers
             of blocks and norms, and a last norm. The model is unchanged.
 
-    forward() raises ValueError for a dropout above 0 in training mode, because ranks would draw
-    different masks for replicated activations, and without gradients if ranks have different ids.
+    forward() raises ValueError if it returns attentions, or hidden states of sharded tokens, and
+    without gradients if ranks have different ids. In training mode, in calls number 1, 2, 4, 8 and
+    so on, it raises ValueError if ranks have different ids, labels or masks; if they draw different
+    random numbers, such as for the dropout of a head; for dropout in attention and feed-forward
+    networks, whose parts ranks have, or with sequence_parallel in any layer; and for trained
+    modules that were added there later, such as adapters.
 
     Collective.
     """
@@ -132,7 +139,15 @@ def tensor_parallelize(
         summed |= {param for module in around for param in module.parameters(recurse=False)}
     for param in summed:
         all_reduce_grad_(param, resolved)
-    base.register_forward_pre_hook(_refuse_dropout)
+    if resolved.size() > 1:
+        outputs = ["output_attentions", *(["output_hidden_states"] if sequence_parallel else [])]
+        # Here ranks have different heads, features or tokens; elsewhere they draw the same masks.
+        apart = [base] if sequence_parallel else list(blocks.columns)
+        names = {module: name for name, module in base.named_modules()}
+        partial_sum = embedding if sequence_parallel else None
+        checks = _Checks({names[module]: module for module in apart}, outputs, partial_sum)
+        base.register_forward_pre_hook(checks, with_kwargs=True)
+        check_replicas(model, resolved, compares_inputs=True)
     if head is not None:
         # The tokens are gathered after the last norm already: the head may select some of them.
         made = ColumnParallelLinear.from_linear(
@@ -145,9 +160,11 @@ def tensor_parallelize(
             options = {"group": resolved, "vocab_start": made.features[0], **loss_options}
             model.loss_function = partial(causal_lm_loss, **options)
             if resolved.size() > 1:
+                if not made.weight.is_meta:
+                    mesh_of(resolved, made.weight.device)  # torch.compile cannot trace a new one
                 model.register_forward_hook(partial(_typed_logits, made))
     start_equal(model, [resolved])
-    model.save_pretrained = partial(_save_pretrained, model, model.save_pretrained)
+    save_full(model)
     return model
 
 
@@ -173,29 +190,11 @@ def _check_ids(embedding: Any, args: tuple[Tensor, ...]) -> None:
     """Ranks that sample with different seeds would continue different texts."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or embedding.group.size() == 1:
         return
-    ids = args[0].flatten()
-    order = torch.arange(1, ids.numel() + 1, device=ids.device)
-    mine = torch.stack([order.sum(), ids.sum(), (ids * order).sum()])
-    rows = mine.new_empty(embedding.group.size() * 3)
-    all_gather_single(rows, mine, group=embedding.group)
-    if not (rows.view(-1, 3) == mine).all():
+    if not are_same([args[0]], embedding.group):
         raise ValueError(
             "the tensor-parallel ranks have different input ids: give them the same rows, and to"
             " sample, call torch.manual_seed() with one seed on all ranks"
         )
-
-
-def _save_pretrained(
-    model: Any, save: Callable[..., Any], *args: Any, state_dict: Any = None, **options: Any
-) -> None:
-    """save_pretrained() of the full model by rank 0. Without a state_dict collective."""
-    if state_dict is not None:
-        save(*args, state_dict=state_dict, **options)
-        return
-    state_dict, _ = get_state_dict(model, full=True, rank0_only=True)
-    if dist.get_rank() == 0:
-        save(*args, state_dict=state_dict, **options)
-    dist.barrier()
 
 
 class _Blocks:
@@ -297,15 +296,66 @@ def _ends_of_tokens(
     return layers[0], next(iter(rest.values()))
 
 
-def _refuse_dropout(base: nn.Module, _: Any) -> None:
-    for name, module in base.named_modules() if base.training else ():
-        options = {"p": module.p} if isinstance(module, nn.Dropout) else vars(module)
+class _Checks:
+    """A hook that raises ValueError for calls in which ranks would compute different things.
+
+    Args:
+        apart: modules by name in which ranks have different heads, features or tokens. They may
+            not have dropout, nor trained weights that were added later, such as adapters.
+        outputs: names of outputs that would be this rank's part.
+        embedding: one that returns a part of a sum, which hooks may not change, or None.
+    """
+
+    def __init__(
+        self,
+        apart: Mapping[str, nn.Module],
+        outputs: Sequence[str],
+        embedding: VocabParallelEmbedding | None,
+    ) -> None:
+        self._apart, self._outputs, self._num_calls = apart, outputs, 0
+        self._embedding = embedding
+        self._num_hooks = 0 if embedding is None else len(embedding._forward_hooks)
+        self._known = {module for top in apart.values() for module in top.modules()}
+
+    def __call__(self, base: Any, _: Any, kwargs: dict[str, Any]) -> None:
+        for name in self._outputs:
+            if kwargs.get(name, getattr(base.config, name, False)):
+                raise ValueError(
+                    f"{name} would return what this tensor-parallel rank has, a part of the heads"
+                    " or tokens: leave it out"
+                )
+        if not base.training:
+            return
+        if not torch.compiler.is_compiling():
+            self._num_calls += 1
+            if self._num_calls & (self._num_calls - 1):  # as check_replicas()
+                return
+        if self._embedding is not None and len(self._embedding._forward_hooks) > self._num_hooks:
+            raise ValueError(
+                "a hook of the embedding, as of NEFTune, would change this rank's part of a sum:"
+                " remove it, or leave sequence_parallel out"
+            )
+        for outer, top in self._apart.items():
+            for name, module in top.named_modules(prefix=outer):
+                self._check_module(name, module)
+
+    def _check_module(self, name: str, module: nn.Module) -> None:
+        options = {"p": module.p} if "Dropout" in type(module).__name__ else vars(module)
         for option, value in options.items():
             is_rate = option == "p" or "dropout" in option or option.endswith("pdrop")
             if is_rate and isinstance(value, float) and value > 0:
                 raise ValueError(
-                    f"{name} has a dropout of {value}, and its masks would differ between the"
-                    " tensor-parallel ranks: set it to 0"
+                    f"{name} has a dropout of {value}, but the tensor-parallel ranks have different"
+                    " parts of what it drops: set it to 0"
+                )
+        if module in self._known or isinstance(module, SplitModule):
+            return
+        for param in module.parameters(recurse=False):
+            if param.requires_grad and summed_over(param) is None:
+                raise ValueError(
+                    f"{name}, a {type(module).__name__}, was added after tensor_parallelize(), and"
+                    " each rank would train it on a part of its gradient: freeze it, or pass its"
+                    " parameters to ringcomm.parallel.tensor.all_reduce_grad_()"
                 )
 
 

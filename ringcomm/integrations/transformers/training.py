@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,8 +26,7 @@ def patch_loss(
 
     Args:
         model: a model of transformers >= 4.46, such as AutoModelForCausalLM returns.
-        inplace: if gradients are enabled, the loss overwrites the logits with their gradient. The
-            model's output then has no logits.
+        inplace: as in cross_entropy: the outputs of a training step then have no logits.
         label_smoothing: in [0, 1].
         z_loss: the factor of lse ** 2.
 
@@ -91,7 +90,7 @@ def causal_lm_loss(
         vocab_size=vocab_size,
         num_items=num_items_in_batch,
         ignore_index=ignore_index,
-        inplace=inplace and torch.is_grad_enabled(),
+        inplace=inplace,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
@@ -140,6 +139,16 @@ def register() -> None:
     trainers.knows_ringcomm = True
 
 
+def _save_model(
+    trainer: Any, save: Callable[..., None], output_dir: str | None = None, **options: Any
+) -> None:
+    """Trainer.save_model() of sharded weights, whose save_pretrained() all processes call."""
+    if trainer.args.should_save:
+        save(output_dir, **options)
+    else:
+        trainer.model.save_pretrained(output_dir or trainer.args.output_dir)
+
+
 def _leave_gradients(trainer: Any, optimizer: Any) -> None:
     """Makes a Trainer leave gradients to an optimizer that reduces them; see register()."""
     args = trainer.args
@@ -152,6 +161,8 @@ def _leave_gradients(trainer: Any, optimizer: Any) -> None:
             "Trainer would save the weights of process 0 only, which has only its own shards; set"
             ' save_strategy="no", and save ringcomm.parallel.get_state_dict(full=True) yourself'
         )
+    if is_sharded:
+        trainer.save_model = partial(_save_model, trainer, trainer.save_model)
     if is_sharded and getattr(args, "predict_with_generate", False):
         raise ValueError(
             "predict_with_generate runs the model a different number of times on each process, but"

@@ -21,16 +21,16 @@ from ringcomm.ops.losses.options import (
     LossArguments,
     LossOptions,
     VocabShard,
-    check_logits,
     check_targets,
     checked_num_items,
     checked_options,
+    checked_weight,
     find_shard,
     first_order_only,
     shard_of_dtensor,
     with_outputs,
 )
-from ringcomm.ops.losses.soft_targets import soft_cross_entropy
+from ringcomm.ops.losses.soft_targets import float64_cross_entropy, soft_cross_entropy
 
 _ops: Any = torch.ops.ringcomm
 
@@ -63,9 +63,10 @@ def cross_entropy(
 
     Args:
         logits: shape (..., V), V this rank's classes; float32, float16 or bfloat16. A DTensor
-            sharded in its last dimension determines group and vocab_start.
-        target: shape (...), int64 or int32: classes of the whole vocabulary, the same on all ranks.
-            Or, without a group, probabilities of shape (..., V); they get no gradient.
+            sharded in its last dimension determines group and vocab_start. Without a group also
+            float64, for which torch's operators compute the loss, with copies of the logits.
+        target: shape (...), of any dtype of integers: classes of the whole vocabulary, the same on
+            all ranks. Or, without a group, probabilities of shape (..., V); they get no gradient.
         group: the ranks that shard the vocabulary; None (the default) if this rank has all of it.
         mesh: a one-dimensional DeviceMesh of them, instead of a group.
         vocab_start: the first class of this rank's logits; shards may have any order, differ in
@@ -73,13 +74,16 @@ def cross_entropy(
             exchange of the sizes first.
         vocab_size: the number of classes on all ranks together. Columns after it are padding, with
             probability 0 and gradient 0. None means the number of columns.
-        weight: shape (vocab_size,), float32: the weights of all classes, on every rank.
+        weight: shape (vocab_size,): the weights of all classes, on every rank; float64 for float64
+            logits, otherwise any floating-point dtype. With vocab_start and without vocab_size, the
+            ranks exchange the sizes of their shards first.
         num_items: the divisor of "mean", instead of the sum of weights: a number, or a tensor with
             one element.
-        inplace: the forward pass overwrites the logits with their gradient. This needs no memory
-            for the gradient and, without a group, saves one pass over the logits. It supports
-            "mean" and "sum". A float16 gradient is scaled by a power of two until the backward
-            pass, because the smallest float16 is 6e-8.
+        inplace: if gradients are enabled and the logits require grad, the forward pass overwrites
+            the logits with their gradient: nothing else may read them afterwards. This needs no
+            memory for the gradient and, without a group, saves one pass over the logits. It
+            supports "mean" and "sum". A float16 gradient is scaled by a power of two until the
+            backward pass, because the smallest float16 is 6e-8. float64 logits are not overwritten.
         options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].
@@ -92,10 +96,10 @@ def cross_entropy(
             logits).
 
     Returns:
-        The loss, float32: a scalar, or of target's shape for "none". With `outputs`, a pair of the
-        loss and a dict of float32 tensors of target's shape, without gradients and 0 for ignored
-        tokens. If there are no tokens, or all are ignored, the loss is NaN for "mean" and 0 for
-        "sum", and gradients are 0.
+        The loss, float32 (float64 for float64 logits): a scalar, or of target's shape for "none".
+        With `outputs`, a pair of the loss and a dict of tensors of its dtype and of target's shape,
+        without gradients and 0 for ignored tokens. If there are no tokens, or all are ignored, the
+        loss is NaN for "mean" and 0 for "sum", and gradients are 0.
 
     Raises:
         ValueError: a shape, a device, an option or a combination of them is wrong; or, on all
@@ -113,20 +117,23 @@ def cross_entropy(
     Collective if there is a group; blocks until the result is available.
     """
     checked = checked_options(**options)
+    if inplace and checked.reduction == "none":
+        raise ValueError('inplace needs reduction="mean" or "sum"')
+    inplace = inplace and torch.is_grad_enabled() and logits.requires_grad
     if inplace:
-        _check_inplace(logits, checked.reduction)
+        _check_inplace(logits)
     if mesh is not None:
         group = resolve_group(group, mesh)
     if type(logits) is not Tensor:  # a DTensor perhaps
         logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
     divisor = checked_num_items(num_items, checked.reduction)
-    check_logits(logits, weight)
+    weight = checked_weight(logits, weight, group)
     if logits.dim() == 0:
         raise ValueError("logits must have a dimension of classes, got a scalar")
     if target.is_floating_point():
         if group is not None or inplace or checked.outputs:
             raise ValueError("probabilities as targets do not support group, inplace or outputs")
-        find_shard(logits.shape[-1], None, vocab_start, vocab_size, None)
+        find_shard(logits.shape[-1], None, vocab_start, vocab_size, weight)
         return soft_cross_entropy(logits, target, weight, divisor, checked, vocab_size)
 
     if logits.dim() > 2 and logits.shape[:-1] != target.shape == logits.movedim(1, -1).shape[:-1]:
@@ -134,6 +141,8 @@ def cross_entropy(
     check_targets(target, logits.shape[:-1], logits.device)
     shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
+    if logits.dtype == torch.float64:
+        apply, inplace = float64_cross_entropy, False
     loss, by_token = apply(
         _rows_of(logits, inplace), target.reshape(-1).long(), weight, divisor, shard, checked
     )
@@ -163,9 +172,7 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
     )
 
 
-def _check_inplace(logits: Tensor, reduction: str) -> None:
-    if reduction == "none":
-        raise ValueError('inplace needs reduction="mean" or "sum"')
+def _check_inplace(logits: Tensor) -> None:
     # In a compiled function, inputs do not count as views.
     base = None if torch.compiler.is_compiling() else logits._base
     if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, base)):

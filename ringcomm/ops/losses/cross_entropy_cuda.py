@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringcomm import _kernels
 from ringcomm._extension import HAS_CUDA
+from ringcomm.ops.losses.soft_targets import check_classes
 from ringcomm.ops.triton_kernels import (
     COUNT_BLOCK,
     TOKEN_BLOCK,
@@ -49,18 +50,6 @@ def _checked_weight(weight: Tensor | None, vocab_size: int) -> Tensor | None:
             f" got shape {tuple(weight.shape)}"
         )
     return weight.contiguous()
-
-
-def _check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises IndexError for the first target that is not a class. Waits for the device."""
-    is_wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
-    wrong = is_wrong.nonzero()
-    if len(wrong):
-        first = int(wrong[0])
-        raise IndexError(
-            f"ringcomm: target {first} is {int(target[first])}, but there are {vocab_size}"
-            f" classes; ignore_index is {ignore_index}"
-        )
 
 
 def _checked_shards(stats: Tensor, vocab_size: int) -> int:
@@ -237,7 +226,7 @@ def cross_entropy_loss(
         vocab_size = weight.numel()
     weight = _checked_weight(weight, vocab_size)
     if checks_targets():
-        _check_classes(target, _checked_shards(stats, vocab_size), ignore_index)
+        check_classes(target, _checked_shards(stats, vocab_size), ignore_index)
     denominator = _denominator_of(target, weight, num_items, ignore_index, terms[-1])
     return _losses_of(stats, target, weight, denominator, vocab_size, ignore_index, *terms)
 
@@ -314,7 +303,7 @@ def cross_entropy_and_grad_(
     ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = options
     rows = _rows_of(logits, target, weight, 0, vocab_size)
     if checks_targets():
-        _check_classes(rows.target, vocab_size, ignore_index)
+        check_classes(rows.target, vocab_size, ignore_index)
     given = (rows.target, rows.weight, num_items, rows.num_classes)
     if HAS_CUDA:
         from ringcomm import _cuda

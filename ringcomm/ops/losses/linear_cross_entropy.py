@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.arguments import DTYPES
-from ringcomm.ops.losses.cross_entropy import loss_of_all_classes
+from ringcomm.ops.losses.cross_entropy import cross_entropy, loss_of_all_classes
 from ringcomm.ops.losses.linear_blocks import (
     LayerGradients,
     class_blocks,
@@ -33,10 +33,10 @@ from ringcomm.ops.losses.options import (
     LossArguments,
     LossOptions,
     VocabShard,
-    check_logits,
     check_targets,
     checked_num_items,
     checked_options,
+    checked_weight,
     find_shard,
     first_order_only,
     with_outputs,
@@ -78,9 +78,10 @@ def linear_cross_entropy(
 
     Args:
         hidden: shape (..., H), float32, float16 or bfloat16; with a group the same on all ranks,
-            unless sequence_parallel, and requires_grad must be equal on all ranks.
+            unless sequence_parallel, and requires_grad must be equal on all ranks. float64 as in
+            cross_entropy, with all logits in memory and without fused_update.
         weight: shape (V, H), of hidden's dtype: the rows of this rank's V classes.
-        target: shape (...), int64 or int32: classes of the whole vocabulary, of all tokens.
+        target: shape (...), integers: classes of the whole vocabulary, of all tokens.
         bias: shape (V,), of hidden's dtype; None for none.
         group: as in cross_entropy.
         mesh: as in cross_entropy.
@@ -104,7 +105,15 @@ def linear_cross_entropy(
     """
     checked = checked_options(**options)
     divisor = checked_num_items(num_items, checked.reduction)
-    check_logits(hidden, class_weight, "hidden")
+    if mesh is not None:
+        group = resolve_group(group, mesh)
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(tensor, "placements"):
+            raise TypeError(
+                f"{name} is a DTensor: call the loss inside the forward of a model of fully_shard,"
+                " and with tensor parallelism pass to_local() with group="
+            )
+    class_weight = checked_weight(hidden, class_weight, group, "hidden")
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
     if accumulate_dtype not in (None, torch.float32, hidden.dtype):
@@ -116,14 +125,18 @@ def linear_cross_entropy(
         raise ValueError(
             f"fused_update needs gradients in float32, got accumulate_dtype={accumulate_dtype}"
         )
-    if mesh is not None:
-        group = resolve_group(group, mesh)
     if sequence_parallel and (group is None or hidden.dim() == 1):
         raise ValueError("sequence_parallel needs group=, whose ranks share the tokens")
     tokens = hidden.shape[:-1]
     if sequence_parallel:
         tokens = torch.Size([tokens[0] * resolve_group(group).size(), *tokens[1:]])
     check_targets(target, tokens, hidden.device)
+    if hidden.dtype == torch.float64:
+        if fused_update is not None:
+            raise TypeError("fused_update does not support float64")
+        given64: Any = {"vocab_start": vocab_start, "vocab_size": vocab_size, **options}
+        logits = linear(hidden, weight, bias)
+        return cross_entropy(logits, target, weight=class_weight, num_items=num_items, **given64)
     shard = find_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
     if sequence_parallel:
         hidden = _ops.all_gather(hidden, shard.group_name)
@@ -259,7 +272,7 @@ def _with_gradients(
     sums = LayerGradients(rows, weight, bias, ctx.needs_input_grad, ctx.sum_dtype)
     # Computes the divisor of the losses and checks all targets. Only the last entry of the stats is
     # used, which has the number of classes.
-    stats = torch.zeros([target.numel() + 1, 6], device=target.device)
+    stats = torch.zeros([target.numel() + 1, 6], dtype=torch.float32, device=target.device)
     stats[-1, ::2] = float(shard.size)
     terms = options.for_loss(shard)
     denominator = _ops.cross_entropy_loss(stats, target, class_weight, num_items, *terms)[2]

@@ -12,6 +12,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.linear_cross_entropy import FusedUpdate, linear_cross_entropy
 from ringcomm.ops.losses.options import LossArguments, checked_options, find_shard
+from ringcomm.torch_names import group_named
 
 
 class CrossEntropyLoss(nn.Module):
@@ -27,6 +28,10 @@ class CrossEntropyLoss(nn.Module):
         vocab_size: the number of classes without padding, as there.
         inplace: the gradient replaces the logits, as there.
         options: as there.
+
+    A copy has the same group. A pickled module keeps the group's name, and looks for the group of
+    that name where it is loaded. Class weights are not in state dicts; those in a state dict of
+    torch.nn.CrossEntropyLoss are loaded.
 
     Raises:
         ValueError: options are out of their range, or do not fit each other.
@@ -60,17 +65,31 @@ class CrossEntropyLoss(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
         shards = {"group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
         self.options: dict[str, Any] = {**shards, **options, "inplace": inplace}
+        self.register_load_state_dict_pre_hook(_load_weight)
 
-    def _class_weight(self) -> Tensor | None:
-        """The class weights in float32, even if the surrounding model was cast to bfloat16."""
-        return None if self.weight is None else self.weight.float()
+    def __getstate__(self) -> dict[str, Any]:
+        group = self.options["group"]
+        name = group.group_name if isinstance(group, dist.ProcessGroup) else group
+        return {**self.__dict__, "options": {**self.options, "group": name}}
+
+    def _options(self) -> dict[str, Any]:
+        if isinstance(self.options["group"], str):  # a copy
+            self.options["group"] = group_named(self.options["group"])
+        return self.options
 
     def forward(
         self, logits: Tensor, target: Tensor, num_items: float | Tensor | None = None
     ) -> Any:
         """The loss of ringcomm.ops.cross_entropy."""
-        weight = self._class_weight()
-        return cross_entropy(logits, target, weight=weight, num_items=num_items, **self.options)
+        given = {"weight": self.weight, "num_items": num_items, **self._options()}
+        return cross_entropy(logits, target, **given)
+
+
+def _load_weight(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Loads class weights, which are in state dicts of torch's loss only."""
+    value = None if module.weight is None else state.pop(f"{prefix}weight", None)
+    if value is not None:
+        module.weight.copy_(value)
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
@@ -114,5 +133,5 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         num_items: float | Tensor | None = None,
     ) -> Any:
         """The loss of ringcomm.ops.linear_cross_entropy."""
-        given = {"class_weight": self._class_weight(), "num_items": num_items, **self.options}
+        given = {"class_weight": self.weight, "num_items": num_items, **self._options()}
         return linear_cross_entropy(hidden, weight, target, bias=bias, **given)

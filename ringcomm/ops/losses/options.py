@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, SupportsIndex, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,9 @@ def find_shard(
 ) -> VocabShard:
     """The shard of a rank with logits of `num_columns` classes, padding included.
 
-    Collective if there is a group and no vocab_start: shards are then in rank order.
+    Raises ValueError unless there is one class weight for each class. Collective if there is a
+    group and no vocab_start, when shards are in rank order, or no vocab_size for class weights.
     """
-    if vocab_size is None and weight is not None:
-        vocab_size = weight.numel()
     if group is None:
         if vocab_start not in (None, 0):
             raise ValueError(
@@ -54,24 +53,29 @@ def find_shard(
             raise ValueError(
                 f"logits have {num_columns} columns, but the vocabulary only {size} classes"
             )
-        return VocabShard(0, _checked_size(size), None)
+        return VocabShard(0, _checked_size(size, weight), None)
     name = resolve_group(group).group_name
-    if vocab_start is None:
+    if vocab_start is None or (vocab_size is None and weight is not None):
         counts: list[Any] = [None] * group.size()
         dist.all_gather_object(counts, num_columns, group)  # on whatever devices the group has
-        size = _checked_size(sum(counts) if vocab_size is None else vocab_size)
-        return VocabShard(sum(counts[: group.rank()]), size, name)
+        vocab_size = sum(counts) if vocab_size is None else vocab_size
+        vocab_start = sum(counts[: group.rank()]) if vocab_start is None else vocab_start
     if vocab_start < 0:
         raise ValueError(f"vocab_start must be 0 or more, got {vocab_start}")
     if vocab_size is None:
         _checked_size(max(1, vocab_start + num_columns))
         return VocabShard(vocab_start, -1, name)
-    return VocabShard(vocab_start, _checked_size(vocab_size), name)
+    return VocabShard(vocab_start, _checked_size(vocab_size, weight), name)
 
 
-def _checked_size(vocab_size: int) -> int:
+def _checked_size(vocab_size: int, weight: Tensor | None = None) -> int:
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
+    if weight is not None and weight.numel() != vocab_size:
+        raise ValueError(
+            f"class weights must have one element for each of the {vocab_size} classes, got shape"
+            f" {tuple(weight.shape)}: give vocab_size= if the last classes are padding"
+        )
     return vocab_size
 
 
@@ -169,6 +173,8 @@ class LossOptions(NamedTuple):
 def checked_options(**given: Unpack[LossArguments]) -> LossOptions:
     """The options; raises ValueError for one that is out of range."""
     options = LossOptions(**given)
+    if not isinstance(options.ignore_index, SupportsIndex):
+        raise TypeError(f"ignore_index must be an integer, got {options.ignore_index!r}")
     if not 0 <= options.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {options.label_smoothing!r}")
     if not 0 <= options.z_loss < math.inf:
@@ -197,17 +203,29 @@ def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tenso
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be one number, got shape {tuple(num_items.shape)}")
         return num_items.detach().reshape([])
-    return torch.tensor(float(num_items), dtype=torch.float64)
+    return torch.tensor(float(num_items), dtype=torch.float64, device="cpu")
 
 
-def check_logits(logits: Tensor, weight: Tensor | None, name: str = "logits") -> None:
-    """Checks logits and class weights, except the number of classes."""
-    if logits.dtype not in DTYPES:
-        raise TypeError(f"{name} must be in float32, float16 or bfloat16, got {logits.dtype}")
+def checked_weight(
+    logits: Tensor, weight: Tensor | None, group: Any, name: str = "logits"
+) -> Tensor | None:
+    """Checks logits and class weights, except their number, and returns the weights in float32.
+
+    float64 logits need weights in float64, as in torch.
+    """
+    if logits.dtype not in DTYPES and (logits.dtype != torch.float64 or group is not None):
+        raise TypeError(
+            f"{name} must be in float32, float16 or bfloat16, or without a group in float64, got"
+            f" {logits.dtype}"
+        )
     if weight is None:
-        return
-    if weight.dtype != torch.float32:
-        raise TypeError(f"class weights must be float32, got {weight.dtype}")
+        return None
+    allowed = (torch.float64,) if logits.dtype == torch.float64 else (*DTYPES, torch.float64)
+    if weight.dtype not in allowed:
+        raise TypeError(
+            f"class weights of {logits.dtype} {name} must be {' or '.join(map(str, allowed))}, got"
+            f" {weight.dtype}"
+        )
     if weight.dim() != 1:
         raise ValueError(
             f"class weights must have one element for each class, got shape {tuple(weight.shape)}"
@@ -216,12 +234,13 @@ def check_logits(logits: Tensor, weight: Tensor | None, name: str = "logits") ->
         raise ValueError(f"class weights must be on {logits.device}, got {weight.device}")
     if weight.requires_grad:
         raise ValueError("class weights get no gradient and must not require grad")
+    return weight.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def check_targets(target: Tensor, shape: torch.Size, device: torch.device) -> None:
     """Raises ValueError or TypeError unless targets are class indices of the given shape."""
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"targets must be int64 or int32, or probabilities, got {target.dtype}")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"targets must be integers, or probabilities, got {target.dtype}")
     if target.shape != shape:
         raise ValueError(f"targets must have shape {tuple(shape)}, got {tuple(target.shape)}")
     if target.device != device:

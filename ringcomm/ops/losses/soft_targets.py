@@ -1,4 +1,4 @@
-"""Cross-entropy with probabilities as targets, in blocks of rows."""
+"""Cross-entropy with probabilities as targets, in blocks of rows; and of float64 logits."""
 
 import math
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm.ops.losses.options import LossOptions, first_order_only
+from ringcomm.ops.losses.options import LossOptions, VocabShard, first_order_only
 
-# Bytes of the fp32 copies of the rows that are processed at a time.
+# Bytes of the copies of the rows in fp32 (fp64 for fp64) that are processed at a time.
 BLOCK_BYTES = 16 << 20
 
 
@@ -32,12 +32,10 @@ def soft_cross_entropy(
         raise ValueError(f"targets must be on {logits.device}, got {target.device}")
     if target.requires_grad:
         raise ValueError("probabilities as targets get no gradient and must not require grad")
-    sizes = {vocab_size or num_classes, num_classes if weight is None else weight.numel()}
-    if options.ignore_index >= 0 or sizes != {num_classes}:
+    if options.ignore_index >= 0 or vocab_size not in (None, num_classes):
         raise ValueError(
             "probabilities as targets do not support padding or an ignored class: for"
-            f" {num_classes} classes got vocab_size={vocab_size}, class weights of shape"
-            f" {None if weight is None else tuple(weight.shape)} and"
+            f" {num_classes} classes got vocab_size={vocab_size} and"
             f" ignore_index={options.ignore_index}"
         )
     rows = logits.reshape(math.prod(logits.shape[:-1]), num_classes)
@@ -47,21 +45,67 @@ def soft_cross_entropy(
     if options.reduction == "sum":
         return losses.sum()
     mean: Tensor = losses.sum() / (len(rows) if num_items is None else num_items)
-    return mean.float()  # a num_items of one number is float64
+    return mean.to(losses.dtype)  # a num_items of one number is float64
+
+
+def float64_cross_entropy(
+    rows: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | None,
+    shard: VocabShard,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor]:
+    """The loss of rows of float64 logits for class indices, and the outputs by token."""
+    rows = rows[:, : shard.size]
+    check_classes(target, shard.size, options.ignore_index)
+    is_kept = target != options.ignore_index
+    classes = torch.where(is_kept, target, 0)
+    wanted = torch.zeros_like(rows).scatter_(1, classes[:, None], 1.0)
+    loss = torch.where(is_kept, _SoftCrossEntropy.apply(rows, wanted, weight, options), 0.0)
+    by_token = loss.new_zeros([0])
+    if options.outputs:
+        z = _scaled(rows.detach(), options)
+        log_p = torch.log_softmax(z, -1)
+        entropy = -torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p).sum(-1)
+        found = (loss.detach(), torch.logsumexp(z, -1), entropy, z.argmax(-1) == target)
+        by_token = torch.where(is_kept, torch.stack([x.double() for x in found]), 0.0)
+    if options.reduction != "none":
+        loss = loss.sum()
+    if options.reduction == "mean":
+        weights = is_kept if weight is None else torch.where(is_kept, weight[classes], 0.0)
+        loss = loss / (weights.sum() if num_items is None else num_items)
+    return loss, by_token
+
+
+def check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raises IndexError for the first target that is not a class. Waits for the device."""
+    is_wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
+    wrong = is_wrong.nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        raise IndexError(
+            f"ringcomm: target {first} is {int(target[first])}, but there are {vocab_size}"
+            f" classes; ignore_index is {ignore_index}"
+        )
+
+
+def _scaled(rows: Tensor, options: LossOptions) -> Tensor:
+    """z of some rows."""
+    z = rows.to(torch.promote_types(rows.dtype, torch.float32)) * options.logit_scale
+    return torch.tanh(z / options.softcap) * options.softcap if options.softcap else z
 
 
 def _blocks(
     rows: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Blocks of rows, their z and the target of each class, in fp32."""
-    step = max(1, BLOCK_BYTES // (max(1, rows.shape[1]) * 4))
+    """Blocks of rows, their z and the target of each class, in fp32 (fp64 for fp64 rows)."""
+    step = max(1, BLOCK_BYTES // (max(1, rows.shape[1]) * max(4, rows.element_size())))
     smooth = options.label_smoothing
     for begin in range(0, len(rows), step):
         block = slice(begin, begin + step)
-        z = rows[block].float() * options.logit_scale
-        if options.softcap:
-            z = torch.tanh(z / options.softcap) * options.softcap
-        wanted = target[block].float() * (1 - smooth) + smooth / target.shape[1]
+        z = _scaled(rows[block], options)
+        wanted = target[block].to(z.dtype) * (1 - smooth) + smooth / target.shape[1]
         yield block, z, wanted if weight is None else wanted * weight
 
 
@@ -72,7 +116,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions
     ) -> Tensor:
-        losses = rows.new_empty(len(rows), dtype=torch.float32)
+        losses = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
         for block, z, wanted in _blocks(rows, target, weight, options):
             # A class with probability 0 contributes 0, even if its z is -infinity.
             costs = torch.where(wanted == 0, 0.0, wanted * torch.log_softmax(z, -1))
@@ -92,7 +136,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             slope = torch.softmax(z, -1) * total[:, None] - wanted
             if options.softcap:
                 # sech^2. 1 - tanh^2 would cancel where logits are large.
-                capped = rows[block].float() * (options.logit_scale / options.softcap)
+                capped = rows[block].to(z.dtype) * (options.logit_scale / options.softcap)
                 power = torch.exp(-2 * capped.abs())
                 slope *= 4 * power / (1 + power) ** 2
             grad[block] = slope * (grad_losses[block, None] * options.logit_scale)

@@ -149,7 +149,7 @@ def _digest(kept: Kept) -> Tensor:
     word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights = torch.arange(1, min(_DIGEST_ELEMS, flat.numel()) + 1, device=flat.device)
     look = repr((kept.shape, kept.stride, flat.dtype)).encode()
-    digest = torch.full([1], zlib.crc32(look), device=flat.device)
+    digest = torch.full([1], zlib.crc32(look), dtype=torch.int64, device=flat.device)
     for part in flat.view(word).split(_DIGEST_ELEMS):
         digest = 31 * digest + (part * weights[: part.numel()]).sum()
     return digest
@@ -271,6 +271,6 @@ class auto(partition):  # noqa: N801
 
     def _highest(self, number: int) -> int:
         """The largest value of the ranks. Collective."""
-        found = torch.tensor([number], device=self._device)
+        found = torch.tensor([number], dtype=torch.int64, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         return int(found)

@@ -22,8 +22,8 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.dispatch import plan_dispatch, rows_of_tokens, sums_of_rows
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.parts_of_models import register_part
-from ringcomm.parallel.tensor.splits import refuse_copy
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
-from ringcomm.parallel.tensor.splits import refuse_copy
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.torch_names import all_reduce_coalesced_
 
 _AVERAGED = "_ringcomm_averaged"

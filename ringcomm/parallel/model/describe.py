@@ -22,6 +22,7 @@ from ringcomm.parallel.model.axes import Axes, Held, mesh_of, overlap
 from ringcomm.parallel.model.owners import find_shards
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
+from ringcomm.torch_names import wrapped_attribute
 
 
 @dataclass(eq=False)
@@ -88,6 +89,12 @@ class Model:
                     weight.places.append((owner, key))
                     if key in splits:
                         weight.layer, weight.split = owner, splits[key]  # type: ignore[assignment]
+
+    @property
+    def names(self) -> dict[str, Tensor]:
+        """The parameters, then the buffers, each under all of its names."""
+        every = [*self.weights.values(), *self.buffers.values()]
+        return {name: weight.tensor for weight in every for name in weight.names}
 
     @cached_property
     def stage(self) -> StagePart | None:
@@ -156,6 +163,7 @@ def _walk(
     if isinstance(module, LocalExperts) and module.group.size() > 1:
         experts = module
     yield prefix, module, experts
+    wrapped = wrapped_attribute(module)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{prefix}{name}.", experts)
+            yield from _walk(child, prefix if name == wrapped else f"{prefix}{name}.", experts)

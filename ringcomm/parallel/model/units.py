@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.torch_names import untraced
+from ringcomm.torch_names import gather_outside_inference_mode, untraced
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -160,6 +160,7 @@ def watch_whole_weights(
     parameters. They exist from the first forward of the unit on; with DTensor's tensor parallelism
     they are DTensors of another mesh. Returns a function that removes the hooks.
     """
+    gather_outside_inference_mode(unit)
     meshes = {getattr(param, "device_mesh", None) for param in unit.parameters()}
     found: set[nn.Parameter] = set()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import count, zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -248,11 +249,12 @@ class _Offloaded(torch.optim.Optimizer):
         """The value of state_of() before the first step, for a parameter with values `weight`."""
         shape = self._operands.shape(param)
         names = _state_names(_rule_of(self, self._places()[param][1]), param)
-        state: dict[str, Any] = {name: torch.zeros(shape) for name in names}
+        on_host = partial(torch.zeros, dtype=torch.float32, device="cpu")
+        state: dict[str, Any] = {name: on_host(shape) for name in names}
         if "master" in state and weight is not None:
             state["master"] = weight.detach().float().reshape(shape)
         if isinstance(self, torch.optim.AdamW):
-            state["step"] = torch.tensor(0.0)
+            state["step"] = on_host([])
         return state
 
     def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:

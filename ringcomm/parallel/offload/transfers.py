@@ -111,7 +111,7 @@ class BufferPool:
 
     def give(self, buffer: Tensor, transfer: Transfer | None) -> None:
         """Returns a buffer, which is free when the transfer ends. Raises OSError: see take()."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage())
         idle = self._idle.setdefault(aligned_size(buffer.nbytes), deque())
         idle.append((transfer, whole))
         while len(idle) > _MAX_IDLE:

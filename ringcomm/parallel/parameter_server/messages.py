@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.parallel.model.describe import describe
+
 
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are sent in wire_dtype."""
@@ -25,7 +27,8 @@ class Key(NamedTuple):
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require grad, by name, in the model's order."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    weights = describe(model).weights
+    return {weight.name: param for param, weight in weights.items() if param.requires_grad}
 
 
 def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:
@@ -83,7 +86,7 @@ class Packing:
 
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8, one-dimensional, on the CPU."""
-        return torch.empty(sum(self._sizes), dtype=torch.uint8)
+        return torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu")
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, in the order of their shapes; they share its memory."""
@@ -176,7 +179,7 @@ class Header(NamedTuple):
 def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header) -> Any:
     """Returns a Work at once; sends the message, and keeps its tensor, even without wait()."""
     if isinstance(message, Header):
-        message = torch.tensor(message, dtype=torch.float64)
+        message = torch.tensor(message, dtype=torch.float64, device="cpu")
     return dist.isend(message, group=group, group_dst=peer, tag=tag)
 
 

@@ -116,7 +116,7 @@ class Server:
         return answer
 
     def _listen(self, worker: int) -> None:
-        words = torch.empty(4, dtype=torch.float64)
+        words = torch.empty(4, dtype=torch.float64, device="cpu")
         work: Any = dist.irecv(words, group=self._group, group_src=worker, tag=Tag.REQUEST)
         take = partial(self._take, worker, words)
         work.get_future().then(lambda future: self._inbox.put(partial(take, future)))
@@ -248,7 +248,7 @@ class Port:
         if self._own is not None:
             header, message = self._own.next_answer()
             return int(header.version), message
-        words = torch.empty(4, dtype=torch.float64)
+        words = torch.empty(4, dtype=torch.float64, device="cpu")
         header = Header.decode(receive(self._group, self._rank, Tag.ANSWER, words))
         message = None
         if header.num_bytes:

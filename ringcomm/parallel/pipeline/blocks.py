@@ -82,9 +82,10 @@ def part_of(
         parent.add_module(last, named[name])
     first: dict[nn.Parameter, str] = {}
     for name, block in named.items():
-        for inside, param in block.named_parameters():
-            first.setdefault(param, f"{name}.{inside}")
-    part.first_names = {name: first[param] for name, param in part.named_parameters()}
+        for param, weight in describe(block).weights.items():
+            first.setdefault(param, f"{name}.{weight.name}")
+    weights = describe(part).weights
+    part.first_names = {weight.name: first[param] for param, weight in weights.items()}
     params_of = [{p for name in names for p in named[name].parameters()} for names in owned]
     for param in part.parameters():
         ranks = [rank for rank, params in enumerate(params_of) if param in params]
@@ -149,6 +150,8 @@ class StageModule(nn.Module):
         kwargs: for each micro-batch, keyword arguments of those blocks that have such parameters.
         micro_batch: the next one to run.
         log: what the stage computes, if that is recorded.
+        writes_inputs: whether a block writes into its inputs. Those that need gradients are leaves
+            here, which may not be written, and are copied then.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], recompute: bool) -> None:
@@ -159,10 +162,13 @@ class StageModule(nn.Module):
         self.kwargs: Sequence[Mapping[str, Tensor]] = ()
         self.micro_batch = 0
         self.log: Log | None = None
+        self.writes_inputs = False
 
     def forward(self, *inputs: Any) -> Any:
         """The last block's result."""
         value: Any = inputs
+        if self.writes_inputs:
+            value = tuple(x.clone() if x.is_leaf and x.requires_grad else x for x in inputs)
         given = self.kwargs[self.micro_batch] if self.kwargs else {}
         for block, names in zip(self.blocks, self._names, strict=True):
             args = value if isinstance(value, tuple) else (value,)

@@ -316,7 +316,7 @@ class Pipeline:
             raise
 
     def _shared_loss(self) -> Tensor:
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         if self._has(-1):
             total += torch.stack(self._loss.parts).float().sum()
             self._loss.parts.clear()
@@ -325,6 +325,7 @@ class Pipeline:
 
     # ---- preparation
 
+    @torch.inference_mode(False)  # stages and the state of modules are kept for later calls
     def _prepared(
         self,
         inputs: Inputs,
@@ -354,7 +355,8 @@ class Pipeline:
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         key = (words, autocast)
-        digest = torch.tensor([zlib.crc32(repr(key).encode())], device=device_of(self.group))
+        number = zlib.crc32(repr(key).encode())
+        digest = torch.tensor([number], dtype=torch.int64, device=device_of(self.group))
         if len(set(gather_ints(digest, self.group))) > 1:
             facts = {"inputs of a micro-batch": words, "autocast": autocast}
             with nullcontext() if problem is None else suppress(ValueError):

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from ringcomm.parallel.pipeline.blocks import StageModule
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
 from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage, meta_like
-from ringcomm.torch_names import FakeTensorMode
+from ringcomm.torch_names import FakeTensorMode, gather_outside_inference_mode
 
 Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 
@@ -82,15 +82,18 @@ def _metas_of(value: Any) -> Metas:
     return tuple(meta_like(t, t.requires_grad) for t in tensors)
 
 
-def _computed(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
-    """Computes them, and restores buffers and generators."""
+def _computed(module: StageModule, inputs: Metas, device: torch.device) -> Metas:
+    """Computes them, and restores buffers and generators; notes writes into inputs."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     devices = [device] if device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
-        return _metas_of(functional_call(module, buffers, zeros(inputs, device)))
+        values = tuple(value.clone() for value in zeros(inputs, device))
+        outputs = functional_call(module, buffers, values)
+    module.writes_inputs |= any(value._version > 0 for value in values)
+    return _metas_of(outputs)
 
 
-def _inferred(module: nn.Module, inputs: Metas, device: torch.device) -> Metas | None:
+def _inferred(module: StageModule, inputs: Metas, device: torch.device) -> Metas | None:
     """Uses fake tensors; None if the module does not support these, as when it reads values."""
     # A module's attributes, and the contents of containers among them.
     kept = [
@@ -150,6 +153,9 @@ class Stage(TorchStage):
             group=group,
             dw_builder=(lambda: lambda: None) if stage_idx > 0 and has_no_halves else None,
         )
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                gather_outside_inference_mode(unit)
         self._own = own  # the module without its wrapper
         self._after_backward = after_backward
         self._used: set[int] = set()  # indices of weights with a gradient on this rank

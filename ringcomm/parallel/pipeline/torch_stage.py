@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed import P2POp
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
 
 from ringcomm.torch_names import TORCH_VERSION
 
@@ -28,7 +30,24 @@ def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
-class _EagerStage(PipelineStage):
+class _SharedStage(PipelineStage):
+    """Splits the backward pass also of a weight that is used before and after another one."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False
+    ) -> Any:
+        if backward_type != "weight":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if isinstance(self.submod, FSDPModule):  # as torch's
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        # The gradients of two weights may pass the same operation. Its graph ends with this call.
+        groups = bwd_kwargs["param_groups"]
+        return stage_backward_weight(self.submod.parameters(), groups, retain_graph=True), None
+
+
+class _EagerStage(_SharedStage):
     """Allocates memory when it waits for a message; the last reference frees it."""
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +67,11 @@ class _EagerStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         self._make_room(self.grad_recv_info.get(bwd_chunk_id, ()))
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        infos = zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True)
+        self._make_room(info for info, grad in infos if grad is None)  # torch fills it with zeros
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -147,7 +171,7 @@ class _OldStage(_EagerStage):
             )
 
 
-class _Stage(PipelineStage):
+class _Stage(_SharedStage):
     """Torch allocates and frees messages itself; a failed step may leave some."""
 
     def clear_runtime_states(self) -> None:

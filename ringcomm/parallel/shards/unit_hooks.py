@@ -10,13 +10,14 @@ other weights.
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.parallel.gradient_placeholder import weakly
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.torch_names import (
     NO_BACKWARD,
@@ -33,13 +34,6 @@ from ringcomm.torch_names import (
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
     return graph_task() != NO_BACKWARD
-
-
-def refuse_copy(*_: Any) -> NoReturn:
-    """Replaces copying and pickling of sharded weights; always raises RuntimeError."""
-    raise RuntimeError(
-        "sharded weights cannot be copied: copy the model before WeightShards, or after close()"
-    )
 
 
 @untraced

@@ -19,10 +19,11 @@ from ringcomm.parallel.flat_collectives import reduce_scatter_mean
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.owners import note_shards
 from ringcomm.parallel.model.refuse import Asked, refuse
+from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.model.units import check_can_materialize, materialize, params_of_units
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward, refuse_copy
+from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward
 from ringcomm.torch_names import ignore_in_ddp, ignored_in_ddp
 
 
@@ -116,6 +117,7 @@ class WeightShards:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
         refuse_moves(model)
+        self._end_save_full = save_full(model, self.group)
 
     # ---- shards
 
@@ -220,6 +222,7 @@ class WeightShards:
             vars(module).pop("_apply", None)
         for handle in self._handles:
             handle.remove()
+        self._end_save_full()
         if self.units:
             ignore_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import find_shards
-from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
+from ringcomm.parallel.state.own_parts import ModelParts, OptimizerParts
 from ringcomm.parallel.state.tensor_part import (
     Path,
     SameAs,
@@ -27,6 +28,7 @@ from ringcomm.parallel.state.tensor_part import (
     part_of,
     scatter_whole,
 )
+from ringcomm.parallel.state.unstepped import MASTER, State
 from ringcomm.parallel.tensor.regions import give_memory
 
 __all__ = ["get_state_dict", "set_state_dict"]
@@ -96,6 +98,7 @@ def get_state_dict(
         path = ("model", name)
         is_again = full and first.setdefault(value, path) != path
         flat[path] = SameAs(first[value]) if is_again else parts.of_value(value, is_stored=full)
+    flat |= {("model", name): value for name, (value, _) in parts.extra.items()}
     state: State = {}
     if server is not None:
         state = server.named_state()
@@ -169,6 +172,8 @@ def set_state_dict(
         ("model", name): parts.of_value(value, is_stored=True)
         for name, value in ({} if values is None else parts.values).items()
     }
+    if values is not None:
+        mine |= {("model", name): owner for name, (_, owner) in parts.extra.items()}
     found = None
     if optimizer is not None and server is None and (state or (state is not None and rank0_only)):
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
@@ -181,8 +186,8 @@ def set_state_dict(
     more: Any = state if server else (state or {}).get("param_groups")
     if rank0_only and group is not None:
         given, more = scatter_whole(given, more, wanted, group)
-    groups = None if found is None or more is None else (found.groups, more)
-    problem = _problem_of(wanted, given, groups, group, strict=strict)
+    groups, problem = _matched([] if found is None else found.groups, more, strict=strict)
+    problem = _problem_of(wanted, given, group, strict=strict) or problem
     if server is not None and more:
         problem = problem or server.problem_of(more)
     for rank, text in enumerate(all_gathered(problem, group)):
@@ -192,10 +197,12 @@ def set_state_dict(
         for shards in parts.shards:
             stack.enter_context(shards.writing())
         for path, part in mine.items():
-            if path in given:
+            if path in given and isinstance(part, nn.Module):
+                part.set_extra_state(given[path])
+            elif path in given:
                 _write(parts.values[path[1]], part, given[path], device)
     if found is not None:
-        found.load(given, more)
+        found.load(given, groups)
     if server is not None:
         server.load_named(more or {})
 
@@ -214,13 +221,20 @@ def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str |
 def _problem_of(
     wanted: Mapping[Path, Any],
     given: Mapping[Path, Any],
-    groups: tuple[list[State], list[State]] | None,
     group: dist.ProcessGroup | None,
     *,
     strict: bool,
 ) -> str | None:
     """The error message for a state that does not match on this rank, or None. Collective."""
     known = {path for paths in all_gathered([*wanted], group) for path in paths}
+    unknown = {path for path in given.keys() - known if path[0] == "optimizer"}
+    dropped = sorted(".".join(path[1:]) for path in unknown if path[-1] != MASTER)
+    if dropped and not strict and (group is None or group.rank() == 0):
+        warnings.warn(
+            f"set_state_dict(strict=False) ignores {len(dropped)} values of the optimizer's state"
+            f" for which this optimizer has no weight or key, such as {dropped[0]}",
+            stacklevel=3,
+        )
     if strict:
         updated = {path[:2] for path in given}
         missing = sorted(
@@ -235,20 +249,48 @@ def _problem_of(
         )
         if missing or strangers:
             return f"the state lacks {missing[:3]} and has unknown names {strangers[:3]}"
-    if groups is not None:
-        ours, theirs = ([len(of["params"]) for of in own] for own in groups)
-        if ours != theirs:
-            return (
-                f"the state has parameter groups of {theirs} parameters, but the optimizer has"
-                f" {ours}"
-            )
     for path, part in wanted.items():
         if path in given and (problem := _misfit(".".join(path[1:]), part, given[path])):
             return problem
     return None
 
 
+def _matched(
+    ours: list[State], theirs: list[State] | None, *, strict: bool
+) -> tuple[list[State], str | None]:
+    """For each parameter group the one of a state with the same parameters, or an empty dict.
+
+    And the error message if they do not match.
+    """
+    if theirs is None or not ours:
+        return [{} for _ in ours], None
+    sizes, given = ([len(of["params"]) for of in own] for own in (ours, theirs))
+    if strict and sorted(sizes) != sorted(given):
+        text = (
+            f"the state has parameter groups of {given} parameters, but the optimizer has {sizes}"
+        )
+        return [], text
+    place = {name: idx for idx, of in enumerate(theirs) for name in of["params"]}
+    empty = iter([of for of in theirs if not of["params"]])
+    found: list[State] = []
+    for own in ours:
+        places = {place.get(name) for name in own["params"]}
+        known = [theirs[idx] for idx in places if idx is not None]
+        if len(known) > 1 or (strict and None in places):
+            return [], (
+                f"the parameters of the group of {own['params'][0]} are in {len(known)} groups of"
+                " the state: make the optimizer with the groups of the state"
+            )
+        found.append(known[0] if known else {} if places else next(empty, {}))
+    return found, None
+
+
 def _misfit(name: str, part: Any, value: Any) -> str | None:
+    if part is None:
+        return (
+            f"{name} is made by a module's own saving code, and only its load_state_dict() can load"
+            " it: leave it out, with strict=False"
+        )
     if not isinstance(part, Tensor):
         return None
     if not isinstance(value, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import lru_cache, partial
 from operator import add
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.names import module_at, plain_name
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
@@ -25,40 +28,57 @@ from ringcomm.parallel.state.tensor_part import (
     part_of,
     range_boxes,
 )
+from ringcomm.parallel.state.unstepped import State, is_elsewhere, make_states
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import OFFLOADED, is_offloaded, over_groups
+from ringcomm.parallel.zero.elementwise import OFFLOADED
 from ringcomm.parallel.zero.states import SCALE_KEYS
-from ringcomm.torch_names import init_optim_state
+from ringcomm.torch_names import tree_leaves
 
-State = dict[str, Any]
-
-# float32 values of 16-bit weights; optional for optimizers without masters.
-MASTER = "master"
+USER_NAMES = "param_names"  # of an optimizer made from named_parameters()
+EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state() returns
 
 
 class ModelParts:
-    """A module's parameters and buffers, by name in `values`, as parts of the full model's.
+    """What a module saves, by its name in the model without torch's wrappers.
 
-    Tied ones are under each of their names; `name_of` has the first name. `shards` are the
-    WeightShards.
+    Attributes:
+        values: parameters and persistent buffers, tied ones under each of their names.
+        extra: other values, with the modules that load them by set_extra_state(); None if only the
+            module's own load_state_dict() can.
+        name_of: the first name of each parameter.
+        shards: the WeightShards.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        _refuse_flat_parameters(module)
         found = (find_shards(param) for param in module.parameters())
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
         # First: fully_shard replaces gathered parameters by its DTensors here.
         state = module.state_dict(keep_vars=True)
         described = describe(module)
         stage = described.stage
-        self._splits: dict[Any, Any] = {p: weight.split for p, weight in described.weights.items()}
+        weights = described.weights.items()
+        self._splits = {param: weight.split for param, weight in weights if weight.split}
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
         self._is_replica = any(group.rank() for group in described.tensor_groups)
+        own = described.names
+        known = set(own.values())
+        self.values: dict[str, Tensor] = {}
+        self.extra: dict[str, tuple[Any, nn.Module | None]] = {}
+        for key, value in state.items():
+            # Hooks of state_dict() may rename keys, and copy values.
+            name = plain_name(module, key)
+            if name in own or (isinstance(value, Tensor) and value in known):
+                self.values[name] = own.get(name, value)
+            else:
+                self.extra[name] = value, _owner_of_extra(module, key)
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
         first = {} if stage is None else stage.first_names
-        for name, param in module.named_parameters():
-            self.name_of.setdefault(param, first.get(name, name))
-        self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        saved = {value: name for name, value in reversed(self.values.items())}
+        for param, weight in weights:
+            saved_as = saved.get(param, weight.name)
+            self.name_of[param] = first.get(saved_as, saved_as)
 
     def of_value(self, value: Tensor, *, is_stored: bool = False) -> Tensor:
         """A parameter or buffer as a part; with is_stored one of another tier is read when used."""
@@ -88,11 +108,29 @@ class ModelParts:
         if param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1:
             return value
         if not is_flat or param.dim() == 1:
+            self.check_state(value, param, key, span)
             return self._placed(value, param, span)
         begin = 0 if span is None else span[0]
         if isinstance(param, DTensor) and (boxes := part_of(param.detach()).boxes):
             begin = boxes[0].offsets[0] * param.shape[1:].numel()
         return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
+
+    def check_state(self, value: Any, param: Any, key: str, span: tuple[int, int] | None) -> None:
+        """Raises ValueError for a state of a sharded weight that is not elements of the weight."""
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]
+        if isinstance(value, DTensor) or not tensors:
+            return
+        if span is not None:
+            fits = isinstance(value, Tensor) and value.numel() == span[1] - span[0]
+        elif isinstance(param, DTensor) or param in self._splits:
+            fits = isinstance(value, Tensor) and value.shape == local_of(param.detach()).shape
+        else:
+            return
+        if not fits:
+            raise ValueError(
+                f"the state {key} of {self.name_of[param]}, which is sharded, is not one tensor"
+                " like this rank's part: such states of ranks cannot be combined"
+            )
 
     def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
@@ -118,6 +156,22 @@ class ModelParts:
         return TensorPart(part.to_local(), boxes, whole, is_copy=part.is_copy)
 
 
+def _refuse_flat_parameters(module: nn.Module) -> None:
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel has its own parts of flattened weights: use fully_shard, or"
+            " torch.distributed.checkpoint.state_dict"
+        )
+
+
+def _owner_of_extra(module: nn.Module, key: str) -> nn.Module | None:
+    """The module that loads the extra state under a key of state_dict(), if it is one."""
+    prefix, _, last = key.rpartition(".")
+    owner = module_at(module, prefix) if last == EXTRA_STATE else None
+    loads = type(owner).set_extra_state if isinstance(owner, nn.Module) else None
+    return None if loads in (None, nn.Module.set_extra_state) else owner
+
+
 class OptimizerParts:
     """An optimizer's state as parts. Collective.
 
@@ -137,7 +191,7 @@ class OptimizerParts:
         *,
         is_stored: bool = False,
     ) -> None:
-        _init_state(optimizer)
+        self._unstepped = make_states(optimizer)
         self._optimizer, self._model = optimizer, model
         params = [param for own in optimizer.param_groups for param in own["params"]]
         self._numbers = {param: number for number, param in enumerate(params)}
@@ -153,24 +207,33 @@ class OptimizerParts:
         else:
             self._native = optimizer.state_dict()
         # Offloaded values are read one by one; the other states of the same parameter are kept.
-        is_stored = is_stored and _is_elsewhere(optimizer)
+        is_stored = is_stored and is_elsewhere(optimizer)
         stored = lru_cache(maxsize=1)(self._state_of) if is_stored else None
         self._params = {model.name_of[param]: param for param in params}
         self.parts: dict[Path, Any] = {}
         for name, param in self._params.items():
             self.parts |= self._parts_of(name, param, stored)
-        own_names = [[model.name_of[p] for p in own["params"]] for own in optimizer.param_groups]
+        own_names = [
+            {
+                model.name_of[param]: label
+                for param, label in zip(
+                    own["params"], native.get(USER_NAMES, native["params"]), strict=True
+                )
+            }
+            for own, native in zip(
+                optimizer.param_groups, self._native["param_groups"], strict=True
+            )
+        ]
         # Stages and experts of other ranks have other parameters.
         everyone = [*zip(*all_gathered(own_names, group), strict=True)]
         scale = self._native.get("loss_scale", {})
-        self.groups = [
-            {
-                **own,
-                **{SCALE_KEYS[key]: value for key, value in scale.items()},
-                "params": list(dict.fromkeys(name for names in of_ranks for name in names)),
-            }
-            for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
-        ]
+        self.groups = []
+        for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True):
+            names = {name: of_user for names in of_ranks for name, of_user in names.items()}
+            options = {**own, **{SCALE_KEYS[key]: value for key, value in scale.items()}}
+            if USER_NAMES in own:
+                options[USER_NAMES] = [*names.values()]
+            self.groups.append(deepcopy({**options, "params": [*names]}))
 
     def _parts_of(
         self, name: str, param: Any, stored: Callable[[Any], State] | None
@@ -186,6 +249,8 @@ class OptimizerParts:
                 if stored is not None and part.dim():
                     read = partial(lambda key: local_of(stored(param)[key]), key)
                     part = part_of(part).like(local_of(part), read)
+            else:
+                self._model.check_state(value, param, key, span)
             if value is not None:
                 found["optimizer", name, key] = part
         return found
@@ -201,11 +266,12 @@ class OptimizerParts:
             return optimizer.new_state_of(param, local_of(param.detach()))
         return optimizer.state.get(param, {})
 
-    def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
-        """Loads the values of known paths, and options of the groups."""
+    def load(self, given: dict[Path, Any], groups: list[State]) -> None:
+        """Loads the values of known paths, and options by group; an empty dict has none."""
         own_groups = self._native["param_groups"]
-        for own, other in zip(own_groups, groups or (), strict=groups is not None):
-            own.update({key: value for key, value in other.items() if key != "params"})
+        for own, other in zip(own_groups, groups, strict=True):
+            given_options = {k: v for k, v in other.items() if k not in ("params", USER_NAMES)}
+            own.update(deepcopy(given_options))
         states: dict[Any, State] = {param: {} for param in self._params.values()}
         for path, part in self.parts.items():
             if path in given:
@@ -214,7 +280,9 @@ class OptimizerParts:
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.load_parts(own_groups, states)
+            self._unstepped.loaded(states)
             return
+        self._unstepped.loaded(states)
         state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:
@@ -231,38 +299,3 @@ class OptimizerParts:
             return own_elements(part, value)
         fill(part, value)
         return self._state_of(param)[key]
-
-
-def _is_elsewhere(optimizer: Any) -> bool:
-    """Whether states are in another tier than device memory."""
-    return is_offloaded(getattr(optimizer, "_inner", optimizer))
-
-
-def _init_state(optimizer: Any) -> None:
-    """Gives the weights without state what they have before their first step."""
-    if _is_elsewhere(optimizer):
-        return
-    if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
-        optimizer.make_states()
-        return
-    is_zero = isinstance(optimizer, ZeroOptimizer)
-    # What ZeroOptimizer, or Accelerate, has wrapped.
-    inner = getattr(optimizer, "_inner", getattr(optimizer, "optimizer", optimizer))
-    for group, param in [(own, param) for own in optimizer.param_groups for param in own["params"]]:
-        known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
-        if not param.requires_grad or known.keys() - {MASTER}:
-            continue
-        if is_zero and (span := optimizer.range_of(param)) is not None:
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            weight = param.new_zeros(span[1] - span[0], dtype=dtype)
-        else:
-            weight = torch.zeros_like(local_of(param.detach()) if is_zero else param.detach())
-        # By a step with a learning rate of 0, which must not count.
-        copy = over_groups(inner, [{**group, "params": [nn.Parameter(weight)]}])
-        init_optim_state(copy)
-        made: State = next(iter(copy.state.values()), {})
-        new = {key: value * 0 if key == "step" else value for key, value in made.items()}
-        if new and is_zero:
-            optimizer._set_state(param, new)
-        elif new:
-            optimizer.state[param] = new

@@ -244,7 +244,13 @@ def gather_whole(
             raise ValueError(
                 f"{'.'.join(path)} must have the same shape and dtype on all ranks, got {owners}"
             )
-        whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype)
+        num_found = sum(math.prod(box.sizes) for entry in owners for box in entry.boxes)
+        if num_found < math.prod(first.shape):
+            raise ValueError(
+                f"the ranks of the group have {num_found} of {math.prod(first.shape)} elements of"
+                f" {'.'.join(path)}: pass the group of all ranks of the model"
+            )
+        whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype, device="cpu")
         for entry, owner in owners.items():
             if not entry.boxes:
                 continue

@@ -7,5 +7,13 @@ from ringcomm.parallel.tensor.regions import (
     gather_from_tp,
     reduce_from_tp,
 )
+from ringcomm.parallel.tensor.replicas import check_replicas
 
-__all__ = ["all_reduce_grad_", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "share_heads"]
+__all__ = [
+    "all_reduce_grad_",
+    "check_replicas",
+    "copy_to_tp",
+    "gather_from_tp",
+    "reduce_from_tp",
+    "share_heads",
+]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from ringcomm.ops import shard_range
 from ringcomm.parallel.flat_collectives import take_from_rank0
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.regions import give_memory
 
@@ -27,13 +28,6 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 # blocks have at least 16 rows.
 BLOCK_ELEMS = 1 << 22
 MIN_ROWS = 16
-
-
-def refuse_copy(*_: Any) -> NoReturn:
-    """Raises RuntimeError for a copy, which would lack the gradient hooks."""
-    raise RuntimeError(
-        "layers that are sharded over ranks cannot be copied: copy the layers before you shard them"
-    )
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,8 @@ class Split:
             )
         sizes = [*part.shape]
         sizes[self.dim] = self.total
-        stride = torch.empty(sizes, device="meta").stride()
-        if group not in _meshes:  # made without communication
-            _meshes[group] = DeviceMesh.from_group(group, part.device.type)
-        placed = _meshes[group], [Shard(self.dim)]
+        stride = torch.empty(sizes, dtype=part.dtype, device="meta").stride()
+        placed = mesh_of(group, part.device), [Shard(self.dim)]
         return DTensor.from_local(
             part, *placed, run_check=False, shape=torch.Size(sizes), stride=stride
         )
@@ -98,6 +90,13 @@ def ranges_of(num: int, num_parts: int, multiple: int = 1) -> tuple[tuple[int, i
         return tuple((begin * multiple, end * multiple) for begin, end in units)
     size = -(-num // num_parts)
     return tuple((min(part * size, num), min((part + 1) * size, num)) for part in range(num_parts))
+
+
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The one-dimensional mesh of a group; made once, without communication."""
+    if group not in _meshes:
+        _meshes[group] = DeviceMesh.from_group(group, device.type)
+    return _meshes[group]
 
 
 class SplitModule(nn.Module):
@@ -191,7 +190,7 @@ def drawn_part(
     num_rows, *row_sizes = shape
     split = split or Split(0, ((0, num_rows),), 0)
     empty = partial(torch.empty, device=device, dtype=dtype)
-    part = empty(split.cut(torch.empty(shape, device="meta")).shape)
+    part = empty(split.cut(torch.empty(shape, dtype=dtype, device="meta")).shape)
     step = max(MIN_ROWS, BLOCK_ELEMS // max(1, math.prod(row_sizes)) // MIN_ROWS * MIN_ROWS)
     begin = 0
     while begin < num_rows:

@@ -14,14 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import all_gather_shards, device_of, reduce_scatter_mean
+from ringcomm.parallel.flat_collectives import (
+    all_gather_shards,
+    device_of,
+    reduce_scatter_mean,
+    with_own_storage,
+)
 from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
 from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
 
 
 class Bucket:
-    """Weights that become views of one buffer.
+    """Weights whose memory becomes part of one buffer; each has a storage of its own there.
 
     A gradient is first in a buffer of unsharded gradients, and after reduce() in this rank's shard
     of the mean over the ranks. Both accumulate all gradients since the last step.
@@ -65,7 +70,7 @@ class Bucket:
             self._places[param] = begin, begin + param.numel()
             begin += param.numel()
             param.grad = None
-            param.data = self._view(self.weights, param)
+            param.data = with_own_storage(self._view(self.weights, param))
         self.shard_grad: Tensor | None = None
         self.grads: Tensor | None = None
         self.arrived: set[nn.Parameter] = set()
@@ -80,7 +85,7 @@ class Bucket:
         return flat[slice(*self._places[param])].view(param.shape)
 
     def has_weight(self, param: nn.Parameter) -> bool:
-        """Whether a weight is still a view of the buffer."""
+        """Whether a weight is still in the buffer."""
         begin, _ = self._places[param]
         address = self.weights.data_ptr() + begin * self.weights.element_size()
         is_there = param.data_ptr() == address or param.numel() == 0

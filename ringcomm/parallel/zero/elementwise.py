@@ -15,7 +15,7 @@ from ringcomm.torch_names import attributes_of, tree_leaves
 
 OFFLOADED = (offload.AdamW, offload.SGD)
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
-_REFUSED = {
+REFUSED = {
     "Adafactor": "keeps sums over rows and columns of a weight",
     "LBFGS": "needs dot products over all weights",
     "Muon": "orthogonalizes whole matrices",
@@ -48,7 +48,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         return
     reasons = [
         reason
-        for known, reason in _REFUSED.items()
+        for known, reason in REFUSED.items()
         if isinstance(optimizer, getattr(torch.optim, known, ()))
     ]
     leaves = tree_leaves(attributes_of(optimizer))
@@ -73,7 +73,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 def num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     """The number of state values per element, from a step on a small weight."""
-    weight = torch.ones(2, 2)
+    weight = torch.ones(2, 2, dtype=torch.float32, device="cpu")
     state = _steps(optimizer, group, weight, [torch.ones_like(weight)])
     return sum(1 for value in state.values() if isinstance(value, Tensor) and value.dim())
 
@@ -81,7 +81,8 @@ def num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
 def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     """What a step on parts does differently; "" if nothing."""
     generator = torch.Generator().manual_seed(0)
-    weight, *grads = (torch.randn(_SHAPE, generator=generator) for _ in range(4))
+    sizes = (4, *_SHAPE)
+    weight, *grads = torch.randn(sizes, dtype=torch.float32, device="cpu", generator=generator)
     for grad in grads:
         grad.view(-1)[_SIZES[1] :] *= 30  # norms of parts differ
     device = next((param.device for param in group["params"] if not param.is_meta), "cpu")

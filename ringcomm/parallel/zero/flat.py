@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.flat_collectives import device_of, takes_uneven
+from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal
@@ -99,8 +99,9 @@ class FlatZero(ZeroOptimizer):
         for param, bucket in self._bucket_of.items():
             if not bucket.has_weight(param):
                 raise ValueError(
-                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(): move "
-                    "the model before, and make a Trainer, which moves it"
+                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(): move"
+                    " the model before, make a Trainer, which moves it, before, and send clones to"
+                    " other processes by torch.multiprocessing"
                 )
 
     def _set_sync(self, is_on: bool) -> None:
@@ -237,11 +238,12 @@ class FlatZero(ZeroOptimizer):
             for name in rule.state_names:
                 own, value = buffers[name][place], state.get(name)
                 if value is None:
-                    state[name] = own.zero_()
+                    state[name] = with_own_storage(own.zero_())
                 elif value.data_ptr() != own.data_ptr():
-                    state[name] = own.copy_(value)
+                    state[name] = with_own_storage(own.copy_(value))
             if isinstance(rule, ops.AdamWStep) and not isinstance(state.get("step"), Tensor):
-                state["step"] = torch.tensor(float(state.get("step", 0)))
+                step = float(state.get("step", 0))
+                state["step"] = torch.full([], step, dtype=torch.float32, device="cpu")
         return {name: buffers[name] for name in rule.state_names}
 
     def _state_of(self, param: Any) -> dict[str, Any]:
@@ -262,8 +264,11 @@ class FlatZero(ZeroOptimizer):
 
     def _show_master(self, param: nn.Parameter) -> None:
         """Adds a master to `state`, whose keys torch's flat state dicts have."""
-        if self._bucket_of[param].has_master:
-            self._states.setdefault(param, {})["master"] = self._part_of(param)
+        if not self._bucket_of[param].has_master:
+            return
+        state, own = self._states.setdefault(param, {}), self._part_of(param)
+        if "master" not in state or state["master"].data_ptr() != own.data_ptr():
+            state["master"] = with_own_storage(own)
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See ZeroOptimizer."""

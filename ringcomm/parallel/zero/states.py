@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import all_gather_shards, local_of
@@ -116,7 +117,7 @@ class States(torch.optim.Optimizer):
         cut: Callable[[Any, Tensor], Tensor],
     ) -> None:
         for saved, group in zip(groups, self.param_groups, strict=True):
-            given = {key: value for key, value in saved.items() if key != "params"}
+            given = deepcopy({key: value for key, value in saved.items() if key != "params"})
             scale = {key: given.pop(name, None) for key, name in SCALE_KEYS.items()}
             group.update(given)
             if self._scale is not None and scale["value"] is not None:
@@ -174,8 +175,8 @@ class States(torch.optim.Optimizer):
         if isinstance(param, DTensor):
             placements, shape = param.placements, local_of(param.detach()).shape
         else:
-            rows, _ = shape_and_offset(value.shape, self._mesh_of(value), _ROWS)
-            placements, shape = _ROWS, rows
+            placements = _ROWS if param.dim() else (Replicate(),)
+            shape, _ = shape_and_offset(value.shape, self._mesh_of(value), placements)
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
 
     def _mesh_of(self, value: Tensor) -> DeviceMesh:
@@ -193,7 +194,8 @@ class States(torch.optim.Optimizer):
                 all_gather_shards(whole, self.group, [end - begin for begin, end in ranges])
                 mesh, whole = self._mesh_of(whole), whole.view(param.shape)
                 # None: every rank has the whole value, and nothing is sent.
-                state[key] = distribute_tensor(whole, mesh, _ROWS, src_data_rank=None)
+                rows = _ROWS if param.dim() else (Replicate(),)
+                state[key] = distribute_tensor(whole, mesh, rows, src_data_rank=None)
         return state
 
     def _state_of(self, param: Any) -> dict[str, Any]:
@@ -240,7 +242,8 @@ class States(torch.optim.Optimizer):
             return local_of(value)
         if isinstance(value, DTensor):
             # The mesh of a loaded state may have no process groups.
-            value = _joined(value.to_local(), self._mesh_of(value), _ROWS, value).full_tensor()
+            mesh, placements = self._mesh_of(value), value.placements
+            value = _joined(value.to_local(), mesh, placements, value).full_tensor()
         return value.detach().reshape(-1)[slice(*self.range_of(param))]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
@@ -261,7 +264,8 @@ class States(torch.optim.Optimizer):
             return state
         is_on_device = group.get("fused") or group.get("capturable")
         device = param.device if is_on_device else torch.device("cpu")
-        return {**state, "step": torch.tensor(float(state["step"]), device=device)}
+        step = torch.tensor(float(state["step"]), dtype=torch.float32, device=device)
+        return {**state, "step": step}
 
 
 def _joined(part: Tensor, mesh: DeviceMesh, placements: Any, like: Any) -> DTensor:
@@ -280,7 +284,7 @@ def _spread(value: Any, param: Any) -> Any:
 
 def _owned(value: Tensor, param: Any, cut: Callable[[Any, Tensor], Tensor]) -> Tensor:
     """A copy of this rank's part of a loaded value; numbers are the same on all ranks."""
-    if not value.dim():
+    if not value.dim() and not isinstance(value, DTensor):
         return value.detach().clone()
     mine = local_of(cut(param, value))
     return mine.to(device=param.device, dtype=torch.float32, copy=True)

@@ -40,6 +40,12 @@ ALL = {
 }
 
 
+def trained(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory, now the result of a computation that requires grad, as in-place needs it."""
+    rows += torch.zeros([], dtype=rows.dtype, device=rows.device, requires_grad=True)
+    return rows
+
+
 def check_in_place(size: int, dtype: torch.dtype, case: dict[str, str], device: str) -> None:
     """Rows that begin anywhere: loss and gradient, and nothing else is written."""
     options = options_of(case, size)
@@ -49,8 +55,9 @@ def check_in_place(size: int, dtype: torch.dtype, case: dict[str, str], device: 
     expected = loss_oracle.evaluate(rows.cpu(), target, **options)
     given = loss_oracle.on(device, options)
     loss, outputs = cross_entropy(
-        rows, target.to(device), inplace=True, outputs=loss_oracle.OUTPUTS, **given
+        trained(rows), target.to(device), inplace=True, outputs=loss_oracle.OUTPUTS, **given
     )
+    rows, buffer = rows.detach(), buffer.detach()
     found = loss.cpu(), {name: value.cpu() for name, value in outputs.items()}
     loss_oracle.assert_close(found, rows.cpu(), expected)
     rows.fill_(77.0)
@@ -103,8 +110,8 @@ def beyond_32_bits(ops: Any, device: str) -> None:
     rows, target = buffer.as_strided([3, vocab], (stride, 1)), torch.tensor([1, 2, 3])
     values = rows.copy_(random_logits((3, vocab), BF16)).cpu()
     expected = loss_oracle.evaluate(values, target)
-    loss = cross_entropy(rows, target.to(device), inplace=True)
-    loss_oracle.assert_close((loss.cpu(), {}), rows.cpu(), expected)
+    loss = cross_entropy(trained(rows), target.to(device), inplace=True)
+    loss_oracle.assert_close((loss.cpu(), {}), rows.detach().cpu(), expected)
 
 
 def no_class(ops: Any, device: str) -> None:
@@ -116,7 +123,7 @@ def no_class(ops: Any, device: str) -> None:
     (grad,) = torch.autograd.grad(loss.sum(), leaf)
     assert loss.isnan().tolist() == [False, True, False]
     assert grad.isnan().tolist() == [[False] * 20, [True] * 20, [False] * 20]
-    rows = logits.clone()
+    rows = trained(logits.clone())
     options: dict[str, Any] = {"reduction": "sum", "inplace": True, "outputs": ["loss"]}
     total, outputs = cross_entropy(rows, target, **options)
     assert total.isnan()
@@ -126,7 +133,7 @@ def no_class(ops: Any, device: str) -> None:
         patch.setenv("RINGCOMM_CHECK_TARGETS", "1")
         for inplace in (False, True):
             with pytest.raises(IndexError, match=r"target 1 is 20, (and|but) there are 20 classes"):
-                cross_entropy(logits.clone(), target, inplace=inplace)
+                cross_entropy(trained(logits.clone()), target, inplace=inplace)
         patch.setenv("RINGCOMM_CHECK_TARGETS", "yes")
         with pytest.raises(ValueError, match="RINGCOMM_CHECK_TARGETS must be 0 or 1"):
             cross_entropy(logits, target)

@@ -72,20 +72,28 @@ def test_inplace(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_inplace_is_in_the_logits(dtype: torch.dtype) -> None:
-    """Whether a gradient is wanted or not, and in nothing beside them."""
+    """And in nothing beside them; without a backward pass nowhere."""
     leaf, target = random_logits((2, 3, 70), dtype).requires_grad_(), random_targets((2, 3), 70)
     expected = loss_oracle.evaluate(leaf, target)
     wide = random_logits((6, 80), dtype)
-    columns, border = wide[:, 5:75].copy_(leaf.detach().view(6, 70)), wide[:, 75:].clone()
-    for logits in (leaf * 1, leaf.detach().clone(), columns.view(2, 3, 70)):
+    columns, border = wide[:, 5:75], wide[:, 75:].clone()
+    columns *= 0
+    columns += leaf.view(6, 70)
+    for logits in (leaf * 1, columns.view(2, 3, 70)):
+        leaf.grad = None
         found = cross_entropy(logits, target, inplace=True, outputs=OUTPUTS)
         held = logits.detach().clone(memory_format=torch.contiguous_format)
         loss_oracle.assert_close(found, held, expected)
-        if found[0].requires_grad:
-            found[0].backward()
-            assert leaf.grad is not None
-            oracle.assert_equal(leaf.grad, held)
-    oracle.assert_equal(wide[:, 75:].contiguous(), border)
+        found[0].backward()
+        assert leaf.grad is not None
+        oracle.assert_equal(leaf.grad, held)
+    oracle.assert_equal(wide.detach()[:, 75:].contiguous(), border)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            logits = leaf.detach() if mode is torch.enable_grad else leaf * 1
+            loss, _ = cross_entropy(logits, target, inplace=True, outputs=OUTPUTS)
+            oracle.assert_equal(logits, leaf.detach())
+            torch.testing.assert_close(loss.double(), expected.loss, rtol=1e-5, atol=1e-5)
 
 
 def test_inplace_refused() -> None:
@@ -96,9 +104,9 @@ def test_inplace_refused() -> None:
         (leaf, "mean", "leaf"),
         (leaf.view(2, 2, 6).view(4, 6), "mean", "leaf"),
         (leaf.t().contiguous().t(), "mean", r"strides \(1, 4\)"),
-        (random_logits((4, 12))[:, ::2], "mean", r"strides \(12, 2\)"),
-        (random_logits((1, 6)).expand(4, 6), "mean", r"strides \(0, 1\)"),
-        (random_logits((12,)).as_strided((4, 6), (2, 1)), "mean", r"strides \(2, 1\)"),
+        (leaf.repeat(1, 2)[:, ::2], "mean", r"strides \(12, 2\)"),
+        ((leaf[:1] * 1).expand(4, 6), "mean", r"strides \(0, 1\)"),
+        (leaf.flatten().repeat(2).as_strided((4, 6), (2, 1)), "mean", r"strides \(2, 1\)"),
     ):
         kept = logits.detach().clone()
         with pytest.raises(ValueError, match=words):
@@ -241,10 +249,13 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
     ("error", "words", "args", "options"),
     [
         (ValueError, "16777217", (HUGE, TARGET[:1]), {}),
-        (TypeError, "float64", (LOGITS.double(), TARGET), {}),
+        (TypeError, "float64, got torch.float32", (LOGITS.double(), TARGET),
+         {"weight": torch.ones(6)}),
         (TypeError, "int64", (LOGITS.long(), TARGET), {}),
-        (TypeError, "int16", (LOGITS, TARGET.short()), {}),
-        (TypeError, "float64", (LOGITS, TARGET), {"weight": torch.ones(6).double()}),
+        (TypeError, "bool", (LOGITS, TARGET.bool()), {}),
+        (TypeError, "complex", (LOGITS, TARGET.to(torch.complex64)), {}),
+        (TypeError, "int64", (LOGITS, TARGET), {"weight": torch.ones(6).long()}),
+        (TypeError, "ignore_index.*None", (LOGITS, TARGET), {"ignore_index": None}),
         (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
         (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
         (ValueError, r"last dimension.*movedim\(1, -1\)", (LOGITS[..., None], TARGET[:, None]), {}),
@@ -253,9 +264,11 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
         (ValueError, "6 columns, but the vocabulary only 7", (LOGITS, TARGET), {"vocab_size": 7}),
         (ValueError, "vocabulary only 0", (LOGITS, TARGET), {"vocab_size": 0}),
         (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
-        (ValueError, "6 columns, but the vocabulary only 7", (LOGITS, TARGET),
+        (ValueError, r"weights .* 6 classes, got shape \(7,\)", (LOGITS, TARGET),
          {"weight": torch.ones(7)}),
-        (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
+        (ValueError, r"weights .* 6 classes, got shape \(5,\): give vocab_size", (LOGITS, TARGET),
+         {"weight": torch.ones(5)}),
+        (ValueError, r"5 classes, got shape \(6,\)", (LOGITS, TARGET),
          {"weight": torch.ones(6), "vocab_size": 5}),
         (ValueError, r"\(2, 3\)", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
         (ValueError, "weights get no gradient", (LOGITS, TARGET),
@@ -281,7 +294,7 @@ HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float c
         (ValueError, "vocab_start=2", (LOGITS, PROBABILITIES), {"vocab_start": 2}),
         (ValueError, "ignore_index=3", (LOGITS, PROBABILITIES), {"ignore_index": 3}),
         (ValueError, "meta", (LOGITS, PROBABILITIES.to("meta")), {}),
-        (ValueError, r"6 classes got .* shape \(1,\)", (LOGITS, PROBABILITIES),
+        (ValueError, r"6 classes, got shape \(1,\)", (LOGITS, PROBABILITIES),
          {"weight": torch.ones(1)}),
     ],
 )  # fmt: skip

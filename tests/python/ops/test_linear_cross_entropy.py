@@ -164,10 +164,12 @@ def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "error", "words"),
     [
         (
-            {"hidden": torch.zeros(TOKENS, HIDDEN, dtype=F64)},
+            {"hidden": torch.zeros(TOKENS, HIDDEN, dtype=torch.complex64)},
             TypeError,
             "hidden must be in float32",
         ),
+        ({"hidden": torch.zeros(TOKENS, HIDDEN, dtype=F64)}, TypeError, "the weight"),
+        ({"class_weight": torch.ones(CLASSES - 1)}, ValueError, "give vocab_size"),
         ({"hidden": torch.zeros(TOKENS, HIDDEN - 1)}, ValueError, "weight of shape"),
         ({"weight": torch.zeros(CLASSES, HIDDEN, dtype=BF16)}, TypeError, "the weight"),
         ({"bias": torch.zeros(CLASSES - 1)}, ValueError, "the bias must have shape"),

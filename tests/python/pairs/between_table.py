@@ -42,7 +42,7 @@ BETWEEN = Table(
     refused=(
         Refused(
             "system: zero 3; between steps: deepcopy",
-            "AssertionError: FSDP does not support deepcopy",
+            "RuntimeError: cannot be copied",
             "get_state_dict(model, full=True), and an average of the weights in it",
         ),
         Refused(

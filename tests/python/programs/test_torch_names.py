@@ -142,7 +142,6 @@ IN_TORCH = (
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.amp.GradScaler._unscale_grads_",
     "torch.distributed.checkpoint.state_dict._get_optim_state_dict",
-    "torch.distributed.checkpoint.state_dict._init_optim_state",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch.multiprocessing._prctl_pr_set_pdeathsig",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",

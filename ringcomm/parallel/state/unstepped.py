@@ -1,0 +1,100 @@
+"""States of weights before their first step, which torch's optimizers make in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ringcomm.parallel.flat_collectives import local_of
+from ringcomm.parallel.zero import ZeroOptimizer
+from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
+
+State = dict[str, Any]
+
+# float32 values of 16-bit weights; optional for optimizers without masters.
+MASTER = "master"
+
+
+class Unstepped:
+    """The weights whose state stands for none: their next step begins without it.
+
+    A state dict has a value for every key, so that a checkpoint can be loaded into it. But no
+    value is the same as none for momentum with dampening, NAdam, ASGD and Rprop.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.params: set[Any] = set()
+        inner = optimizer._inner if isinstance(optimizer, ZeroOptimizer) else optimizer
+        is_torchs = type(inner).__module__.startswith("torch.optim")
+        self._counts_from_0 = is_torchs and not isinstance(inner, torch.optim.Adagrad)
+
+    def make_states(self, optimizer: Any) -> None:
+        """Makes the missing states."""
+        is_zero = isinstance(optimizer, ZeroOptimizer)
+        inner = optimizer._inner if is_zero else optimizer
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
+                if not param.requires_grad or known.keys() - {MASTER}:
+                    continue
+                if is_zero and (span := optimizer.range_of(param)) is not None:
+                    dtype = torch.promote_types(param.dtype, torch.float32)
+                    weight = param.new_zeros(span[1] - span[0], dtype=dtype)
+                else:
+                    value = param.detach()
+                    weight = torch.zeros_like(local_of(value) if is_zero else value)
+                # By a step of another weight, which must not count.
+                other = nn.Parameter(weight)
+                other.grad = torch.zeros_like(weight)
+                copy = over_groups(inner, [{**group, "params": [other]}])
+                copy.step()
+                made: State = copy.state.get(other, {})
+                new = {key: value * 0 if key == "step" else value for key, value in made.items()}
+                if new and is_zero:
+                    optimizer._set_state(param, new)
+                elif new:
+                    optimizer.state[param] = new
+                self.params.add(param)
+
+    def loaded(self, states: Mapping[Any, State]) -> None:
+        """To be called with states that replace those of the optimizer."""
+        self.params.clear()
+        if self._counts_from_0:
+            self.params |= {p for p, state in states.items() if float(state.get("step", 1)) == 0}
+
+
+_unstepped: WeakKeyDictionary[Any, Unstepped] = WeakKeyDictionary()
+
+
+def make_states(optimizer: Any) -> Unstepped:
+    """Makes the missing states of an optimizer, until its next step."""
+    if not isinstance(optimizer, ZeroOptimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # what Accelerate has wrapped
+    if optimizer not in _unstepped:
+        _unstepped[optimizer] = Unstepped(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(_drop_states)
+    if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass
+        optimizer.make_states()
+    elif not is_elsewhere(optimizer):
+        _unstepped[optimizer].make_states(optimizer)
+    return _unstepped[optimizer]
+
+
+def _drop_states(optimizer: Any, *_: Any) -> None:
+    params = _unstepped[optimizer].params if optimizer in _unstepped else set()
+    for param in params:
+        if isinstance(optimizer, ZeroOptimizer):
+            optimizer._set_state(param, {})
+        else:
+            optimizer.state.pop(param, None)
+    params.clear()
+
+
+def is_elsewhere(optimizer: Any) -> bool:
+    """Whether states are in another tier than device memory."""
+    return is_offloaded(getattr(optimizer, "_inner", optimizer))

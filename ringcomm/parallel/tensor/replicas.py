@@ -1,0 +1,105 @@
+"""Checks that tensor-parallel ranks compute the same where layers are not sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringcomm.backend import resolve_group
+from ringcomm.parallel.flat_collectives import device_of, gather_ints
+from ringcomm.parallel.tensor.splits import refuse_copy
+
+
+def are_same(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of a group have the same integers in tensors. Collective: 8 bytes."""
+    total = torch.zeros(1, dtype=torch.int64)
+    for tensor in tensors:
+        numbers = tensor.flatten().to(torch.int64)
+        order = torch.arange(1, numbers.numel() + 1, device=numbers.device)
+        total = 31 * total.to(numbers.device) + 7 * numbers.sum() + (numbers * order).sum()
+    return len(set(gather_ints(total.to(device_of(group)), group))) == 1
+
+
+def check_replicas(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    compares_inputs: bool = False,
+) -> None:
+    """Makes a module raise ValueError in training if tensor-parallel ranks compute other values.
+
+    Ranks must draw the same random numbers from torch's generators, such as for dropout: call
+    torch.manual_seed() with one seed on all of them. tensor_parallelize() and parallelize() call
+    this; call it for a model of your own, outside of layers that draw for different tokens.
+
+    Args:
+        module: a model that has tensor-parallel layers. Its calls number 1, 2, 4, 8 and so on in
+            training mode are checked; compiled code and captured graphs are not.
+        group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, instead of a group.
+        compares_inputs: whether integer tensors among the arguments must be the same, too.
+
+    The checked calls are collective: they exchange 8 or 16 bytes.
+    """
+    resolved = resolve_group(group, mesh)
+    if resolved.size() > 1:
+        check = _Check(resolved, compares_inputs)
+        module.register_forward_pre_hook(check.before, with_kwargs=True)
+        module.register_forward_hook(check.after)
+
+
+class _Check:
+    """The hooks of a module."""
+
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def __init__(self, group: dist.ProcessGroup, compares_inputs: bool) -> None:
+        self._group, self._compares_inputs = group, compares_inputs
+        self._num_calls = 0
+        self._states: list[Tensor] = []  # of torch's generators before a call that is checked
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._states = []
+        if not module.training or torch.compiler.is_compiling():
+            return
+        self._num_calls += 1
+        # Powers of two: a fault that persists is found, and the mean cost of a call goes to 0.
+        if self._num_calls & (self._num_calls - 1):
+            return
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        inputs = [value for value in given if not value.is_floating_point()]
+        if self._compares_inputs and not are_same(inputs, self._group):
+            raise ValueError(
+                "the tensor-parallel ranks have different input ids, labels or masks: give them the"
+                " same rows"
+            )
+        self._states = _states_on(device)
+
+    def after(self, module: nn.Module, _: Any, __: Any) -> None:
+        before, self._states = self._states, []
+        if not before:
+            return
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        states = _states_on(device)
+        has_drawn = any(not torch.equal(*pair) for pair in zip(before, states, strict=True))
+        if not are_same([*before, *states] if has_drawn else [], self._group):
+            raise ValueError(
+                "the tensor-parallel ranks draw different random numbers in a"
+                f" {type(module).__name__}, such as for dropout, so weights that all of them have"
+                " would diverge: call torch.manual_seed() with one seed on all of them, or set"
+                " dropout to 0"
+            )
+
+
+def _states_on(device: torch.device) -> list[Tensor]:
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]

@@ -1,0 +1,448 @@
+"""Losses as users of other libraries call them; each test names the public report it comes from."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import in_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from ringcomm import nn
+from ringcomm.ops import cross_entropy, linear_cross_entropy
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+ROWS, HIDDEN, CLASSES = 6, 4, 10
+
+
+def drawn(*sizes: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
+    values = torch.randn(sizes, dtype=F32, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype)
+
+
+LOGITS = drawn(ROWS, CLASSES)
+TARGET = torch.tensor([1, 9, 0, 4, -100, 3])
+LAYER = (drawn(ROWS, HIDDEN, seed=1), drawn(CLASSES, HIDDEN, seed=2))
+
+
+def leaf_of(values: Tensor, dtype: torch.dtype | None = None, is_trained: bool = True) -> Tensor:
+    return values.detach().to(dtype or values.dtype, copy=True).requires_grad_(is_trained)
+
+
+def grad_of(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def assert_near(found: Tensor, right: Tensor, tolerance: float, what: str = "") -> None:
+    assert found.shape == right.shape, what
+    found, right = found.detach().double(), right.detach().double()
+    torch.testing.assert_close(
+        found, right, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
+
+
+# ---- torch's own samples
+
+
+def torchs_samples() -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Callable[..., Any]]]:
+    """Logits, targets and options of torch's tests of cross_entropy, and ringcomm's form."""
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
+    op = next(op for op in op_db if op.name == "nn.functional.cross_entropy")
+    for dtype in (F32, BF16, F64):
+        for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
+            yield sample.input, sample.args[0], dict(sample.kwargs), cross_entropy
+
+    def module(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+        loss: Tensor = nn.CrossEntropyLoss(**options)(logits, target)
+        return loss
+
+    info = next(m for m in module_db if m.module_cls is torch.nn.CrossEntropyLoss)
+    for dtype in (F32, BF16):
+        how = {"device": "cpu", "dtype": dtype, "requires_grad": True, "training": True}
+        for sample in info.module_inputs_func(info, **how):
+            yield (
+                *sample.forward_input.args,
+                {**sample.constructor_input.kwargs, **sample.forward_input.kwargs},
+                module,
+            )
+
+
+def test_torchs_samples() -> None:
+    """Losses and gradients of torch.testing's OpInfo and ModuleInfo, which torch itself must pass.
+
+    ringcomm has classes last.
+    """
+    pytest.importorskip("expecttest")  # which torch.testing._internal imports
+    num = 0
+    for logits, target, given, ours in torchs_samples():
+        options = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items()}
+        exact = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
+        is_soft = target.is_floating_point()
+        wide = leaf_of(logits, F64)
+        right = F.cross_entropy(wide, target.detach().double() if is_soft else target, **exact)
+        own = leaf_of(logits)
+        rows, wanted = (
+            x.movedim(1, -1) if x.dim() > 1 and (x is own or is_soft) else x
+            for x in (own, target.detach())
+        )
+        loss = ours(rows, wanted, **options)
+        upstream = torch.ones_like(right)
+        right.backward(upstream)
+        loss.backward(upstream.to(loss.dtype))
+        what = f"{logits.dtype} {tuple(logits.shape)} {target.dtype} {options}"
+        tolerance = {F32: 2e-5, F64: 1e-12}.get(logits.dtype, 2e-2)
+        assert_near(loss, right, tolerance, what)
+        assert_near(grad_of(own), grad_of(wide), tolerance, what)
+        num += 1
+    assert num > 200
+
+
+# ---- class weights
+
+LOSSES: dict[str, Callable[[Tensor], Any]] = {
+    "cross_entropy": lambda w: cross_entropy(LOGITS, TARGET, weight=w),
+    "in place": lambda w: cross_entropy(leaf_of(LOGITS) * 1, TARGET, weight=w, inplace=True),
+    "linear": lambda w: linear_cross_entropy(*LAYER, TARGET, class_weight=w),
+    "module": lambda w: nn.CrossEntropyLoss(w)(LOGITS, TARGET),
+    "linear module": lambda w: nn.LinearCrossEntropyLoss(w)(*LAYER, TARGET),
+    "probabilities": lambda w: cross_entropy(LOGITS, LOGITS.softmax(-1), weight=w),
+    "float64": lambda w: cross_entropy(LOGITS.double(), TARGET, weight=w.double()),
+}
+
+
+@pytest.mark.parametrize("num", [CLASSES - 1, CLASSES + 1, 1])
+@pytest.mark.parametrize("name", LOSSES)
+def test_another_number_of_class_weights(name: str, num: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/69339: fewer weights must not make padding."""
+    with pytest.raises(ValueError, match=rf"class weights .* {CLASSES} classes, got shape"):
+        LOSSES[name](torch.ones(num))
+
+
+@in_ranks(2)
+def test_class_weights_of_shards(rank: int) -> None:
+    """https://github.com/NVIDIA/Megatron-LM/issues/7452: the number of classes is of all ranks."""
+    own, group = LOGITS[:, 5 * rank : 5 * rank + 5], dist.group.WORLD
+    weight = torch.rand(CLASSES, generator=torch.Generator().manual_seed(0)) + 0.1
+    right = F.cross_entropy(LOGITS, TARGET, weight=weight)
+    for start in (None, 5 * rank):
+        for bad in (weight[:9], torch.ones(11)):
+            with pytest.raises(ValueError, match=r"class weights .* 10 classes"):
+                cross_entropy(own, TARGET, group=group, vocab_start=start, weight=bad)
+        loss = cross_entropy(own, TARGET, group=group, vocab_start=start, weight=weight)
+        assert_near(loss, right, 1e-6)
+    target = TARGET.clamp(max=8)
+    padded = F.cross_entropy(LOGITS[:, :9], target, weight=weight[:9])
+    given: dict[str, Any] = {"group": group, "vocab_start": 5 * rank, "vocab_size": 9}
+    assert_near(cross_entropy(own, target, weight=weight[:9], **given), padded, 1e-6)
+    mesh = init_device_mesh("cpu", (2,))
+    part = distribute_tensor(LOGITS, mesh, [Shard(1)])
+    assert_near(cross_entropy(part, TARGET, weight=weight), right, 1e-6)
+    with pytest.raises(ValueError, match=r"class weights .* 10 classes"):
+        cross_entropy(part, TARGET, weight=weight[:9])
+    with pytest.raises(ValueError, match=r"class weights .* 10 classes"):
+        nn.CrossEntropyLoss(weight[:9], group=group, num_columns=5)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F64])
+def test_class_weights_of_other_dtypes(dtype: torch.dtype) -> None:
+    """https://github.com/NVIDIA/DeepLearningExamples/pull/205"""
+    weight = (torch.rand(CLASSES, generator=torch.Generator().manual_seed(0)) + 0.5).to(dtype)
+    logits = LOGITS.double() if dtype == F64 else LOGITS.to(dtype)
+    right = F.cross_entropy(logits.double(), TARGET, weight=weight.double())
+    assert_near(cross_entropy(logits, TARGET, weight=weight), right, 1e-5)
+    assert_near(nn.CrossEntropyLoss(weight)(logits, TARGET), right, 1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_ignored_targets_with_weights_and_smoothing(dtype: torch.dtype, smoothing: float) -> None:
+    """https://github.com/pytorch/pytorch/issues/72056, also 91383: an index must not be read."""
+    logits = drawn(10, 2, dtype=dtype)
+    target = torch.tensor([0, -1, 0, 0, 1, 0, 0, 0, -1, 0])
+    options: dict[str, Any] = {"ignore_index": -1, "label_smoothing": smoothing}
+    weight = torch.tensor([1.0, 16.0], dtype=dtype)
+    for reduction in ("mean", "sum", "none"):
+        leaf, wide = leaf_of(logits), leaf_of(logits, F64)
+        loss = cross_entropy(leaf, target, weight=weight, reduction=reduction, **options)
+        right = F.cross_entropy(
+            wide, target, weight=weight.double(), reduction=reduction, **options
+        )
+        loss.sum().backward()
+        right.sum().backward()
+        assert_near(loss, right, 1e-6)
+        assert_near(grad_of(leaf), grad_of(wide), 1e-6)
+
+
+# ---- logits that are read after the loss
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_logits_of_an_evaluation(mode: Callable[[], Any]) -> None:
+    """https://github.com/linkedin/Liger-Kernel/issues/328, also 343 and 507."""
+    head = torch.nn.Linear(HIDDEN, CLASSES).requires_grad_(mode is not torch.enable_grad)
+    with mode():
+        logits = head(LAYER[0])
+        kept = logits.clone()
+        loss = nn.CrossEntropyLoss(inplace=True)(logits, TARGET)
+        assert torch.equal(logits, kept)
+        assert_near(loss, F.cross_entropy(kept, TARGET), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64])
+def test_logits_are_not_written_without_inplace(dtype: torch.dtype) -> None:
+    """https://github.com/modelscope/ms-swift/pull/10130,
+    https://github.com/NVIDIA/Megatron-LM/pull/1594: not even by the backward pass.
+    """
+    leaf = leaf_of(LOGITS, dtype)
+    capped = leaf.tanh()  # saves its result
+    kept = capped.detach().clone()
+    loss = cross_entropy(capped, TARGET) + 0.1 * torch.logsumexp(capped, -1).mean()
+    loss.backward(retain_graph=True)
+    assert torch.equal(capped.detach(), kept)
+    once = grad_of(leaf).clone()
+    loss.backward()
+    assert_near(grad_of(leaf), 2 * once, 1e-6)
+    wide = leaf_of(leaf, F64)
+    z = wide.tanh()
+    (F.cross_entropy(z, TARGET) + 0.1 * torch.logsumexp(z, -1).mean()).backward()
+    assert_near(once, grad_of(wide), 1e-6 if dtype in (F32, F64) else 1e-2)
+
+
+def test_several_losses_in_one_backward_pass() -> None:
+    """https://github.com/Dao-AILab/flash-attention/issues/681, with one module in place."""
+    head, ours = torch.nn.Linear(HIDDEN, CLASSES), nn.CrossEntropyLoss(inplace=True)
+    theirs = copy.deepcopy(head)
+    parts = LAYER[0].chunk(3), TARGET.chunk(3)
+    sum(ours(head(x), t) for x, t in zip(*parts, strict=True)).backward()
+    sum(F.cross_entropy(theirs(x), t) for x, t in zip(*parts, strict=True)).backward()
+    for found, right in zip(head.parameters(), theirs.parameters(), strict=True):
+        assert_near(grad_of(found), grad_of(right), 1e-6)
+
+
+# ---- targets and logits of other dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16])
+def test_targets_of_small_integers(dtype: torch.dtype) -> None:
+    """https://github.com/pytorch/pytorch/issues/45540: labels of images; 255 is ignored."""
+    ignored = 255 if dtype == torch.uint8 else 100
+    target = torch.where(TARGET == -100, ignored, TARGET)
+    right = F.cross_entropy(LOGITS, target, ignore_index=ignored)
+    given = target.to(dtype)
+    assert_near(cross_entropy(LOGITS, given, ignore_index=ignored), right, 1e-6)
+    logits = F.linear(*LAYER)
+    linear = linear_cross_entropy(*LAYER, given, ignore_index=ignored)
+    assert_near(linear, F.cross_entropy(logits, target, ignore_index=ignored), 1e-6)
+    with pytest.raises(IndexError, match=f"target 4 is {ignored}"):
+        cross_entropy(LOGITS, given)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.2, "z_loss": 0.05, "softcap": 3.0, "logit_scale": -0.7},
+    {"vocab_size": CLASSES - 1, "reduction": "none"},
+    {"reduction": "sum", "z_loss": 0.1},
+    {"num_items": 7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_float64(options: dict[str, Any]) -> None:
+    """https://github.com/modelscope/ms-swift/pull/10130 compares losses in float64 too."""
+    target = TARGET.clamp(max=CLASSES - 2)
+    results: list[list[Tensor]] = []
+    for dtype in (F64, F32):
+        hidden, weight = (leaf_of(x, dtype) for x in LAYER)
+        for inplace in (False, options.get("reduction") != "none"):
+            logits = F.linear(hidden, weight)
+            loss, outputs = cross_entropy(
+                logits, target, inplace=inplace, outputs=("lse", "entropy", "accuracy"), **options
+            )
+            fused = linear_cross_entropy(hidden, weight, target, **options)
+            assert loss.dtype == fused.dtype == outputs["lse"].dtype == dtype
+            grads = torch.autograd.grad(loss.sum(), (hidden, weight))
+            fused_grads = torch.autograd.grad(fused.sum(), (hidden, weight))
+            results.append([loss, fused, *outputs.values(), *grads, *fused_grads])
+    for found in results:
+        for value, right in zip(found, results[0], strict=True):
+            assert_near(value, right, 2e-5)
+    if "vocab_size" not in options:
+        assert torch.autograd.gradcheck(
+            lambda x: cross_entropy(x, target, **options), leaf_of(LOGITS, F64)
+        )
+    with pytest.raises(IndexError, match=f"target 1 is {CLASSES}"):
+        cross_entropy(LOGITS.double(), torch.tensor([0, CLASSES, 0, 0, 0, 0]), **options)
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("shift", [0.0, 300.0, -1e4])
+def test_logits_with_a_common_offset(shift: float) -> None:
+    """https://github.com/pytorch/pytorch/pull/195829, https://github.com/apple/ml-cross-entropy/issues/52"""
+    hidden, weight = (leaf_of(x) for x in LAYER)
+    bias = (torch.full((CLASSES,), shift) + torch.arange(CLASSES)).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, TARGET, bias=bias)
+    grads = torch.autograd.grad(loss, (hidden, weight, bias))
+    z = leaf_of(F.linear(hidden, weight, bias), F64)
+    right = F.cross_entropy(z, TARGET)
+    (slope,) = torch.autograd.grad(right, z)
+    exact = slope @ weight.double(), slope.T @ hidden.double(), slope.sum(0)
+    assert_near(loss, right, 1e-6)
+    for found, wanted in zip(grads, exact, strict=True):
+        assert_near(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_blocks_do_not_change_the_result(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/issues/3803: a mean of means."""
+    from ringcomm.ops.losses import linear_blocks
+
+    monkeypatch.setattr(linear_blocks, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(linear_blocks, "MIN_BLOCK_TOKENS", 4)
+    hidden, weight = leaf_of(drawn(11, HIDDEN)), leaf_of(LAYER[1])
+    target = torch.arange(11) % CLASSES
+    target[3:9] = -100  # the second block has no labels
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    right = F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
+    assert_near(loss, right, 1e-6)
+    factor = torch.arange(11.0) if reduction == "none" else torch.tensor(3.0)
+    for found, wanted in zip(
+        *(torch.autograd.grad((x * factor).sum(), (hidden, weight)) for x in (loss, right)),
+        strict=True,
+    ):
+        assert_near(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "frozen", [set(c) for n in (1, 2) for c in itertools.combinations(range(3), n)], ids=str
+)
+def test_frozen_layers(frozen: set[int]) -> None:
+    """https://github.com/fla-org/flash-linear-attention/pull/1253,
+    https://github.com/PrimeIntellect-ai/prime-rl/pull/3011
+    """
+    bias = drawn(CLASSES, seed=3)
+    given = [leaf_of(x, is_trained=at not in frozen) for at, x in enumerate((*LAYER, bias))]
+    for reduction in ("mean", "none"):
+        asked = [x for x in given if x.requires_grad]
+        loss = linear_cross_entropy(*given[:2], TARGET, bias=given[2], reduction=reduction)
+        right = F.cross_entropy(F.linear(*given), TARGET, reduction=reduction)
+        for found, wanted in zip(
+            *(torch.autograd.grad(x.sum(), asked) for x in (loss, right)), strict=True
+        ):
+            assert_near(found, wanted, 1e-5)
+    assert all(x.grad is None for x in given)
+
+
+@pytest.mark.parametrize("scale", [0.0625, 1 / 16.0, -2.0])
+def test_scaled_heads(scale: float) -> None:
+    """https://github.com/unslothai/unsloth-zoo/pull/930: the scale counts once."""
+    hidden, weight = (leaf_of(x) for x in LAYER)
+    loss = linear_cross_entropy(hidden, weight, TARGET, logit_scale=scale)
+    right = F.cross_entropy(F.linear(hidden, weight) * scale, TARGET)
+    assert_near(loss, right, 1e-6)
+    for found, wanted in zip(
+        *(torch.autograd.grad(x, (hidden, weight)) for x in (loss, right)), strict=True
+    ):
+        assert_near(found, wanted, 1e-5)
+
+
+def test_the_gradient_of_a_16_bit_layer_is_not_filtered() -> None:
+    """https://github.com/apple/ml-cross-entropy/issues/14: small probabilities count too."""
+    hidden, weight = leaf_of(drawn(512, 16), BF16), leaf_of(drawn(32, 16, seed=1) * 2, BF16)
+    target = torch.arange(512) % 32
+    grads = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), (hidden, weight))
+    wide = [leaf_of(x, F64) for x in (hidden, weight)]
+    right = torch.autograd.grad(F.cross_entropy(F.linear(*wide), target), wide)
+    for found, wanted in zip(grads, right, strict=True):
+        gap = (found.double() - wanted).norm() / wanted.norm()
+        assert gap < 0.01
+
+
+def test_the_z_loss_is_only_in_a_loss_that_asks_for_it() -> None:
+    """https://github.com/allenai/OLMo-core/pull/702, in the outputs too."""
+    plain, outputs = linear_cross_entropy(*LAYER, TARGET, outputs=("loss", "lse"))
+    _, more = linear_cross_entropy(*LAYER, TARGET, z_loss=0.5, outputs=("loss", "lse"))
+    right = F.cross_entropy(F.linear(*LAYER), TARGET, reduction="none")
+    assert_near(outputs["loss"], right, 1e-6)
+    assert_near(more["loss"], right + 0.5 * more["lse"] ** 2, 1e-5)
+    assert_near(plain, right.sum() / 5, 1e-6)
+
+
+@in_ranks(2)
+def test_a_head_that_is_not_gathered(rank: int) -> None:
+    """https://github.com/linkedin/Liger-Kernel/issues/332, https://github.com/huggingface/trl/pull/6372"""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight = LAYER
+    bias = torch.zeros(CLASSES)
+    for at, name in enumerate(("hidden", "weight", "bias")):
+        given: list[Any] = [hidden, weight, bias]
+        given[at] = distribute_tensor(given[at], mesh, [Replicate() if at == 0 else Shard(0)])
+        with pytest.raises(TypeError, match=rf"{name} is a DTensor: .*fully_shard"):
+            linear_cross_entropy(given[0], given[1], TARGET, bias=given[2])
+
+
+@in_ranks(2)
+def test_frozen_shards_of_a_head(rank: int) -> None:
+    """https://github.com/fla-org/flash-linear-attention/pull/1253: one rank's head is frozen."""
+    hidden = leaf_of(LAYER[0])
+    weight = leaf_of(LAYER[1][5 * rank : 5 * rank + 5], is_trained=rank == 0)
+    given: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": 5 * rank}
+    loss = linear_cross_entropy(hidden, weight, TARGET, vocab_size=CLASSES, **given)
+    loss.backward()
+    whole = [leaf_of(x) for x in LAYER]
+    F.cross_entropy(F.linear(*whole), TARGET).backward()
+    assert_near(grad_of(hidden), grad_of(whole[0]), 1e-6)
+    if rank == 0:
+        assert_near(grad_of(weight), grad_of(whole[1])[:5], 1e-6)
+    else:
+        assert weight.grad is None
+
+
+# ---- modules
+
+
+@in_ranks(2)
+def test_copies_of_modules_with_a_group(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/73825: process groups cannot be pickled."""
+    group = dist.group.WORLD
+    plain = nn.CrossEntropyLoss(group=group, num_columns=5)
+    fused = nn.LinearCrossEntropyLoss(group=group, vocab_start=5 * rank, vocab_size=CLASSES)
+    model = torch.nn.ModuleList([plain, fused])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    averaged = torch.optim.swa_utils.AveragedModel(model).module
+    own, rows = LOGITS[:, 5 * rank : 5 * rank + 5], LAYER[1][5 * rank : 5 * rank + 5]
+    for found in (model, copy.deepcopy(model), copy.deepcopy(loaded), loaded, averaged):
+        assert_near(found[0](own, TARGET), F.cross_entropy(LOGITS, TARGET), 1e-6)
+        right = F.cross_entropy(F.linear(*LAYER), TARGET)
+        assert_near(found[1](LAYER[0], rows, TARGET), right, 1e-6)
+
+
+def test_the_state_of_torchs_module() -> None:
+    """https://github.com/deepset-ai/FARM/issues/428: a checkpoint has the weights of the loss."""
+    theirs = torch.nn.ModuleList([torch.nn.CrossEntropyLoss(torch.rand(CLASSES))])
+    ours = torch.nn.ModuleList([nn.CrossEntropyLoss(torch.ones(CLASSES))])
+    ours.load_state_dict(theirs.state_dict())
+    assert_near(ours[0](LOGITS, TARGET), theirs[0](LOGITS, TARGET), 1e-6)
+    assert not ours.state_dict()
+    ours.load_state_dict({})
+    assert list(theirs.state_dict()) == ["0.weight"]
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.weight"):
+        torch.nn.ModuleList([nn.CrossEntropyLoss()]).load_state_dict(theirs.state_dict())
