@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
-        test-bare stress test-gpu test-torch test-clients test-emulator kernels kernel-sweep lint format types compat packaging \
+        test-bare test-user stress test-gpu test-torch test-clients test-emulator kernels kernel-sweep lint format types compat packaging \
         wheels gpu-machine gpu-kit docs coverage bench clean distclean check-python
 
 help:  ## list the targets
@@ -75,6 +75,16 @@ endif
 
 test-python: check-python  ## run the Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
+
+# What depends on the account: processes and files of others, PATH, HOME, namespaces.
+USER_TESTS := $(addprefix tests/python/,programs/test_ordinary_user.py \
+    backend/test_job_doctor.py::test_what_is_no_job_is_refused_in_one_line \
+    backend/test_job_doctor.py::test_a_process_of_root_is_refused_in_one_line \
+    backend/test_job_doctor.py::test_the_command_reads_the_job_of_a_launcher \
+    backend/test_job_doctor.py::test_a_host_that_is_gone backend/test_leftovers.py::test_killed_ranks_leave_nothing \
+    programs/test_benchmark_scripts.py::test_records_of_a_script[hosts] ops/test_linear_blocks.py)
+test-user: check-python  ## as root, run Python tests as an ordinary user from whom /proc hides other processes
+	@$(PREPARE) --need train --need test --extension -- tools/ordinary_user.py $(or $(ARGS),-q $(USER_TESTS))
 
 stress: check-python  ## run 10,000 random sequences of collectives, then a soak and random training loops for 10 minutes each
 	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}" \

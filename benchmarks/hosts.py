@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from groups import labelled, open_groups, run_ranks
 from operations import OPERATIONS
 from point import make_bench, measure_point
+from programs import environment, missing_programs
 from report import Report, comparison, state_of, table_of
 
 from ringcomm.measure.ranks import (
@@ -45,7 +45,7 @@ TOOLS = ("unshare", "nsenter", "ip", "tc")
 ADDRESSES, PORT = ("10.211.0.1", "10.211.0.2"), 29555
 IN_NAMESPACE = "_RINGCOMM_BENCH_IN_NAMESPACE"
 LIMIT_S = 1800.0
-START_S = 10.0
+START_S = 60.0  # of a command, and until the second host has ended, on a busy machine
 
 
 def run_rank(team: Team, options: argparse.Namespace) -> None:
@@ -92,7 +92,8 @@ def row_of(record: dict[str, Any]) -> list[str]:
 
 def join_hosts(cable: str) -> subprocess.Popen[bytes]:
     """Makes the second host and the cable; returns the process that keeps the host."""
-    other = subprocess.Popen(["unshare", "-n", "sleep", str(LIMIT_S)])
+    with_tools = environment()
+    other = subprocess.Popen(["unshare", "-n", "sleep", str(LIMIT_S)], env=with_tools)
     mine, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + START_S
     while os.readlink(f"/proc/{other.pid}/ns/net") == mine:
         if other.poll() is not None or time.monotonic() > deadline:
@@ -113,7 +114,7 @@ def join_hosts(cable: str) -> subprocess.Popen[bytes]:
             rate = f"tbf rate {cable} burst 256kb latency 50ms"
             lines.append(f"{where}tc qdisc add dev {name} root {rate}")
     for line in lines:
-        subprocess.run(line.split(), check=True, timeout=START_S)
+        subprocess.run(line.split(), env=with_tools, check=True, timeout=START_S)
     return other
 
 
@@ -124,17 +125,17 @@ def race(num_ranks: int, options: argparse.Namespace, argv: list[str]) -> int:
     job += ["--nproc-per-node", str(num_ranks), "--master-addr", ADDRESSES[0]]
     job += ["--master-port", str(PORT)]
     script = [str(Path(__file__).resolve()), *argv, "--json", str(options.json)]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    quiet = {**environment(), "PYTHONWARNINGS": "ignore"}
     second = subprocess.Popen(
         ["nsenter", "-t", str(other.pid), "-n", *job, "--node-rank", "1", *script],
-        env={**environment, "GLOO_SOCKET_IFNAME": "rc1"},
+        env={**quiet, "GLOO_SOCKET_IFNAME": "rc1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
         first = subprocess.run(
             [*job, "--node-rank", "0", *script],
-            env={**environment, "GLOO_SOCKET_IFNAME": "rc0"},
+            env={**quiet, "GLOO_SOCKET_IFNAME": "rc0"},
             timeout=LIMIT_S,
             check=False,
         )
@@ -157,14 +158,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for op in set(options.ops) - set(OPERATIONS):
         parser.error(f"--ops: no operation {op!r}: {', '.join(OPERATIONS)}")
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        parser.error(f"not installed: {', '.join(missing)}")
     try:
         options.ranks_per_host = [int(word) for word in options.ranks_per_host]
     except ValueError as error:
         parser.error(f"--ranks-per-host: {error}")
     if min(options.ranks_per_host) < 1:
         parser.error("--ranks-per-host must be 1 or more")
+    if missing := missing_programs(*TOOLS):
+        parser.error(f"not installed: {', '.join(missing)} (Debian: util-linux, iproute2)")
     options.json = options.json or harness.default_path("hosts")
     return options
 
@@ -181,7 +182,7 @@ def main(argv: list[str]) -> int:
         own = [sys.executable, __file__, *argv, "--ranks-per-host", str(num_ranks)]
         done = subprocess.run(
             ["unshare", "-rn", *own, "--json", str(options.json)],
-            env={**os.environ, IN_NAMESPACE: "1"},
+            env={**environment(), IN_NAMESPACE: "1"},
             check=False,
         )
         statuses.append(done.returncode)

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import programs
+
 CONTROL = "nvidia-cuda-mps-control"
 # Where drivers put their programs, besides PATH.
 FOLDERS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/lib/nvidia/bin")
@@ -30,7 +32,7 @@ QUIT_TIMEOUT_S = 20.0
 
 def find_program(name: str) -> str | None:
     """The path of a program of the driver, or None."""
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
+    return programs.find_program(name, FOLDERS)
 
 
 def find_control() -> str | None:

@@ -393,6 +393,12 @@ def _outside_inference_mode(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
 
+def gathered_weights(module: Any) -> list[Any]:
+    """The whole weights of a unit of fully_shard, which has run its forward."""
+    params = (param for group in fsdp_params(module) for param in group)
+    return [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+
+
 def fill_accumulated(params: Iterable[Any]) -> None:
     """Adds zeros to what no_sync() has accumulated for weights of a unit without a gradient.
 

@@ -95,9 +95,17 @@ def _record(pid: int) -> Record | None:
 
 
 def _why_unreadable(pid: int, error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    try:
+        os.kill(pid, 0)  # also finds what /proc hides (its mount option hidepid)
+    except (ProcessLookupError, OverflowError):
+        return f"there is no process {pid}"
+    except PermissionError as refusal:
+        error = refusal
     if isinstance(error, PermissionError):
         return f"process {pid} belongs to another user: run this as that user, or as root"
-    return f"process {pid} has ended meanwhile" if isinstance(error, OSError) else str(error)
+    return f"process {pid} has ended meanwhile"
 
 
 def _are_of_one_job(one: Rank, two: Rank) -> bool:
@@ -128,7 +136,7 @@ def find_ranks(pid: int) -> list[Rank]:
     Raises:
         JobError: there is none, or several, or it cannot be read.
     """
-    if not Path(f"/proc/{pid}").exists():
+    if pid <= 0:
         raise JobError(f"there is no process {pid}")
     try:
         is_rank = _record(pid) is not None

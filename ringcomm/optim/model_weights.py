@@ -80,7 +80,7 @@ class ModelWeights:
 
     def check_replicas(self, slots: Iterable[Slot], group: dist.ProcessGroup) -> None:
         """Raises for weights that differ between the ranks of a data-parallel group."""
-        self._refuse_experts()
+        self._refuse_replicas()
         for slot in slots:
             if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(
@@ -101,7 +101,7 @@ class ModelWeights:
         plain = [s for s in slots if s.shards is None and not isinstance(s.param, DTensor)]
         if group is not None or not plain:
             return
-        self._refuse_experts()
+        self._refuse_replicas()
         if all(module.group.size() < world_size for module, _ in self.parts.values()):
             raise ValueError(
                 f"{self._optimizer} without group= would train {plain[0].name} separately on each "
@@ -110,7 +110,7 @@ class ModelWeights:
                 "trains its own model"
             )
 
-    def _refuse_experts(self) -> None:
+    def _refuse_replicas(self) -> None:
         refuse(self._described, Asked("Lomo", f"{self._optimizer} over several ranks"))
 
     def check_unchanged(self, slots: Sequence[Slot]) -> None:

@@ -88,8 +88,8 @@ def tensor_parallelize(
     without gradients if ranks have different ids. In training mode, in calls number 1, 2, 4, 8 and
     so on, it raises ValueError if ranks have different ids, labels or masks; if they draw different
     random numbers, such as for the dropout of a head; for dropout in attention and feed-forward
-    networks, whose parts ranks have, or with sequence_parallel in any layer; and for trained
-    modules that were added there later, such as adapters.
+    networks, whose parts ranks have; for random numbers in any layer with sequence_parallel; and
+    for trained modules that were added there later, such as adapters.
 
     Collective.
     """
@@ -144,10 +144,11 @@ def tensor_parallelize(
         # Here ranks have different heads, features or tokens; elsewhere they draw the same masks.
         apart = [base] if sequence_parallel else list(blocks.columns)
         names = {module: name for name, module in base.named_modules()}
-        partial_sum = embedding if sequence_parallel else None
-        checks = _Checks({names[module]: module for module in apart}, outputs, partial_sum)
+        checks = _Checks({names[module]: module for module in apart}, outputs)
         base.register_forward_pre_hook(checks, with_kwargs=True)
         check_replicas(model, resolved, compares_inputs=True)
+        if sequence_parallel:
+            check_replicas(base, resolved, may_draw=False)
     if head is not None:
         # The tokens are gathered after the last norm already: the head may select some of them.
         made = ColumnParallelLinear.from_linear(
@@ -303,18 +304,10 @@ class _Checks:
         apart: modules by name in which ranks have different heads, features or tokens. They may
             not have dropout, nor trained weights that were added later, such as adapters.
         outputs: names of outputs that would be this rank's part.
-        embedding: one that returns a part of a sum, which hooks may not change, or None.
     """
 
-    def __init__(
-        self,
-        apart: Mapping[str, nn.Module],
-        outputs: Sequence[str],
-        embedding: VocabParallelEmbedding | None,
-    ) -> None:
+    def __init__(self, apart: Mapping[str, nn.Module], outputs: Sequence[str]) -> None:
         self._apart, self._outputs, self._num_calls = apart, outputs, 0
-        self._embedding = embedding
-        self._num_hooks = 0 if embedding is None else len(embedding._forward_hooks)
         self._known = {module for top in apart.values() for module in top.modules()}
 
     def __call__(self, base: Any, _: Any, kwargs: dict[str, Any]) -> None:
@@ -330,11 +323,6 @@ class _Checks:
             self._num_calls += 1
             if self._num_calls & (self._num_calls - 1):  # as check_replicas()
                 return
-        if self._embedding is not None and len(self._embedding._forward_hooks) > self._num_hooks:
-            raise ValueError(
-                "a hook of the embedding, as of NEFTune, would change this rank's part of a sum:"
-                " remove it, or leave sequence_parallel out"
-            )
         for outer, top in self._apart.items():
             for name, module in top.named_modules(prefix=outer):
                 self._check_module(name, module)

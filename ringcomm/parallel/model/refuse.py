@@ -59,6 +59,11 @@ class _Row(NamedTuple):
     kind: type[Exception] = ValueError
 
 
+def _changes_its_weight(module: nn.Module) -> bool:
+    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return is_table and module.max_norm is not None and module.weight.requires_grad
+
+
 _MODULES = (
     _Row(
         _TRAINERS | _PIPELINE | _TENSOR,
@@ -81,6 +86,12 @@ _MODULES = (
         _LOMO,
         lambda m, _: isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse,
         "{name} produces sparse gradients: make it with sparse=False",
+    ),
+    _Row(
+        _TRAINERS,
+        lambda m, a: a.is_replicated and _changes_its_weight(m),
+        "{asked.name} cannot keep {name}.weight equal on all ranks, because max_norm changes it in"
+        " the forward pass of one: set max_norm=None, and scale the embeddings that are looked up",
     ),
     _Row(
         _FSDP | _INFINITY,

@@ -108,9 +108,6 @@ class _Offloaded(torch.optim.Optimizer):
         self._operands = Operands()
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        for name in ("maximize", "amsgrad", "differentiable", "capturable"):
-            if group.get(name):
-                raise ValueError(f"{name} is not supported with offloaded state")
         _rule_of(self, group)
         for param in group["params"]:
             local = local_of(param.detach())
@@ -333,6 +330,9 @@ def _state_names(rule: Rule, param: Tensor) -> list[str]:
 
 
 def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
+    for name in ("maximize", "amsgrad", "differentiable", "capturable"):
+        if group.get(name):
+            raise ValueError(f"{name} is not supported with offloaded state")
     rule = rule_of(optimizer, {**group, "lr": float(group["lr"])})
     assert rule is not None
     return rule

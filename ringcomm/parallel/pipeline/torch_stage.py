@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import P2POp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining.stage import stage_backward_weight
 
 from ringcomm.torch_names import TORCH_VERSION
 

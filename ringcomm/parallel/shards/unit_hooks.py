@@ -8,7 +8,8 @@ other weights.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,9 @@ from ringcomm.torch_names import (
     untraced,
     will_run,
 )
+
+# Containers that a module may change in place.
+_CHANGEABLE = (list, dict)
 
 
 def in_backward() -> bool:
@@ -95,8 +99,10 @@ class UnitHooks:
         for part in module.modules():
             has_weights = not self._params.isdisjoint(part.parameters(recurse=False))
             if has_weights and part is not module:
-                hook = part.register_forward_pre_hook(self._check_full, prepend=True)
-                self._handles.append(hook)
+                self._handles += [
+                    part.register_forward_pre_hook(self._check_full, prepend=True),
+                    part.register_forward_hook(self._watch_part),
+                ]
 
     # A copy of the model copies its modules' hooks.
     __deepcopy__ = __reduce_ex__ = refuse_copy
@@ -126,20 +132,33 @@ class UnitHooks:
         if not torch.is_grad_enabled():
             return None
         use.num_inputs = sum(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-        return tree_map_only(Tensor, partial(self._watched_input, use), (args, kwargs))
+        kinds, watched = (Tensor, *_CHANGEABLE), partial(self._watched_input, use)
+        args = tree_map_only(kinds, watched, args, is_leaf=_is_changeable)
+        values = tree_map_only(kinds, watched, (*kwargs.values(),), is_leaf=_is_changeable)
+        return args, dict(zip(kwargs, values, strict=True))
 
-    def _watched_input(self, use: _Use, tensor: Tensor) -> Tensor:
-        """An alias of the input: its gradient is complete when this unit's part is."""
-        if not tensor.requires_grad or tensor.layout != torch.strided:
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(partial(self._backward_left, use))
+    def _watched_input(self, use: _Use, value: Any) -> Any:
+        """An alias of a tensor: its gradient is complete when this unit's part is.
+
+        Lists and dicts remain, because the caller may see what the module does to them.
+        """
+        left = partial(self._backward_left, use)
+        if _is_changeable(value):
+            for tensor in tensors_in(value):
+                if tensor.grad_fn is not None:  # else the unit waits for the end of the backward
+                    tensor.register_hook(left)
+            return value
+        if not value.requires_grad or value.layout != torch.strided:
+            return value
+        view = value.view_as(value)
+        view.register_hook(left)
         return view
 
     @untraced
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Also called after a failed forward, without an output."""
         use = self._running.pop() if self._running else _Use()
+        output = with_own_memory(output, self.unit.params)
         if torch.is_grad_enabled():
             self._watch_params()
             for tensor in tensors_in(output):
@@ -147,6 +166,18 @@ class UnitHooks:
                     tensor.register_hook(partial(self._backward_comes, use))
         if not in_backward() and not self._running:
             self.unit.free()
+        return output
+
+    @untraced
+    def _watch_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A loss may begin at a tensor that the unit does not return, such as a kept activation."""
+        for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_at_part)
+
+    def _backward_at_part(self, _: Tensor) -> None:
+        if not self.unit.is_full:
+            self._gather_in_backward()
 
     def _watch_params(self) -> None:
         for param in self._params - self._watched:
@@ -220,6 +251,34 @@ class UnitHooks:
         if not self._graph_tasks:
             self.forget_backward()
             self.unit.free()
+
+
+def _is_changeable(value: Any) -> bool:
+    return isinstance(value, _CHANGEABLE)
+
+
+def with_own_memory(output: Any, weights: Iterable[Tensor]) -> Any:
+    """A module's output, in which tensors in the memory of weights are copies.
+
+    That memory is freed after the forward. Raises RuntimeError if a copy cannot be put there.
+    """
+    addresses = {weight.untyped_storage().data_ptr() for weight in weights} - {0}
+
+    def is_shared(tensor: Tensor) -> bool:
+        with suppress(RuntimeError):  # sparse tensors and those of torch.func have no storage
+            return tensor.untyped_storage().data_ptr() in addresses
+        return False
+
+    if not any(map(is_shared, tensors_in(output))):
+        return output
+    copied = tree_map_only(Tensor, lambda x: x.clone() if is_shared(x) else x, output)
+    if any(map(is_shared, tensors_in(copied))):
+        kind = type(output).__name__
+        raise RuntimeError(
+            f"a module with sharded weights returned one of them in a {kind}, but they are freed"
+            " after its forward: return a clone() of the weight"
+        )
+    return copied
 
 
 def _may_get_grad(param: nn.Parameter) -> bool:

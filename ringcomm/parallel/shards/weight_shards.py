@@ -45,8 +45,9 @@ class WeightShards:
 
     Reading a parameter while its weights are freed raises RuntimeError: read values through
     `shard_of`, or inside `gather()`. Views and detached tensors of a parameter must not be used
-    outside the forward or `gather()` that made them: their memory is freed too. Move the model to
-    its device and dtype before. Gradients of gradients (create_graph=True) raise.
+    outside the forward or `gather()` that made them: their memory is freed too. If a unit returns
+    them, its output has copies. Move the model to its device and dtype before. Gradients of
+    gradients (create_graph=True) raise.
 
     Args:
         model: a module whose parameters are dense, contiguous, in separate memory, on one device,

@@ -31,6 +31,7 @@ def check_replicas(
     *,
     mesh: DeviceMesh | None = None,
     compares_inputs: bool = False,
+    may_draw: bool = True,
 ) -> None:
     """Makes a module raise ValueError in training if tensor-parallel ranks compute other values.
 
@@ -44,12 +45,14 @@ def check_replicas(
         group: None for the default group.
         mesh: a one-dimensional DeviceMesh, instead of a group.
         compares_inputs: whether integer tensors among the arguments must be the same, too.
+        may_draw: False if the ranks have different tokens or features in the module, for which the
+            same random numbers would be wrong, too.
 
     The checked calls are collective: they exchange 8 or 16 bytes.
     """
     resolved = resolve_group(group, mesh)
     if resolved.size() > 1:
-        check = _Check(resolved, compares_inputs)
+        check = _Check(resolved, compares_inputs, may_draw)
         module.register_forward_pre_hook(check.before, with_kwargs=True)
         module.register_forward_hook(check.after)
 
@@ -59,8 +62,8 @@ class _Check:
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
-    def __init__(self, group: dist.ProcessGroup, compares_inputs: bool) -> None:
-        self._group, self._compares_inputs = group, compares_inputs
+    def __init__(self, group: dist.ProcessGroup, compares_inputs: bool, may_draw: bool) -> None:
+        self._group, self._compares_inputs, self._may_draw = group, compares_inputs, may_draw
         self._num_calls = 0
         self._states: list[Tensor] = []  # of torch's generators before a call that is checked
 
@@ -90,14 +93,21 @@ class _Check:
             return
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
         states = _states_on(device)
-        has_drawn = any(not torch.equal(*pair) for pair in zip(before, states, strict=True))
-        if not are_same([*before, *states] if has_drawn else [], self._group):
-            raise ValueError(
-                "the tensor-parallel ranks draw different random numbers in a"
-                f" {type(module).__name__}, such as for dropout, so weights that all of them have"
-                " would diverge: call torch.manual_seed() with one seed on all of them, or set"
-                " dropout to 0"
-            )
+        drawn: list[Tensor] = []
+        if any(not torch.equal(*pair) for pair in zip(before, states, strict=True)):
+            apart = torch.tensor([self._group.rank() + 1])
+            drawn = [*before, *states] if self._may_draw else [apart]
+        if are_same(drawn, self._group):
+            return
+        problem = (
+            "draw different random numbers in a {}, such as for dropout, so weights that all of"
+            " them have would diverge: call torch.manual_seed() with one seed on all of them, or"
+            " set dropout to 0"
+            if self._may_draw
+            else "draw random numbers in a {}, such as for dropout or NEFTune, of which they have"
+            " different tokens: set it to 0, or leave sequence_parallel out"
+        )
+        raise ValueError(f"the tensor-parallel ranks {problem.format(type(module).__name__)}")
 
 
 def _states_on(device: torch.device) -> list[Tensor]:

@@ -84,7 +84,9 @@ def shard(
             element; with other backends they are padded when they are sent.
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
             every outermost ModuleList, or Sequential without one. Weights that several units share
-            belong to the root. All ranks must run the same units in the same order.
+            belong to the root. All ranks must run the same units in the same order. fully_shard
+            (stage 3 without offload_weights) gives a unit copies of lists and dicts with tensors,
+            and needs losses that depend on outputs of units, not on tensors kept from within.
         bucket_bytes: at stages 1 and 2, the maximum size of a bucket of weights; a larger weight
             has its own bucket. Stage 2 keeps unsharded gradients of one bucket at a time.
         param_dtype: torch.bfloat16 or float16: keep float32 weights and their gradients in 16 bits,
@@ -113,8 +115,8 @@ def shard(
         TypeError: the optimizer does not update each element by itself.
         ValueError: the model and the optimizer do not match, or the model is wrapped in
             DistributedDataParallel or already sharded; a weight has hooks that would not see its
-            gradient; an option is out of range; ranks have different arguments. Nothing has been
-            changed.
+            gradient, or is of an embedding with max_norm; an option is out of range; ranks have
+            different arguments. Nothing has been changed.
 
     Collective: exchanges one object of options and shapes, with broadcasts of weights and buffers.
     """

@@ -51,7 +51,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         for known, reason in REFUSED.items()
         if isinstance(optimizer, getattr(torch.optim, known, ()))
     ]
-    leaves = tree_leaves(attributes_of(optimizer))
+    leaves = tree_leaves({**attributes_of(optimizer), "defaults": None})
     if any(isinstance(leaf, (Tensor, nn.Module, torch.optim.Optimizer)) for leaf in leaves):
         reasons.append("keeps tensors, a module or an optimizer outside of its groups and state")
     if any(

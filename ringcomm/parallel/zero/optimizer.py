@@ -126,8 +126,9 @@ class ZeroOptimizer(States):
         self._is_made = False
         self._given = weakref.ref(optimizer)
         self._inner = None if self._is_offloaded else over_groups(optimizer, [])
-        # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
-        super().__init__(optimizer.param_groups, {})
+        # The same dicts: a scheduler of the given optimizer sets these options. Others look for
+        # momentum in the defaults.
+        super().__init__(optimizer.param_groups, optimizer.defaults)
         move_step_hooks(optimizer, self)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
@@ -151,6 +152,7 @@ class ZeroOptimizer(States):
         """Updates the weights with the accumulated gradients, averaged over the ranks.
 
         With a loss scale, an overflow on any rank skips the step on all ranks and halves the scale.
+        The gradients are then dropped, also without zero_grad().
 
         Raises:
             ValueError: the model was changed: a weight was added or moved.

@@ -24,7 +24,11 @@ from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.model.units import fsdp_units, materialize, watch_whole_weights
-from ringcomm.parallel.shards.unit_hooks import refuse_create_graph, tensors_in
+from ringcomm.parallel.shards.unit_hooks import (
+    refuse_create_graph,
+    tensors_in,
+    with_own_memory,
+)
 from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import (
@@ -32,6 +36,7 @@ from ringcomm.torch_names import (
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
+    gathered_weights,
     graph_task,
     reduce_unused,
     root_mesh,
@@ -59,6 +64,8 @@ class Zero3(ZeroOptimizer):
         if self._is_offloaded:
             self._inner = optimizer.over(self.param_groups)
         self._begun: set[int] = set()  # backward passes that have not ended
+        self._is_in_forward = False  # also after a forward that has raised
+        model.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
         model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
         is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
@@ -91,6 +98,8 @@ class Zero3(ZeroOptimizer):
 
         for module in _fsdp_modules(model):
             watch_whole_weights(module, seen)
+            # Before fully_shard's hook, which frees the weights.
+            module.register_forward_hook(untraced(_keep_output), prepend=True)
         for param in self.all_params():
             param.register_post_accumulate_grad_hook(note_reduced)
 
@@ -103,7 +112,11 @@ class Zero3(ZeroOptimizer):
         self._kept.discard(param)
         self._reduced[param] = param.grad
 
+    def _forward_begins(self, *_: Any) -> None:
+        self._is_in_forward = True
+
     def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._is_in_forward = False
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(weakly(self._pass_begins))
@@ -175,12 +188,23 @@ class Zero3(ZeroOptimizer):
     def _check_unchanged(self) -> None:
         if self._begun:
             raise RuntimeError(
-                "a backward pass raised an error at stage 3, where fully_shard cannot continue:"
-                " make the model and its optimizer again from a checkpoint, or use stage 1 or 2"
+                "a backward pass raised an error at stage 3: call zero_grad() before the next one,"
+                " or, before torch 2.13, make the model and its optimizer again from a checkpoint"
             )
+        if self._is_in_forward:
+            # Units that a failed forward has gathered would keep the weights from before the step.
+            self._reset_units()
         super()._check_unchanged()
         if any(param._backward_hooks for param in self.all_params()):
             raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
+
+    def _reset_units(self) -> None:
+        """Makes fully_shard ready for the next forward, after an error in a pass."""
+        model: Any = self._model()
+        if hasattr(model, "reset_iter_state"):  # from torch 2.13 on
+            model.reset_iter_state()
+            self._is_in_forward = False
+            self._begun.clear()
 
     def _update(self, factor: float) -> None:
         if self._is_offloaded:
@@ -192,9 +216,12 @@ class Zero3(ZeroOptimizer):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, for any `set_to_none`, and those of no_sync()."""
-        model = self._model()
-        for params in _fsdp_params(model) if self._kept and model is not None else ():
+        """Drops all gradients, for any `set_to_none`, and those of no_sync() or a failed pass."""
+        model, has_failed = self._model(), bool(self._begun)
+        if has_failed:
+            self._reset_units()
+        has_whole = has_failed or bool(self._kept)
+        for params in _fsdp_params(model) if has_whole and model is not None else ():
             drop_accumulated(params)
         self._kept.clear()
         self._marked.clear()
@@ -229,6 +256,10 @@ def _shard_units(given: Given) -> None:
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
     start_equal(whole, [group], whole.buffers())
+
+
+def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:
+    return with_own_memory(output, map(local_of, gathered_weights(module)))
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:

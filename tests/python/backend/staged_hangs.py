@@ -172,6 +172,10 @@ class Launcher:
         self._process.stdin.flush()
         return list(json.loads(self._process.stdout.readline()))
 
+    def begin(self, name: str, folder: Path, world_size: int, env: Any) -> list[int]:
+        """Starts the ranks of a job, and does not wait for them; their pids."""
+        return self._tell(json.dumps([name, str(folder), world_size, env or {}, False]))
+
     @contextmanager
     def job(
         self,

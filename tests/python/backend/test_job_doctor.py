@@ -14,11 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import machines
 import pytest
 from hang_cases import CASES, Case
 from machines import Unavailable
@@ -41,11 +42,26 @@ def launcher() -> Iterator[Launcher]:
     launcher.close()
 
 
+@pytest.fixture(scope="module")
+def late_jobs(
+    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    """The folder and the pids of jobs with a rank that is late for 14 s, while other tests run."""
+    own = Launcher()  # the other one ends all of its jobs at once
+    jobs = {}
+    for name, env in {**ENVS, "silent": {"RINGCOMM_SAYS_WAITS": "0"}}.items():
+        folder = tmp_path_factory.mktemp(name)
+        jobs[name] = (folder, own.begin("late", folder, 3, env))
+    yield jobs
+    own.close()
+
+
 def check(case: Case, report: dict[str, Any]) -> None:
     assert case.is_right(report), report
     assert 0 < report["took_s"] < SLACK_S
 
 
+@pytest.mark.usefixtures("late_jobs")  # they begin with the first test of this file
 @pytest.mark.parametrize(
     "name",
     [
@@ -189,16 +205,21 @@ def test_what_is_no_job_is_refused_in_one_line() -> None:
         with pytest.raises(job.JobError, match="has ended meanwhile"):  # and nobody waited for it
             job.examine(other.pid)
         other.wait()
-        with pytest.raises(job.JobError, match="there is no process"):
-            job.examine(other.pid)
+        for pid in (other.pid, 0, -1, 1 << 40):
+            with pytest.raises(job.JobError, match=f"there is no process {pid}"):
+                job.examine(pid)
 
 
-def as_another_user(call: Callable[[], object]) -> str:
-    """What a call raises in a process of user nobody."""
+def as_another_user(call: Callable[[], object], hidepid: str) -> str:
+    """What a call raises in a process of user nobody, for whom /proc hides others' processes."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            if hidepid != "0":
+                machines.enter_namespaces(machines.CLONE_NEWNS)
+                machines.make_mounts_private()
+                machines.mount("proc", "/proc", data=f"hidepid={hidepid}")
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
@@ -217,15 +238,28 @@ def as_another_user(call: Callable[[], object]) -> str:
         os.close(ours)
 
 
+OF_ANOTHER_USER = "process {} belongs to another user: run this as that user, or as root"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_job_is_refused_in_one_line(launcher: Launcher, tmp_path: Path) -> None:
+    """Also where /proc shows its processes, and no more (1), or hides them (2)."""
     with launcher.job("computes", tmp_path, 2) as pids:
-        for pid in (pids[0], launcher.pid):
-            said = as_another_user(partial(job.examine, pid))
-            assert said == (
-                f"JobError: process {pid} belongs to another user: run this as that user, or as "
-                "root"
-            )
+        for pid, hidepid in product((pids[0], launcher.pid), "012"):
+            said = as_another_user(partial(job.examine, pid), hidepid)
+            if said.startswith("Unavailable"):
+                pytest.skip(said)
+            assert said == f"JobError: {OF_ANOTHER_USER.format(pid)}", hidepid
+
+
+def test_a_process_of_root_is_refused_in_one_line() -> None:
+    try:
+        os.kill(1, 0)
+    except PermissionError:
+        with pytest.raises(job.JobError, match=OF_ANOTHER_USER.format(1)):
+            job.examine(1)
+    else:
+        pytest.skip("the first process is this user's, or this user is root")
 
 
 def test_a_job_that_ends_meanwhile(
@@ -276,35 +310,29 @@ def lines_of(folder: Path) -> list[str]:
     return [line for line in (folder / "output").read_text().splitlines() if "waits for" in line]
 
 
-def test_a_long_wait_is_said_once_by_who_wants_it(launcher: Launcher, tmp_path: Path) -> None:
-    """Over shared memory and over messages, at once: each takes 14 s."""
-    envs: dict[str, Any] = {**ENVS, "silent": {"RINGCOMM_SAYS_WAITS": "0"}}
-    folders = {name: tmp_path / name for name in envs}
-    with ExitStack() as jobs:
-        for name, folder in folders.items():
-            folder.mkdir()
-            jobs.enter_context(launcher.job("late", folder, 3, envs[name], settle_s=0))
-        deadline = time.monotonic() + LIMIT_S
-        while any(len(lines_of(folders[name])) < 2 for name in ENVS):
-            assert time.monotonic() < deadline, {name: lines_of(folders[name]) for name in ENVS}
+def test_a_long_wait_is_said_once_by_who_wants_it(late_jobs: dict[str, Any]) -> None:
+    """Over shared memory and over messages."""
+    deadline = time.monotonic() + LIMIT_S
+    for folder, pids in late_jobs.values():
+        while any(job._stat(pid)[0] != "Z" for pid in pids):  # then no more lines come
+            assert time.monotonic() < deadline, lines_of(folder)
             time.sleep(0.1)
-        time.sleep(3)  # no more lines come
-        for name in ENVS:
-            lines = sorted(lines_of(folders[name]))
-            assert [line.partition(":")[0] for line in lines] == [
-                "ringcomm rank 0/3",
-                "ringcomm rank 1/3",
-            ], lines
-            for line in lines:
-                for words in (
-                    "all_reduce #1 (4 MiB) waits for rank ",
-                    "running, ",
-                    " for 1",
-                    "ringcomm doctor --job",
-                ):
-                    assert words in line, line
-            assert "waits for rank 2 " in lines[0], lines
-            # On host b, rank 1 waits for the rank of host a that it exchanges its part with.
-            other = "0 (pid" if name == "hosts" else "2 (pid"
-            assert f"waits for rank {other}" in lines[1], lines
-        assert not lines_of(folders["silent"])
+    for name in ENVS:
+        lines = sorted(lines_of(late_jobs[name][0]))
+        assert [line.partition(":")[0] for line in lines] == [
+            "ringcomm rank 0/3",
+            "ringcomm rank 1/3",
+        ], lines
+        for line in lines:
+            for words in (
+                "all_reduce #1 (4 MiB) waits for rank ",
+                "running, ",
+                " for 1",
+                "ringcomm doctor --job",
+            ):
+                assert words in line, line
+        assert "waits for rank 2 " in lines[0], lines
+        # On host b, rank 1 waits for the rank of host a that it exchanges its part with.
+        other = "0 (pid" if name == "hosts" else "2 (pid"
+        assert f"waits for rank {other}" in lines[1], lines
+    assert not lines_of(late_jobs["silent"][0])

@@ -68,7 +68,7 @@ MOMENTS: dict[str, Callable[[int, int], None]] = {"init": come_and_go, "call": c
 
 
 def shared_memory_bytes() -> int:
-    """Of the whole system."""
+    """Of the whole system, with that of processes outside of the namespaces."""
     found = re.search(r"^Shmem: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     assert found
     return int(found[1]) << 10
@@ -91,6 +91,16 @@ def is_gone() -> bool:
     return not left_behind()
 
 
+def is_freed(most_bytes: int) -> bool:
+    """Whether there is soon less shared memory than there was, by that of two ranks."""
+    deadline = time.monotonic() + 2
+    while shared_memory_bytes() > most_bytes - 3 * SHARED_BYTES // 2:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def kill_again_and_again(moment: str, num_turns: int, seed: int) -> None:
     machines.make_mounts_private()
     machines.mount("proc", "/proc")
@@ -98,6 +108,7 @@ def kill_again_and_again(moment: str, num_turns: int, seed: int) -> None:
         machines.mount("tmpfs", folder)
     assert is_gone(), left_behind()
     wait_s = random.Random(seed)
+    are_freed = []
     for turn in range(num_turns):
         pids = [machines.run_in_child(LIMIT_S, MOMENTS[moment], rank, turn) for rank in range(2)]
         if moment == "idle":
@@ -112,10 +123,9 @@ def kill_again_and_again(moment: str, num_turns: int, seed: int) -> None:
         assert is_gone(), left_behind()
         if moment == "idle":
             assert are_seen == [True]
-            deadline = time.monotonic() + 20
-            while shared_memory_bytes() > most_bytes - 3 * SHARED_BYTES // 2:
-                assert time.monotonic() < deadline, (most_bytes, shared_memory_bytes())
-                time.sleep(0.01)
+            are_freed.append(is_freed(most_bytes))
+    if are_freed:  # at some turns other programs may take as much
+        assert sum(are_freed) > num_turns / 2, are_freed
 
 
 def in_namespaces(_: int, moment: str, num_turns: int, seed: int, folder: Path) -> str:
@@ -134,6 +144,8 @@ def in_namespaces(_: int, moment: str, num_turns: int, seed: int, folder: Path) 
         try:
             kill_again_and_again(moment, num_turns, seed)
             os.write(said, b"fine")
+        except machines.Unavailable as reason:
+            os.write(said, f"skip: {reason}".encode())
         except BaseException as error:
             os.write(said, repr(error).encode())
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from curves import Run, mean_losses, single_process
+from programs import environment, missing_programs
 from ranks import in_ranks, run_ranks
 
 from ringcomm import _C, Options, RingcommError
@@ -108,7 +108,7 @@ def run_nodes(folder: Path, address: str, port: int, in_network: list[str] | Non
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **ENV, **DETAIL, **host},
+            env={**environment(), **ENV, **DETAIL, **host},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -154,9 +154,12 @@ wait $second
 def test_torchrun_with_two_nodes(tmp_path: Path) -> None:
     """In two network namespaces, where a user may make them; else both on the loopback device."""
     in_network = ["unshare", "-rn", "sh", "-c", NETWORK, "sh"]
-    has_tools = all(shutil.which(name) for name in ("unshare", "nsenter", "ip"))
+    has_tools = not missing_programs("unshare", "nsenter", "ip")
     attempt = [*in_network, "try"] if has_tools else ["false"]
-    if subprocess.run(attempt, capture_output=True, timeout=30.0, check=False).returncode == 0:
+    tried = subprocess.run(
+        attempt, env=environment(), capture_output=True, timeout=30.0, check=False
+    )
+    if tried.returncode == 0:
         run_nodes(tmp_path, "10.211.0.1", 29511, in_network)
         return
     with socket.socket() as listener:

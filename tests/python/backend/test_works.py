@@ -88,22 +88,26 @@ def test_results(rank: int) -> None:
 
 @in_ranks(2)
 def test_waiting_releases_the_gil(rank: int) -> None:
-    ticks = [0]
-    stop = threading.Event()
+    """Rank 0 comes once a thread of rank 1 has run for a while beside the wait of rank 1."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    is_waiting = threading.Event()
 
     def tick() -> None:
-        while not stop.is_set():
-            ticks[0] += 1
+        is_waiting.wait()
+        for _ in range(10):
             time.sleep(0.005)
+        store.set("rank 1 ran a thread", "")
 
-    thread = threading.Thread(target=tick)
-    thread.start()
     if rank == 0:
-        time.sleep(0.3)
-    dist.barrier()
-    stop.set()
-    thread.join()
-    assert ticks[0] > 10
+        store.wait(["rank 1 ran a thread"], datetime.timedelta(seconds=20))
+        store.delete_key("rank 1 ran a thread")
+        dist.barrier()
+    else:
+        thread = threading.Thread(target=tick)
+        thread.start()
+        is_waiting.set()
+        dist.barrier()
+        thread.join()
 
 
 # ---- messages

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import tensor_bytes
 from loss_oracle import evaluate_layer, reference
 from test_cross_entropy import set_blocks
 from torch import Tensor
@@ -72,20 +73,6 @@ def test_backward_twice_but_not_of_itself(reduction: str, small_blocks: None) ->
 # ---- memory and precision
 
 
-def live_bytes(body: Callable[[], object]) -> tuple[int, int]:
-    """The largest allocation, and the most that was allocated at once, of the CPU's allocator."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        body()
-    events = profile.profiler.kineto_results.events()
-    changes = [
-        event.nbytes()
-        for event in sorted(events, key=lambda event: event.start_ns())
-        if event.name() == "[memory]"
-    ]
-    return max(changes), max(itertools.accumulate(changes))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("path", ["mean", "none", "fused", "no_grad"])
 def test_no_logits_of_all_tokens(
@@ -110,11 +97,11 @@ def test_no_logits_of_all_tokens(
             loss.sum().backward()
 
     step()  # what is made once
-    largest, most = live_bytes(step)
+    largest, most = tensor_bytes(step)
     block_bytes = max(64 * classes, tokens * 256) * 4
     assert largest <= block_bytes
     assert most < 4 * block_bytes < tokens * classes * dtype.itemsize
-    assert live_bytes(lambda: (torch.ones(1000), torch.ones(500))) == (4000, 6000)  # what it sees
+    assert tensor_bytes(lambda: (torch.ones(1000), torch.ones(500))) == (4000, 6000)  # what it sees
 
 
 def test_gradients_that_are_not_kept_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +110,7 @@ def test_gradients_that_are_not_kept_take_no_memory(monkeypatch: pytest.MonkeyPa
     target = torch.randint(4096, (64,))
 
     def most(**options: Any) -> int:
-        return live_bytes(
+        return tensor_bytes(
             lambda: linear_cross_entropy(hidden, weight, target, **options).sum().backward()
         )[1]
 

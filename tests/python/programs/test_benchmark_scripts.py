@@ -15,9 +15,11 @@ import deaths
 import footprint
 import front_door
 import harness
+import hosts
 import llama_memory
 import lomo
 import plot
+import programs
 import pytest
 import run_all
 import systems
@@ -25,6 +27,7 @@ import table
 import torch
 import trainees
 from html_report import read_records
+from machines import needs_programs
 from torch import Tensor
 
 from ringcomm import cli
@@ -92,13 +95,32 @@ SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
 }
 
 
+def test_programs_of_the_system_are_found_beside_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An ordinary user's PATH has no /usr/sbin, where ip and tc are."""
+    tool = tmp_path / "ringcomm-tc"
+    tool.write_text("#!/bin/sh\nexit 7\n")
+    monkeypatch.setattr(hosts, "TOOLS", ("sh", tool.name))
+    with pytest.raises(SystemExit):
+        hosts.parse([])
+    assert f"not installed: {tool.name} (" in capsys.readouterr().err
+    tool.chmod(0o755)
+    monkeypatch.setattr(programs, "SYSTEM_FOLDERS", (str(tmp_path),))
+    assert hosts.parse([]).ranks_per_host == [1, 2]
+    assert subprocess.call([tool.name], env=programs.environment()) == 7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_records_of_a_script(script: str, tmp_path: Path) -> None:
     if script in ("inference", "llama_memory"):
         pytest.importorskip("transformers")
-    if script == "hosts" and subprocess.call(["unshare", "-rn", "ip", "link", "set", "lo", "up"]):
-        pytest.skip("this machine does not let users make network namespaces")
+    if script == "hosts":
+        needs_programs(*hosts.TOOLS)
+        probe = ["unshare", "-rn", "ip", "link", "set", "lo", "up"]
+        if subprocess.call(probe, env=programs.environment()):
+            pytest.skip("this machine does not let users make network namespaces")
     options, field, expected = SCRIPTS[script]
     path = tmp_path / "records.jsonl"
     assert import_module(script).main(["--json", str(path), *options.split()]) == EXIT_OK

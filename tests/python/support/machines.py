@@ -49,6 +49,15 @@ class Unavailable(Exception):
     """This system cannot be made such a machine; says why."""
 
 
+def needs_programs(*names: str) -> None:
+    """Skips the test, and names them, where one of these programs is not installed."""
+    import pytest  # neither is there for the programs of staged_hangs.py
+    from programs import missing_programs
+
+    if missing := missing_programs(*names):
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
 def _check(code: int, what: str) -> None:
     if code != 0:
         number = ctypes.get_errno()
@@ -87,7 +96,10 @@ def enter_namespaces(flags: int) -> None:
 def mount(kind: str, target: str, flags: int = 0, data: str = "") -> None:
     """Mounts a new file system, or changes a mount by `flags`. Needs CLONE_NEWNS."""
     args = (kind.encode(), target.encode(), kind.encode(), flags, data.encode())
-    _check(_libc.mount(*args), f"mount of {target}")
+    try:
+        _check(_libc.mount(*args), f"mount of {target}")
+    except PermissionError as error:  # /proc, in a container that hides parts of its own
+        raise Unavailable(f"this user may not mount {target}: {error}") from None
 
 
 def make_mounts_private() -> None:

@@ -33,6 +33,7 @@ from zero_models import (
 )
 
 from ringcomm.parallel import WeightShards, offload, zero
+from ringcomm.torch_names import TORCH_VERSION
 
 INFINITY = 4  # a stage of these tests: 3 with offload_weights
 OFFLOADED: dict[str, Any] = {"place": {"to": "cpu"}, "offload_weights": True}
@@ -326,7 +327,7 @@ class Failing(torch.autograd.Function):
 @pytest.mark.parametrize("where", ["first", "last", "blocks.1"])
 @in_ranks(2)
 def test_an_exception_in_backward(rank: int, stage: int, where: str) -> None:
-    """All ranks drop the batch; stage 3 cannot continue, and says so before it writes."""
+    """All ranks drop the batch and continue, which fully_shard can from torch 2.13 on."""
     model, optimizer = make_stage(stage, "momentum")
     model.get_submodule(where).register_forward_hook(lambda _, __, out: Failing.apply(out))
     before = full_weights(optimizer)
@@ -334,10 +335,11 @@ def test_an_exception_in_backward(rank: int, stage: int, where: str) -> None:
     with pytest.raises(ArithmeticError):
         loss_of(model, *batch(7, rank, 2)).backward()
     Failing.is_on = False
-    optimizer.zero_grad()
     if stage == 3:
         with pytest.raises(RuntimeError, match="a backward pass raised an error at stage 3"):
-            train(model, optimizer, rank, 2)
+            optimizer.step()
+    optimizer.zero_grad()
+    if stage == 3 and TORCH_VERSION < (2, 13):
         return
     assert same(full_weights(optimizer), before)
     train(model, optimizer, rank, 2)
