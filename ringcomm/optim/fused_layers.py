@@ -102,7 +102,10 @@ class _Fused(torch.autograd.Function):
         else:
             out = nn.functional.embedding(given, weight)
         # A view as a tensor of its own, which users may modify in place.
-        return out if out._base is None else out.new_empty(0).set_(out)
+        if out._base is None:
+            return out
+        memory = out.untyped_storage()
+        return out.new_empty(0).set_(memory, out.storage_offset(), out.shape, out.stride())
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:

@@ -90,17 +90,17 @@ class LinearGradient(Gradient):
         return num_tokens * (num_in + num_out) < num_in * num_out
 
     def gram_sums(self) -> Tensor:
-        """The sum of squares as |dY^T X|^2 = sum(X X^T * dY dY^T), and its bound, float64 [2].
+        """|dY^T X|^2 as sum(X X^T * dY dY^T), and the sum of the tokens' own norms, float64 [2].
 
-        The bound is the sum of squares if no two tokens cancelled. Errors are relative to it.
+        Errors are relative to the square of the second.
         """
         x, grad_out = self.x.float(), self.grad_out.float()
         sums = torch.zeros(2, dtype=torch.float64, device=x.device)
         for rows in _blocks(len(x), len(x)):
             gram = (x[rows] @ x.t()) * (grad_out[rows] @ grad_out.t())
-            norms = gram.diagonal(rows.start).double().sqrt()
-            sums += torch.stack([gram.sum(dtype=torch.float64), norms.sum()])
-        return torch.stack([sums[0], sums[1].square()])
+            norms = gram.diagonal(rows.start).sqrt()
+            sums += torch.stack([gram.sum(dtype=sums.dtype), norms.sum(dtype=sums.dtype)])
+        return sums
 
 
 class EmbeddingGradient(Gradient):
@@ -185,9 +185,13 @@ class StepFacts:
         found = torch.stack([sums.to(device) for *_, sums in self._grams]).tolist()
         # With less than fp32 in products, as with TF32, cancelling tokens are more often noise.
         least = 1e-4 if torch.get_float32_matmul_precision() == "highest" else 0.1
-        for (held, gradient, _), (square, bound) in zip(self._grams, found, strict=True):
-            is_right = square >= least * bound  # not if one is NaN
-            self._sums[held][0] += square if is_right else gradient.square_sum()
+        squares: dict[Held, float] = {}
+        for (held, gradient, _), (square, norms) in zip(self._grams, found, strict=True):
+            is_right = square >= least * norms**2  # not if one is NaN
+            found_square = square if is_right else float(gradient.square_sum())
+            squares[held] = squares.get(held, 0.0) + found_square
+        for held, square in squares.items():
+            self._sums[held][0] += square
         self._grams = []
 
     def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:

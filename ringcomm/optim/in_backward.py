@@ -162,13 +162,10 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             found["loss_scale"] = self._path.loss_scale.state()
         return found
 
+    @torch.inference_mode(False)  # updates must be able to write states
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's, but keeps the dtype of state, for equal bits on resume."""
         super().load_state_dict(state_dict)
-        with torch.inference_mode(False):  # updates must be able to write them
-            self._load_states(state_dict)
-
-    def _load_states(self, state_dict: dict[str, Any]) -> None:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(numbers, params, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,13 +190,10 @@ class AdaLomo(InBackwardOptimizer):
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
         rows, columns = slot.layout.matrix
-        device = slot.local.device
+        zeros = partial(slot.local.new_zeros, dtype=torch.float32)
         if not slot.layout.is_matrix:
-            return {"exp_avg_sq": torch.zeros(columns, dtype=torch.float32, device=device)}
-        return {
-            "exp_avg_sq_row": torch.zeros(rows, dtype=torch.float32, device=device),
-            "exp_avg_sq_col": torch.zeros(columns, dtype=torch.float32, device=device),
-        }
+            return {"exp_avg_sq": zeros(columns)}
+        return {"exp_avg_sq_row": zeros(rows), "exp_avg_sq_col": zeros(columns)}
 
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """See InBackwardOptimizer."""
@@ -223,9 +221,9 @@ class AdaLomo(InBackwardOptimizer):
         for block, given, options in blocks:
             first_elem = layout.first_elem + block.begin
             _ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first_elem)
-        for written, rows_of in ((local, weight), (low, low_rows)):
-            if written is not None and rows_of is not None and rows_of is not written:
-                written.copy_(rows_of)
+        local.copy_(weight)  # torch does nothing if they are the same
+        if low is not None and low_rows is not None:
+            low.copy_(low_rows)
 
     def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """Updates the moments; returns the factors of the rows and columns of G that make U."""

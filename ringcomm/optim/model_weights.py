@@ -57,6 +57,8 @@ class ModelWeights:
 
     def check_param(self, param: nn.Parameter, name: str) -> None:
         """Raises for a parameter that is not supported."""
+        steps = zip(param.shape, param.stride(), strict=True)
+        span = 1 + sum((size - 1) * step for size, step in steps)
         if self._model is not None and param not in self._names:
             why = "is not a parameter of the model"
         elif isinstance(self._model, StagePart) and param in self._model.tied:
@@ -68,7 +70,7 @@ class ModelWeights:
             why = "does not require grad: leave it out"
         elif param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             why = f"must be float32, float16 or bfloat16, got {param.dtype}"
-        elif param.numel() not in (0, 1 + sum(map(_step, param.shape, param.stride()))):
+        elif param.numel() not in (0, span):
             why = f"has strides {param.stride()}, with gaps or overlaps in memory: copy it"
         elif (trainer := find_trainer(param)) is not None:
             why = f"already has an optimizer, {type(trainer).__name__}: close() that one first"
@@ -233,11 +235,6 @@ def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
         mine = [k for k, hook in hooks if isinstance(getattr(hook, "__self__", None), Slot)]
         state["_forward_pre_hooks"] = OrderedDict((k, hook) for k, hook in hooks if k not in mine)
     return make, args, state, *rest
-
-
-def _step(size: int, stride: int) -> int:
-    """The distance of the first and the last element along a dimension."""
-    return (size - 1) * stride
 
 
 def run_all(actions: list[Callable[[], Any]]) -> None:

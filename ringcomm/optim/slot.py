@@ -32,6 +32,7 @@ from ringcomm.torch_names import (
 
 Groups = tuple[dist.ProcessGroup, ...]
 _uses = itertools.count(1)
+_grad: Any = Tensor.grad
 
 
 class _UpdatedWeight(nn.Parameter):
@@ -48,7 +49,7 @@ class _UpdatedWeight(nn.Parameter):
         """Runs the function; raises if that returns values."""
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
-        if graph_task() == NO_BACKWARD or func == Tensor.grad.__get__:  # type: ignore[attr-defined]
+        if graph_task() == NO_BACKWARD or func == _grad.__get__:
             return result
         for found in tree_leaves(result):
             if isinstance(found, (Tensor, float)) and not isinstance(found, cls):
@@ -143,13 +144,15 @@ class Slot:
 
     def hide(self) -> None:
         """After an update in a backward pass: reading the weight there raises until show()."""
-        if type(self.param) is nn.Parameter and self.shards is None and graph_task() != NO_BACKWARD:
+        kind: Any = type(self.param)
+        if kind is nn.Parameter and self.shards is None and graph_task() != NO_BACKWARD:
             self.param.name_in_model = self.name
             self.param.__class__ = _UpdatedWeight
 
     def show(self) -> None:
         """Undoes hide()."""
-        if type(self.param) is _UpdatedWeight:
+        kind: Any = type(self.param)
+        if kind is _UpdatedWeight:
             del self.param.name_in_model
             self.param.__class__ = nn.Parameter
 

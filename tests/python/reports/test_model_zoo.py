@@ -45,6 +45,7 @@ SIZES = (
     (("moe_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank", "kv_lora_rank"), 16),
     (("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
     (("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
+    (("attention_types",), [[["global", "local"], 1]]),
     (("pad_token_id",), 0),
     (("bos_token_id", "decoder_start_token_id"), 1),
     (("eos_token_id",), 2),
@@ -88,8 +89,10 @@ def sizes_of(config: Any) -> dict[str, Any]:
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
             found[name] = {"model_type": value.model_type, **sizes_of(value)}
-        elif name in SIZE_OF and not isinstance(value, (list, tuple)):
+        elif name in SIZE_OF and isinstance(value, list) == isinstance(SIZE_OF[name], list):
             found[name] = SIZE_OF[name]
+    if "kv_lora_rank" in found:  # latent attention repeats no heads
+        found["num_key_value_heads"] = found["num_attention_heads"]
     return found
 
 
@@ -103,7 +106,7 @@ def build(family: str, kind: str) -> nn.Module:
     if config.is_encoder_decoder:
         config.decoder_start_token_id = 1
     model_class = getattr(transformers, getattr(modeling_auto, family)[kind])
-    config._attn_implementation = "eager"
+    config._attn_implementation, config.use_cache = "eager", False
     with torch.device("meta"):
         num_params = sum(param.numel() for param in model_class(config).parameters())
     if num_params > MAX_PARAMS:

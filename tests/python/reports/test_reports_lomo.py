@@ -231,7 +231,7 @@ class Layouts(nn.Module):
         torch.manual_seed(0)
         self.matrix = nn.Parameter(torch.randn(6, 4))
         self.layer, self.table = nn.Linear(4, 4), nn.Embedding(5, 4)
-        self.conv = nn.Conv2d(2, 3, (2, 2))
+        self.conv: Any = nn.Conv2d(2, 3, (2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x @ self.matrix) + self.table(torch.arange(len(x))))
@@ -633,7 +633,7 @@ def test_nested_segments_with_dropout(is_reentrant: bool, options: dict[str, Any
                 for _ in range(4)
             )
 
-        def half(self, x: Tensor, begin: int) -> Any:
+        def run_two(self, x: Tensor, begin: int) -> Any:
             for block in self.blocks[begin : begin + 2]:
                 x = checkpoint(block, x, use_reentrant=is_reentrant)
             return x
@@ -642,7 +642,7 @@ def test_nested_segments_with_dropout(is_reentrant: bool, options: dict[str, Any
             torch.manual_seed(5)
             x = x.clone().requires_grad_()
             for begin in (0, 2):
-                x = checkpoint(self.half, x, begin, use_reentrant=is_reentrant)
+                x = checkpoint(self.run_two, x, begin, use_reentrant=is_reentrant)
             return x
 
     check_same_as_sgd(steps, Nested, **options)
