@@ -59,7 +59,7 @@ class _Row(NamedTuple):
     kind: type[Exception] = ValueError
 
 
-def _changes_its_weight(module: nn.Module) -> bool:
+def _changes_its_weight(module: Any) -> bool:
     is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     return is_table and module.max_norm is not None and module.weight.requires_grad
 
