@@ -30,6 +30,7 @@ from ringcomm.parallel.state.tensor_part import (
 )
 from ringcomm.parallel.state.unstepped import MASTER, State
 from ringcomm.parallel.tensor.regions import give_memory
+from ringcomm.torch_names import tree_map_only
 
 __all__ = ["get_state_dict", "set_state_dict"]
 
@@ -98,7 +99,6 @@ def get_state_dict(
         path = ("model", name)
         is_again = full and first.setdefault(value, path) != path
         flat[path] = SameAs(first[value]) if is_again else parts.of_value(value, is_stored=full)
-    flat |= {("model", name): value for name, (value, _) in parts.extra.items()}
     state: State = {}
     if server is not None:
         state = server.named_state()
@@ -106,8 +106,8 @@ def get_state_dict(
         found = OptimizerParts(optimizer, parts, group, is_stored=full)
         state = {"state": {}, "param_groups": found.groups}
         flat |= found.parts
+    everyone = None if server is not None else group
     if full:
-        everyone = None if server is not None else group
         flat = gather_whole(flat, rank0_only=rank0_only, group=everyone)
     elif cpu:
         flat = {
@@ -118,6 +118,11 @@ def get_state_dict(
     for (kind, name, *keys), value in flat.items():
         of_name = values if kind == "model" else state["state"].setdefault(name, {})
         of_name[keys[0] if keys else name] = value
+    # Ranks may have different ones.
+    extra = {name: value for name, (value, _) in parts.extra.items()}
+    extra = tree_map_only(Tensor, Tensor.cpu, extra) if full or cpu else extra
+    for of_rank in all_gathered(extra, everyone) if full else [extra]:
+        values |= {name: value for name, value in of_rank.items() if name not in values}
     return (values, state) if has_state else ({}, {})
 
 
