@@ -215,7 +215,9 @@ def test_transformers_and_peft_save_sharded_models(rank: int, tmp_path: Path) ->
     sharded("zero 3", model)
     wanted, _ = get_state_dict(model, full=True)
     model.save_pretrained(tmp_path / "peft")
-    loaded = peft.PeftModel.from_pretrained(transformers.LlamaForCausalLM(config), tmp_path / "peft")
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.LlamaForCausalLM(config), tmp_path / "peft"
+    )
     adapter = {name: value for name, value in wanted.items() if "lora" in name}
     assert len(adapter) == 4
     assert_close({k: loaded.state_dict()[k] for k in adapter}, adapter, rtol=0, atol=0)
