@@ -56,7 +56,7 @@ def test_options_of_schedulers_survive_beside_an_empty_group(rank: int) -> None:
 
         def made(lr: float, stage: int = stage) -> tuple[Any, Any, Any]:
             model = net()
-            groups = [
+            groups: list[dict[str, Any]] = [
                 {"params": model[0].parameters(), "lr": lr},
                 {"params": []},
                 {"params": model[2].parameters(), "lr": 2 * lr},
@@ -189,17 +189,18 @@ def test_all_that_a_module_saves_is_saved_and_loaded(rank: int) -> None:
     adamw = torch.optim.AdamW(trained(alone), 0.01)
     train(alone, adamw, x=x)
     values, state = get_by_torch(alone, adamw)
+    states: Any = state["state"]
     for stage in SYSTEMS:
         model = Odd(stage != 3)  # stage 3 refuses weights without dimensions
         optimizer = shard(model, torch.optim.AdamW(trained(model), 0.01), stage)
         train(model, optimizer, x=x)
         saved = get_state_dict(model, optimizer, full=True)
         missing = {"scale"} if stage == 3 else set()
-        assert values.keys() - saved[0].keys() == state["state"].keys() - saved[1]["state"].keys()
+        assert values.keys() - saved[0].keys() == states.keys() - saved[1]["state"].keys()
         assert values.keys() - saved[0].keys() == missing
         if stage != 3:
             assert_close(saved[0], values, rtol=1e-4, atol=1e-4)
-            assert_close(saved[1]["state"], state["state"], rtol=1e-3, atol=1e-4)
+            assert_close(saved[1]["state"], states, rtol=1e-3, atol=1e-4)
             assert list(saved[0]) == list(alone.state_dict())
         for from_rank0 in (False, True):
             other = Odd(stage != 3)
@@ -218,7 +219,7 @@ def test_all_that_a_module_saves_is_saved_and_loaded(rank: int) -> None:
 @in_ranks(2)
 def test_two_parameters_in_one_memory_are_both_saved(rank: int) -> None:
     """https://github.com/deepspeedai/DeepSpeed/pull/3033: of shared weights one is kept."""
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
     model[1].weight.data = model[0].weight.data
     values = full(model)
     assert sorted(values) == ["0.weight", "1.weight"]
@@ -234,7 +235,7 @@ class Factors(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in (param for group in self.param_groups for param in group["params"]):
             if param.grad is not None:
                 state = self.state[param]
@@ -319,7 +320,7 @@ class Thirds(nn.Linear):
 def test_what_only_its_module_can_load_is_refused(rank: int) -> None:
     """https://github.com/NVIDIA/TransformerEngine/issues/1860: saved values that are no weights
     do not come back."""
-    model = nn.Sequential(Thirds(6, 5))
+    model: Any = nn.Sequential(Thirds(6, 5))
     values = full(model)
     assert sorted(values) == ["0.bias", "0.packed"]
     with pytest.raises(ValueError, match=r"0\.packed is made by a module's own saving code"):
