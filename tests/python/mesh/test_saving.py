@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
 import pickle
 import time
@@ -13,12 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_ranks
+from test_trainer_ranks import ENV
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import WeightShards, get_state_dict, offload, zero
 from ringcomm.parallel.flat_collectives import with_own_storage
+
+pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 
 class Net(nn.Sequential):
@@ -85,10 +90,8 @@ def saved(net: Net, way: str, folder: Path) -> dict[str, Any]:
         loaded: Any = pickle.loads(pickle.dumps(net))
         return loaded.state_dict()
     elif way == "safetensors":
-        from safetensors.torch import load_file, save_model
-
-        save_model(net, path := str(folder / f"{time.time()}"))
-        return load_file(path)
+        safetensors.save_model(net, path := str(folder / f"{time.time()}"))
+        return safetensors.load_file(path)
     else:
         done = net.save_pretrained(folder)
         dist.barrier()
@@ -117,7 +120,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("system", REFUSED)
 @in_ranks(2)
 def test_each_way_writes_what_one_process_writes(rank: int, system: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     _, net = made(system)
     wanted, _ = get_state_dict(net, full=True)
     for way, refused in zip(WAYS, REFUSED[system], strict=True):
@@ -174,11 +176,33 @@ def test_states_of_stages_1_and_2_have_their_own_storages(rank: int) -> None:
             optimizer.step()
 
 
+def save_by_trainer(transformers: Any, config: Any, folder: Path) -> None:
+    """Trainer.save_model() on all ranks, of which only rank 0's Trainer saves."""
+    from ringcomm.integrations.transformers import register
+
+    register()
+    model = transformers.LlamaForCausalLM(config)
+    args = transformers.TrainingArguments(
+        str(folder), max_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    ids = torch.ones(6, dtype=torch.long)
+    rows = [{"input_ids": ids, "labels": ids}] * 16
+    trainer = transformers.Trainer(model, args, train_dataset=rows)
+    trainer.optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    trainer.train()
+    wanted, _ = get_state_dict(model, full=True)
+    trainer.save_model(str(folder / "trainer"))
+    dist.barrier()
+    fresh = transformers.LlamaForCausalLM.from_pretrained(folder / "trainer")
+    assert_close(dict(fresh.state_dict()), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.slow
-@in_ranks(2)
+@in_ranks(2, env=ENV, timeout_s=180.0)
 def test_transformers_and_peft_save_sharded_models(rank: int, tmp_path: Path) -> None:
     """With tied weights, an adapter, and through Trainer."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -208,7 +232,11 @@ def test_transformers_and_peft_save_sharded_models(rank: int, tmp_path: Path) ->
         fresh = transformers.LlamaForCausalLM.from_pretrained(folder)
         assert_close(dict(fresh.state_dict()), wanted, rtol=0, atol=0)
         assert fresh.config.architectures == ["LlamaForCausalLM"]
-    peft = pytest.importorskip("peft")
+    save_by_trainer(transformers, config, tmp_path)
+    if importlib.util.find_spec("peft") is None:
+        return
+    import peft
+
     model = transformers.LlamaForCausalLM(config)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, lora)

@@ -19,6 +19,8 @@ from torch.testing import assert_close
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import get_state_dict, set_state_dict, zero
 
+safetensors = pytest.importorskip("safetensors.torch")
+
 SYSTEMS = (0, 1, 2, 3)  # stages; 0 is torch's optimizer
 
 
@@ -292,7 +294,6 @@ def test_masters_are_not_rounded_by_a_resume(rank: int) -> None:
 def test_an_average_of_weights_is_one_of_its_own(rank: int, tmp_path: Path) -> None:
     """https://github.com/huggingface/transformers/issues/28630: a copy shares the flat memory, or
     a file of it has one weight. The names of AveragedModel are its own."""
-    safetensors = pytest.importorskip("safetensors.torch")
     for stage in (1, 2):
         model = net()
         optimizer = shard(model, torch.optim.AdamW(model.parameters(), 0.1), stage)
