@@ -8,7 +8,6 @@ running torch has each name.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -268,31 +267,23 @@ def is_ignored_in_ddp(param: nn.Parameter) -> bool:
 
 # ---- wrappers
 
-# Classes by module, and the attribute with the module that they wrap. A class whose module has not
-# been imported has no instances.
-_WRAPPERS = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
+# By class, the attribute with the module that they wrap. Not imported: most models have none.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module"
     ),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
     ),
-)
+}
 
 
 def wrapped_attribute(module: Any) -> str | None:
     """The attribute with the module that a wrapper of torch is around; None for other modules."""
-    for where, name, attribute in _WRAPPERS:
-        kind = getattr(sys.modules.get(where), name, None)
-        if kind is not None and isinstance(module, kind):
-            return attribute
-    return None
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
 
 
 # ---- DeviceMesh and DTensor

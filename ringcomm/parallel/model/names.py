@@ -19,18 +19,6 @@ def plain_name(module: nn.Module, name: str) -> str:
 
     Some wrappers remove their own name from keys, so that it may be missing.
     """
-    return _walked(module, name)[0]
-
-
-def module_at(module: nn.Module, name: str) -> nn.Module | None:
-    """The module with a name, with or without the names of wrappers; None without one."""
-    found = _walked(module, name)[1] if name else module
-    while (attribute := wrapped_attribute(found)) is not None:
-        found = getattr(found, attribute)
-    return found
-
-
-def _walked(module: nn.Module, name: str) -> tuple[str, Any]:
     kept: list[str] = []
     found: Any = module
     for part in name.split("."):
@@ -40,4 +28,4 @@ def _walked(module: nn.Module, name: str) -> tuple[str, Any]:
         if not is_wrapper:
             kept.append(part)
             found = getattr(found, part, None)
-    return ".".join(kept), found
+    return ".".join(kept)

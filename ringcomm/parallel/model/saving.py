@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -51,10 +52,10 @@ def _save_full(
     state_dict: Any = None,
     **options: Any,
 ) -> Any:
-    from ringcomm.parallel.state import get_state_dict  # which imports all systems
-
     if state_dict is not None:
         return save(*args, state_dict=state_dict, **options)
+    # By name: it is slow to import, and imports all systems.
+    get_state_dict = import_module("ringcomm.parallel").get_state_dict
     full, _ = get_state_dict(module, full=True, rank0_only=True, group=group)
     try:
         if dist.get_rank(group) == 0:

@@ -30,6 +30,7 @@ from ringcomm.parallel.state.tensor_part import (
 )
 from ringcomm.parallel.state.unstepped import MASTER, State
 from ringcomm.parallel.tensor.regions import give_memory
+from ringcomm.torch_names import tree_map_only
 
 __all__ = ["get_state_dict", "set_state_dict"]
 
@@ -49,6 +50,7 @@ def get_state_dict(
         values, state = get_state_dict(train.model, train.optimizer)
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
 
+    Names are without those of DistributedDataParallel, torch.compile and checkpoint_wrapper.
     dcp.async_save() runs collectives during the next steps: make `group = dist.new_group()` once,
     and pass process_group=group.
 
@@ -59,8 +61,8 @@ def get_state_dict(
     Args:
         model: an nn.Module, a pipeline.Pipeline, or the result of parallelize().
         optimizer: an optimizer over its parameters: of torch, zero.shard(), ringcomm.optim or
-            offload, or a ParameterServer. Missing state is created with zeros. The float32 values
-            of 16-bit weights have the key "master".
+            offload, or a ParameterServer. Missing state is made until the next step. The float32
+            values of 16-bit weights have the key "master".
         full: return full tensors, as in a model of one process, in CPU memory. Otherwise each rank
             has its part: a TensorPart, a DTensor, or a replicated tensor.
         rank0_only: with `full`: ranks other than 0 get two empty dicts, and need memory for one
@@ -78,7 +80,9 @@ def get_state_dict(
         `cpu` is set or they are in files or in an optimizer of offload.
 
     Raises:
-        ValueError: rank0_only without full; the optimizer has other parameters than the model.
+        ValueError: rank0_only without full; the optimizer has other parameters than the model, or
+            states that cannot be combined; a FullyShardedDataParallel; with full, ranks of other
+            groups have elements.
         RuntimeError: the optimizer is a ParameterServer, and this rank is not a worker.
 
     Collective with `full`, and for the parameter groups; not with a ParameterServer, whose workers
@@ -98,7 +102,6 @@ def get_state_dict(
         path = ("model", name)
         is_again = full and first.setdefault(value, path) != path
         flat[path] = SameAs(first[value]) if is_again else parts.of_value(value, is_stored=full)
-    flat |= {("model", name): value for name, (value, _) in parts.extra.items()}
     state: State = {}
     if server is not None:
         state = server.named_state()
@@ -106,8 +109,8 @@ def get_state_dict(
         found = OptimizerParts(optimizer, parts, group, is_stored=full)
         state = {"state": {}, "param_groups": found.groups}
         flat |= found.parts
+    everyone = None if server is not None else group
     if full:
-        everyone = None if server is not None else group
         flat = gather_whole(flat, rank0_only=rank0_only, group=everyone)
     elif cpu:
         flat = {
@@ -118,6 +121,11 @@ def get_state_dict(
     for (kind, name, *keys), value in flat.items():
         of_name = values if kind == "model" else state["state"].setdefault(name, {})
         of_name[keys[0] if keys else name] = value
+    # Ranks may have different ones.
+    extra = {name: value for name, (value, _) in parts.extra.items()}
+    extra = tree_map_only(Tensor, Tensor.cpu, extra) if full or cpu else extra
+    for of_rank in all_gathered(extra, everyone) if full else [extra]:
+        values |= {name: value for name, value in of_rank.items() if name not in values}
     return (values, state) if has_state else ({}, {})
 
 
@@ -150,7 +158,8 @@ def set_state_dict(
         state: the optimizer's state, likewise. A weight without state has not been updated;
             "master" may be missing.
         rank0_only: only rank 0 has the states, which are full; the others pass empty dicts.
-        strict: whether names must be those of the model.
+        strict: whether names must be those of the model. Otherwise others are ignored, with a
+            warning for an optimizer's state.
         device: the device for parameters that are on the meta device. Default: that of their
             values.
         group: as for get_state_dict().

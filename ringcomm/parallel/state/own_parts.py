@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.describe import describe
-from ringcomm.parallel.model.names import module_at, plain_name
+from ringcomm.parallel.model.names import plain_name
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
@@ -63,6 +63,11 @@ class ModelParts:
         self._is_replica = any(group.rank() for group in described.tensor_groups)
         own = described.names
         known = set(own.values())
+        owners = {
+            plain_name(module, f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): part
+            for name, part in module.named_modules(remove_duplicate=False)
+            if type(part).set_extra_state is not nn.Module.set_extra_state
+        }
         self.values: dict[str, Tensor] = {}
         self.extra: dict[str, tuple[Any, nn.Module | None]] = {}
         for key, value in state.items():
@@ -71,7 +76,7 @@ class ModelParts:
             if name in own or (isinstance(value, Tensor) and value in known):
                 self.values[name] = own.get(name, value)
             else:
-                self.extra[name] = value, _owner_of_extra(module, key)
+                self.extra[name] = value, owners.get(name)
         self.name_of: dict[Any, str] = {}
         # A stage may have a weight under a later name than that of the whole model.
         first = {} if stage is None else stage.first_names
@@ -162,14 +167,6 @@ def _refuse_flat_parameters(module: nn.Module) -> None:
             "FullyShardedDataParallel has its own parts of flattened weights: use fully_shard, or"
             " torch.distributed.checkpoint.state_dict"
         )
-
-
-def _owner_of_extra(module: nn.Module, key: str) -> nn.Module | None:
-    """The module that loads the extra state under a key of state_dict(), if it is one."""
-    prefix, _, last = key.rpartition(".")
-    owner = module_at(module, prefix) if last == EXTRA_STATE else None
-    loads = type(owner).set_extra_state if isinstance(owner, nn.Module) else None
-    return None if loads in (None, nn.Module.set_extra_state) else owner
 
 
 class OptimizerParts:

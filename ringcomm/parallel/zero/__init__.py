@@ -64,7 +64,7 @@ def shard(
     different weights there, and make different numbers of backward passes before step().
 
     Args:
-        model: changed in place. At stages 1 and 2 its weights become views of flat buckets; at
+        model: changed in place. At stages 1 and 2 its weights move into flat buckets; at
             stage 3 they become DTensors, and fully_shard is applied to the model. It may be on the
             meta device: modules are then initialized by reset_parameters(), at stage 3 unit by
             unit, and rank 0's values are used.

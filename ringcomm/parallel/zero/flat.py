@@ -99,9 +99,9 @@ class FlatZero(ZeroOptimizer):
         for param, bucket in self._bucket_of.items():
             if not bucket.has_weight(param):
                 raise ValueError(
-                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(): move"
-                    " the model before, make a Trainer, which moves it, before, and send clones to"
-                    " other processes by torch.multiprocessing"
+                    f"a weight of shape {tuple(param.shape)} was moved after zero.shard(): move "
+                    "the model before, and make a Trainer, which moves it; send only clones by"
+                    " torch.multiprocessing, which moves what it sends"
                 )
 
     def _set_sync(self, is_on: bool) -> None:

@@ -1,0 +1,251 @@
+"""What other ways of saving write of a sharded model: what one process writes, or an error."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_ranks
+from test_trainer_ranks import ENV
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from ringcomm.nn import ColumnParallelLinear
+from ringcomm.parallel import WeightShards, get_state_dict, offload, zero
+from ringcomm.parallel.flat_collectives import with_own_storage
+
+pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+class Net(nn.Sequential):
+    """With the method that transformers, peft and huggingface_hub give to models."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64), nn.Linear(64, 4))
+
+    def save_pretrained(self, folder: Path, is_main_process: bool = True) -> str:
+        torch.save(self.state_dict(), folder / "model.pt")
+        return "saved"
+
+
+class Around(nn.Module):
+    """A module of a trainer, which saves the model in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def made(system: str) -> tuple[Any, Net]:
+    """What is sharded, and the model in it, after a step."""
+    around: Any = Around() if system == "zero 3" else Net()
+    net = around.net if system == "zero 3" else around
+    if "WeightShards" in system:
+        shards = WeightShards(around)
+        if "closed" in system:
+            shards.close()
+        return around, net
+    if system == "tensor":
+        net[2] = ColumnParallelLinear.from_linear(net[2], gather_output=True)
+        return around, net
+    if "infinity" in system:
+        adamw = offload.AdamW(around.parameters(), 0.01, to="cpu")
+        optimizer: Any = zero.shard(around, adamw, 3, offload_weights=True)
+    else:
+        optimizer = zero.shard(around, torch.optim.AdamW(around.parameters(), 0.01), int(system[5]))
+    around(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if "closed" in system:
+        optimizer.close()
+    return around, net
+
+
+def saved(net: Net, way: str, folder: Path) -> dict[str, Any]:
+    """The state that a way of saving has written on this rank, read again."""
+    file = io.BytesIO()
+    if way == "torch.save":
+        torch.save(net.state_dict(), file)
+    elif way == "a part":
+        torch.save(net[3].state_dict(), file)
+        assert len(file.getvalue()) < 4 * (64 * 4 + 4) + 4096  # not the whole bucket
+        file.seek(0)
+        return {f"3.{name}": value for name, value in torch.load(file).items()}
+    elif way == "copy":
+        return copy.deepcopy(net).state_dict()
+    elif way == "pickle":
+        loaded: Any = pickle.loads(pickle.dumps(net))
+        return loaded.state_dict()
+    elif way == "safetensors":
+        safetensors.save_model(net, path := str(folder / f"{time.time()}"))
+        return safetensors.load_file(path)
+    else:
+        done = net.save_pretrained(folder)
+        dist.barrier()
+        assert done == ("saved" if way == "one rank" or dist.get_rank() == 0 else None)
+        return torch.load(folder / "model.pt")
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+FREED = r"get_state_dict\(\)"
+COPY = r"sharded weights cannot be copied or pickled.*get_state_dict\(model, full=True\)"
+WAYS = ("torch.save", "a part", "copy", "pickle", "safetensors")
+REFUSED: dict[str, tuple[str, ...]] = {
+    "zero 1": ("", "", "", "", ""),
+    "zero 2": ("", "", "", "", ""),
+    # DTensors, which torch.distributed.checkpoint saves.
+    "zero 3": ("DTensor", "DTensor", COPY, COPY, "invalid python storage"),
+    "infinity": (FREED, FREED, COPY, COPY, FREED),
+    "infinity, closed": ("", "", "", "", ""),
+    "WeightShards": (FREED, FREED, COPY, COPY, FREED),
+    "WeightShards, closed": ("", "", "", "", ""),
+    "tensor": ("DTensor", "", COPY, COPY, "invalid python storage"),
+}
+
+
+@pytest.mark.parametrize("system", REFUSED)
+@in_ranks(2)
+def test_each_way_writes_what_one_process_writes(rank: int, system: str, tmp_path: Path) -> None:
+    _, net = made(system)
+    wanted, _ = get_state_dict(net, full=True)
+    for way, refused in zip(WAYS, REFUSED[system], strict=True):
+        if refused in ("", "DTensor"):
+            found = saved(net, way, tmp_path)
+            kinds = {type(value).__name__ for value in found.values()}
+            assert ("DTensor" in kinds) == (refused == "DTensor"), way
+            if not refused:
+                assert way == "a part" or len(found) == len(wanted), way
+                assert_close(found, {name: wanted[name] for name in found}, rtol=0, atol=0)
+            continue
+        with pytest.raises(RuntimeError, match=refused):
+            saved(net, way, tmp_path)
+    if system == "tensor":  # by tensor_parallelize(): tests of transformers
+        return
+    # Without shards each rank saves by itself, as it did before.
+    alone = "closed" in system or system in ("zero 1", "zero 2")
+    folder = tmp_path / str(rank) if alone else tmp_path
+    folder.mkdir(exist_ok=True)
+    found = saved(net, "one rank" if alone else "save_pretrained", folder)
+    assert_close(found, wanted, rtol=0, atol=0)
+    assert "state_dict" not in vars(net)
+
+
+def test_a_part_with_its_own_storage() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        buffer = torch.arange(10, dtype=dtype)
+        part = with_own_storage(buffer[2:8].view(2, 3))
+        assert part.untyped_storage().nbytes() == part.nbytes == 6 * dtype.itemsize
+        assert (part.data_ptr(), part.stride()) == (buffer[2:].data_ptr(), (3, 1))
+        buffer += 1
+        assert_close(part, buffer[2:8].view(2, 3), rtol=0, atol=0)
+        del buffer
+        assert part.sum() == sum(range(3, 9))
+    assert with_own_storage(torch.ones(4)[2:2].view(0, 3)).shape == (0, 3)
+    assert with_own_storage(torch.ones(1, 8)[:1]).stride() == (8, 1)
+
+
+@in_ranks(2)
+def test_states_of_stages_1_and_2_have_their_own_storages(rank: int) -> None:
+    for stage, dtype in ((1, torch.float32), (2, torch.bfloat16)):
+        net = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 3)).to(dtype)
+        optimizer = zero.shard(net, torch.optim.AdamW(net.parameters()), stage)
+        for _ in range(2):
+            net(torch.ones(2, 3, dtype=dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for state in optimizer.state.values():
+            assert ("master" in state) == (dtype == torch.bfloat16)
+            for value in state.values():
+                assert value.untyped_storage().nbytes() == value.nbytes
+        net[0].share_memory()
+        with pytest.raises(ValueError, match=r"moved after .*send only clones by torch\.multip"):
+            optimizer.step()
+
+
+def save_by_trainer(transformers: Any, config: Any, folder: Path) -> None:
+    """Trainer.save_model() on all ranks, of which only rank 0's Trainer saves."""
+    from ringcomm.integrations.transformers import register
+
+    register()
+    model = transformers.LlamaForCausalLM(config)
+    args = transformers.TrainingArguments(
+        str(folder), max_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    ids = torch.ones(6, dtype=torch.long)
+    rows = [{"input_ids": ids, "labels": ids}] * 16
+    trainer = transformers.Trainer(model, args, train_dataset=rows)
+    trainer.optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    trainer.train()
+    wanted, _ = get_state_dict(model, full=True)
+    trainer.save_model(str(folder / "trainer"))
+    dist.barrier()
+    fresh = transformers.LlamaForCausalLM.from_pretrained(folder / "trainer")
+    assert_close(dict(fresh.state_dict()), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@in_ranks(2, env=ENV, timeout_s=180.0)
+def test_transformers_and_peft_save_sharded_models(rank: int, tmp_path: Path) -> None:
+    """With tied weights, an adapter, and through Trainer."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+
+    def sharded(system: str, model: Any) -> Any:
+        params = [param for param in model.parameters() if param.requires_grad]
+        if system == "WeightShards":
+            WeightShards(model)
+            return None
+        optimizer = zero.shard(model, torch.optim.SGD(params, 0.1), 3)
+        ids = torch.ones(2, 6, dtype=torch.long)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        return optimizer
+
+    for system in ("zero 3", "WeightShards"):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        sharded(system, model)
+        wanted, _ = get_state_dict(model, full=True)
+        model.save_pretrained(folder := tmp_path / system)
+        fresh = transformers.LlamaForCausalLM.from_pretrained(folder)
+        assert_close(dict(fresh.state_dict()), wanted, rtol=0, atol=0)
+        assert fresh.config.architectures == ["LlamaForCausalLM"]
+    save_by_trainer(transformers, config, tmp_path)
+    if importlib.util.find_spec("peft") is None:
+        return
+    import peft
+
+    model = transformers.LlamaForCausalLM(config)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, lora)
+    sharded("zero 3", model)
+    wanted, _ = get_state_dict(model, full=True)
+    model.save_pretrained(tmp_path / "peft")
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.LlamaForCausalLM(config), tmp_path / "peft"
+    )
+    adapter = {name: value for name, value in wanted.items() if "lora" in name}
+    assert len(adapter) == 4
+    assert_close({k: loaded.state_dict()[k] for k in adapter}, adapter, rtol=0, atol=0)

@@ -1,0 +1,330 @@
+"""Faults of saving and loading that users of other libraries reported, looked for here."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import in_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing import assert_close
+
+from ringcomm.nn import ColumnParallelLinear
+from ringcomm.parallel import get_state_dict, set_state_dict, zero
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+SYSTEMS = (0, 1, 2, 3)  # stages; 0 is torch's optimizer
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def shard(model: nn.Module, optimizer: Any, stage: int) -> Any:
+    return zero.shard(model, optimizer, stage) if stage else optimizer
+
+
+def train(model: Any, optimizer: Any, steps: int = 2, x: Tensor | None = None) -> None:
+    x = torch.ones(2, 6) if x is None else x
+    for step in range(steps):
+        model(x * (step + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    return get_state_dict(model, full=True)[0]
+
+
+def same(one: Any, other: Any) -> None:
+    assert_close(one, other, rtol=0, atol=0)
+
+
+@in_ranks(2)
+def test_options_of_schedulers_survive_beside_an_empty_group(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/143828 and 140900,
+    https://github.com/NVIDIA/apex/issues/766: groups lose lr or initial_lr, or a scheduler keeps
+    the groups of before."""
+    for stage in SYSTEMS:
+
+        def made(lr: float, stage: int = stage) -> tuple[Any, Any, Any]:
+            model = net()
+            groups: list[dict[str, Any]] = [
+                {"params": model[0].parameters(), "lr": lr},
+                {"params": []},
+                {"params": model[2].parameters(), "lr": 2 * lr},
+            ]
+            optimizer = shard(model, torch.optim.AdamW(groups, lr=lr), stage)
+            return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+        model, optimizer, scheduler = made(0.1)
+        train(model, optimizer)
+        scheduler.step()
+        other, resumed, follows = made(9.0)
+        set_state_dict(other, resumed, *get_state_dict(model, optimizer, full=True))
+        follows.load_state_dict(scheduler.state_dict())
+        assert [group["initial_lr"] for group in resumed.param_groups] == [0.1, 0.1, 0.2]
+        for each in (scheduler, follows):
+            each.step()
+        assert [group["lr"] for group in resumed.param_groups] == [0.025, 0.025, 0.05]
+        train(model, optimizer)
+        train(other, resumed)
+        same(full(other), full(model))
+
+
+@in_ranks(2)
+def test_a_state_dict_does_not_change_with_training(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/pull/145408: what is saved later has later values. Also
+    learning rates in tensors, and the state dict that was loaded."""
+    for stage in SYSTEMS:
+
+        def made(seed: int, stage: int = stage) -> tuple[Any, Any]:
+            lr = torch.tensor(0.1)
+            model = net(seed)
+            adamw = torch.optim.AdamW(model.parameters(), lr, foreach=False)
+            return model, shard(model, adamw, stage)
+
+        (model, optimizer), (other, resumed) = made(0), made(1)
+        train(model, optimizer)
+        saved = get_state_dict(model, optimizer, full=True)
+        before = copy.deepcopy(saved)
+        set_state_dict(other, resumed, *saved)
+        for each, its in ((model, optimizer), (other, resumed)):
+            its.param_groups[0]["lr"].mul_(0.5)
+            train(each, its)
+        same(saved[0], before[0])
+        same(saved[1]["state"], before[1]["state"])
+        assert saved[1]["param_groups"] == before[1]["param_groups"]
+        same(full(other), full(model))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "NAdam": lambda params: torch.optim.NAdam(params, 0.01),
+    "dampening": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, dampening=0.5),
+    "ASGD": lambda params: torch.optim.ASGD(params, 0.01),
+    "Rprop": lambda params: torch.optim.Rprop(params, 0.01),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
+    "Adam": lambda params: torch.optim.Adam(params, 0.01, weight_decay=0.5),
+}
+
+
+@in_ranks(2)
+def test_a_state_before_the_first_step_changes_no_step(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/164929 and
+    https://github.com/NVIDIA/Megatron-LM/pull/5976: to get a state makes a step that counts."""
+    for name, stage in [(name, 0) for name in OPTIMIZERS] + [("NAdam", 2), ("dampening", 3)]:
+        found, states = {}, None
+        for way in ("not asked", "asked", "loaded"):
+            model = net()
+            optimizer = shard(model, OPTIMIZERS[name](model.parameters()), stage)
+            if way == "asked":
+                states = get_state_dict(model, optimizer, full=True)
+                assert len(states[1]["state"]) == 4
+            elif states is not None:
+                set_state_dict(model, optimizer, *states)
+            train(model, optimizer, 1)
+            get_state_dict(model, optimizer, full=True)
+            train(model, optimizer, 1)
+            found[way] = full(model)
+        same(found["asked"], found["not asked"])
+        if name != "dampening":  # whose loaded zeros are a state
+            same(found["loaded"], found["not asked"])
+
+
+class Odd(nn.Module):
+    """Tied, frozen and parametrized weights, without dimensions or not in rows; a submodule
+    "module"; buffers of all types, also not saved."""
+
+    def __init__(self, has_scalar: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tied = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.tied.weight
+        self.module = nn.Linear(6, 6).requires_grad_(False)
+        self.normed = parametrizations.weight_norm(nn.Linear(6, 4))
+        self.spectral = parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.conv = nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.batch = nn.BatchNorm1d(4)
+        self.gru = nn.GRU(4, 4)
+        self.in_dict = nn.ParameterDict({"k": torch.ones(4)})
+        self.scale = nn.Parameter(torch.tensor(2.0)) if has_scalar else 2.0
+        buffers = {
+            "flag": torch.tensor(True),
+            "numbers": torch.arange(5, dtype=torch.int8),
+            "turns": torch.tensor([1 + 2j, 3j]),
+            "sixteen": torch.full((3,), 0.3, dtype=torch.bfloat16),
+            "columns": torch.arange(6.0).view(2, 3).t(),
+            "empty": torch.zeros(0, 3),
+            "none": None,
+        }
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.spectral(self.normed(self.module(self.again(self.tied(x)))))
+        x = self.gru(self.batch(x + self.in_dict["k"]))[0] * self.scale
+        return self.conv(x[:, :, None, None])
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+@in_ranks(2)
+def test_all_that_a_module_saves_is_saved_and_loaded(rank: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/1896, 3090 and 1101,
+    https://github.com/huggingface/accelerate/issues/3898: tied or frozen weights or buffers are
+    missing; names are those that torch gives to one process."""
+    x = torch.arange(12.0).view(2, 6) / 12
+    alone = Odd(True)
+    adamw = torch.optim.AdamW(trained(alone), 0.01)
+    train(alone, adamw, x=x)
+    values, state = get_by_torch(alone, adamw)
+    states: Any = state["state"]
+    for stage in SYSTEMS:
+        model = Odd(stage != 3)  # stage 3 refuses weights without dimensions
+        optimizer = shard(model, torch.optim.AdamW(trained(model), 0.01), stage)
+        train(model, optimizer, x=x)
+        saved = get_state_dict(model, optimizer, full=True)
+        missing = {"scale"} if stage == 3 else set()
+        assert values.keys() - saved[0].keys() == states.keys() - saved[1]["state"].keys()
+        assert values.keys() - saved[0].keys() == missing
+        if stage != 3:
+            assert_close(saved[0], values, rtol=1e-4, atol=1e-4)
+            assert_close(saved[1]["state"], states, rtol=1e-3, atol=1e-4)
+            assert list(saved[0]) == list(alone.state_dict())
+        for from_rank0 in (False, True):
+            other = Odd(stage != 3)
+            with torch.no_grad():
+                for value in (*other.parameters(), *other.buffers()):
+                    value.zero_()
+            resumed = shard(other, torch.optim.AdamW(trained(other), 0.01), stage)
+            given = saved if not from_rank0 or rank == 0 else ({}, {})
+            set_state_dict(other, resumed, *given, rank0_only=from_rank0)
+            again = get_state_dict(other, resumed, full=True)
+            same(again[0], saved[0])
+            same(again[1]["state"], saved[1]["state"])
+        resumed.load_state_dict(optimizer.state_dict())  # torch's format
+
+
+@in_ranks(2)
+def test_two_parameters_in_one_memory_are_both_saved(rank: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/3033: of shared weights one is kept."""
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    model[1].weight.data = model[0].weight.data
+    values = full(model)
+    assert sorted(values) == ["0.weight", "1.weight"]
+    set_state_dict(model, None, {name: 2 * value for name, value in values.items()})
+    same(model[1].weight.detach(), 2 * values["0.weight"])
+    assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
+
+
+class Factors(torch.optim.Optimizer):
+    """Keeps its states in containers, as Shampoo does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None:
+                state = self.state[param]
+                factors = state.setdefault("factors", {0: torch.zeros_like(param), "by": ["a"]})
+                param.sub_(factors[0].add_(param.grad), alpha=0.1)
+
+
+@in_ranks(2)
+def test_states_in_containers_are_kept_or_refused(rank: int) -> None:
+    """https://github.com/meta-pytorch/torchrec/pull/1533: nested states are lost. Those of a
+    sharded weight, and moments of rows of a part, are of one rank: they would be taken for all."""
+    model, other = net(), net(1)
+    optimizer, resumed = Factors(model.parameters()), Factors(other.parameters())
+    train(model, optimizer)
+    set_state_dict(other, resumed, *get_state_dict(model, optimizer, full=True))
+    train(model, optimizer)
+    train(other, resumed)
+    same(full(other), full(model))
+    for make, key in ((Factors, "factors"), (torch.optim.Adafactor, "row_var")):
+        part = nn.Sequential(ColumnParallelLinear(6, 4, bias=False, gather_output=True))
+        of_part: Any = make(part.parameters())
+        train(part, of_part, 1)
+        for is_full in (False, True):
+            with pytest.raises(ValueError, match=f"the state {key} of 0.weight, which is sharded"):
+                get_state_dict(part, of_part, full=is_full)
+
+
+@in_ranks(2)
+def test_masters_are_not_rounded_by_a_resume(rank: int) -> None:
+    """https://github.com/TensorAuto/OpenTau/issues/185: float32 values begin from 16 bits again.
+    A file of torch.save() is read with weights_only."""
+    for stage in (1, 2):
+
+        def made(stage: int = stage) -> tuple[Any, Any]:
+            model = net().bfloat16()
+            return model, zero.shard(model, torch.optim.AdamW(model.parameters(), 1e-3), stage)
+
+        x = torch.ones(2, 6, dtype=torch.bfloat16)
+        (model, optimizer), (other, resumed) = made(), made()
+        train(model, optimizer, 3, x)
+        torch.save(get_state_dict(model, optimizer, full=True), file := io.BytesIO())
+        file.seek(0)
+        set_state_dict(other, resumed, *torch.load(file, weights_only=True))
+        train(model, optimizer, 3, x)
+        train(other, resumed, 3, x)
+        one, two = (
+            get_state_dict(*each, full=True) for each in ((model, optimizer), (other, resumed))
+        )
+        same(two[0], one[0])
+        same(two[1]["state"], one[1]["state"])
+
+
+@in_ranks(2)
+def test_an_average_of_weights_is_one_of_its_own(rank: int, tmp_path: Path) -> None:
+    """https://github.com/huggingface/transformers/issues/28630: a copy shares the flat memory, or
+    a file of it has one weight. The names of AveragedModel are its own."""
+    for stage in (1, 2):
+        model = net()
+        optimizer = shard(model, torch.optim.AdamW(model.parameters(), 0.1), stage)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for _ in range(2):
+            train(model, optimizer, 1)
+            average.update_parameters(model)
+        saved, now = full(average), full(model)
+        assert set(saved) == {"n_averaged", *(f"module.{name}" for name in now)}
+        assert not torch.equal(saved["module.0.weight"], now["0.weight"])
+        path = str(tmp_path / f"{stage}, {rank}")
+        safetensors.save_model(average, path)
+        same(safetensors.load_file(path), saved)
+
+
+class Thirds(nn.Linear):
+    """A module whose saved format is another than its weights'."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed"] = (destination.pop(prefix + "weight").detach(), "int3")
+
+
+@in_ranks(2)
+def test_what_only_its_module_can_load_is_refused(rank: int) -> None:
+    """https://github.com/NVIDIA/TransformerEngine/issues/1860: saved values that are no weights
+    do not come back."""
+    model: Any = nn.Sequential(Thirds(6, 5))
+    values = full(model)
+    assert sorted(values) == ["0.bias", "0.packed"]
+    with pytest.raises(ValueError, match=r"0\.packed is made by a module's own saving code"):
+        set_state_dict(model, None, values)
+    set_state_dict(model, None, {"0.bias": torch.ones(5)}, strict=False)
+    same(model[0].bias.detach(), torch.ones(5))
