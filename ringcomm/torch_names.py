@@ -240,6 +240,18 @@ GLOO_OPTIONS = ("_devices", "_threads")
 _ddp: Any = DistributedDataParallel
 
 
+def unwrapped(module: Any) -> Any:
+    """The module in DistributedDataParallel, torch.compile's, or a checkpoint_wrapper."""
+    while True:
+        inner = getattr(module, "_modules", {})
+        names = ["_orig_mod", "_checkpoint_wrapped_module"]
+        names += ["module"] if isinstance(module, DistributedDataParallel) else []
+        found = next((inner[name] for name in names if name in inner), None)
+        if found is None:
+            return module
+        module = found
+
+
 def active_ddp() -> Any:
     """The DistributedDataParallel whose forward pass runs; None without one."""
     return _ddp._get_active_ddp_module()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.parallel.batches import parameters_of
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
+from ringcomm.parallel.loss import parameters_of
 from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.pipeline.schedules import Log, Plan
 from ringcomm.parallel.shards.units import check_can_materialize
