@@ -203,13 +203,15 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 def _declared(loss_fn: Loss) -> tuple[int, Tensor | None]:
     """The ignore_index of a loss function, and its class weights, where it has them by name."""
-    parameters = parameters_of(loss_fn)
+    is_partial = isinstance(loss_fn, functools.partial)
+    given = loss_fn.keywords if is_partial else {}
+    defaults = {name: param.default for name, param in parameters_of(loss_fn).items()}
 
     def named(name: str) -> Any:
-        return getattr(loss_fn, name, getattr(parameters.get(name), "default", None))
+        return getattr(loss_fn, name, given.get(name, defaults.get(name)))
 
     is_of_classes = isinstance(loss_fn, _OF_CLASSES) or (
-        isinstance(loss_fn, functools.partial) and loss_fn.func in _OF_CLASSES_TOO
+        is_partial and loss_fn.func in _OF_CLASSES_TOO
     )
     ignored, weight = named("ignore_index"), named("weight") if is_of_classes else None
     return ignored if isinstance(ignored, int) else IGNORED, weight

@@ -124,7 +124,8 @@ class _OtherLoss(PartLoss):
             flat = logits.detach().float().flatten(0, -2)
             with suppress(IndexError):
                 wanted = nn.functional.cross_entropy(flat, targets.flatten())
-                if torch.allclose(output.loss.detach().float(), wanted, rtol=2e-2):
+                rtol = max(1e-4, 4 * torch.finfo(logits.dtype).eps)
+                if torch.allclose(output.loss.detach().float(), wanted, rtol):
                     return ""
         return (
             f"{self.name} has a loss of its own, which is not the mean over labels other than -100,"

@@ -135,7 +135,10 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "mse": (F.mse_loss, values()),
     "bce": (F.binary_cross_entropy_with_logits, (tokens(None)[0], tokens(None)[0].gt(0).float())),
     "one row": (flat(F.cross_entropy), tuple(x[1:2] for x in tokens(-100))),
-    "one row of few labels": (flat(F.cross_entropy), (tokens(None)[0][:1], torch.tensor([[-100] * 11 + [2]]))),
+    "one row of few labels": (
+        flat(F.cross_entropy),
+        (tokens(None)[0][:1], torch.tensor([[-100] * 11 + [2]])),
+    ),
     "infinite output": (shifted, (tokens(-100)[0] / 0, tokens(-100)[1])),
 }
 WRONG: dict[str, tuple[Any, Any]] = {
