@@ -241,15 +241,15 @@ _ddp: Any = DistributedDataParallel
 
 
 def unwrapped(module: Any) -> Any:
-    """The module in DistributedDataParallel, torch.compile's, or a checkpoint_wrapper."""
+    """The module in wrappers: torch.compile's, checkpoint_wrapper, PEFT's."""
     while True:
-        inner = getattr(module, "_modules", {})
-        names = ["_orig_mod", "_checkpoint_wrapped_module"]
-        names += ["module"] if isinstance(module, DistributedDataParallel) else []
-        found = next((inner[name] for name in names if name in inner), None)
-        if found is None:
+        found = getattr(module, "_modules", {})
+        inner = found.get("_orig_mod", found.get("_checkpoint_wrapped_module"))
+        if inner is None and hasattr(module, "get_base_model"):
+            inner = module.get_base_model()
+        if inner is None:
             return module
-        module = found
+        module = inner
 
 
 def active_ddp() -> Any:

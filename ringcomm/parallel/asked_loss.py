@@ -6,9 +6,8 @@ gradients are compared: losses of a model that was just made are nearly equal, g
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,7 @@ from ringcomm.torch_names import tree_leaves, tree_map_only
 
 _NUM_TOKENS = 16  # of a row
 _TOLERANCE = 1e-3
-
-
-class _Part(NamedTuple):
-    """A batch: rows of a sample, and their targets."""
-
-    rows: list[int]
-    targets: Tensor
+_Part = tuple[list[int], Tensor]  # rows of a sample, and their targets
 
 
 def is_integer(targets: Tensor) -> bool:
@@ -40,11 +33,10 @@ def disagreement(
     output: Any,
     targets: Tensor,
 ) -> str:
-    """What a loss function does differently on parts of a batch; "" if nothing.
+    """What a loss function does differently on parts of a micro-batch; "" if nothing.
 
     `kind` is "mean" over labels, "sum", or "num_items_in_batch": a sum that is divided by it.
-    `count` returns the number of labels in targets; `ignored` does not count. Output and targets
-    are those of a micro-batch.
+    `count` returns the number of labels in targets; `ignored` does not count.
 
     A random loss_fn, and an output without tensors of rows or with infinite values, is not asked.
     Buffers of a loss_fn that is a module, and random numbers, are as before.
@@ -52,59 +44,48 @@ def disagreement(
     buffers = list(loss_fn.buffers()) if isinstance(loss_fn, nn.Module) else []
     values = [buffer.clone() for buffer in buffers]
     devices = [targets.device] if targets.device.type == "cuda" else []
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices):
-            problem = ""
-            for num_tokens in (_NUM_TOKENS, None):  # a loss may be for rows of one length
-                try:
-                    sample = _Sample(loss_fn, ignored, output, targets, num_tokens)
-                    problem = _ask(sample, kind, count) if sample.can_be_used() else ""
-                except Exception as error:
-                    problem = f"it raises {type(error).__name__} for some of the rows: {error}"
-                if not problem:
-                    break
-            return problem
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+    problem = ""
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices):
+        for num_tokens in (_NUM_TOKENS, None):  # a loss may be for rows of one length
+            try:
+                problem = _ask(_Sample(loss_fn, ignored, output, targets, num_tokens), kind, count)
+            except Exception as error:
+                problem = f"it raises {type(error).__name__} for some of the rows: {error}"
+            if not problem:
+                break
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+    return problem
 
 
 def _ask(sample: _Sample, kind: str, count: Callable[[Tensor], float]) -> str:
+    if not sample.can_be_used():
+        return ""
     for parts in sample.questions():
         if kind == "num_items_in_batch":
-            both = sample.joined(parts)
-            found, wanted = sample.num_used(both), count(both.targets)
+            both = _joined(parts)
+            found, wanted = sample.num_used(both), count(both[1])
             if found is not None and found != wanted:
-                return (
-                    f"it uses {found} of {both.targets.numel()} labels, of which {wanted:g} are"
-                    " counted"
-                )
+                return f"it uses {found} of {both[1].numel()} labels, of which {wanted:g} count"
             continue
-        counts = [count(part.targets) for part in parts]
+        counts = [count(targets) for _, targets in parts]
         if kind == "mean" and not all(counts):
             continue
         weights = [1.0, 1.0] if kind == "sum" else [num / sum(counts) for num in counts]
         if not sample.adds_up(parts, weights) and not sample.is_random(parts[0]):
-            labels = " and ".join(f"{num:g}" for num in counts)
-            combined = "sum" if kind == "sum" else "weighted mean"
             return (
-                f"for parts of a batch with {labels} labels, its loss or gradient of the batch is"
-                f" not the {combined} of those of the parts"
+                f"for parts of a batch with {counts[0]:g} and {counts[1]:g} labels, its loss or"
+                f" gradient of the batch is not the weighted {kind} of those of the parts"
             )
     return ""
 
 
 class _Sample:
-    """Two rows of a micro-batch, of which batches are made."""
+    """Two rows of a micro-batch, or tokens of them, of which batches are made."""
 
     def __init__(
-        self,
-        loss_fn: Callable[..., Tensor],
-        ignored: int,
-        output: Any,
-        targets: Tensor,
-        num_tokens: int | None,
+        self, loss_fn: Any, ignored: int, output: Any, targets: Tensor, num_tokens: int | None
     ) -> None:
         self._loss_fn, self._output = loss_fn, output
         targets, num = targets.detach().clone(), len(targets)
@@ -117,115 +98,99 @@ class _Sample:
                 self._ignored = ignored
             elif targets.lt(0).any():
                 self._ignored = int(targets.min())
-            valid = targets.flatten()
+            is_valid = torch.ones_like(targets) == 1
             if self._ignored is not None:
-                valid = valid[valid != self._ignored]
-                counts = targets.ne(self._ignored).reshape(num, -1).sum(1)
-                chosen = [
-                    int(counts.argmax()),
-                    int(counts.masked_fill(counts == 0, counts.max() + 1).argmin()),
-                ]
+                is_valid = targets != self._ignored
+            counts, valid = is_valid.reshape(num, -1).sum(1), targets[is_valid]
+            fewest = counts.where(counts > 0, counts.max()).flip(0).argmin()
+            chosen = [int(counts.argmax()), num - 1 - int(fewest)]
             # Labels can be anywhere if the output has their classes.
             if valid.numel() and any(_num_classes(x, targets) > int(valid.max()) for x in leaves):
-                self._values = [int(f) for f in (valid.max(), valid.min(), valid.mode().values)]
-        rows = [
-            [x.chunk(num)[idx] if by else x for idx in chosen] for x, by in self._leaves(leaves)
-        ]
+                self._values = torch.stack([valid.max(), valid.min(), valid.mode().values])
         self._targets = [targets[idx : idx + 1] for idx in chosen]
-        has_tokens = targets.dim() == 2 and all(
-            x.shape[:2] == targets.shape for x, by in self._leaves(leaves) if by
-        )
-        if num_tokens is not None and has_tokens:
-            for place, row in enumerate(self._targets):
-                begin = min(max(0, self._valid(row)[0] - 1), max(0, row.shape[1] - num_tokens))
-                window = slice(begin, begin + num_tokens)
-                self._targets[place] = row[:, window]
-                for (_, by), both in zip(self._leaves(leaves), rows, strict=True):
-                    if by:
-                        both[place] = both[place][:, window]
-        self._rows = rows
+        self._rows = [
+            [x.narrow(0, len(x) // num * idx, len(x) // num) if by else x for idx in chosen]
+            for x, by in zip(leaves, self._by_row, strict=True)
+        ]
+        is_tokens = [x.shape[:2] == targets.shape for x in leaves]
+        if num_tokens is None or is_tokens != self._by_row:
+            return
+        for place, row in enumerate(self._targets):
+            begin = max(0, min((self._places(row) or [0])[0] - 1, row.shape[1] - num_tokens))
+            window = slice(begin, begin + num_tokens)
+            self._targets[place] = row[:, window]
+            for rows, by in zip(self._rows, self._by_row, strict=True):
+                rows[place] = rows[place][:, window] if by else rows[place]
 
-    def _leaves(self, leaves: Sequence[Any]) -> Any:
-        return zip(leaves, self._by_row, strict=True)
+    def _places(self, row: Tensor) -> list[int]:
+        """Where the labels are that are not those of `ignored`."""
+        if self._ignored is None:
+            return list(range(row.numel()))
+        found: list[int] = row.flatten().ne(self._ignored).nonzero().flatten().tolist()
+        return found
 
     def can_be_used(self) -> bool:
         """Whether there are rows, and all values are finite."""
-        rows = [row for both in self._rows for row in both]
-        return any(self._by_row) and all(bool(row.isfinite().all()) for row in rows)
-
-    def _valid(self, row: Tensor) -> list[int]:
-        """The places of labels in a row that are not those of `ignored`; [0] if there are none."""
-        if self._ignored is None:
-            return list(range(row.numel()))
-        return row.flatten().ne(self._ignored).nonzero().flatten().tolist() or [0]
+        return any(self._by_row) and all(bool(x.isfinite().all()) for y in self._rows for x in y)
 
     def questions(self) -> list[list[_Part]]:
         """Pairs of batches, different in their labels and in how many of them count."""
         first, last = self._targets
         if self._values is not None and self._ignored is not None:
             first, last = (
-                row.masked_fill(row == self._ignored, self._values[2]) for row in self._targets
+                row.where(row != self._ignored, self._values[2]) for row in (first, last)
             )
-        is_single = first.numel() == 1
-        others = _Part([1, 0], torch.cat([last, first]))
+        size = first.numel()
+        others: _Part = [1, 0], torch.cat([last, first])
         if self._values is not None:
-            rows = [1, 0] if is_single else [1]
-            shape = len(rows), *first.shape[1:]
-            num = len(rows) * first.numel()
-            labels = list(itertools.islice(itertools.cycle(self._values), num))
-            others = _Part(rows, first.new_tensor(labels).view(shape))
-        found = [[_Part([0], first), others]]
-        if self._ignored is not None:
-            begin, end = self._valid(self._targets[0]), self._valid(self._targets[1])
-            kept = self._only(first, [begin[0], begin[len(begin) // 2], begin[-1]])
-            fewer = _Part([1], self._only(last, [end[-1]]))
-            if is_single:
-                fewer = _Part([1, 0], torch.cat([self._only(last, []), first]))
-            found.append([_Part([0], kept), fewer])
+            rows = [1, 0] if size == 1 else [1]
+            labels = self._values.repeat(size + 1)[: size * len(rows)]
+            others = rows, labels.view(len(rows), *first.shape[1:])
+        found: list[list[_Part]] = [[([0], first), others]]
+        begin, end = (self._places(row) for row in self._targets)
+        if self._ignored is not None and begin and end:
+            fewer: _Part = [1], self._only(last, end[-1:])
+            if size == 1:
+                fewer = [1, 0], torch.cat([self._only(last, []), first])
+            kept = [begin[0], begin[len(begin) // 2], begin[-1]]
+            found.append([([0], self._only(first, kept)), fewer])
         return found
 
     def _only(self, row: Tensor, places: list[int]) -> Tensor:
         """A row of targets in which only these labels count."""
-        made = torch.full_like(row, self._ignored).flatten()  # type: ignore[arg-type]
+        made = torch.full_like(row, self._ignored or 0).flatten()
         made[places] = row.flatten()[places]
         return made.view(row.shape)
 
-    def joined(self, parts: list[_Part]) -> _Part:
-        """One batch of two."""
-        return _Part([*parts[0].rows, *parts[1].rows], torch.cat([part.targets for part in parts]))
-
-    def _run(self, part: _Part, **more: Any) -> tuple[Tensor, list[Tensor]]:
+    def _run(self, part: _Part, **more: Any) -> list[Tensor]:
         """The loss of a batch, and its gradient for each tensor of the output."""
-        values = [
-            torch.cat([both[idx] for idx in part.rows]) if by else both[0].clone()
-            for both, by in self._leaves(self._rows)
+        idxs, targets = part
+        leaves = [
+            torch.cat([rows[idx] for idx in idxs]) if by else rows[0].clone()
+            for rows, by in zip(self._rows, self._by_row, strict=True)
         ]
-        leaves = [x.requires_grad_(x.is_floating_point() or x.is_complex()) for x in values]
+        trained = [x.requires_grad_() for x in leaves if x.is_floating_point()]
         copies = iter([x.clone() for x in leaves])  # which a loss may overwrite
         output = tree_map_only(Tensor, lambda _: next(copies), self._output)
-        loss = self._loss_fn(output, part.targets.clone(), **more)
-        trained = [x for x in leaves if x.requires_grad]
+        loss = self._loss_fn(output, targets.clone(), **more)
         grads: Any = [None] * len(trained)
         if loss.requires_grad and trained:
             grads = torch.autograd.grad(loss.sum(), trained, allow_unused=True)
         by_leaf = iter(grads)
         found = [next(by_leaf) if x.requires_grad else None for x in leaves]
-        zeros = (
-            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
-        )
-        return loss.detach().double(), list(zeros)
+        zeros = [torch.zeros(x.shape, device=x.device) for x in leaves]
+        both = zip(found, zeros, strict=True)
+        return [loss.detach().double(), *(zero if grad is None else grad for grad, zero in both)]
 
     def adds_up(self, parts: list[_Part], weights: list[float]) -> bool:
         """Whether the loss and gradient of both parts are the weighted sums of those of each."""
-        loss, grads = self._run(self.joined(parts))
-        ran = [self._run(part) for part in parts]
-        losses = torch.stack([own * w for (own, _), w in zip(ran, weights, strict=True)])
-        if not _is_near(loss, losses.sum(), torch.cat([losses, loss[None]])):
-            return False
-        for idx, (grad, by) in enumerate(self._leaves(grads)):
-            own = [g[idx] * w for (_, g), w in zip(ran, weights, strict=True)]
-            wanted = torch.cat(own) if by else own[0] + own[1]
-            if not _is_near(grad, wanted, torch.cat([grad.flatten(), wanted.flatten()])):
+        whole = self._run(_joined(parts))
+        ran = [[x * w for x in self._run(part)] for part, w in zip(parts, weights, strict=True)]
+        for found, one, other, by in zip(whole, *ran, [False, *self._by_row], strict=True):
+            wanted = torch.cat([one, other]) if by else one + other
+            bound = max(_TOLERANCE, 3 * torch.finfo(found.dtype).eps)
+            scale = max(x.double().norm() for x in (found, one, other))
+            if not (found - wanted).double().norm() <= bound * scale:  # NaN
                 return False
         return True
 
@@ -235,30 +200,22 @@ class _Sample:
 
     def num_used(self, part: _Part) -> int | None:
         """The number of labels with a gradient; None if the output does not have their classes."""
-        for grad in self._run(part, num_items_in_batch=1)[1]:
-            if _num_classes(grad, part.targets):
-                used = grad.ne(0)
-                axis = -1 if grad.shape[:-1] == part.targets.shape or grad.dim() == 2 else 1
-                return int(used.any(axis).sum())
+        for grad in self._run(part, num_items_in_batch=1.0)[1:]:
+            if _num_classes(grad, part[1]):
+                is_last = grad.dim() == 2 or grad.shape[:-1] == part[1].shape
+                return int(grad.ne(0).any(-1 if is_last else 1).sum())
         return None
+
+
+def _joined(parts: list[_Part]) -> _Part:
+    """One batch of two."""
+    return [idx for rows, _ in parts for idx in rows], torch.cat([y for _, y in parts])
 
 
 def _num_classes(values: Tensor, targets: Tensor) -> int:
     """The number of classes in an output that has one value for each of them and each label."""
     shape = values.shape
-    if values.dim() == 0:
-        return 0
-    if shape[:-1] == targets.shape or (values.dim() == 2 and shape[0] == targets.numel()):
+    if shape[:-1] == targets.shape or (len(shape) == 2 and shape[0] == targets.numel()):
         return shape[-1]
-    if values.dim() > 2 and (shape[0], *shape[2:]) == tuple(targets.shape):
-        return shape[1]
-    return 0
-
-
-def _is_near(found: Tensor, wanted: Tensor, scale: Tensor) -> bool:
-    """Whether values are equal but for rounding; NaN is not."""
-    if not found.numel():
-        return True
-    eps = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
-    bound = max(_TOLERANCE, 3 * eps) * scale.abs().max()
-    return bool((found - wanted).abs().max() <= bound)
+    is_second = len(shape) > 2 and (shape[0], *shape[2:]) == tuple(targets.shape)
+    return shape[1] if is_second else 0

@@ -110,7 +110,8 @@ def parallelize(
     _check_options(dims, stage, sequence_parallel, gather_logits, shard_options)
     whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
     options = stage, sequence_parallel, schedule, num, recompute
-    problem = _problem_of(model, whole, dims, loss_fn, count_items)
+    inner = unwrapped(model)
+    problem = _problem_of(model, inner, whole, dims, loss_fn, count_items)
     _check_model(whole, dims, options, problem)
     _start_equal(whole, dims)
     # With all experts on each tensor-parallel rank, layers have groups of one rank.
@@ -128,7 +129,7 @@ def parallelize(
     if loss_fn is None:
         from ringcomm.integrations.transformers.batches import LossInModel
 
-        loss: Any = LossInModel(model, dims.group("tp"))
+        loss: Any = LossInModel(inner, dims.group("tp"))
     else:
         loss = PartLoss(loss_fn, count_items)
     pipe = None
@@ -140,7 +141,7 @@ def parallelize(
         if loss_fn is None:
             from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 
-            row = pipeline_blocks(model), loss.use_logits(model)
+            row = pipeline_blocks(inner), loss.use_logits(inner)
         group = dims.group("pp")
         pipe = Pipeline(*row, schedule, num, group=group, recompute=recompute, wrap=wrap)
         model = pipe.module
@@ -266,6 +267,7 @@ def _check_model(
 
 def _problem_of(
     model: Any,
+    inner: Any,
     whole: nn.Module,
     dims: ParallelDims,
     loss_fn: Loss | None,
@@ -274,21 +276,21 @@ def _problem_of(
     devices = sorted({str(param.device) for param in whole.parameters()})
     if len(devices) > 1:
         return ValueError(f"the model is on {' and '.join(devices)}: move it to one device")
-    inner, name = unwrapped(model), type(model).__name__
+    name = type(model).__name__
     if isinstance(model, DistributedDataParallel):
         return TypeError("the model is in DistributedDataParallel: pass its .module instead")
     if count_items is not None and loss_fn is None:
         return ValueError("count_items counts the labels of loss_fn: pass loss_fn as well")
-    if hasattr(inner, "get_base_model") and loss_fn is None:
+    config = getattr(getattr(inner, "base_model", None), "config", None)
+    if hasattr(model, "get_base_model") and loss_fn is None:
         if dims.tp > 1 or dims.pp > 1:
             return TypeError(
                 f"{name} of PEFT has no plan for tp {dims.tp} and pp {dims.pp}: use dp or fsdp"
             )
-        if getattr(inner.active_peft_config, "is_prompt_learning", False):
+        if getattr(model.active_peft_config, "is_prompt_learning", False):
             return TypeError(
                 f"{name} of PEFT adds tokens to the batch, whose labels are unknown: pass loss_fn"
             )
-    config = getattr(getattr(inner, "base_model", None), "config", None)
     if loss_fn is None and config is None:
         return ValueError(f"{name} is not a model of transformers and has no loss: pass loss_fn")
     has_tp = _has(whole, SplitModule) or getattr(config, "base_model_tp_plan", None)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.integrations.transformers.training import inner_model_of, loss_options_of
+from ringcomm.integrations.transformers.training import loss_options_of
 from ringcomm.parallel.asked_loss import is_integer
 from ringcomm.parallel.batches import Batch
-from ringcomm.parallel.loss import PartLoss, parameters_of
+from ringcomm.parallel.loss import PartLoss
 from ringcomm.parallel.tensor.regions import gather_from_tp
 
 _IN_PIPELINE = ("input_ids", "attention_mask", "position_ids")
@@ -33,16 +33,14 @@ class LossInModel:
     """
 
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
-        """Of a model whose layers may be tensor-parallel over the group."""
-        model = inner_model_of(model)
+        """Of a model without wrappers, whose layers may be tensor-parallel over the group."""
         self._model_config, self._group = model.config, group
         self.is_shifted = False
+        code = inspect.unwrap(type(model).forward).__code__
         with suppress(TypeError, ValueError):
             loss_options_of(model)
-            # T5 has its own loss in its forward.
-            code = inspect.unwrap(type(model).forward).__code__
-            self.is_shifted = "loss_function" in code.co_names
-        takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters_of(model.forward).values())
+            self.is_shifted = "loss_function" in code.co_names  # T5 computes another one
+        takes_more = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         # The routers' loss, which is a mean, is weighted together with that of the tokens.
         has_routers = getattr(model.config, "output_router_logits", False)
         self._divides = self.is_shifted and takes_more and not has_routers

@@ -18,12 +18,6 @@ from ringcomm.parallel.shards import find_shards
 from ringcomm.torch_names import unwrapped
 
 
-def inner_model_of(model: Any) -> Any:
-    """The model of transformers in wrappers of torch and PEFT."""
-    model = unwrapped(model)
-    return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
-
-
 def patch_loss(
     model: Any, *, inplace: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Any:
@@ -47,19 +41,17 @@ def patch_loss(
         ValueError: its loss is not ForCausalLMLoss.
     """
     options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    inner_model_of(model).loss_function = partial(
-        causal_lm_loss, **{**loss_options_of(model), **options}
-    )
+    inner = unwrapped(model)
+    inner.loss_function = partial(causal_lm_loss, **{**loss_options_of(inner), **options})
     return model
 
 
 def loss_options_of(model: Any) -> dict[str, Any]:
     """Further arguments of the model's loss; raises as patch_loss() for another loss."""
-    model = inner_model_of(model)
     if not isinstance(getattr(type(model), "loss_function", None), property):
         raise TypeError(
             f"{type(model).__name__} has no loss_function: a model of transformers >= 4.46 is"
-            " needed"
+            " needed, without wrappers such as PEFT's"
         )
     from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -111,7 +111,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def values() -> tuple[Tensor, Tensor]:
-    out, y = tokens(None)
+    out = tokens(None)[0]
     return out, torch.where(torch.arange(ROWS)[:, None, None] > 1, out * 0.5, out * 0)
 
 
@@ -135,9 +135,9 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "mse": (F.mse_loss, values()),
     "bce": (F.binary_cross_entropy_with_logits, (tokens(None)[0], tokens(None)[0].gt(0).float())),
     "one row": (flat(F.cross_entropy), tuple(x[1:2] for x in tokens(-100))),
-    "one row of few labels": (
+    "one label": (
         flat(F.cross_entropy),
-        (tokens(None)[0][:1], torch.tensor([[-100] * 11 + [2]])),
+        (tokens(None)[0][:1], torch.tensor([[-100] * (LENGTH - 1) + [2]])),
     ),
     "infinite output": (shifted, (tokens(-100)[0] / 0, tokens(-100)[1])),
 }

@@ -175,7 +175,7 @@ def test_negatives_in_the_batch(rank: int) -> None:
 
 @in_ranks(2)
 def test_labels_that_are_shifted_in_the_loss(rank: int) -> None:
-    """https://github.com/huggingface/transformers/issues/35066: who shifts, the model or the user?"""
+    """https://github.com/huggingface/transformers/issues/35066: does the loss shift them?"""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     shifts, (x, _) = partial(ForCausalLMLoss, vocab_size=VOCAB), tokens(-100)
