@@ -106,7 +106,7 @@ class _Sample:
             chosen = [int(counts.argmax()), num - 1 - int(fewest)]
             # Labels can be anywhere if the output has their classes.
             if valid.numel() and any(_num_classes(x, targets) > int(valid.max()) for x in leaves):
-                self._values = torch.stack([valid.max(), valid.min(), valid.mode().values])
+                self._values = torch.stack([valid.max(), valid.min(), valid.mode().values]).unique()
         self._targets = [targets[idx : idx + 1] for idx in chosen]
         self._rows = [
             [x.narrow(0, len(x) // num * idx, len(x) // num) if by else x for idx in chosen]
@@ -138,15 +138,15 @@ class _Sample:
         first, last = self._targets
         if self._values is not None and self._ignored is not None:
             first, last = (
-                row.where(row != self._ignored, self._values[2]) for row in (first, last)
+                row.where(row != self._ignored, self._values[-1]) for row in (first, last)
             )
         size = first.numel()
-        others: _Part = [1, 0], torch.cat([last, first])
+        both: _Part = [1, 0], torch.cat([last, first])
+        others = [both]
         if self._values is not None:
             rows = [1, 0] if size == 1 else [1]
-            labels = self._values.repeat(size + 1)[: size * len(rows)]
-            others = rows, labels.view(len(rows), *first.shape[1:])
-        found: list[list[_Part]] = [[([0], first), others]]
+            others = [(rows, both[1][: len(rows)] * 0 + value) for value in self._values]
+        found: list[list[_Part]] = [[([0], first), other] for other in others]
         begin, end = (self._places(row) for row in self._targets)
         if self._ignored is not None and begin and end:
             fewer: _Part = [1], self._only(last, end[-1:])
@@ -200,11 +200,19 @@ class _Sample:
 
     def num_used(self, part: _Part) -> int | None:
         """The number of labels with a gradient; None if the output does not have their classes."""
-        for grad in self._run(part, num_items_in_batch=1.0)[1:]:
-            if _num_classes(grad, part[1]):
-                is_last = grad.dim() == 2 or grad.shape[:-1] == part[1].shape
-                return int(grad.ne(0).any(-1 if is_last else 1).sum())
-        return None
+        if self._values is None:
+            return None
+        idxs, targets = part
+        used: list[Any] = []
+        for value in self._values:  # a label that a model is sure of has no gradient
+            labels = value.expand(targets.shape)
+            if self._ignored is not None:
+                labels = labels.where(targets != self._ignored, targets)
+            for grad in self._run((idxs, labels), num_items_in_batch=1.0)[1:]:
+                if _num_classes(grad, targets):
+                    is_last = grad.dim() == 2 or grad.shape[:-1] == targets.shape
+                    used.append(grad.ne(0).any(-1 if is_last else 1))
+        return int(sum(used).ne(0).sum()) if all(found.any() for found in used) else 0
 
 
 def _joined(parts: list[_Part]) -> _Part:

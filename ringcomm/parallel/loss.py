@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -40,8 +39,7 @@ class PartLoss:
 
     A loss_fn with a parameter num_items_in_batch must return a sum that is divided by it, as
     transformers' losses do. Any other loss_fn is a mean over the labels of a part, or with is_sum
-    a sum. Its first call asks it whether that is so; further calls ask it again when labels of
-    another kind appear.
+    a sum. It is asked whether that is so in the first step, and in a few later ones.
 
     Attributes:
         asking: whether loss_fn is asked in this step; answer() ends that.
@@ -87,9 +85,9 @@ class PartLoss:
             return counted.sum()
         return (self._weight.to(targets.device)[targets * counted] * counted).sum()
 
-    def expect(self, kinds: int) -> None:
-        """Asks loss_fn in this step, unless it was already asked about labels of these kinds."""
-        kinds |= 4  # any
+    def expect(self, kinds: int, num_steps: int) -> None:
+        """Asks loss_fn in this step if there are new kinds of labels, or it is the 2**nth step."""
+        kinds |= 4 << num_steps.bit_length()
         if kinds & ~self._known:
             self.asking = True
             self._known |= kinds
@@ -119,23 +117,17 @@ class PartLoss:
         if self._divides and self._count_items is not None:
             return ""
         kind = "num_items_in_batch" if self._divides else "sum" if self._is_sum else "mean"
+        rule = f"integers other than {self._ignored}" if is_integer(targets) else "rows"
+        rule = rule if self._count_items is None else "as count_items counts them"
         problem = disagreement(
             self._loss_fn, kind, lambda y: self.labels(y).counts[0], self._ignored, output, targets
         )
-        if not problem:
-            return ""
-        rule = f"integers other than {self._ignored}" if is_integer(targets) else "rows"
-        if self._count_items is not None:
-            rule = "as count_items counts them"
-        wanted = {
-            "mean": f"loss_fn must be a mean over the labels of its targets ({rule})",
-            "sum": 'loss_fn with loss_reduction="sum" must be a sum over the rows of its targets',
-            "num_items_in_batch": f"num_items_in_batch is the number of labels ({rule})",
-        }[kind]
-        return (
-            f"{wanted}, but {problem}. Pass count_items=, a function of targets that returns the"
-            " number of labels in loss_fn's mean. If loss_fn is not such a mean, give it a"
-            " parameter num_items_in_batch, and return a sum divided by it"
+        what = "sum divided by num_items_in_batch" if self._divides else kind
+        return problem and (
+            f"loss_fn must be a {what} over the labels of its targets ({rule}), but {problem}. Pass"
+            " count_items=, a function of targets that returns the number of labels in loss_fn's"
+            " mean. If loss_fn is no such mean, give it a parameter num_items_in_batch, and return"
+            " a sum divided by it"
         )
 
 
@@ -161,6 +153,7 @@ class StepLoss:
         )
         self.scale = 1.0
         self.parts: list[Tensor] = []
+        self._num_steps = 0
 
     def begin(self, targets: tuple[Tensor, ...], num_parts: int, num_items: float | None) -> None:
         """Counts the labels of one tensor of targets, if losses are to be computed."""
@@ -176,7 +169,8 @@ class StepLoss:
             if not self._num_items:
                 raise ValueError("no label in the target counts: all are -100")
         if num_parts > 1 or num_items is not None:
-            self.part_loss.expect(labels.kinds)
+            self.part_loss.expect(labels.kinds, self._num_steps)
+            self._num_steps += 1
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """The loss of the next part."""
@@ -203,15 +197,13 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 def _declared(loss_fn: Loss) -> tuple[int, Tensor | None]:
     """The ignore_index of a loss function, and its class weights, where it has them by name."""
-    is_partial = isinstance(loss_fn, functools.partial)
-    given = loss_fn.keywords if is_partial else {}
+    given = getattr(loss_fn, "keywords", {})  # of a partial
     defaults = {name: param.default for name, param in parameters_of(loss_fn).items()}
 
     def named(name: str) -> Any:
         return getattr(loss_fn, name, given.get(name, defaults.get(name)))
 
-    is_of_classes = isinstance(loss_fn, _OF_CLASSES) or (
-        is_partial and loss_fn.func in _OF_CLASSES_TOO
-    )
+    function = getattr(loss_fn, "func", None)
+    is_of_classes = isinstance(loss_fn, _OF_CLASSES) or function in _OF_CLASSES_TOO
     ignored, weight = named("ignore_index"), named("weight") if is_of_classes else None
     return ignored if isinstance(ignored, int) else IGNORED, weight

@@ -68,8 +68,8 @@ def parallelize(
             it must update each element of a weight by itself, as AdamW and SGD do.
         loss_fn: a function of the model's output and the targets that returns a mean over labels.
             With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
-            compute_loss_func. The first step calls it a few more times, with rows of the batch, and
-            raises ValueError if it is no such mean. A loss that depends on its whole batch, such as
+            compute_loss_func. The first steps call it a few more times, with rows of the batch, and
+            raise ValueError if it is no such mean. A loss that depends on its whole batch, such as
             a contrastive one, needs the parameter: return its mean times len(targets), divided by
             it. Default: the loss of the model of transformers, which shifts labels itself.
         count_items: a function of targets that returns the number of labels in loss_fn's mean, for
@@ -92,8 +92,7 @@ def parallelize(
         The object that the training loop uses.
 
     Raises:
-        TypeError: the model does not support an axis of dims.
-            Or an option is unknown.
+        TypeError: the model does not support an axis of dims, or an option is unknown.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
             have different models or options. Nothing has been changed.
 
@@ -109,7 +108,7 @@ def parallelize(
         raise ValueError(f"num_microbatches must be a positive number, got {num}")
     _check_options(dims, stage, sequence_parallel, gather_logits, shard_options)
     whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
-    options = stage, sequence_parallel, schedule, num, recompute
+    options = stage, sequence_parallel, schedule, num, recompute, gather_logits
     inner = unwrapped(model)
     problem = _problem_of(model, inner, whole, dims, loss_fn, count_items)
     _check_model(whole, dims, options, problem)
@@ -123,7 +122,7 @@ def parallelize(
     if dims.tp > 1 and not _has(whole, SplitModule):
         from ringcomm.integrations.transformers import tensor_parallelize
 
-        more = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
+        more: Any = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
         tensor_parallelize(model, dims.group("tp"), **more)
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
     if loss_fn is None:
@@ -282,15 +281,13 @@ def _problem_of(
     if count_items is not None and loss_fn is None:
         return ValueError("count_items counts the labels of loss_fn: pass loss_fn as well")
     config = getattr(getattr(inner, "base_model", None), "config", None)
-    if hasattr(model, "get_base_model") and loss_fn is None:
-        if dims.tp > 1 or dims.pp > 1:
-            return TypeError(
-                f"{name} of PEFT has no plan for tp {dims.tp} and pp {dims.pp}: use dp or fsdp"
-            )
-        if getattr(model.active_peft_config, "is_prompt_learning", False):
-            return TypeError(
-                f"{name} of PEFT adds tokens to the batch, whose labels are unknown: pass loss_fn"
-            )
+    is_peft = hasattr(model, "get_base_model")
+    if is_peft and (dims.tp > 1 or dims.pp > 1):
+        return TypeError(
+            f"{name} of PEFT has no plan for tp {dims.tp} and pp {dims.pp}: use dp or fsdp"
+        )
+    if is_peft and loss_fn is None and model.active_peft_config.is_prompt_learning:
+        return TypeError(f"{name} of PEFT adds tokens, whose labels are unknown: pass loss_fn")
     if loss_fn is None and config is None:
         return ValueError(f"{name} is not a model of transformers and has no loss: pass loss_fn")
     has_tp = _has(whole, SplitModule) or getattr(config, "base_model_tp_plan", None)

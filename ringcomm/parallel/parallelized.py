@@ -50,6 +50,7 @@ class Parallelized:
         self._has_ddp = averages and pipe is None and not has_experts
         self._averages = averages and not self._has_ddp
         self._trained: list[bool] = []
+        self._num_steps = 0
         if self._has_ddp:
             self._make_ddp()
 
@@ -130,7 +131,7 @@ class Parallelized:
             total += loss.detach()
         return total
 
-    def _loss_of(self, part: Batch, num_own: int, num_items: float) -> Tensor:
+    def _loss_of(self, part: Batch, num_own: float, num_items: float) -> Tensor:
         more: dict[str, Any] = {}
         if self._in_model is not None:
             more = self._in_model.arguments(part.targets, num_own, num_items)
@@ -186,7 +187,7 @@ class Parallelized:
             if self._in_model is not None:
                 counted = self._in_model.labels_of(batch)
             labels = self._part_loss.labels(counted, num)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # count_items may raise any
             problem = error
         self._counts = labels.counts
         is_changed = self._has_ddp and self._trained != self._trains()
@@ -216,7 +217,8 @@ class Parallelized:
         if num_changed:
             self._make_ddp()
         if num_ranks * self._num_microbatches > 1:
-            self._part_loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]))
+            self._part_loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]), self._num_steps)
+            self._num_steps += 1
         self._asked = self._part_loss.asking
         return batch.to(self._device()), num_items / num_ranks
 

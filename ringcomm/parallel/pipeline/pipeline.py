@@ -73,8 +73,8 @@ class Pipeline:
             over these ranks, and values start from the first.
         loss_fn: a function of the last block's output and a micro-batch of the target that returns
             a scalar tensor: a mean over labels. With a parameter num_items_in_batch it must return
-            a sum over labels, divided by it. The first step calls it a few more times, with rows of
-            the batch, and raises ValueError if it is not such a mean.
+            a sum over labels, divided by it. The first steps call it a few more times, with rows of
+            the batch, and raise ValueError if it is not such a mean.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zero-bubble"
             (ZB-H1 and its interleaved form), or "zbv" (ZB-V). The last two split the backward pass:
             first the gradients of inputs, for which the previous stage waits, and later those of
@@ -362,7 +362,7 @@ class Pipeline:
                     )
             metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
             self._loss.begin(targets if self._has(-1) else (), num, num_items)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # count_items may raise any
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         key = (words, autocast)

@@ -51,8 +51,12 @@ def of_one_length(out: Tensor, y: Tensor) -> Tensor:
     return (losses * torch.ones(LENGTH)).sum() / y.ne(-100).sum()
 
 
-def summed(out: Tensor, y: Tensor, num_items_in_batch: float) -> Tensor:
-    return flat(F.cross_entropy, reduction="sum")(out, y) / num_items_in_batch
+def summed(out: Tensor, y: Tensor, num_items_in_batch: float, **options: Any) -> Tensor:
+    return flat(F.cross_entropy, reduction="sum", **options)(out, y) / num_items_in_batch
+
+
+def summed_unpadded(out: Tensor, y: Tensor, num_items_in_batch: float) -> Tensor:
+    return summed(out, y, num_items_in_batch, ignore_index=0)
 
 
 def summed_shifted(out: Tensor, y: Tensor, num_items_in_batch: float) -> Tensor:
@@ -115,6 +119,12 @@ def values() -> tuple[Tensor, Tensor]:
     return out, torch.where(torch.arange(ROWS)[:, None, None] > 1, out * 0.5, out * 0)
 
 
+def sure() -> tuple[Tensor, Tensor]:
+    """Labels have no gradient, because their logits are so much greater than the others."""
+    y = tokens(-100)[1]
+    return 1000.0 * F.one_hot(y.clamp(min=0), CLASSES), y
+
+
 RIGHT: dict[str, tuple[Any, Any]] = {
     "mean": (flat(F.cross_entropy), tokens(-100)),
     "mean without padding": (flat(F.cross_entropy), tokens(None)),
@@ -125,6 +135,7 @@ RIGHT: dict[str, tuple[Any, Any]] = {
     "one length": (of_one_length, tokens(-100)),
     "random": (with_dropout, tokens(-100)),
     "sum divided by a count": (summed, tokens(-100)),
+    "sum of a sure model": (summed, sure()),
     "running statistics": (Running(), tokens(-100)),
     "module with ignore_index": (Channels(ignore_index=-1), tokens(-1)),
     "module with class weights": (Channels(weight=WEIGHT), tokens(-100)),
@@ -154,6 +165,7 @@ WRONG: dict[str, tuple[Any, Any]] = {
     "means of rows": (per_row, tokens(-100)),
     "sum": (flat(F.cross_entropy, reduction="sum"), tokens(-100)),
     "shifted sum divided by a count": (summed_shifted, tokens(None)),
+    "sum without a pad id": (summed_unpadded, tokens(0)),
     "contrastive": (info_nce, tokens(-100)),
     "masked values": (masked_mse, values()),
     "untrained model": (shifted, (tokens(-100)[0] * 0, tokens(-100)[1])),
@@ -165,7 +177,7 @@ def ask(loss_fn: Any, batch: Any, **options: Any) -> LossError | None:
     out, y = batch
     out = out.clone().requires_grad_()
     labels = loss.labels(y)
-    loss.expect(labels.kinds)
+    loss.expect(labels.kinds, 0)
     loss(out, y, labels.counts[0], labels.counts[0])
     return loss.answer()
 

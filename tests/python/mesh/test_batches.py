@@ -233,12 +233,12 @@ def test_a_model_in_a_wrapper(wrapper: str) -> None:
 
 @in_ranks(2)
 def test_what_does_not_split_a_wrapped_model(rank: int) -> None:
-    for sizes in ({"tp": 2}, {"pp": 2}):
+    for dims in (ParallelDims(tp=2), ParallelDims(pp=2)):
         with pytest.raises(TypeError, match=r"Adapted of PEFT has no plan for tp . and pp .: use"):
-            parallelize(Adapted(make()), ParallelDims(**sizes), lambda p: torch.optim.SGD(p, LR))
+            parallelize(Adapted(make()), dims, lambda p: torch.optim.SGD(p, LR))
     prompt = Adapted(make())
     prompt.active_peft_config.is_prompt_learning = True
-    with pytest.raises(TypeError, match="adds tokens to the batch, whose labels are unknown"):
+    with pytest.raises(TypeError, match="adds tokens, whose labels are unknown: pass"):
         parallelize(prompt, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR))
 
 

@@ -104,6 +104,21 @@ def test_padding_that_comes_later(rank: int) -> None:
 
 
 @in_ranks(2)
+def test_a_pad_id_that_comes_later(rank: int) -> None:
+    """https://github.com/huggingface/transformers/issues/34242, with a pad id that is a class."""
+    loss_fn = lambda out, y: flat(out, y, ignore_index=0)  # noqa: E731
+    x, y = tokens(0)
+    for dims in (ParallelDims(dp=2), ParallelDims(pp=2)):
+        train = parallelize(tokens_model(), dims, sgd, loss_fn=loss_fn)
+        for _ in range(3):
+            train.step(x, x)
+        refused = r"Pass count_items=|is refused by"
+        with pytest.raises(ValueError, match=refused):  # noqa: PT012
+            for _ in range(2):
+                train.step(x[4:], y[4:])
+
+
+@in_ranks(2)
 def test_no_label_on_a_rank(rank: int) -> None:
     """https://github.com/allenai/OLMo-core/pull/657: a sum, divided by a count of 0 on a rank."""
 
@@ -222,8 +237,8 @@ def test_weights_that_are_unfrozen_later(rank: int) -> None:
     """https://github.com/facebookresearch/detectron2/issues/2486,
     https://github.com/huggingface/transformers/issues/416
     """
-    model, (x, y) = tokens_model(), tokens(-100)
-    first: Any = model[0]
+    model: Any = tokens_model()
+    first, (x, y) = model[0], tokens(-100)
     first.requires_grad_(False)
     alone = copy.deepcopy(model)
     mine = slice(0, 4) if rank == 0 else slice(4, None)
@@ -237,7 +252,7 @@ def test_weights_that_are_unfrozen_later(rank: int) -> None:
     others = torch.optim.SGD(alone.parameters(), 0.5)
     for step, frozen in enumerate((True, False, False, True)):
         for part in (model, alone):
-            part[0].requires_grad_(not frozen)  # type: ignore[index]
+            part[0].requires_grad_(not frozen)
         train.step(x[mine], y[mine])
         flat(alone(x), y).backward()
         for optimizer in (train.optimizer, others):
@@ -306,7 +321,7 @@ def test_models_with_and_without_a_shift(rank: int) -> None:
     check_own(rank, transformers.BertForMaskedLM(config), {"input_ids": x, "labels": y})
     check_own(rank, llama(), {"input_ids": x, "labels": y})
 
-    class Shifting(transformers.BertForMaskedLM):
+    class Shifting(transformers.BertForMaskedLM):  # type: ignore[name-defined, misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
             output.loss = flat(output.logits[:, :-1], kwargs["labels"][:, 1:])
@@ -329,7 +344,7 @@ def test_the_routers_loss_is_not_multiplied_by_the_number_of_ranks(rank: int) ->
     model = transformers.MixtralForCausalLM(config)
     alone, x = copy.deepcopy(model), tokens(-100)[0]
     halves = [alone(input_ids=half, labels=half).loss for half in x.chunk(2)]
-    (sum(halves) / 2).backward()  # type: ignore[union-attr]
+    (sum(halves) / 2).backward()
     train = parallelize(model, ParallelDims(dp=2), sgd)
     mine = x.chunk(2)[rank]
     loss = train.step({"input_ids": mine, "labels": mine})
