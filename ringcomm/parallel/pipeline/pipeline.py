@@ -207,7 +207,7 @@ class Pipeline:
             record: record the times of all computations for `timeline()`.
 
         Returns:
-            The loss of the batch, on all ranks: one broadcast of 8 bytes.
+            The loss of the batch, on all ranks: one broadcast of 4 bytes.
 
         Raises:
             ValueError: on all ranks: rows do not divide into micro-batches, ranks have inputs of
@@ -322,11 +322,11 @@ class Pipeline:
 
     def _shared_loss(self) -> Tensor:
         """The loss, from the rank that computed it; raises LossError on all ranks. Collective."""
-        total, source = torch.zeros(2, device=self.device), self.plan.rank_of(-1)
         was_asked, problem = self._loss.part_loss.asking, self._loss.part_loss.answer()
+        total, source = torch.zeros(1 + was_asked, device=self.device), self.plan.rank_of(-1)
         if self._has(-1):
             total[0] = torch.stack(self._loss.parts).float().sum()
-            total[1] = problem is not None
+            total[1:] = problem is not None
             self._loss.parts.clear()
         dist.broadcast(total, group=self.group, group_src=source)
         if was_asked and problem is None and total[1] > 0:

@@ -321,7 +321,7 @@ def test_models_with_and_without_a_shift(rank: int) -> None:
     check_own(rank, transformers.BertForMaskedLM(config), {"input_ids": x, "labels": y})
     check_own(rank, llama(), {"input_ids": x, "labels": y})
 
-    class Shifting(transformers.BertForMaskedLM):  # type: ignore[name-defined, misc]
+    class Shifting(transformers.BertForMaskedLM):  # type: ignore[name-defined]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
             output.loss = flat(output.logits[:, :-1], kwargs["labels"][:, 1:])
