@@ -240,6 +240,18 @@ GLOO_OPTIONS = ("_devices", "_threads")
 _ddp: Any = DistributedDataParallel
 
 
+def unwrapped(module: Any) -> Any:
+    """The module in wrappers: torch.compile's, checkpoint_wrapper, PEFT's."""
+    while True:
+        found = getattr(module, "_modules", {})
+        inner = found.get("_orig_mod", found.get("_checkpoint_wrapped_module"))
+        if inner is None and hasattr(module, "get_base_model"):
+            inner = module.get_base_model()
+        if inner is None:
+            return module
+        module = inner
+
+
 def active_ddp() -> Any:
     """The DistributedDataParallel whose forward pass runs; None without one."""
     return _ddp._get_active_ddp_module()

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel import zero
-from ringcomm.parallel.batches import PartLoss
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.starts import start_equal
@@ -25,10 +26,10 @@ from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.tensor.splits import SplitModule
 from ringcomm.parallel.zero.elementwise import REFUSED
-from ringcomm.torch_names import reduce_unused
+from ringcomm.torch_names import reduce_unused, unwrapped
 
+_SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Loss = Callable[..., Tensor]
 
 
 def parallelize(
@@ -37,11 +38,13 @@ def parallelize(
     optimizer: MakeOptimizer,
     *,
     loss_fn: Loss | None = None,
+    count_items: CountItems | None = None,
     zero_stage: int | None = None,
     sequence_parallel: bool = False,
     schedule: str = "1f1b",
     num_microbatches: int | None = None,
     recompute: bool = False,
+    gather_logits: bool = False,
     **shard_options: Any,
 ) -> Parallelized:
     """Distributes a model over a mesh: tensor, sequence, expert, pipeline, data parallelism, ZeRO.
@@ -67,10 +70,16 @@ def parallelize(
         optimizer: a function that returns a torch optimizer for this rank's parameters; with ZeRO
             or tensor parallelism it must update each element of a weight by itself, as AdamW and
             SGD do.
-        loss_fn: a function of the model's output and the targets; a mean over labels: elements
-            other than -100 of targets of integers, or rows of other targets. With a parameter
-            num_items_in_batch it must return a sum divided by it, as Trainer's compute_loss_func.
-            Default: the loss of the model of transformers, which shifts labels itself.
+        loss_fn: a function of the model's output and the targets that returns a mean over labels.
+            With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
+            compute_loss_func. The first steps call it a few more times, with rows of the batch, and
+            raise ValueError if it is no such mean. A loss that depends on its whole batch, such as
+            a contrastive one, needs the parameter: return its mean times len(targets), divided by
+            it. Default: the loss of the model of transformers, which shifts labels itself.
+        count_items: a function of targets that returns the number of labels in loss_fn's mean, for
+            one that shifts labels `lambda labels: labels[:, 1:].ne(-100).sum()`. Default: for
+            targets of integers the elements other than -100, or than the ignore_index of loss_fn,
+            with the class weights of nn.CrossEntropyLoss; for other targets the rows.
         zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
             sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
             (HSDP). Default: 3 if fsdp is above 1, otherwise 0.
@@ -79,6 +88,7 @@ def parallelize(
         num_microbatches: the number of micro-batches of a step. Default: 1, or with a pipeline 2
             per stage. Without a pipeline they run one after the other.
         recompute: keep only the inputs of layers for the backward pass, and recompute layers.
+        gather_logits: see tensor_parallelize().
         shard_options: options of zero.shard() at stages 1 to 3: param_dtype, reduce_dtype,
             loss_scale, clip_grad_norm, bucket_bytes.
 
@@ -86,7 +96,8 @@ def parallelize(
         The object that the training loop uses.
 
     Raises:
-        TypeError: the model does not support an axis of dims, or the optimizer needs whole weights.
+        TypeError: the model does not support an axis of dims, the optimizer needs whole weights, or
+            an option is unknown.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
             have different models or options. Nothing has been changed.
 
@@ -100,10 +111,12 @@ def parallelize(
         num = 2 * dims.pp if dims.pp > 1 else 1
     elif num < 1:
         raise ValueError(f"num_microbatches must be a positive number, got {num}")
-    _check_options(dims, stage, sequence_parallel, shard_options)
+    _check_options(dims, stage, sequence_parallel, gather_logits, shard_options)
     whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
-    options = stage, sequence_parallel, schedule, num, recompute
-    _check_model(whole, dims, options, _problem_of(model, whole, dims, loss_fn))
+    options = stage, sequence_parallel, schedule, num, recompute, gather_logits
+    inner = unwrapped(model)
+    problem = _problem_of(model, inner, whole, dims, loss_fn, count_items)
+    _check_model(whole, dims, options, problem)
     _start_equal(whole, dims, ("tp", "batch", "edp", "pp"))
     # With all experts on each tensor-parallel rank, layers have groups of one rank.
     if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(whole):
@@ -114,26 +127,27 @@ def parallelize(
     if dims.tp > 1 and not _has(whole, SplitModule):
         from ringcomm.integrations.transformers import tensor_parallelize
 
-        tensor_parallelize(model, dims.group("tp"), sequence_parallel=sequence_parallel)
+        more: Any = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
+        tensor_parallelize(model, dims.group("tp"), **more)
     elif dims.pp == 1:
         _check_replicas(whole, dims)
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
     if loss_fn is None:
         from ringcomm.integrations.transformers.batches import LossInModel
 
-        loss: Any = LossInModel(model, dims.group("tp"))
+        loss: Any = LossInModel(inner, dims.group("tp"))
     else:
-        loss = PartLoss(loss_fn)
+        loss = PartLoss(loss_fn, count_items)
     pipe = None
     if dims.pp > 1:
         was_meta = any(param.is_meta for param in whole.parameters())
         mesh = data_mesh if stage == 3 else None
         wrap = partial(_wrap_stage, dims=dims, mesh=mesh, was_meta=was_meta)
-        row: tuple[Any, Any] = model, loss_fn
+        row: tuple[Any, Any] = model, loss
         if loss_fn is None:
             from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 
-            row = pipeline_blocks(model), loss.loss_of_logits(model)
+            row = pipeline_blocks(inner), loss.use_logits(inner)
         group = dims.group("pp")
         pipe = Pipeline(*row, schedule, num, group=group, recompute=recompute, wrap=wrap)
         model = pipe.module
@@ -184,8 +198,19 @@ def _has_mixtral(model: nn.Module) -> bool:
 
 
 def _check_options(
-    dims: ParallelDims, stage: int, sequence_parallel: bool, shard_options: Any
+    dims: ParallelDims,
+    stage: int,
+    sequence_parallel: bool,
+    gather_logits: bool,
+    shard_options: Mapping[str, Any],
 ) -> None:
+    if unknown := shard_options.keys() - _SHARD_OPTIONS:
+        raise TypeError(
+            f"parallelize() has no option {', '.join(sorted(unknown))}; those of zero.shard() are"
+            f" {', '.join(_SHARD_OPTIONS)}"
+        )
+    if gather_logits and dims.tp > 1 and dims.pp > 1:
+        raise ValueError("gather_logits does not work in a pipeline: leave it out, or use pp 1")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {stage!r}")
     if dims.fsdp > 1 and stage == 0:
@@ -250,13 +275,29 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def _problem_of(
-    model: Any, whole: nn.Module, dims: ParallelDims, loss_fn: Loss | None
+    model: Any,
+    inner: Any,
+    whole: nn.Module,
+    dims: ParallelDims,
+    loss_fn: Loss | None,
+    count_items: CountItems | None,
 ) -> Exception | None:
     devices = sorted({str(param.device) for param in whole.parameters()})
     if len(devices) > 1:
         return ValueError(f"the model is on {' and '.join(devices)}: move it to one device")
-    config = getattr(getattr(model, "base_model", None), "config", None)
     name = type(model).__name__
+    if isinstance(model, DistributedDataParallel):
+        return TypeError("the model is in DistributedDataParallel: pass its .module instead")
+    if count_items is not None and loss_fn is None:
+        return ValueError("count_items counts the labels of loss_fn: pass loss_fn as well")
+    config = getattr(getattr(inner, "base_model", None), "config", None)
+    is_peft = hasattr(model, "get_base_model")
+    if is_peft and (dims.tp > 1 or dims.pp > 1):
+        return TypeError(
+            f"{name} of PEFT has no plan for tp {dims.tp} and pp {dims.pp}: use dp or fsdp"
+        )
+    if is_peft and loss_fn is None and model.active_peft_config.is_prompt_learning:
+        return TypeError(f"{name} of PEFT adds tokens, whose labels are unknown: pass loss_fn")
     if loss_fn is None and config is None:
         return ValueError(f"{name} is not a model of transformers and has no loss: pass loss_fn")
     has_tp = _has(whole, SplitModule) or getattr(config, "base_model_tp_plan", None)

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel.batches import Batch, PartLoss, count_items, make_batch
+from ringcomm.parallel.batches import Batch, make_batch
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.expert.local_experts import average_gradients
 from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.loss import Labels, LossError, PartLoss
 from ringcomm.parallel.mesh import ParallelDims
 
 
@@ -42,23 +43,31 @@ class Parallelized:
         self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
         self._num_microbatches = num_microbatches
         self._in_model = None if isinstance(loss, PartLoss) else loss
-        self._part_loss = loss if self._in_model is None else self._in_model.part_loss
+        self._part_loss: PartLoss = loss if self._in_model is None else self._in_model.part_loss
         self._runs = model
-        self._averages = stage == 0 and dims["batch"].size() > 1
-        if (
-            self._averages
-            and pipe is None
-            and not any(isinstance(module, MixtureOfExperts) for module in model.modules())
-        ):
-            # The weights are equal already. Ranks may use different ones.
-            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-            self._runs = DistributedDataParallel(
-                model,
-                process_group=dims.group("batch"),
-                init_sync=False,
-                find_unused_parameters=True,
-            )
-            self._averages = False
+        averages = stage == 0 and dims["batch"].size() > 1
+        has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
+        self._has_ddp = averages and pipe is None and not has_experts
+        self._averages = averages and not self._has_ddp
+        self._trained: list[bool] = []
+        self._num_steps = 0
+        if self._has_ddp:
+            self._make_ddp()
+
+    def _trains(self) -> list[bool]:
+        return [param.requires_grad for param in self.model.parameters()]
+
+    def _make_ddp(self) -> None:
+        """DistributedDataParallel, which knows only weights that require grad when it is made."""
+        self._trained, self._runs = self._trains(), self.model
+        # The weights are equal already. Ranks may use different ones.
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        self._runs = DistributedDataParallel(
+            self.model,
+            process_group=self.dims.group("batch"),
+            init_sync=False,
+            find_unused_parameters=True,
+        )
 
     def step(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """Forward and backward pass of a batch; gradients are averaged over dims["batch"].
@@ -83,24 +92,33 @@ class Parallelized:
         Raises:
             TypeError: the inputs are of another type.
             ValueError: there are no labels, rows do not divide into micro-batches, or the model
-                cannot separate packed sequences. It is raised on all ranks of dims["batch"].
+                cannot separate packed sequences. Or loss_fn does not weight parts of the batch by
+                the labels that are counted; gradients are then there, and to be dropped. It is
+                raised on all ranks of dims["batch"].
 
         Collective.
         """
         batch, num_items = self._prepared(inputs, targets, self._num_microbatches)
         scale = getattr(self.optimizer, "loss_scale", 1.0)
         if self.pipeline is not None:
-            loss: Tensor = self.pipeline.step(
-                *(batch.args, batch.targets),
-                kwargs=batch.kwargs,
-                num_items=num_items,
-                loss_scale=scale,
-            )
+            loss, problem = self._in_pipeline(batch, num_items, loss_scale=scale)
         else:
             loss = self._accumulate(batch, num_items, scale)
+            problem = self._part_loss.answer()
         if self._averages:
             average_gradients(self.model, self.dims.group("batch"))
-        return self._shared(loss)
+        return self._shared(loss, problem)
+
+    def _in_pipeline(
+        self, batch: Batch, num_items: float, **options: Any
+    ) -> tuple[Tensor, LossError | None]:
+        """The loss, with gradients for the options of Pipeline.step(), and a refusal."""
+        run = self.pipeline.step if options else self.pipeline.evaluate
+        named = {"kwargs": batch.kwargs, "num_items": num_items, **options}
+        try:
+            return run(batch.args, batch.targets, **named), None
+        except LossError as error:  # other pipelines do not know it yet
+            return torch.zeros((), device=self.pipeline.device), error
 
     def _accumulate(self, batch: Batch, num_items: float, scale: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=batch.targets.device)
@@ -113,7 +131,7 @@ class Parallelized:
             total += loss.detach()
         return total
 
-    def _loss_of(self, part: Batch, num_own: int, num_items: float) -> Tensor:
+    def _loss_of(self, part: Batch, num_own: float, num_items: float) -> Tensor:
         more: dict[str, Any] = {}
         if self._in_model is not None:
             more = self._in_model.arguments(part.targets, num_own, num_items)
@@ -125,12 +143,10 @@ class Parallelized:
         num = self._num_microbatches if self.pipeline is not None else 1
         batch, num_items = self._prepared(inputs, targets, num)
         if self.pipeline is not None:
-            loss: Tensor = self.pipeline.evaluate(
-                *(batch.args, batch.targets), kwargs=batch.kwargs, num_items=num_items
-            )
-            return self._shared(loss)
+            return self._shared(*self._in_pipeline(batch, num_items))
         with torch.no_grad():
-            return self._shared(self._loss_of(batch, self._counts[0], num_items))
+            loss = self._loss_of(batch, self._counts[0], num_items)
+        return self._shared(loss, self._part_loss.answer())
 
     def __call__(self, inputs: Any) -> Any:
         """The model's output for inputs as of step(), without gradients; labels are not used.
@@ -138,7 +154,7 @@ class Parallelized:
         For a model of transformers the logits, over the whole vocabulary. Collective.
         """
         num = self._num_microbatches if self.pipeline is not None else 1
-        batch = self._batch_of(inputs, None, num, has_targets=False)
+        batch = self._batch_of(inputs, None, num, has_targets=False).to(self._device())
         if self.pipeline is not None:
             logits = self.pipeline.forward(batch.args, kwargs=batch.kwargs)
             return logits if self._in_model is None else self._in_model.gathered(logits)
@@ -149,8 +165,7 @@ class Parallelized:
     # ---- batches
 
     def _batch_of(self, inputs: Any, targets: Any, num: int, *, has_targets: bool = True) -> Batch:
-        device = next(iter(self.model.parameters())).device
-        batch = make_batch(inputs, targets, num, device, has_targets=has_targets)
+        batch = make_batch(inputs, targets, num, has_targets=has_targets)
         if self._in_model is not None:
             return self._in_model.checked(batch, in_pipeline=self.pipeline is not None)
         if self.pipeline is not None and not batch.args:
@@ -159,27 +174,32 @@ class Parallelized:
             )
         return batch
 
+    def _device(self) -> torch.device:
+        return next(iter(self.model.parameters())).device
+
     def _prepared(self, inputs: Any, targets: Any, num: int) -> tuple[Batch, float]:
         """The batch, and the mean number of labels of a rank of dims["batch"]. Collective."""
-        batch, problem = None, None
-        self._counts: list[int] = [0]
+        batch, problem, labels = None, None, Labels([0.0], 0)
+        num_ranks = self.dims["batch"].size()
         try:
             batch = self._batch_of(inputs, targets, num)
             counted = batch.targets
             if self._in_model is not None:
                 counted = self._in_model.labels_of(batch)
-            self._counts = count_items(counted, num)
-        except (TypeError, ValueError) as error:
+            labels = self._part_loss.labels(counted, num)
+        except Exception as error:  # count_items may raise any
             problem = error
-        found = [sum(self._counts), problem is not None]
-        facts = torch.tensor(found, dtype=torch.int64, device="cpu")
+        self._counts = labels.counts
+        is_changed = self._has_ddp and self._trained != self._trains()
+        bits = (problem is not None, is_changed, labels.kinds & 1, labels.kinds >> 1)
+        facts = torch.tensor([sum(labels.counts), *bits], dtype=torch.float64, device="cpu")
         # Ranks without the last stage may have targets without values.
         for axis, op in (("batch", dist.ReduceOp.SUM), ("pp", dist.ReduceOp.MAX)):
             if self.dims[axis].size() > 1:
                 group = self.dims.group(axis)
                 facts = facts.to(device_of(group))
                 dist.all_reduce(facts, op, group=group)
-        num_items, num_problems = facts.tolist()
+        num_items, num_problems, num_changed, *kinds = facts.tolist()
         if problem is not None:
             raise problem
         if num_problems or batch is None:
@@ -189,14 +209,30 @@ class Parallelized:
                 'the batch has no labels on any rank of dims["batch"]: all are -100. Leave it out'
                 " on all ranks"
             )
-        return batch, num_items / self.dims["batch"].size()
+        if num_changed not in (0, num_ranks):
+            raise ValueError(
+                f"weights were frozen or unfrozen on {num_changed:.0f} of {num_ranks} ranks: set"
+                " requires_grad alike on all of them"
+            )
+        if num_changed:
+            self._make_ddp()
+        if num_ranks * self._num_microbatches > 1:
+            self._part_loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]), self._num_steps)
+            self._num_steps += 1
+        self._asked = self._part_loss.asking
+        return batch.to(self._device()), num_items / num_ranks
 
-    def _shared(self, loss: Tensor) -> Tensor:
-        """The mean over dims["batch"]. Collective."""
-        loss, group = loss.detach().clone(), self.dims.group("batch")
+    def _shared(self, loss: Tensor, problem: LossError | None) -> Tensor:
+        """The mean over dims["batch"]; raises on all ranks if one has a problem. Collective."""
+        loss, group = loss.detach(), self.dims.group("batch")
         if group.size() > 1:
-            dist.all_reduce(loss, group=group)
-            loss /= group.size()
+            both = torch.stack([loss, loss.new_tensor(float(problem is not None))])
+            dist.all_reduce(both, group=group)
+            loss = both[0] / group.size()
+            if self._asked and problem is None and both[1] > 0:
+                problem = LossError("loss_fn is refused by another rank; its own error says why")
+        if problem is not None:
+            raise problem
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringcomm.integrations.transformers.training import loss_options_of
-from ringcomm.parallel.batches import Batch, PartLoss, parameters_of
+from ringcomm.parallel.asked_loss import is_integer
+from ringcomm.parallel.batches import Batch
+from ringcomm.parallel.loss import PartLoss
 from ringcomm.parallel.tensor.regions import gather_from_tp
 
 _IN_PIPELINE = ("input_ids", "attention_mask", "position_ids")
@@ -24,24 +28,30 @@ class LossInModel:
     Attributes:
         part_loss: the loss for a part, of the model's output.
         is_shifted: whether label n + 1 is that of token n, as with ForCausalLMLoss.
+
+    A model that computes another loss is asked whether it is the mean over labels other than -100.
     """
 
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
-        """Of a model whose layers may be tensor-parallel over the group."""
+        """Of a model without wrappers, whose layers may be tensor-parallel over the group."""
         self._model_config, self._group = model.config, group
         self.is_shifted = False
+        code = inspect.unwrap(type(model).forward).__code__
         with suppress(TypeError, ValueError):
             loss_options_of(model)
-            self.is_shifted = True
-        takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters_of(model.forward).values())
+            self.is_shifted = "loss_function" in code.co_names  # T5 computes another one
+        takes_more = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         # The routers' loss, which is a mean, is weighted together with that of the tokens.
         has_routers = getattr(model.config, "output_router_logits", False)
         self._divides = self.is_shifted and takes_more and not has_routers
-        self.part_loss = PartLoss(
-            (lambda output, _, num_items_in_batch: output.loss)
-            if self._divides
-            else (lambda output, _: output.loss)
-        )
+        self.part_loss: PartLoss
+        if self._divides:
+            self.part_loss = PartLoss(lambda output, _, num_items_in_batch: output.loss, asks=False)
+        elif self.is_shifted:
+            self.part_loss = PartLoss(lambda output, _: output.loss, asks=False)
+        else:
+            self.part_loss = _OtherLoss(lambda output, _: output.loss)
+            self.part_loss.name = type(model).__name__
         head: Any = model.get_output_embeddings()
         ranges = head.splits["weight"].ranges if hasattr(head, "splits") else ()
         self._logit_sizes = [end - begin for begin, end in ranges]
@@ -52,6 +62,11 @@ class LossInModel:
         Raises ValueError for arguments that a pipeline does not pass on, and for packed sequences
         that the model does not separate.
         """
+        if len(batch.args) > 1:
+            raise TypeError(
+                f"a model of transformers takes one tensor, input_ids, or a dict; got"
+                f" {len(batch.args)} tensors"
+            )
         kwargs = {**({"input_ids": batch.args[0]} if batch.args else {}), **batch.kwargs}
         _check_packed(self._model_config, kwargs)
         if not in_pipeline:
@@ -63,14 +78,15 @@ class LossInModel:
             )
         return batch._replace(args=(kwargs.pop("input_ids"),), kwargs=kwargs)
 
-    def loss_of_logits(self, model: Any) -> Callable[..., Tensor]:
-        """The model's loss as a function of logits and labels, for a pipeline."""
+    def use_logits(self, model: Any) -> PartLoss:
+        """Makes part_loss the model's loss as a function of logits and labels, for a pipeline."""
         loss = partial(model.loss_function, vocab_size=model.config.vocab_size)
 
         def mean(logits: Tensor, labels: Tensor) -> Tensor:  # over labels that only it knows
             return loss(logits, labels)
 
-        return loss if self.is_shifted else mean
+        self.part_loss = PartLoss(loss, asks=False) if self.is_shifted else PartLoss(mean)
+        return self.part_loss
 
     def labels_of(self, batch: Batch) -> Tensor:
         """The labels of which those that are not -100 count."""
@@ -91,6 +107,28 @@ class LossInModel:
         if self._group.size() == 1 or not self._logit_sizes:
             return logits
         return gather_from_tp(logits, self._logit_sizes, self._group)
+
+
+class _OtherLoss(PartLoss):
+    """A model's own loss, of which only its value is known. `name` is that of the model."""
+
+    name = ""
+
+    def _ask(self, output: Any, targets: Tensor) -> str:
+        logits, kinds = getattr(output, "logits", None), self.labels(targets).kinds
+        if not is_integer(targets) or (targets.dim() == 1 and not kinds):
+            return ""  # a mean over rows
+        if isinstance(logits, Tensor) and logits.shape[:-1] == targets.shape:
+            flat = logits.detach().float().flatten(0, -2)
+            with suppress(IndexError):
+                wanted = nn.functional.cross_entropy(flat, targets.flatten())
+                rtol = max(1e-4, 4 * torch.finfo(logits.dtype).eps)
+                if torch.allclose(output.loss.detach().float(), wanted, rtol):
+                    return ""
+        return (
+            f"{self.name} has a loss of its own, which is not the mean over labels other than -100,"
+            " so losses of ranks and micro-batches cannot be weighted: pass loss_fn"
+        )
 
 
 def _check_packed(config: Any, batch: Mapping[str, Any]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.shards import find_shards
+from ringcomm.torch_names import unwrapped
 
 
 def patch_loss(
@@ -38,7 +40,8 @@ def patch_loss(
         ValueError: its loss is not ForCausalLMLoss.
     """
     options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    model.loss_function = partial(causal_lm_loss, **{**loss_options_of(model), **options})
+    inner = unwrapped(model)
+    inner.loss_function = partial(causal_lm_loss, **{**loss_options_of(inner), **options})
     return model
 
 
@@ -47,7 +50,7 @@ def loss_options_of(model: Any) -> dict[str, Any]:
     if not isinstance(getattr(type(model), "loss_function", None), property):
         raise TypeError(
             f"{type(model).__name__} has no loss_function: a model of transformers >= 4.46 is"
-            " needed"
+            " needed, without wrappers such as PEFT's"
         )
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -185,5 +188,9 @@ def _leave_gradients(trainer: Any, optimizer: Any) -> None:
     accelerate.adopt(
         trainer.accelerator, optimizer, args.gradient_accumulation_steps, [trainer.model]
     )
+    # Trainer asks by the names of classes whether to shift labels; fully_shard has renamed them.
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            type(module).__name__ = type(module).__mro__[2].__name__
     # Trainer would compute norms itself, but some gradients are DTensors and others already freed.
     trainer._mixed_mesh_grads = False

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.parallel.batches import parameters_of
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
+from ringcomm.parallel.loss import parameters_of
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.batches import StepLoss, check_rows, parameters_of
+from ringcomm.parallel.batches import check_rows
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
+from ringcomm.parallel.loss import CountItems, LossError, PartLoss, StepLoss, parameters_of
 from ringcomm.parallel.model.stage_part import refuse_stage_copy
 from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
@@ -71,8 +72,9 @@ class Pipeline:
             several blocks share stays tied: if they are on several ranks, its gradients are summed
             over these ranks, and values start from the first.
         loss_fn: a function of the last block's output and a micro-batch of the target that returns
-            a scalar tensor. With a parameter num_items_in_batch it must return a sum over labels,
-            divided by it.
+            a scalar tensor: a mean over labels. With a parameter num_items_in_batch it must return
+            a sum over labels, divided by it. The first steps call it a few more times, with rows of
+            the batch, and raise ValueError if it is not such a mean.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zero-bubble"
             (ZB-H1 and its interleaved form), or "zbv" (ZB-V). The last two split the backward pass:
             first the gradients of inputs, for which the previous stage waits, and later those of
@@ -86,8 +88,10 @@ class Pipeline:
         recompute: keep only the inputs of blocks, and recompute the rest in the backward pass,
             which is then not split.
         loss_reduction: "mean" if loss_fn is a mean over labels, "sum" if it is a sum. Means of
-            micro-batches are weighted by their numbers of labels: elements other than -100 of
-            targets of integers, or rows of other targets.
+            micro-batches are weighted by their numbers of labels.
+        count_items: a function of targets that returns the number of labels in loss_fn's mean.
+            Default: for targets of integers the elements other than -100, or than the ignore_index
+            of loss_fn, with the class weights of nn.CrossEntropyLoss; for other targets the rows.
         device: the device of the stages; default: that of the blocks, or the CPU for the meta
             device.
         wrap: a function that wraps each stage for data parallelism, such as `lambda stage:
@@ -112,7 +116,7 @@ class Pipeline:
     def __init__(
         self,
         blocks: Blocks,
-        loss_fn: Loss,
+        loss_fn: Loss | PartLoss,
         schedule: str = "1f1b",
         num_microbatches: int = 8,
         *,
@@ -122,6 +126,7 @@ class Pipeline:
         costs: Sequence[float] | None = None,
         recompute: bool = False,
         loss_reduction: str = "mean",
+        count_items: CountItems | None = None,
         device: torch.device | str | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
@@ -129,7 +134,7 @@ class Pipeline:
         self.group = resolve_group(group, mesh)
         rank, ranks = self.group.rank(), range(self.group.size())
         self.plan = make_plan(schedule, len(ranks), num_microbatches, num_stages_per_rank)
-        self._loss = StepLoss(loss_fn, loss_reduction)
+        self._loss = StepLoss(loss_fn, loss_reduction, count_items)
         self.stages = cut_blocks(named, costs, self.plan.num_stages)
         own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
         self.module = part_of(named, own, self.group)
@@ -207,7 +212,7 @@ class Pipeline:
         Raises:
             ValueError: on all ranks: rows do not divide into micro-batches, ranks have inputs of
                 different shapes, or a block raises for a new shape of inputs. Or weights were
-                frozen or unfrozen.
+                frozen or unfrozen, or loss_fn is no mean over the labels that are counted.
             RingcommError: a rank failed, or called something else.
 
         An exception of a rank's blocks aborts the group, so that other ranks do not wait. Under
@@ -316,12 +321,20 @@ class Pipeline:
             raise
 
     def _shared_loss(self) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        """The loss, from the rank that computed it; raises LossError on all ranks. Collective."""
+        was_asked, problem = self._loss.part_loss.asking, self._loss.part_loss.answer()
+        total = torch.zeros(1 + was_asked, dtype=torch.float32, device=self.device)
+        source = self.plan.rank_of(-1)
         if self._has(-1):
-            total += torch.stack(self._loss.parts).float().sum()
+            total[0] = torch.stack(self._loss.parts).float().sum()
+            total[1:] = problem is not None
             self._loss.parts.clear()
-        dist.broadcast(total, group=self.group, group_src=self.plan.rank_of(-1))
-        return total
+        dist.broadcast(total, group=self.group, group_src=source)
+        if was_asked and problem is None and total[1] > 0:
+            problem = LossError(f"loss_fn is refused by rank {source}; its own error says why")
+        if problem is not None:
+            raise problem
+        return total[0]
 
     # ---- preparation
 
@@ -351,13 +364,16 @@ class Pipeline:
                     )
             metas = tuple(meta_like(x[: len(x) // num], False) for x in (*batch, *kwargs.values()))
             self._loss.begin(targets if self._has(-1) else (), num, num_items)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # count_items may raise any
             problem = error
         words = ", ".join([shown(metas), *kwargs]) if problem is None else type(problem).__name__
         key = (words, autocast)
-        number = zlib.crc32(repr(key).encode())
-        digest = torch.tensor([number], dtype=torch.int64, device=device_of(self.group))
-        if len(set(gather_ints(digest, self.group))) > 1:
+        mine = 2 * zlib.crc32(repr(key).encode()) + self._loss.part_loss.asking
+        digest = torch.tensor([mine], dtype=torch.int64, device=device_of(self.group))
+        numbers = gather_ints(digest, self.group)
+        # The rank with the last stage knows that it asks the loss function.
+        self._loss.part_loss.asking = any(number % 2 for number in numbers)
+        if len({number // 2 for number in numbers}) > 1:
             facts = {"inputs of a micro-batch": words, "autocast": autocast}
             with nullcontext() if problem is None else suppress(ValueError):
                 check_agreement(facts, self.group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from full_states import full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ringcomm.parallel import ParallelDims, get_state_dict, parallelize
 
@@ -174,6 +176,72 @@ def test_a_loss_of_ones_own(loss_fn: Any, sizes: dict[str, Any], num: int) -> No
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+# ---- models of transformers in wrappers
+
+
+class Adapted(nn.Module):
+    """Like PEFT's wrapper."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model, self.config = model, model.config
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=False)
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+
+def with_peft(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
+
+
+WRAPPERS: dict[str, Any] = {
+    "adapter": Adapted,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "PEFT": with_peft,
+}
+
+
+def wrapped_loss(rank: int, wrapper: str) -> float:
+    train = parallelize(
+        WRAPPERS[wrapper](make()),
+        ParallelDims(dp=2),
+        lambda params: torch.optim.SGD([p for p in params if p.requires_grad], LR),
+    )
+    mine = {name: value.chunk(2)[rank] for name, value in batch_of("padded", 0).items()}
+    before, loss = float(train.evaluate(mine)), float(train.step(mine))
+    assert before == pytest.approx(loss)
+    return loss
+
+
+SLOW = pytest.param("torch.compile", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("wrapper", ["adapter", "checkpoint_wrapper", SLOW, "PEFT"])
+def test_a_model_in_a_wrapper(wrapper: str) -> None:
+    torch.manual_seed(0)
+    model = with_peft(make()) if wrapper == "PEFT" else make()
+    expected = model(**batch_of("padded", 0)).loss.item()
+    assert run_ranks(2, wrapped_loss, wrapper) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@in_ranks(2)
+def test_what_does_not_split_a_wrapped_model(rank: int) -> None:
+    for dims in (ParallelDims(tp=2), ParallelDims(pp=2)):
+        with pytest.raises(TypeError, match=r"Adapted of PEFT has no plan for tp . and pp .: use"):
+            parallelize(Adapted(make()), dims, lambda p: torch.optim.SGD(p, LR))
+    prompt = Adapted(make())
+    prompt.active_peft_config.is_prompt_learning = True
+    with pytest.raises(TypeError, match="adds tokens, whose labels are unknown: pass"):
+        parallelize(prompt, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR))
+
+
 # ---- outputs, and what ranks start with
 
 
@@ -258,6 +326,7 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     refused(train, 'the batch has "labels": do not pass targets', batch, labels)
     refused(train, "inputs that are tensors need targets", ids)
     refused(train, "got a list", ids.tolist(), labels, kind=TypeError)
+    refused(train, "takes one tensor, input_ids, or a dict", (ids, ids), labels, kind=TypeError)
     refused(train, "no labels on any rank", ids, torch.full_like(labels, -100))
     text = "another rank cannot use its batch" if rank else 'no "labels"'
     refused(train, text, batch if rank else unlabelled)
@@ -275,4 +344,10 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
         own_model(), ParallelDims(pp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=own_loss
     )
     refused(own, "the first block of a pipeline takes a tensor", batch, kind=TypeError)
+    # A TensorDataset's batches are lists.
+    listed = parallelize(
+        own_model(), ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=own_loss
+    )
+    x, y = own_batch()
+    assert listed.evaluate([x[4:]], y[4:]).equal(listed.evaluate(x[4:], y[4:]))
     assert float(train.step({**batch, "position_ids": torch.arange(LENGTH)[None]})) > 0

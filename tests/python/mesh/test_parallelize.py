@@ -211,6 +211,12 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
         llama,
         loss_scale=2.0,
     )
+    refused("parallelize() has no option bucket_byte; those of zero.shard() are units,", {}, llama,
+        bucket_byte=1)  # fmt: skip
+    refused("gather_logits does not work in a pipeline", {"tp": 2, "pp": 2}, llama,
+        gather_logits=True)  # fmt: skip
+    refused("counts the labels of loss_fn: pass loss_fn as well", {}, llama, count_items=len)
+    refused("pass its .module instead", {}, nn.parallel.DistributedDataParallel(own), **mse)
     refused("fully_shard inside a pipeline", {**fsdp, "pp": 2}, llama, clip_grad_norm=1.0)
     other = own_model() if rank else nn.Sequential(Block())
     refused("ranks disagree on the names, shapes and dtypes of parameters", {}, other, **mse)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
@@ -146,6 +147,42 @@ def trainer_of(folder: str, make: Callable[[nn.Module], Any], model: nn.Module) 
     trainer = transformers.Trainer(model, args, train_dataset=data)
     trainer.optimizer = make(model)  # Trainer has moved the model
     return trainer
+
+
+def trained_with_smoothing(rank: int, folder: str, stage: int) -> dict[str, Tensor]:
+    from ringcomm.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=11, **sizes, **heads))
+    args = transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=2,
+        per_device_train_batch_size=1,
+        report_to=[],
+        save_strategy="no",
+        label_smoothing_factor=0.2,
+    )
+    ids = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = transformers.Trainer(model, args, train_dataset=data)
+    trainer.optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), LR), stage)
+    trainer.train()
+    assert type(model).__name__ == "LlamaForCausalLM"  # what Trainer asks
+    return full_weights(model)
+
+
+def test_smoothed_labels_are_shifted_for_sharded_weights(tmp_path: Path) -> None:
+    """fully_shard renames the class, by which Trainer knows that labels are to be shifted."""
+    expected, found = (
+        run_ranks(2, trained_with_smoothing, str(tmp_path), stage, env=ENV, timeout_s=180.0)[0]
+        for stage in (1, 3)
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @in_ranks(2, env=ENV, timeout_s=180.0)

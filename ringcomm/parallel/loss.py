@@ -1,0 +1,209 @@
+"""The loss of a batch from the losses of its parts, which have different numbers of labels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ringcomm.parallel.asked_loss import disagreement, is_integer
+from ringcomm.torch_names import tree_leaves
+
+IGNORED = -100  # torch's default ignore_index
+Loss = Callable[..., Tensor]
+CountItems = Callable[[Tensor], Any]
+
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_OF_CLASSES_TOO = (nn.functional.cross_entropy, nn.functional.nll_loss)
+
+
+class LossError(ValueError):
+    """A loss function does not weight parts of a batch by the labels that are counted."""
+
+
+class Labels(NamedTuple):
+    """The numbers of labels in parts of a batch, and which kinds of labels it has.
+
+    Kinds are bits: 1 for labels that do not count, 2 for negative ones that count.
+    """
+
+    counts: list[float]
+    kinds: int
+
+
+class PartLoss:
+    """A loss function for parts of a batch, whose losses sum to the mean over all labels.
+
+    A loss_fn with a parameter num_items_in_batch must return a sum that is divided by it, as
+    transformers' losses do. Any other loss_fn is a mean over the labels of a part, or with is_sum
+    a sum. It is asked whether that is so in the first step, and in a few later ones.
+
+    Attributes:
+        asking: whether loss_fn is asked in this step; answer() ends that.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Loss,
+        count_items: CountItems | None = None,
+        *,
+        is_sum: bool = False,
+        asks: bool = True,
+    ) -> None:
+        self._loss_fn, self._count_items, self._is_sum = loss_fn, count_items, is_sum
+        self._divides = not is_sum and "num_items_in_batch" in parameters_of(loss_fn)
+        self._ignored, self._weight = _declared(loss_fn)
+        self._known = 0 if asks else -1  # kinds of labels about which it need not be asked
+        self.asking = False
+        self._problem = ""
+
+    def labels(self, targets: Tensor, num_parts: int = 1) -> Labels:
+        """The numbers of labels in equal parts of the targets, which weight the losses of parts.
+
+        They are those of count_items. By default integers count, but for -100 or the ignore_index
+        of loss_fn, by their class weights if it has them, and targets of other dtypes by rows.
+        """
+        if targets.is_meta:
+            return Labels([0.0] * num_parts, 0)
+        parts = targets.chunk(num_parts)
+        if not is_integer(targets):
+            rule = self._count_items or len
+            return Labels([float(rule(part)) for part in parts], 0)
+        sums = [(self._count_items or self._counted)(part) for part in parts]
+        sums += [targets.eq(self._ignored).sum(), targets.lt(0).sum()]
+        facts = [torch.as_tensor(x, dtype=torch.float64, device=targets.device) for x in sums]
+        *counts, num_ignored, num_negative = torch.stack(facts).tolist()
+        is_odd = num_negative > (num_ignored if self._ignored < 0 else 0)
+        return Labels(counts, int(num_ignored > 0) | 2 * int(is_odd))
+
+    def _counted(self, targets: Tensor) -> Tensor:
+        counted = targets.ne(self._ignored)
+        if self._weight is None:
+            return counted.sum()
+        return (self._weight.to(targets.device)[targets * counted] * counted).sum()
+
+    def expect(self, kinds: int, num_steps: int) -> None:
+        """Asks loss_fn in this step if there are new kinds of labels, or it is the 2**nth step."""
+        kinds |= 4 << num_steps.bit_length()
+        if kinds & ~self._known:
+            self.asking = True
+            self._known |= kinds
+
+    def answer(self) -> LossError | None:
+        """The error of this step, if loss_fn was asked and disagrees."""
+        problem, self._problem = self._problem, ""
+        self.asking = False
+        return LossError(problem) if problem else None
+
+    def __call__(self, output: Any, targets: Tensor, num_own: float, num_items: float) -> Tensor:
+        """The loss of a part with `num_own` of `num_items` labels; 0 for a part without labels."""
+        if self.asking and num_own and not self._problem:
+            self._problem = self._ask(output, targets)
+        if self._is_sum:
+            return self._loss_fn(output, targets)
+        if self._divides:
+            return self._loss_fn(output, targets, num_items_in_batch=num_items)
+        if num_own:
+            return self._loss_fn(output, targets) / (num_items / num_own)
+        # A mean over no labels is NaN. Gradients of 0 keep the collectives of backward passes.
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        return sum((x.sum() * 0 for x in outputs), start=torch.zeros((), device=targets.device))
+
+    def _ask(self, output: Any, targets: Tensor) -> str:
+        """What is wrong with the loss function; "" if nothing."""
+        if self._divides and self._count_items is not None:
+            return ""
+        kind = "num_items_in_batch" if self._divides else "sum" if self._is_sum else "mean"
+        rule = f"integers other than {self._ignored}" if is_integer(targets) else "rows"
+        rule = rule if self._count_items is None else "as count_items counts them"
+        problem = disagreement(
+            self._loss_fn, kind, lambda y: self.labels(y).counts[0], self._ignored, output, targets
+        )
+        what = "sum divided by num_items_in_batch" if self._divides else kind
+        return problem and (
+            f"loss_fn must be a {what} over the labels of its targets ({rule}), but {problem}. Pass"
+            " count_items=, a function of targets that returns the number of labels in loss_fn's"
+            " mean. If loss_fn is no such mean, give it a parameter num_items_in_batch, and return"
+            " a sum divided by it"
+        )
+
+
+class StepLoss:
+    """The losses of a pipeline's micro-batches, one after the other.
+
+    Attributes:
+        part_loss: the loss of one of them.
+        scale: a factor of the losses for the gradients.
+        parts: the losses so far, detached and without `scale`.
+    """
+
+    def __init__(
+        self, loss_fn: Loss | PartLoss, reduction: str, count_items: CountItems | None
+    ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction must be "mean" or "sum", got {reduction!r}')
+        self._is_sum = reduction == "sum"
+        self.part_loss = (
+            loss_fn
+            if isinstance(loss_fn, PartLoss)
+            else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
+        )
+        self.scale = 1.0
+        self.parts: list[Tensor] = []
+        self._num_steps = 0
+
+    def begin(self, targets: tuple[Tensor, ...], num_parts: int, num_items: float | None) -> None:
+        """Counts the labels of one tensor of targets, if losses are to be computed."""
+        self.parts = []
+        self._num_own, self._num_items = [1.0] * num_parts, 1.0 if num_items is None else num_items
+        if not targets:
+            return
+        labels = self.part_loss.labels(targets[0], num_parts)
+        if not self._is_sum:
+            self._num_own = labels.counts
+            if num_items is None:
+                self._num_items = sum(labels.counts)
+            if not self._num_items:
+                raise ValueError("no label in the target counts: all are -100")
+        if num_parts > 1 or num_items is not None:
+            self.part_loss.expect(labels.kinds, self._num_steps)
+            self._num_steps += 1
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss of the next part."""
+        num_own = self._num_own[len(self.parts)]
+        loss = self.part_loss(output, target, num_own, self._num_items)
+        if loss.dim() != 0:
+            raise ValueError(
+                f"loss_fn must return a scalar, got shape {tuple(loss.shape)}: does it have "
+                'reduction="none"?'
+            )
+        self.parts.append(loss.detach())
+        return loss * self.scale
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The parameters of a function, or of a module's forward, by name."""
+    if isinstance(function, nn.Module):
+        function = function.forward
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
+
+
+def _declared(loss_fn: Loss) -> tuple[int, Tensor | None]:
+    """The ignore_index of a loss function, and its class weights, where it has them by name."""
+    given = getattr(loss_fn, "keywords", {})  # of a partial
+    defaults = {name: param.default for name, param in parameters_of(loss_fn).items()}
+
+    def named(name: str) -> Any:
+        return getattr(loss_fn, name, given.get(name, defaults.get(name)))
+
+    function = getattr(loss_fn, "func", None)
+    is_of_classes = isinstance(loss_fn, _OF_CLASSES) or function in _OF_CLASSES_TOO
+    ignored, weight = named("ignore_index"), named("weight") if is_of_classes else None
+    return ignored if isinstance(ignored, int) else IGNORED, weight
