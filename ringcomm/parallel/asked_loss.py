@@ -178,7 +178,7 @@ class _Sample:
             grads = torch.autograd.grad(loss.sum(), trained, allow_unused=True)
         by_leaf = iter(grads)
         found = [next(by_leaf) if x.requires_grad else None for x in leaves]
-        zeros = [torch.zeros(x.shape, device=x.device) for x in leaves]
+        zeros = [torch.zeros_like(x) for x in leaves]
         both = zip(found, zeros, strict=True)
         return [loss.detach().double(), *(zero if grad is None else grad for grad, zero in both)]
 

@@ -110,7 +110,8 @@ class PartLoss:
             return self._loss_fn(output, targets) / (num_items / num_own)
         # A mean over no labels is NaN. Gradients of 0 keep the collectives of backward passes.
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        return sum((x.sum() * 0 for x in outputs), start=torch.zeros((), device=targets.device))
+        zero = torch.zeros((), dtype=torch.float32, device=targets.device)
+        return sum((x.sum() * 0 for x in outputs), start=zero)
 
     def _ask(self, output: Any, targets: Tensor) -> str:
         """What is wrong with the loss function; "" if nothing."""

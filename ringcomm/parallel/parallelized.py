@@ -118,7 +118,8 @@ class Parallelized:
         try:
             return run(batch.args, batch.targets, **named), None
         except LossError as error:  # other pipelines do not know it yet
-            return torch.zeros((), device=self.pipeline.device), error
+            zero = torch.zeros((), dtype=torch.float32, device=self.pipeline.device)
+            return zero, error
 
     def _accumulate(self, batch: Batch, num_items: float, scale: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=batch.targets.device)

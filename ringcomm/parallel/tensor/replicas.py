@@ -95,7 +95,7 @@ class _Check:
         states = _states_on(device)
         drawn: list[Tensor] = []
         if any(not torch.equal(*pair) for pair in zip(before, states, strict=True)):
-            apart = torch.tensor([self._group.rank() + 1])
+            apart = torch.tensor([self._group.rank() + 1], dtype=torch.int64, device="cpu")
             drawn = [*before, *states] if self._may_draw else [apart]
         if are_same(drawn, self._group):
             return
