@@ -127,7 +127,7 @@ class ZeroOptimizer(States):
         self._given = weakref.ref(optimizer)
         self._inner = None if self._is_offloaded else over_groups(optimizer, [])
         # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
-        super().__init__(optimizer.param_groups, {})
+        super().__init__(optimizer.param_groups, optimizer.defaults)
         move_step_hooks(optimizer, self)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
@@ -276,8 +276,8 @@ class ZeroOptimizer(States):
         for name, param in model.named_parameters() if model is not None else ():
             if param.requires_grad and param not in known:
                 raise ValueError(
-                    f"{name} was added or replaced after zero.shard() and would not be updated:"
-                    " change the model before"
+                    f"{name} was added or replaced, or made to require grad, after zero.shard() and"
+                    " would not be updated: change the model before"
                 )
 
     def _update_offloaded(self, factor: float) -> None:
