@@ -164,7 +164,7 @@ _WEIGHTS = (
         TypeError,
     ),
     _Row(
-        _SHARDS,
+        _SHARDS | _FSDP,
         lambda w, _: w.tensor.layout != torch.strided or not w.tensor.is_contiguous(),
         "weights to shard must be dense and contiguous, but {name} is not",
     ),

@@ -278,8 +278,8 @@ class ZeroOptimizer(States):
         for name, param in model.named_parameters() if model is not None else ():
             if param.requires_grad and param not in known:
                 raise ValueError(
-                    f"{name} was added or replaced after zero.shard() and would not be updated:"
-                    " change the model before"
+                    f"{name} was added or replaced, or made to require grad, after zero.shard() and"
+                    " would not be updated: change the model before"
                 )
 
     def _update_offloaded(self, factor: float) -> None:

@@ -36,7 +36,7 @@ def problem_of(tables: Iterable[Table], case: Case, folder: Path) -> str:
         ]
         return "\n".join(unknown)
     raised = [f"rank {r}: {each.kind}: {each.text}" for r, each in enumerate(found) if each.kind]
-    return "\n".join(raised or _differences(case, found))
+    return "\n".join(raised or differences(case, found))
 
 
 def results_of(case: Case, folder: Path) -> list[between_runs.Outcome]:
@@ -58,7 +58,7 @@ def results_of(case: Case, folder: Path) -> list[between_runs.Outcome]:
     ]
 
 
-def _differences(case: Case, results: list[between_runs.Outcome]) -> list[str]:
+def differences(case: Case, results: list[between_runs.Outcome]) -> list[str]:
     oracle = between_runs.expected(case)
     start = between_runs.initial(case)
     found = []

@@ -11,7 +11,7 @@ from between_model import (
     ACTION_STEP,
     SEED_AFTER_LOADING,
     batch_of,
-    count,
+    given_params,
     make_model,
     probe,
     probed_loss,
@@ -21,8 +21,11 @@ from between_model import (
 )
 from pair_model import local_of
 from pair_table import Case
+from program_model import loss_fn_of, loss_of, targets_of, thaw, weight_of, wrapped
 from torch import Tensor, nn
 
+from ringcomm.integrations.transformers import tensor_parallelize
+from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import (
     ParallelDims,
@@ -35,6 +38,7 @@ from ringcomm.parallel import (
 
 # Of the table "Between steps": sizes of the axes, and the ZeRO stage.
 DIMS: dict[str, tuple[dict[str, int], int]] = {
+    "data": ({"dp": 2}, 0),
     "tensor": ({"dp": 1, "tp": 2}, 0),
     "pipeline": ({"dp": 1, "pp": 2}, 0),
     "mesh": ({"dp": 2, "tp": 2}, 2),
@@ -77,7 +81,8 @@ class Engine:
     def __init__(self, case: Case, seed: int) -> None:
         self.case = case
         self.data_rank, self.num_data = dist.get_rank(), dist.get_world_size()
-        self.model = make_model(case, seed)
+        self.core = make_model(case, seed)
+        self.model = wrapped(case, self.core)
         self.params: list[nn.Parameter] = []
 
     def made(self) -> None:
@@ -103,10 +108,9 @@ class Engine:
 
     def run(self, ids: Tensor, labels: Tensor) -> None:
         """Forward and backward pass: the recipe for means over the labels of all ranks."""
-        total = torch.tensor([count(labels)])
+        total = torch.tensor([weight_of(self.case, labels)], dtype=torch.float32)
         dist.all_reduce(total)
-        num_items = float(total) / self.num_data
-        loss = self.model(input_ids=ids, labels=labels, num_items_in_batch=num_items).loss
+        loss = loss_of(self.case, self.model, ids, labels, float(total) / self.num_data)
         self.optimizer.scale(loss).backward()
 
     def evaluate(self) -> float:
@@ -114,7 +118,11 @@ class Engine:
 
     def hooked(self) -> list[nn.Module]:
         """The first and the last layer of the model, of those that this rank has."""
-        return [self.model.model.layers[0], self.model.model.layers[-1]]
+        return [self.core.model.layers[0], self.core.model.layers[-1]]
+
+    def thaw(self) -> None:
+        """Makes frozen weights trained."""
+        thaw(self.core)
 
     def replica(self) -> tuple[int, ...]:
         """Ranks with the same have the same weights."""
@@ -138,19 +146,21 @@ class ZeroEngine(Engine):
 
     def __init__(self, case: Case, seed: int) -> None:
         super().__init__(case, seed)
-        system, kind = case["system"], case["optimizer"]
+        system, kind = case["system"], case.get("optimizer", "AdamW")
         is_infinity = system == "infinity"
-        given = torch_optimizer(case, self.model.parameters())
+        params = given_params(case, self.model.parameters())
+        given = torch_optimizer(case, params)
         if is_infinity and kind in ("AdamW", "SGD"):
             options = {k: v for k, v in given.defaults.items() if k in ("momentum", "eps")}
             own: Any = getattr(offload, kind)
-            given = own(self.model.parameters(), given.defaults["lr"], weight_decay=0.01, **options)
-        scheduler = scheduler_of(given) if case["scheduler"] == "before" else None
+            given = own(params, given.defaults["lr"], weight_decay=0.01, **options)
+        is_before = case.get("scheduler") == "before"
+        scheduler = scheduler_of(case, given) if is_before else None
         stage = 3 if is_infinity else int(system[-1])
         self.optimizer = zero.shard(
             self.model, given, stage, bucket_bytes=2000, offload_weights=is_infinity
         )
-        self.scheduler = scheduler or scheduler_of(self.optimizer)
+        self.scheduler = scheduler or scheduler_of(case, self.optimizer)
         self.made()
 
     def snapshot(self) -> list[Tensor]:
@@ -166,7 +176,7 @@ class LomoEngine(Engine):
         super().__init__(case, seed)
         kind, lr = {"Lomo": (Lomo, 0.2), "AdaLomo": (AdaLomo, 0.05)}[case["system"]]
         self.optimizer = kind(self.model, lr, 0.01, group=dist.group.WORLD)
-        self.scheduler = scheduler_of(self.optimizer)
+        self.scheduler = scheduler_of(case, self.optimizer)
         self.made()
 
 
@@ -182,18 +192,24 @@ class MeshEngine(Engine):
         early: list[Any] = []
 
         def make(params: Any) -> torch.optim.Optimizer:
-            made = torch_optimizer(case, params)
+            made = torch_optimizer(case, given_params(case, params))
             if case.get("scheduler") == "before":
-                early.append(scheduler_of(made))
+                early.append(scheduler_of(case, made))
             return made
 
         options: dict[str, Any] = {"num_microbatches": num_parts(case), "zero_stage": stage}
         if dims.pp > 1:
             options["schedule"] = case.get("schedule", "1f1b")
         options["recompute"] = case.get("recompute") == "yes"
+        if (loss_fn := loss_fn_of(case)) is not None:
+            options["loss_fn"] = loss_fn
+            if dims.tp > 1:  # the user's loss needs all classes
+                tensor_parallelize(self.model, dims.group("tp"), gather_logits=True)
+            if dims.pp > 1:  # which takes a user's loss with a user's blocks
+                self.model = pipeline_blocks(self.model)
         self.train = parallelize(self.model, dims, make, **options)
         self.model, self.optimizer = self.train.model, self.train.optimizer
-        self.scheduler = early[0] if early else scheduler_of(self.optimizer)
+        self.scheduler = early[0] if early else scheduler_of(case, self.optimizer)
         batch = dims["batch"]
         self.data_rank, self.num_data = batch.get_local_rank(), batch.size()
         self.is_whole = dims.pp == 1
@@ -208,11 +224,12 @@ class MeshEngine(Engine):
         return self.train
 
     def run(self, ids: Tensor, labels: Tensor) -> None:
-        self.train.step(ids, labels)
+        self.train.step(ids, targets_of(self.case, labels))
 
     def evaluate(self) -> float:
         use(self.case, ACTION_STEP, 0)
-        return float(self.train.evaluate(probe().repeat(2, 1), probe().repeat(2, 1)))
+        ids = probe().repeat(2, 1)
+        return float(self.train.evaluate(ids, targets_of(self.case, ids)))
 
     def hooked(self) -> list[nn.Module]:
         if self.is_whole:

@@ -11,6 +11,16 @@ import pytest
 import torch
 from pair_lomo import AdaLomoOracle
 from pair_table import Case
+from program_model import (
+    SCHEDULERS,
+    WITH_FROZEN,
+    change_parts,
+    class_weights,
+    default_dtype,
+    loss_of,
+    thaw,
+    weight_of,
+)
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -55,6 +65,7 @@ class Norm(nn.Module):
         return out
 
 
+@default_dtype(torch.float32)
 def make_model(case: Case, seed: int) -> Any:
     """A tiny Llama with a case's parts."""
     torch.manual_seed(seed)
@@ -81,6 +92,7 @@ def make_model(case: Case, seed: int) -> Any:
     if buffers != "none" or adapters:
         for layer in model.model.layers:
             layer.input_layernorm = Norm(layer.input_layernorm, buffers, adapters)
+    change_parts(case, model)
     return model
 
 
@@ -98,7 +110,7 @@ def batch_of(case: Case, step: int, data_rank: int, num_data: int) -> tuple[Tens
     """Ids and labels of a rank: (ROWS, LENGTH) int64."""
     generator = torch.Generator().manual_seed(100 * step + data_rank)
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
-    labels, kind = ids.clone(), case.get("labels", "full")
+    labels, kind = ids.clone(), case.get("labels", "padded" if "loss" in case else "full")
     if kind == "padded":  # rows of a rank, and ranks, have different numbers of labels
         for row in range(ROWS):
             labels[row, LENGTH - (row + 3 * data_rank) % (LENGTH - 1) :] = -100
@@ -119,12 +131,7 @@ def probed_loss(case: Case, model: Any) -> float:
     """The loss of the probe, without gradients."""
     use(case, ACTION_STEP, 0)
     with torch.no_grad():
-        return float(model(input_ids=probe(), labels=probe()).loss)
-
-
-def count(labels: Tensor) -> int:
-    """How many tokens are predicted."""
-    return int((labels[:, 1:] != -100).sum())
+        return float(loss_of(case, model, probe(), probe(), weight_of(case, probe())))
 
 
 class SmoothLion(torch.optim.Optimizer):
@@ -151,9 +158,14 @@ class SmoothLion(torch.optim.Optimizer):
                 param.sub_(group["lr"] * update / (update.abs() + 1e-2))
 
 
+def given_params(case: Case, params: Any) -> list[nn.Parameter]:
+    """The weights that a user gives to an optimizer."""
+    return [p for p in params if p.requires_grad or case.get("system") in WITH_FROZEN]
+
+
 def optimizer_of(case: Case, params: Any) -> torch.optim.Optimizer:
     """What makes a case's steps in one process."""
-    system = case.get("system")
+    system, params = case.get("system"), given_params(case, params)
     if system == "Lomo":
         return torch.optim.SGD(params, 0.2, weight_decay=0.01)
     if system == "AdaLomo":
@@ -173,9 +185,9 @@ def torch_optimizer(case: Case, params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, 0.02, eps=1e-3)
 
 
-def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
+def scheduler_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
     """One that changes every step."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+    return SCHEDULERS[case.get("kind of scheduler", "LambdaLR")](optimizer)
 
 
 class Alone:
@@ -187,7 +199,7 @@ class Alone:
         self.case, self.num_data, self.num_parts = case, num_data, num_parts
         self.model: Any = make_model(case, 0).double()
         self.optimizer = optimizer_of(case, self.model.parameters())
-        self.scheduler = scheduler_of(self.optimizer)
+        self.scheduler = scheduler_of(case, self.optimizer)
         # Statistics of each rank's rows.
         own = {name: value.clone() for name, value in self.model.named_buffers()}
         self._buffers = [copy.deepcopy(own) for _ in range(num_data)]
@@ -206,7 +218,7 @@ class Alone:
     def step(self, step: int) -> None:
         """One step of all ranks; what a rank raises, after all have run."""
         batches = [batch_of(self.case, step, r, self.num_data) for r in range(self.num_data)]
-        total = sum(count(labels) for _, labels in batches)
+        total = sum(weight_of(self.case, labels) for _, labels in batches)
         raised: Exception | None = None
         for rank, (ids, labels) in enumerate(batches):
             use(self.case, step, rank)
@@ -230,14 +242,18 @@ class Alone:
         if isinstance(self.optimizer, AdaLomoOracle):
             self.optimizer.num_steps -= 1
 
-    def _backward(self, ids: Tensor, labels: Tensor, total: int) -> None:
+    def _backward(self, ids: Tensor, labels: Tensor, total: float) -> None:
         for x, y in zip(ids.chunk(self.num_parts), labels.chunk(self.num_parts), strict=True):
             logits = self.model(input_ids=x).logits[:, :-1].flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, y[:, 1:].flatten(), reduction="sum")
+            weights = class_weights(logits) if self.case.get("loss") == "class weights" else None
+            loss = nn.functional.cross_entropy(logits, y[:, 1:].flatten(), weights, reduction="sum")
             (loss / total).backward()
 
     def evaluate(self) -> float:
         return probed_loss(self.case, self.model)
+
+    def thaw(self) -> None:
+        thaw(self.model)
 
     def hooked(self) -> list[nn.Module]:
         """The first and the last layer."""

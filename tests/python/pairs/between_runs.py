@@ -17,6 +17,7 @@ import torch.distributed as dist
 from between_model import ACTION_STEP, STEPS, VOCABULARY, Alone, make_model, probe, use
 from pair_model import local_of
 from pair_table import Case
+from program_model import PREFIXES, default_dtype
 from ranks import end_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -57,7 +58,8 @@ def outcome(rank: int, case: Case, folder: Path) -> Outcome:
     store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     try:
-        found = _train(rank, case, folder)
+        with default_dtype(getattr(torch, case.get("default dtype", "float32"))):
+            found = train(rank, case, folder)
         if case.get("leaving") == "one by one" and not found.kind:
             _leave(rank, num_ranks, found, folder)
         return found
@@ -65,7 +67,7 @@ def outcome(rank: int, case: Case, folder: Path) -> Outcome:
         end_groups()
 
 
-def _train(rank: int, case: Case, folder: Path) -> Outcome:
+def train(rank: int, case: Case, folder: Path) -> Outcome:
     seed = rank if case.get("seeds") == "per rank" else 0
     engine: Any = None
     before: list[Tensor] = []
@@ -83,6 +85,7 @@ def _train(rank: int, case: Case, folder: Path) -> Outcome:
         before = []
         seen |= loop.at_end()
         weights = get_state_dict(engine.owner, full=True)[0]
+        weights = {PREFIXES.sub("", name): value for name, value in weights.items()}
     except Exception as error:
         after = engine.snapshot() if engine is not None and before else []
         same = len(before) == len(after) and all(map(torch.equal, before, after))
@@ -151,6 +154,13 @@ class Loop:
 
     def between(self, step: int) -> dict[str, Any]:
         """Before a step."""
+        if step == 1 and self.case.get("trained") == "thawed":
+            self.engine.thaw()
+        first = self.case.get("first forward", "training")
+        if step == 0 and first != "training":
+            mode = torch.no_grad() if first == "no_grad" else torch.inference_mode()
+            with evaluating(self.engine.model), mode:
+                return {"loss before the first step": self.engine.evaluate()}
         action = self.case.get("between steps", "none")
         if step == ACTION_STEP + 1 and self.is_frozen:
             self._freeze(False)

@@ -41,6 +41,22 @@ process in float64, within {tolerance:g}. Replicas end with equal bits.
   destroy_process_group(), while rank 0 receives.
 - *used*: each layer has adapters, which rows of all ranks use, rows of one rank, or nobody's.
 
+"A person's program" has what users put around a model. Rows have different numbers of labels.
+
+- *loss*: the model's own, or one of the user's. It is a mean over labels other than -100, shifts
+  labels itself, ignores -1, has class weights, or divides a sum by num_items_in_batch. The user
+  passes it to parallelize() as loss_fn. Under ZeRO and Lomo the user weights the losses of ranks.
+- *wrapper*: what the system gets: the model, or the model in DistributedDataParallel,
+  torch.compile, or a module of the user's. With *adapters*, low-rank adapters are trained in a
+  module as PEFT's. With *checkpoint_wrapper*, torch's wrapper is around one layer.
+- *default dtype*: torch.set_default_dtype() while the user trains; weights are float32.
+- *first forward*: a training step, or an evaluation in no_grad or inference_mode before it.
+- *trained*: the first layer is always trained, frozen for good, or thawed before the second step.
+- *memory format*: a weight is transposed in memory, or a convolution is in channels_last.
+
+`tests/python/pairs/test_schedulers.py` runs every scheduler of torch under ZeRO and Lomo. Each is
+made before or after the system, and resumes from a checkpoint.
+
 Under Lomo and AdaLomo an exception in a backward pass leaves updated the weights that the pass has
 gone through, as with any optimizer inside the backward pass.
 
@@ -49,6 +65,7 @@ gone through, as with any optimizer inside the backward pass.
 # Where a table's cases run.
 NOTES = {
     "Between steps": "on 2 ranks, and 4 for mesh (dp 2 x tp 2 with ZeRO-2), ",
+    "A person's program": "on as many ranks (data: dp 2 without ZeRO) ",
     "Meshes whose ranks differ": "of parallelize() on 4 ranks ",
     "Meshes of three axes": "of parallelize() on 8 ranks ",
 }

@@ -180,14 +180,14 @@ class AdaLomoOracle(torch.optim.Optimizer):
         assert param.grad is not None
         state, grad, weight = self.state[param], param.grad.double(), param.detach().double()
         squares = grad.square() + 1e-30
-        if grad.dim() > 1:
+        if grad.dim() == 2:
             means = {"row": squares.mean(1, keepdim=True), "column": squares.mean(0, keepdim=True)}
         else:
             means = {"each": squares}
         for name, mean in means.items():
             old = state.get(name, torch.zeros_like(mean))
             state[name] = beta * old + (1 - beta) * mean
-        if grad.dim() > 1:
+        if grad.dim() == 2:
             moment = state["row"] * state["column"] / state["row"].mean()
         else:
             moment = state["each"]
