@@ -240,18 +240,6 @@ GLOO_OPTIONS = ("_devices", "_threads")
 _ddp: Any = DistributedDataParallel
 
 
-def unwrapped(module: Any) -> Any:
-    """The module in wrappers: torch.compile's, checkpoint_wrapper, PEFT's."""
-    while True:
-        found = getattr(module, "_modules", {})
-        inner = found.get("_orig_mod", found.get("_checkpoint_wrapped_module"))
-        if inner is None and hasattr(module, "get_base_model"):
-            inner = module.get_base_model()
-        if inner is None:
-            return module
-        module = inner
-
-
 def active_ddp() -> Any:
     """The DistributedDataParallel whose forward pass runs; None without one."""
     return _ddp._get_active_ddp_module()
@@ -296,6 +284,17 @@ def wrapped_attribute(module: Any) -> str | None:
     """The attribute with the module that a wrapper of torch is around; None for other modules."""
     kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
     return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
+
+
+def unwrapped(module: Any) -> Any:
+    """The module in wrappers of torch, and of PEFT."""
+    while True:
+        if (attribute := wrapped_attribute(module)) is not None:
+            module = getattr(module, attribute)
+        elif hasattr(module, "get_base_model"):
+            module = module.get_base_model()
+        else:
+            return module
 
 
 # ---- DeviceMesh and DTensor

@@ -123,12 +123,12 @@ def parallelize(
         from ringcomm.integrations.transformers import expert_parallelize
 
         replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
-        expert_parallelize(model, group=dims.group("ep"), replica_group=replicas)
+        expert_parallelize(inner, group=dims.group("ep"), replica_group=replicas)
     if dims.tp > 1 and not _has(whole, SplitModule):
         from ringcomm.integrations.transformers import tensor_parallelize
 
         more: Any = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
-        tensor_parallelize(model, dims.group("tp"), **more)
+        tensor_parallelize(inner, dims.group("tp"), **more)
     elif dims.pp == 1:
         _check_replicas(whole, dims)
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]

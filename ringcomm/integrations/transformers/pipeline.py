@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
 from ringcomm.parallel.tensor.layers import RowParallelLinear
+from ringcomm.torch_names import unwrapped
 
 
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
@@ -23,6 +24,7 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     The model must have a pipeline plan in its config, or TypeError is raised. It may come from
     tensor_parallelize(). It is changed in place and can no longer be called itself.
     """
+    model = unwrapped(model)
     base: Any = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
     head = model.get_output_embeddings() if base is not None and base is not model else None

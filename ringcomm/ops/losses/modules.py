@@ -63,20 +63,26 @@ class CrossEntropyLoss(nn.Module):
             shard = find_shard(num_columns, group, None, vocab_size, weight)
             vocab_start, vocab_size = shard.start, shard.size
         self.register_buffer("weight", weight, persistent=False)
-        self._group_name = None if group is None else group.group_name
+        self._group: Any = group
         shards = {"vocab_start": vocab_start, "vocab_size": vocab_size}
         self.options: dict[str, Any] = {**shards, **options, "inplace": inplace}
         self.register_load_state_dict_pre_hook(_load_weight)
 
-    def _group(self) -> dist.ProcessGroup | None:
-        return None if self._group_name is None else group_named(self._group_name)
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, with the name of the group."""
+        return {**vars(self), "_group": None if self._group is None else self._group.group_name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Looks for the group of the name."""
+        super().__setstate__(state)
+        self._group = None if self._group is None else group_named(self._group)
 
     def forward(
         self, logits: Tensor, target: Tensor, num_items: float | Tensor | None = None
     ) -> Any:
         """The loss of ringcomm.ops.cross_entropy."""
         given = {"weight": self.weight, "num_items": num_items, **self.options}
-        return cross_entropy(logits, target, group=self._group(), **given)
+        return cross_entropy(logits, target, group=self._group, **given)
 
 
 def _load_weight(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -128,4 +134,4 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
     ) -> Any:
         """The loss of ringcomm.ops.linear_cross_entropy."""
         given = {"class_weight": self.weight, "num_items": num_items, **self.options}
-        return linear_cross_entropy(hidden, weight, target, bias=bias, group=self._group(), **given)
+        return linear_cross_entropy(hidden, weight, target, bias=bias, group=self._group, **given)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.model.describe import Model, Weight
 from ringcomm.parallel.model.owners import find_shards, find_trainer
 from ringcomm.parallel.model.stage_part import StagePart
@@ -86,6 +87,13 @@ _MODULES = (
         _LOMO,
         lambda m, _: isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse,
         "{name} produces sparse gradients: make it with sparse=False",
+    ),
+    _Row(
+        _TRAINERS - _SERVER,  # a rank may have no weight of theirs
+        lambda m, a: a.is_replicated and isinstance(m, LocalExperts) and m.group.size() > 1,
+        "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
+        " train this model with an optimizer of torch and"
+        " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(
         _TRAINERS,
@@ -172,13 +180,6 @@ _WEIGHTS = (
         {"WeightShards"},
         lambda w, _: w.tensor.is_meta,
         "weights to shard must have values, but {name} is on the meta device",
-    ),
-    _Row(
-        _ZERO | {"WeightShards"} | _LOMO,
-        lambda w, a: w.experts is not None and a.is_replicated,
-        "each rank has different experts in {experts}, but {asked.name} would treat them as"
-        " replicas: train this model with an optimizer of torch and"
-        " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(
         _ZERO,
@@ -271,7 +272,7 @@ def refuse(model: Model, asked: Asked) -> None:
     for weight in model.weights.values():
         for row in rows:
             if row.is_so(weight, asked):
-                raise row.kind(_text_of(row, weight, model, asked))
+                raise row.kind(_text_of(row, weight, asked))
     both = None if asked.system in _LOMO else model.in_same_memory()
     if both is not None:
         raise ValueError(
@@ -284,8 +285,7 @@ def refuse(model: Model, asked: Asked) -> None:
             raise ValueError(f"weights to shard must be on one device, got {sorted(devices)}")
 
 
-def _text_of(row: _Row, weight: Weight, model: Model, asked: Asked) -> str:
-    names = (name for name, layer in model.experts.items() if layer is weight.experts)
+def _text_of(row: _Row, weight: Weight, asked: Asked) -> str:
     tensor = weight.tensor
     return row.text.format(
         name=weight.name,
@@ -293,6 +293,5 @@ def _text_of(row: _Row, weight: Weight, model: Model, asked: Asked) -> str:
         asked=asked,
         trainer=type(find_trainer(tensor)).__name__,
         type=type(tensor.data if "{type}" in row.text else tensor).__name__,
-        experts=next(names, "").removesuffix(".") or "the model",
         dtype=None if asked.options is None else _dtype_of(weight, asked),
     )

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Adapted(nn.Module):
 class WithAdapters(nn.Module):
     """PEFT's module around a model: it has all attributes of the model, and hides its arguments."""
 
-    active_peft_config = None
+    active_peft_config = SimpleNamespace(is_prompt_learning=False)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
