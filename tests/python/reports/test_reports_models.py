@@ -89,7 +89,7 @@ def test_dropout_outside_of_split_layers_has_one_mask(rank: int) -> None:
 
     With one seed weights are those of one process, with two an error comes before a step.
     """
-    options = {"num_labels": 3, "classifier_dropout": 0.2}
+    options: Any = {"num_labels": 3, "classifier_dropout": 0.2}
     model, alone = tensor_parallelize(llama("TokenClassification", **options)), None
     check_labels = {"labels": ids_of(0) % 3}
     alone = llama("TokenClassification", **options)
@@ -154,7 +154,7 @@ def test_own_layers_with_dropout_between_them(rank: int) -> None:
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        where = {"group": dims.group("tp")}
+        where: Any = {"group": dims.group("tp")}
         layers = rnn.ColumnParallelLinear(DIM, 16, **where), rnn.RowParallelLinear(16, DIM, **where)
         return nn.Sequential(*layers, nn.Dropout(0.3))
 
@@ -714,7 +714,7 @@ def test_dropout_in_a_pipeline_of_own_layers(rank: int) -> None:
     dims = ParallelDims(tp=2, pp=2)
 
     def block() -> nn.Module:
-        where = {"group": dims.group("tp")}
+        where: Any = {"group": dims.group("tp")}
         layers = rnn.ColumnParallelLinear(DIM, 16, **where), rnn.RowParallelLinear(16, DIM, **where)
         return nn.Sequential(*layers, nn.Dropout(0.3))
 

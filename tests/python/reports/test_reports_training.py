@@ -118,7 +118,8 @@ class Kept(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].a.register_forward_hook(self.keep)
+        inner: Any = self.blocks[1].a
+        inner.register_forward_hook(self.keep)
 
     def keep(self, *args: Any) -> None:
         self.kept = args[-1]
@@ -600,8 +601,10 @@ def test_a_checkpoint_over_several_units(rank: int, stage: int, kind: str) -> No
 def with_hooks() -> nn.Module:
     model = Net()
     for block in model.blocks:
-        block.register_full_backward_pre_hook(lambda _, grads: tuple(2 * g for g in grads))
-        block.register_full_backward_hook(lambda _, grads, __: tuple(g / 3 for g in grads))
+        before: Any = lambda _, grads: tuple(2 * g for g in grads)  # noqa: E731
+        after: Any = lambda _, grads, __: tuple(g / 3 for g in grads)  # noqa: E731
+        block.register_full_backward_pre_hook(before)
+        block.register_full_backward_hook(after)
     return model
 
 
