@@ -165,12 +165,12 @@ PROGRAM = Table(
         ),
         Refused(
             "memory format: transposed or channels_last; system: zero 3 or infinity",
-            "NotImplementedError|ValueError: contiguous",
+            "ValueError: contiguous",
             "contiguous weights, or stage 1 or 2",
         ),
         Refused(
             "trained: thawed; system: zero 1 or zero 2 or zero 3 or infinity or mesh",
-            "ValueError: would not be updated",
+            r"ValueError: model\.layers\.0.* made to require grad, after zero\.shard\(\)",
             "the optimizer made after the last change of requires_grad",
         ),
         Refused(
