@@ -153,7 +153,7 @@ _WEIGHTS = (
         TypeError,
     ),
     _Row(
-        _SHARDS | _FSDP,
+        _SHARDS,
         lambda w, _: w.tensor.layout != torch.strided or not w.tensor.is_contiguous(),
         "weights to shard must be dense and contiguous, but {name} is not",
     ),

@@ -165,7 +165,7 @@ PROGRAM = Table(
         ),
         Refused(
             "memory format: transposed or channels_last; system: zero 3 or infinity",
-            "ValueError: contiguous",
+            "NotImplementedError|ValueError: contiguous",
             "contiguous weights, or stage 1 or 2",
         ),
         Refused(
