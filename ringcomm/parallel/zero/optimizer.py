@@ -126,9 +126,9 @@ class ZeroOptimizer(States):
         self._is_made = False
         self._given = weakref.ref(optimizer)
         self._inner = None if self._is_offloaded else over_groups(optimizer, [])
-        # The same dicts: a scheduler of the given optimizer sets these options. Others look for
-        # momentum in the defaults.
-        super().__init__(optimizer.param_groups, optimizer.defaults)
+        # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
+        super().__init__(optimizer.param_groups, {})
+        self.defaults = optimizer.defaults  # OneCycleLR asks them for betas
         move_step_hooks(optimizer, self)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.

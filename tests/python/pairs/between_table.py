@@ -146,7 +146,7 @@ PROGRAM = Table(
         ),
         Refused(
             "trained: thawed; system: zero 1 or zero 2 or zero 3 or infinity or mesh",
-            "ValueError: would not be updated",
+            r"ValueError: model\.layers\.0.* made to require grad, after zero\.shard\(\)",
             "the optimizer made after the last change of requires_grad",
         ),
         Refused(

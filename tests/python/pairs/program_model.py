@@ -51,35 +51,22 @@ def targets_of(case: Case, labels: Tensor) -> Tensor:
 def loss_fn_of(case: Case) -> Callable[..., Tensor] | None:
     """The user's loss of a model's output and targets; None for the model's own."""
 
-    def cross_entropy(output: Any, targets: Tensor, **options: Any) -> Tensor:
+    kind = case.get("loss", "the model's")
+    options: dict[str, Any] = {"ignore_index": -1} if kind == "ignore_index=-1" else {}
+
+    def mean(output: Any, targets: Tensor) -> Tensor:
         logits = getattr(output, "logits", output)
-        if options.pop("is_weighted", False):
+        if kind == "shifts labels":
+            logits, targets = logits[:, :-1], targets[:, 1:]
+        if kind == "class weights":
             options["weight"] = class_weights(logits)
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
 
-    def mean(output: Any, targets: Tensor) -> Tensor:
-        return cross_entropy(output, targets)
-
-    def shifting(output: Any, targets: Tensor) -> Tensor:
-        return cross_entropy(getattr(output, "logits", output)[:, :-1], targets[:, 1:])
-
-    def ignoring(output: Any, targets: Tensor) -> Tensor:
-        return cross_entropy(output, targets, ignore_index=-1)
-
-    def weighted(output: Any, targets: Tensor) -> Tensor:
-        return cross_entropy(output, targets, is_weighted=True)
-
     def divided(output: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
-        return cross_entropy(output, targets, reduction="sum") / num_items_in_batch
+        options["reduction"] = "sum"
+        return mean(output, targets) / num_items_in_batch
 
-    return {
-        "the model's": None,
-        "mean": mean,
-        "shifts labels": shifting,
-        "ignore_index=-1": ignoring,
-        "class weights": weighted,
-        "sum / num_items": divided,
-    }[case.get("loss", "the model's")]
+    return {"the model's": None, "sum / num_items": divided}.get(kind, mean)
 
 
 def loss_of(case: Case, model: Any, ids: Tensor, labels: Tensor, total: float) -> Tensor:
