@@ -21,7 +21,7 @@ from ringcomm.parallel.model.owners import find_shards, find_trainer, note_train
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
 from ringcomm.parallel.model.starts import start_equal
-from ringcomm.parallel.model.units import watch_whole_weights
+from ringcomm.parallel.shards.units import watch_whole_weights
 
 
 class ModelWeights:

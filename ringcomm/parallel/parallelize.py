@@ -21,8 +21,8 @@ from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.starts import start_equal
-from ringcomm.parallel.model.units import default_units
 from ringcomm.parallel.parallelized import Parallelized
+from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
 from ringcomm.parallel.tensor.splits import SplitModule
 from ringcomm.parallel.zero.elementwise import REFUSED

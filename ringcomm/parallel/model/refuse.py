@@ -60,9 +60,8 @@ class _Row(NamedTuple):
     kind: type[Exception] = ValueError
 
 
-def _changes_its_weight(module: Any) -> bool:
-    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    return is_table and module.max_norm is not None and module.weight.requires_grad
+def _is_table(module: Any) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 _MODULES = (
@@ -84,8 +83,8 @@ _MODULES = (
         "{name} is already sharded by fully_shard",
     ),
     _Row(
-        _LOMO,
-        lambda m, _: isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse,
+        _ZERO | _LOMO,
+        lambda m, _: _is_table(m) and m.sparse and m.weight.requires_grad,
         "{name} produces sparse gradients: make it with sparse=False",
     ),
     _Row(
@@ -97,7 +96,7 @@ _MODULES = (
     ),
     _Row(
         _TRAINERS,
-        lambda m, a: a.is_replicated and _changes_its_weight(m),
+        lambda m, a: a.is_replicated and _is_table(m) and m.max_norm and m.weight.requires_grad,
         "{asked.name} cannot keep {name}.weight equal on all ranks, because max_norm changes it in"
         " the forward pass of one: set max_norm=None, and scale the embeddings that are looked up",
     ),

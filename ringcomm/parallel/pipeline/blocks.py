@@ -19,8 +19,8 @@ from ringcomm.parallel.loss import parameters_of
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart
-from ringcomm.parallel.model.units import check_can_materialize
 from ringcomm.parallel.pipeline.schedules import Log, Plan
+from ringcomm.parallel.shards.units import check_can_materialize
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 

@@ -18,7 +18,6 @@ from ringcomm.parallel.batches import check_rows
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
 from ringcomm.parallel.loss import CountItems, LossError, PartLoss, StepLoss, parameters_of
 from ringcomm.parallel.model.stage_part import refuse_stage_copy
-from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
@@ -33,6 +32,7 @@ from ringcomm.parallel.pipeline.blocks import (
 from ringcomm.parallel.pipeline.schedules import Action, Log, Timeline, make_plan
 from ringcomm.parallel.pipeline.stage import Metas, Stage, find_boundaries, forward_only, shown
 from ringcomm.parallel.pipeline.torch_stage import meta_like
+from ringcomm.parallel.shards.units import materialize
 
 Loss = Callable[..., Tensor]
 Inputs = Tensor | tuple[Tensor, ...]

@@ -21,9 +21,9 @@ from ringcomm.parallel.model.owners import note_shards
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.model.starts import start_equal
-from ringcomm.parallel.model.units import check_can_materialize, materialize, params_of_units
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward
+from ringcomm.parallel.shards.units import check_can_materialize, materialize, params_of_units
 from ringcomm.torch_names import ignore_in_ddp, ignored_in_ddp
 
 

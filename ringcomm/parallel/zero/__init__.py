@@ -16,7 +16,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.model.units import check_can_materialize
+from ringcomm.parallel.shards.units import check_can_materialize
 from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity

@@ -17,8 +17,8 @@ from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal
-from ringcomm.parallel.model.units import materialize
 from ringcomm.parallel.offload.optimizers import Operands
+from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import tree_map_only

@@ -11,8 +11,8 @@ from torch import nn
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.model.describe import describe
-from ringcomm.parallel.model.units import fsdp_units, params_of_units
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
+from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import plan_buckets
 from ringcomm.parallel.zero.elementwise import is_offloaded, num_states
 from ringcomm.parallel.zero.optimizer import ShardOptions

@@ -23,12 +23,12 @@ from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.model.starts import start_equal
-from ringcomm.parallel.model.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.unit_hooks import (
     refuse_create_graph,
     tensors_in,
     with_own_memory,
 )
+from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
 from ringcomm.torch_names import (
