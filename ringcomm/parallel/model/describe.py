@@ -50,11 +50,11 @@ class Weight:
 
     def is_apart(self, group: dist.ProcessGroup) -> bool:
         """Whether the ranks of a group have different elements of it."""
+        if find_shards(self.tensor) is not None:  # the pieces are equal already
+            return True
         groups = [] if self.layer is None else [self.layer.group]
         if self.experts is not None:
             groups.append(self.experts.group)
-        if (shards := find_shards(self.tensor)) is not None:
-            groups.append(shards.group)
         if isinstance(self.tensor, DTensor):
             mesh = self.tensor.device_mesh
             shard_dims = [d for d, p in enumerate(self.tensor.placements) if not p.is_replicate()]
