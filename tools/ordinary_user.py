@@ -120,7 +120,6 @@ def run_inside(stage: Path, arguments: list[str]) -> int:
         "TMPDIR": str(own),
         "USER": NAME,
         "LOGNAME": NAME,
-        "RINGCOMM_ORDINARY_USER": "1",
     }
     drop = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
     probe = [*drop, sys.executable, "-c", "import pytest, torch, ringcomm"]

@@ -10,7 +10,7 @@ import ordinary_user
 import pytest
 
 
-@pytest.mark.skipif("RINGCOMM_ORDINARY_USER" not in os.environ, reason="only in that account")
+@pytest.mark.skipif(os.environ.get("USER") != "ringcomm-user", reason="only in that account")
 def test_it_is_an_ordinary_account() -> None:
     user = pwd.getpwuid(os.geteuid())
     assert user.pw_name == ordinary_user.NAME
