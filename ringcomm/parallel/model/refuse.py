@@ -165,6 +165,12 @@ _WEIGHTS = (
         TypeError,
     ),
     _Row(
+        _ZERO,
+        lambda w, a: isinstance(w.tensor, DTensor) and (a.system != "zero 3" or a.mesh is None),
+        "{name} is a DTensor: only stage 3 without offload_weights shards such weights, with mesh=,"
+        " other dimensions of the DeviceMesh that they are on",
+    ),
+    _Row(
         _SHARDS,
         lambda w, a: not _is_plain(w, a),
         "weights to shard must be plain tensors, but {name} is a {type}",
@@ -197,12 +203,6 @@ _WEIGHTS = (
         lambda w, _: w.split is not None and any(begin == end for begin, end in w.split.ranges),
         "{name} has no part for some tensor-parallel ranks, and fully_shard of stage 3 takes no"
         " empty parts: use stage 1 or 2, or fewer ranks",
-    ),
-    _Row(
-        _ZERO,
-        lambda w, a: isinstance(w.tensor, DTensor) and (a.system != "zero 3" or a.mesh is None),
-        "{name} is a DTensor: only stage 3 without offload_weights shards such weights, with mesh=,"
-        " other dimensions of the DeviceMesh that they are on",
     ),
     _Row(
         _FSDP,
