@@ -388,11 +388,11 @@ def gather_outside_inference_mode(unit: Any) -> None:
                 setattr(param, name, partial(_outside_inference_mode, getattr(param, name)))
 
 
-def _outside_inference_mode(call: Callable[..., Any], *args: Any) -> Any:
+def _outside_inference_mode(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_inference_mode_enabled():  # entering it costs 3 us
-        return call(*args)
+        return call(*args, **kwargs)
     with torch.inference_mode(False):
-        return call(*args)
+        return call(*args, **kwargs)
 
 
 def gathered_weights(module: Any) -> list[Any]:
