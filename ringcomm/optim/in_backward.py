@@ -266,8 +266,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 index = len(path.slots) + len(new)
                 name = weights.name_of(param, index)
                 weights.check_param(param, name)
-                part, kind = weights.parts.get(param), type(self).__name__
-                new.append(Slot(param, name, index, group_idx, part, kind, options.reduce_dtype))
+                cut, kind = weights.cut_of(param), type(self).__name__
+                new.append(Slot(param, name, index, group_idx, cut, kind, options.reduce_dtype))
         slots = [*path.slots, *new]
         weights.check_ranks(slots, options.group)
         if options.looks_ahead:

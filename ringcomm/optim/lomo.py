@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.options import StepOptions
-from ringcomm.optim.slot import Block, Layout, Slot
+from ringcomm.optim.slot import Slot
+from ringcomm.parallel.model.cut import Box, Cut, pieces_of
 
 _ops: Any = torch.ops.ringcomm
 
@@ -119,7 +120,7 @@ class Lomo(InBackwardOptimizer):
             options["padding_idx"] = gradient.padding_idx
             _ops.embedding_sgd_update_(weight, *gradient.parts, *scalars, **options)
         else:
-            options["first_elem"] = slot.layout.first_elem
+            options["first_elem"] = slot.cut.first_elem
             _ops.sgd_update_(weight, gradient.dense(), *scalars, **options)
 
     def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
@@ -189,66 +190,83 @@ class AdaLomo(InBackwardOptimizer):
         super().__init__(model_or_params, model, defaults, StepOptions(**options))
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
-        rows, columns = slot.layout.matrix
         zeros = partial(slot.local.new_zeros, dtype=torch.float32)
-        if not slot.layout.is_matrix:
-            return {"exp_avg_sq": zeros(columns)}
+        if len(slot.cut.shape) != 2:
+            return {"exp_avg_sq": zeros(slot.local.numel())}
+        rows, columns = slot.cut.shape
         return {"exp_avg_sq_row": zeros(rows), "exp_avg_sq_col": zeros(columns)}
 
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """See InBackwardOptimizer."""
-        group, layout, local = self._group_of(slot), slot.layout, slot.local
+        group, cut, local = self._group_of(slot), slot.cut, slot.local
         lr, seed = self._lr_of(slot), self._rounding_seed(slot)
         low = self._state_of(slot).get("low")
         # Row by row, whatever the order in memory.
         weight, grad = local.contiguous(), gradient.dense(torch.float32).contiguous()
         low_rows = None if low is None else low.contiguous()
         rows, columns = self._factors(slot, grad, factor)
-        blocks: list[tuple[Block, tuple[Tensor, ...], dict[str, Any]]] = []
-        for block in layout.blocks:
-            factors = rows[block.rows], columns[block.columns]
-            low_part = None if low_rows is None else block.of(low_rows)
-            options = {"low": low_part, "clip_value": self.options.clip_grad_value}
-            blocks.append((block, (block.of(weight), block.of(grad), *factors), options))
+        boxes, firsts = _matrices_of(slot)
+        lows = [None] * len(boxes) if low_rows is None else pieces_of(low_rows, boxes)
+        blocks: list[tuple[Any, dict[str, Any]]] = []
+        for box, own, grad_part, low_part in zip(
+            boxes, pieces_of(weight, boxes), pieces_of(grad, boxes), lows, strict=True
+        ):
+            given = own, grad_part, _along(0, box, rows), _along(1, box, columns)
+            blocks.append((given, {"low": low_part, "clip_value": self.options.clip_grad_value}))
         squares = torch.zeros(2, dtype=torch.float32, device=weight.device)
-        for _, given, options in blocks:
+        for given, options in blocks:
             squares += _ops.adalomo_squares(*given, factor, **options)
-        mean_squares = _summed(squares, layout) / max(1, layout.shape.numel())
+        mean_squares = _summed(squares, cut) / max(1, cut.shape.numel())
         update_rms, weight_rms = mean_squares.sqrt().unbind()
         size = lr * weight_rms.clamp(min=group["eps"][1])
         shrunk = size / (update_rms / group["clip_threshold"]).clamp(min=1.0)
         scalars = torch.stack([shrunk, 1 - size * group["weight_decay"]])
-        for block, given, options in blocks:
-            first_elem = layout.first_elem + block.begin
-            _ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first_elem)
+        for (given, options), first in zip(blocks, firsts, strict=True):
+            _ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first)
         local.copy_(weight)  # torch does nothing if they are the same
         if low is not None and low_rows is not None:
             low.copy_(low_rows)
 
     def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """Updates the moments; returns the factors of the rows and columns of G that make U."""
-        group, state, layout = self._group_of(slot), self._state_of(slot), slot.layout
+        group, state = self._group_of(slot), self._state_of(slot)
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
-        num_rows, num_columns = layout.matrix
+        is_matrix = len(slot.cut.shape) == 2
+        num_rows, num_columns = slot.cut.shape if is_matrix else (1, grad.numel())
         sums = grad.new_zeros(num_rows + num_columns, dtype=torch.float32)
         rows, columns = sums[:num_rows], sums[num_rows:]
-        for block in layout.blocks:
-            of_rows, of_columns = _ops.square_sums(
-                block.of(grad), factor, clip_value=self.options.clip_grad_value
-            )
-            rows[block.rows] += of_rows
-            columns[block.columns] += of_columns
-        if not layout.is_matrix:
+        boxes, _ = _matrices_of(slot)
+        for box, part in zip(boxes, pieces_of(grad, boxes), strict=True):
+            found = _ops.square_sums(part, factor, clip_value=self.options.clip_grad_value)
+            for dim, sums_of_dim in enumerate((rows, columns)):
+                _along(dim, box, sums_of_dim).add_(found[dim])
+        if not is_matrix:
             moment = state["exp_avg_sq"].lerp_(columns + eps, weight)
             return moment.new_ones(1), moment.rsqrt()
-        _summed(sums, layout)
+        _summed(sums, slot.cut)
         row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
         column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)
         return (row / row.mean()).rsqrt(), column.rsqrt()
 
 
-def _summed(sums: Tensor, layout: Layout) -> Tensor:
+def _matrices_of(slot: Slot) -> tuple[tuple[Box, ...], list[int]]:
+    """This rank's boxes of a matrix, and the index of each one's first element in the weight.
+
+    A weight that is not a matrix is one row, of the local elements.
+    """
+    cut = slot.cut
+    if len(cut.shape) == 2:
+        return cut.boxes, [cut.index_of(box) for box in cut.boxes]
+    return (Box((0, 0), (1, slot.local.numel())),), [cut.first_elem]
+
+
+def _along(dim: int, box: Box, values: Tensor) -> Tensor:
+    """The values of a box's rows (dimension 0) or columns (1)."""
+    return values.narrow(0, box.offsets[dim], box.sizes[dim])
+
+
+def _summed(sums: Tensor, cut: Cut) -> Tensor:
     """Reduces sums over this rank's part to sums over the whole weight, in place. Collective."""
-    for group in layout.groups:
+    for group in cut.groups:
         dist.all_reduce(sums, group=group)
-    return sums.div_(layout.num_copies)
+    return sums.div_(cut.num_copies)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from ringcomm.optim.fused_layers import fuse, is_fusable, plain_class, unfuse
 from ringcomm.optim.slot import Slot
 from ringcomm.parallel.model.axes import Axes, Held, overlap
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.cut import Cut
+from ringcomm.parallel.model.describe import Weight, describe
 from ringcomm.parallel.model.owners import find_shards, find_trainer, note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart, has_several_stages
@@ -45,13 +46,14 @@ class ModelWeights:
         # The modules that have a parameter, each with the parameter's name in it.
         self._places = {param: weight.places for param, weight in weights.items()}
         self._names = {param: weight.name for param, weight in weights.items()}
-        self.parts: dict[nn.Parameter, Any] = {  # of tensor-parallel layers
-            p: (weight.layer, weight.split) for p, weight in weights.items() if weight.layer
-        }
 
     def name_of(self, param: nn.Parameter, index: int) -> str:
         """Its name in messages."""
         return self._names.get(param, f"parameter {index} of shape {tuple(param.shape)}")
+
+    def cut_of(self, param: nn.Parameter) -> Cut:
+        """Its elements on this rank."""
+        return self._described.weights.get(param, Weight(param)).cut()
 
     # ---- checks, which raise ValueError
 
@@ -82,7 +84,7 @@ class ModelWeights:
         """Raises for weights that differ between the ranks of a data-parallel group."""
         self._refuse_replicas()
         for slot in slots:
-            if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
+            if slot.shards is not None or any(overlap(g, group) for g in slot.cut.groups):
                 raise ValueError(
                     f"{slot.name} is sharded, and its shards have their own group: leave group= out"
                 )
@@ -102,7 +104,8 @@ class ModelWeights:
         if group is not None or not plain:
             return
         self._refuse_replicas()
-        if all(module.group.size() < world_size for module, _ in self.parts.values()):
+        layers = [w.layer for w in self._described.weights.values() if w.layer is not None]
+        if all(layer.group.size() < world_size for layer in layers):
             raise ValueError(
                 f"{self._optimizer} without group= would train {plain[0].name} separately on each "
                 f"of {world_size} ranks, and the replicas would diverge: pass "

@@ -1,10 +1,10 @@
-"""One weight of an optimizer in the backward pass: its gradient until used, and its layout."""
+"""One weight of an optimizer in the backward pass, and its gradient until it is used."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,14 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model.axes import Held
+from ringcomm.parallel.model.cut import Cut
 from ringcomm.parallel.shards import find_shards
-from ringcomm.parallel.tensor.splits import Split, SplitModule
 from ringcomm.torch_names import (
     NO_BACKWARD,
     active_ddp,
     graph_task,
     like_dtensor,
     params_of_ddp,
-    shape_and_offset,
     tree_leaves,
     will_run,
     without_torch_function,
@@ -77,8 +76,9 @@ class Slot:
         arrived_in: the id of the backward pass of the last gradient.
         first_use: the sequence number of its first use by a layer in this step; 0 if not used.
         num_unseen_uses: uses in no_grad mode; a reentrant checkpoint may have a gradient for each.
-        grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks. layout,
-        parts: the part on this rank, and the ranks with the other parts, for norms.
+        grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks.
+        cut: the weight's elements on this rank.
+        parts: the ranks with the others, for norms.
         peers: for a shard, the groups of the mesh whose ranks have gradients of the same weights.
         whole: the parameter for autograd's gradients, which differs with fully_shard.
         placeholder: in .grad from a gradient's arrival until forget().
@@ -90,13 +90,13 @@ class Slot:
         name: str,
         index: int,
         group_idx: int,
-        part: tuple[SplitModule, Split] | None,
+        cut: Cut,
         optimizer: str,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
         self.shards = find_shards(param)
-        self.layout = layout_of(param, part)
+        self.cut = cut
         self.parts = Held((), 1)
         self.peers: Groups = () if self.shards is None else (self.shards.group,)
         self.whole = param
@@ -288,94 +288,3 @@ class Slot:
                 self._node = torch.autograd.graph.get_gradient_edge(whole).node
             self._node_is_for = current
         return will_run(self._node)
-
-
-# ---- this rank's part of a weight
-
-
-class Block(NamedTuple):
-    """A rectangle of a matrix on this rank: local elements from `begin`, row by row."""
-
-    begin: int
-    rows: slice
-    columns: slice
-
-    def of(self, local: Tensor) -> Tensor:
-        """The rectangle in a local tensor in memory order, as a matrix."""
-        shape = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-        return local.view(-1).narrow(0, self.begin, shape[0] * shape[1]).view(shape)
-
-
-class Layout(NamedTuple):
-    """This rank's part of a weight.
-
-    Attributes:
-        shape: of the whole weight.
-        matrix: its rows and columns; (1, local elements) if it is not a matrix and has one moment
-            per element.
-        blocks: the local part of it.
-        groups: a sum over local parts, summed over each of these groups, counts each element
-            `num_copies` times.
-        first_elem: the index of the first local element in the whole weight, for the random bits of
-            rounding.
-    """
-
-    shape: torch.Size
-    matrix: tuple[int, int]
-    blocks: list[Block]
-    groups: Groups
-    num_copies: int
-    first_elem: int
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether second moments are kept by row and column."""
-        return len(self.shape) == 2
-
-
-def layout_of(param: nn.Parameter, part: tuple[SplitModule, Split] | None) -> Layout:
-    """The layout of a parameter, unsharded or sharded; `part` describes a tensor-parallel part.
-
-    The local elements are [begin, end) of a box: a tensor of shape `box`, whose first element is at
-    `offsets` of the whole weight.
-    """
-    shape, box, offsets = list(param.shape), param.shape, [0] * param.dim()
-    groups, num_copies, shards = [], 1, find_shards(param)
-    begin, end = (0, param.numel()) if shards is None else shards.range_of(param)
-    if isinstance(param, DTensor):
-        mesh = param.device_mesh
-        local_shape, at = shape_and_offset(shape, mesh, param.placements)
-        box, offsets = torch.Size(local_shape), list(at)
-        end = box.numel()
-        groups = [mesh.get_group(i) for i, p in enumerate(param.placements) if p.is_shard()]
-    elif shards is not None:
-        groups = [shards.group]
-    if part is not None:
-        module, split = part
-        shape[split.dim], num_copies = split.total, split.num_replicas
-        offsets[split.dim] += split.begin
-        groups.append(module.group)
-    first_elem = 0
-    for size, offset in zip(shape, offsets, strict=True):
-        first_elem = first_elem * size + offset
-    if len(shape) == 2:
-        matrix, blocks = (shape[0], shape[1]), _blocks(begin, end, box[1], *offsets)
-    else:
-        matrix, blocks = (1, end - begin), [Block(0, slice(0, 1), slice(0, end - begin))]
-    groups = [group for group in groups if group.size() > 1]
-    return Layout(torch.Size(shape), matrix, blocks, tuple(groups), num_copies, first_elem + begin)
-
-
-def _blocks(begin: int, end: int, width: int, first_row: int, first_column: int) -> list[Block]:
-    """The elements [begin, end) of a box as blocks: the end of a row, full rows, part of a row."""
-    blocks, at = [], begin
-    while at < end:
-        row, column = divmod(at, width)
-        is_whole = column == 0 and end - at >= width
-        last_row = end // width if is_whole else row + 1
-        last_column = width if is_whole else min(width, column + end - at)
-        rows = slice(first_row + row, first_row + last_row)
-        columns = slice(first_column + column, first_column + last_column)
-        blocks.append(Block(at - begin, rows, columns))
-        at = (last_row - 1) * width + last_column
-    return blocks

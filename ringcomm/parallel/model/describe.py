@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.model.axes import Axes, Held, mesh_of, overlap
+from ringcomm.parallel.model.cut import Cut, cut_of
 from ringcomm.parallel.model.owners import find_shards
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
@@ -52,14 +53,20 @@ class Weight:
         """Whether the ranks of a group have different elements of it."""
         if find_shards(self.tensor) is not None:  # the pieces are equal already
             return True
-        groups = [] if self.layer is None else [self.layer.group]
-        if self.experts is not None:
-            groups.append(self.experts.group)
+        experts = [] if self.experts is None else [self.experts.group]
+        return any(overlap(own, group) for own in [*self.cut().groups, *experts])
+
+    def cut(self, span: tuple[int, int] | None = None) -> Cut:
+        """Its elements on this rank, or the flat elements [begin, end) of them."""
+        groups = []
         if isinstance(self.tensor, DTensor):
-            mesh = self.tensor.device_mesh
-            shard_dims = [d for d, p in enumerate(self.tensor.placements) if not p.is_replicate()]
-            groups += [mesh.get_group(dim) for dim in shard_dims]
-        return any(overlap(own, group) for own in groups)
+            mesh, placements = self.tensor.device_mesh, enumerate(self.tensor.placements)
+            groups = [mesh.get_group(dim) for dim, p in placements if not p.is_replicate()]
+        elif (shards := find_shards(self.tensor)) is not None:
+            groups, span = [shards.group], span or shards.range_of(self.tensor)
+        if self.layer is not None:
+            groups.append(self.layer.group)
+        return cut_of(self.tensor, self.split, groups, span)
 
 
 class Model:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import lru_cache, partial
-from operator import add
 from typing import Any
 
 import torch
@@ -15,18 +14,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.cut import Box, cut_of
+from ringcomm.parallel.model.describe import Weight, describe
 from ringcomm.parallel.model.names import plain_name
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
-    Box,
     Path,
     TensorPart,
     fill,
     own_elements,
     part_of,
-    range_boxes,
 )
 from ringcomm.parallel.state.unstepped import State, is_elsewhere, make_states
 from ringcomm.parallel.zero import ZeroOptimizer
@@ -58,7 +56,7 @@ class ModelParts:
         described = describe(module)
         stage = described.stage
         weights = described.weights.items()
-        self._splits = {param: weight.split for param, weight in weights if weight.split}
+        self._weights: Mapping[Any, Weight] = described.weights
         # Flat weights of tensor-parallel ranks with uneven parts cut what all have differently.
         self._is_replica = any(group.rank() for group in described.tensor_groups)
         own = described.names
@@ -115,9 +113,7 @@ class ModelParts:
         if not is_flat or param.dim() == 1:
             self.check_state(value, param, key, span)
             return self._placed(value, param, span)
-        begin = 0 if span is None else span[0]
-        if isinstance(param, DTensor) and (boxes := part_of(param.detach()).boxes):
-            begin = boxes[0].offsets[0] * param.shape[1:].numel()
+        begin = cut_of(param, span=span).first_elem
         return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
 
     def check_state(self, value: Any, param: Any, key: str, span: tuple[int, int] | None) -> None:
@@ -127,7 +123,7 @@ class ModelParts:
             return
         if span is not None:
             fits = isinstance(value, Tensor) and value.numel() == span[1] - span[0]
-        elif isinstance(param, DTensor) or param in self._splits:
+        elif isinstance(param, DTensor) or self._weights[param].split is not None:
             fits = isinstance(value, Tensor) and value.shape == local_of(param.detach()).shape
         else:
             return
@@ -139,26 +135,14 @@ class ModelParts:
 
     def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A part for a value of a weight's shape; `span` has the elements of the flat weight."""
-        split = self._splits.get(param)
+        split = self._weights[param].split if param in self._weights else None
+        is_dtensor = isinstance(param, DTensor) and not isinstance(value, DTensor)
+        if split is None and span is None and not is_dtensor:
+            return value
+        cut, is_copy = cut_of(param, split, span=span), False
         if span is not None:
             is_copy = self._is_replica if split is None else split.rank % split.num_replicas > 0
-            boxes = range_boxes(param.shape, *span)
-            part = TensorPart(value, boxes, param.shape, is_copy=is_copy)
-        elif isinstance(param, DTensor):
-            if split is None and isinstance(value, DTensor):
-                return value
-            part = part_of(param.detach()).like(local_of(value))
-        elif split is None:
-            return value
-        else:
-            part = part_of(value)
-        if split is None:
-            return part
-        whole = [*param.shape]
-        whole[split.dim] = split.total
-        shift = [split.begin if dim == split.dim else 0 for dim in range(len(whole))]
-        boxes = [Box(tuple(map(add, box.offsets, shift)), box.sizes) for box in part.boxes]
-        return TensorPart(part.to_local(), boxes, whole, is_copy=part.is_copy)
+        return TensorPart(local_of(value), cut.boxes, cut.shape, is_copy=is_copy)
 
 
 def _refuse_flat_parameters(module: nn.Module) -> None:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, device_of, local_of
-from ringcomm.torch_names import make_wrapper, shape_and_offset
+from ringcomm.parallel.model.cut import Box, cut_of, pieces_of
+from ringcomm.torch_names import make_wrapper
 
 Path = tuple[str, ...]
 Read = Callable[[], Tensor]
@@ -32,19 +33,6 @@ _BY_PART = {
     _aten.empty_like.default,
     _aten.zeros_like.default,
 }
-
-
-class Box(NamedTuple):
-    """A rectangle of a tensor: its begin and size in each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def of(self, whole: Tensor) -> Tensor:
-        """A view of these elements of a tensor."""
-        for dim, (begin, length) in enumerate(zip(*self, strict=True)):
-            whole = whole.narrow(dim, begin, length)
-        return whole
 
 
 class TensorPart(torch.Tensor):
@@ -93,11 +81,7 @@ class TensorPart(torch.Tensor):
 
     def pieces(self) -> list[Tensor]:
         """The elements of each box, in its shape: views of to_local()."""
-        local = self.to_local()
-        if len(self.boxes) == 1:
-            return [local.reshape(self.boxes[0].sizes)]
-        parts = local.reshape(-1).split([math.prod(box.sizes) for box in self.boxes])
-        return [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
+        return pieces_of(self.to_local(), self.boxes)
 
     def cut(self, whole: Tensor) -> Tensor:
         """These elements of another tensor with the full shape; a view if there is one box."""
@@ -151,28 +135,6 @@ class TensorPart(torch.Tensor):
         raise ValueError(f"this rank has no part that begins at {index.offset}: {self}")
 
 
-def range_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """The boxes that make up elements [begin, end) of a flat tensor; at most 2 * dim - 1."""
-    if begin >= end:
-        return []
-    if not shape:
-        return [Box((), ())]
-    row_elems = math.prod(shape[1:])
-    boxes: list[Box] = []
-    while begin < end:
-        row, column = divmod(begin, row_elems)
-        num_rows = (end - begin) // row_elems
-        if column == 0 and num_rows:
-            boxes.append(Box((row, *(0 for _ in shape[1:])), (num_rows, *shape[1:])))
-            begin += num_rows * row_elems
-            continue
-        stop = min(end, (row + 1) * row_elems)
-        for offsets, sizes in range_boxes(shape[1:], column, stop - row * row_elems):
-            boxes.append(Box((row, *offsets), (1, *sizes)))
-        begin = stop
-    return boxes
-
-
 # ---- tensors of any kind
 
 
@@ -180,10 +142,7 @@ def part_of(value: Tensor) -> TensorPart:
     """A tensor of any kind as a part of its full tensor; they share memory."""
     if isinstance(value, TensorPart):
         return value
-    if isinstance(value, DTensor):
-        sizes, offsets = shape_and_offset(value.shape, value.device_mesh, value.placements)
-        return TensorPart(value.to_local(), [Box(tuple(offsets), tuple(sizes))], value.shape)
-    return TensorPart(value, [Box((0,) * value.dim(), tuple(value.shape))], value.shape)
+    return TensorPart(local_of(value), cut_of(value).boxes, value.shape)
 
 
 def own_elements(part: Tensor, value: Any) -> Tensor:

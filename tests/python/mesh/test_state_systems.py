@@ -20,7 +20,8 @@ from zero_models import batch as zero_batch
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards, get_state_dict, offload, set_state_dict, zero
-from ringcomm.parallel.state.tensor_part import TensorPart, range_boxes
+from ringcomm.parallel.model.cut import range_boxes
+from ringcomm.parallel.state.tensor_part import TensorPart
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 3)])
