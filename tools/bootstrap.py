@@ -34,10 +34,10 @@ EXIT_INTERRUPTED = 130
 GROUPS = ("build", "train", "test", "lint", "docs", "coverage", "wheels")
 
 # Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
-# kernels, PyTorch's own tests, tests with models of transformers and of pages in a browser are
-# skipped. wheel has been a part of setuptools since 70.1.
+# kernels, PyTorch's own tests, tests with models of transformers and PEFT and of pages in a browser
+# are skipped. wheel has been a part of setuptools since 70.1.
 OPTIONAL = (
-    *("accelerate", "expecttest", "matplotlib", "ninja", "playwright"),
+    *("accelerate", "expecttest", "matplotlib", "ninja", "peft", "playwright"),
     *("transformers", "triton", "wheel"),
 )
 

@@ -162,6 +162,8 @@ def is_fusable(module: nn.Module, weight: nn.Parameter) -> bool:
     """Whether this is torch's own class with that weight, in a form that can be fused."""
     if type(module) not in _FUSED or module.weight is not weight or isinstance(weight, DTensor):
         return False
+    if weight.dtype == torch.float64:  # the updates by factors compute in float32
+        return False
     return not isinstance(module, nn.Embedding) or (
         module.max_norm is None and not module.scale_grad_by_freq
     )

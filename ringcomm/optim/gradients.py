@@ -75,12 +75,12 @@ class LinearGradient(Gradient):
             return torch.mm(grad_out, x, out_dtype=dtype)
         return grad_out.to(dtype) @ x.to(dtype)
 
-    def square_sum(self) -> Tensor:
-        """Materializes only blocks of the product."""
-        x = self.x.float()
+    def square_sum(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Materializes only blocks of the product, in `dtype`."""
+        x = self.x.to(dtype)
         total = torch.zeros([], dtype=torch.float64, device=x.device)
         for columns in _blocks(self.grad_out.shape[1], x.shape[1]):
-            total += _square_sum(self.grad_out[:, columns].float().t() @ x)
+            total += _square_sum(self.grad_out[:, columns].to(dtype).t() @ x)
         return total
 
     @property
@@ -138,7 +138,8 @@ class EmbeddingGradient(Gradient):
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square()
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.linalg.vector_norm(tensor, dtype=wide).double().square()
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
@@ -188,7 +189,8 @@ class StepFacts:
         squares: dict[Held, float] = {}
         for (held, gradient, _), (square, norms) in zip(self._grams, found, strict=True):
             is_right = square >= least * norms**2  # not if one is NaN
-            found_square = square if is_right else float(gradient.square_sum())
+            # In float64: a product in fp32 would be noise where tokens cancel.
+            found_square = square if is_right else float(gradient.square_sum(torch.float64))
             squares[held] = squares.get(held, 0.0) + found_square
         for held, square in squares.items():
             self._sums[held][0] += square

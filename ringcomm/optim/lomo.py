@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.optim import float64
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.options import StepOptions
@@ -121,13 +122,14 @@ class Lomo(InBackwardOptimizer):
             _ops.embedding_sgd_update_(weight, *gradient.parts, *scalars, **options)
         else:
             options["first_elem"] = slot.cut.first_elem
-            _ops.sgd_update_(weight, gradient.dense(), *scalars, **options)
+            _ops_for(weight).sgd_update_(weight, gradient.dense(), *scalars, **options)
 
     def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
         """On CPUs, one operator reduces, updates and gathers, with half as many memory passes."""
         options, weight = self.options, slot.local
         is_rounded = options.stochastic_rounding or options.master is not None
-        if is_rounded or weight.device.type != "cpu" or not weight.is_contiguous():
+        is_plain = weight.dtype != torch.float64 and weight.device.type == "cpu"
+        if is_rounded or not is_plain or not weight.is_contiguous():
             return False
         _ops.reduce_scatter_update_all_gather_.lomo(
             weight,
@@ -152,8 +154,8 @@ class AdaLomo(InBackwardOptimizer):
         s = lr * max(eps[1], RMS(W)), W <- (1 - s * weight_decay) W - s U
 
     A weight that is not a matrix has one moment per element. State: "exp_avg_sq_row" and
-    "exp_avg_sq_col", or "exp_avg_sq", float32. At most one gradient of a linear layer is in memory
-    at a time.
+    "exp_avg_sq_col", or "exp_avg_sq", float32, or float64 for float64 weights. At most one gradient
+    of a linear layer is in memory at a time.
 
     Args:
         model_or_params: as for Lomo, like model, options and the errors.
@@ -190,7 +192,7 @@ class AdaLomo(InBackwardOptimizer):
         super().__init__(model_or_params, model, defaults, StepOptions(**options))
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
-        zeros = partial(slot.local.new_zeros, dtype=torch.float32)
+        zeros = partial(slot.local.new_zeros, dtype=_wide(slot.local))
         if len(slot.cut.shape) != 2:
             return {"exp_avg_sq": zeros(slot.local.numel())}
         rows, columns = slot.cut.shape
@@ -202,7 +204,7 @@ class AdaLomo(InBackwardOptimizer):
         lr, seed = self._lr_of(slot), self._rounding_seed(slot)
         low = self._state_of(slot).get("low")
         # Row by row, whatever the order in memory.
-        weight, grad = local.contiguous(), gradient.dense(torch.float32).contiguous()
+        weight, grad = local.contiguous(), gradient.dense(_wide(local)).contiguous()
         low_rows = None if low is None else low.contiguous()
         rows, columns = self._factors(slot, grad, factor)
         boxes, firsts = _matrices_of(slot)
@@ -213,16 +215,16 @@ class AdaLomo(InBackwardOptimizer):
         ):
             given = own, grad_part, _along(0, box, rows), _along(1, box, columns)
             blocks.append((given, {"low": low_part, "clip_value": self.options.clip_grad_value}))
-        squares = torch.zeros(2, dtype=torch.float32, device=weight.device)
+        squares, ops = torch.zeros(2, dtype=grad.dtype, device=weight.device), _ops_for(weight)
         for given, options in blocks:
-            squares += _ops.adalomo_squares(*given, factor, **options)
+            squares += ops.adalomo_squares(*given, factor, **options)
         mean_squares = _summed(squares, cut) / max(1, cut.shape.numel())
         update_rms, weight_rms = mean_squares.sqrt().unbind()
         size = lr * weight_rms.clamp(min=group["eps"][1])
         shrunk = size / (update_rms / group["clip_threshold"]).clamp(min=1.0)
         scalars = torch.stack([shrunk, 1 - size * group["weight_decay"]])
         for (given, options), first in zip(blocks, firsts, strict=True):
-            _ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first)
+            ops.adalomo_update_(*given, scalars, factor, seed, **options, first_elem=first)
         local.copy_(weight)  # torch does nothing if they are the same
         if low is not None and low_rows is not None:
             low.copy_(low_rows)
@@ -233,11 +235,12 @@ class AdaLomo(InBackwardOptimizer):
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
         is_matrix = len(slot.cut.shape) == 2
         num_rows, num_columns = slot.cut.shape if is_matrix else (1, grad.numel())
-        sums = grad.new_zeros(num_rows + num_columns, dtype=torch.float32)
+        sums = grad.new_zeros(num_rows + num_columns)
         rows, columns = sums[:num_rows], sums[num_rows:]
         boxes, _ = _matrices_of(slot)
         for box, part in zip(boxes, pieces_of(grad, boxes), strict=True):
-            found = _ops.square_sums(part, factor, clip_value=self.options.clip_grad_value)
+            clip_value = self.options.clip_grad_value
+            found = _ops_for(grad).square_sums(part, factor, clip_value=clip_value)
             for dim, sums_of_dim in enumerate((rows, columns)):
                 _along(dim, box, sums_of_dim).add_(found[dim])
         if not is_matrix:
@@ -247,6 +250,14 @@ class AdaLomo(InBackwardOptimizer):
         row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
         column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)
         return (row / row.mean()).rsqrt(), column.rsqrt()
+
+
+def _ops_for(weight: Tensor) -> Any:
+    return float64 if weight.dtype == torch.float64 else _ops
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def _matrices_of(slot: Slot) -> tuple[tuple[Box, ...], list[int]]:

@@ -70,8 +70,8 @@ class ModelWeights:
             )
         elif not param.requires_grad:
             why = "does not require grad: leave it out"
-        elif param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            why = f"must be float32, float16 or bfloat16, got {param.dtype}"
+        elif param.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            why = f"must be float64, float32, float16 or bfloat16, got {param.dtype}"
         elif param.numel() not in (0, span):
             why = f"has strides {param.stride()}, with gaps or overlaps in memory: copy it"
         elif (trainer := find_trainer(param)) is not None:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lomo_models import LR, batches, distance, train, train_sgd
+from lomo_models import make as make_model
+from pair_lomo import AdaLomoOracle
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -140,3 +143,62 @@ def test_a_dtype_that_is_not_the_weights() -> None:
         Lomo(model, group="none", reduce_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"layers\.0\.weight, got torch\.bfloat16"):
         AdaLomo(model.float(), group="none", reduce_dtype=torch.bfloat16)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"clip_grad_norm": 0.01},
+    {"clip_grad_norm": 0.01, "clip_mode": "two_pass"},
+    {"clip_grad_value": 1e-4},
+    {"loss_scale": 8.0},
+    {"accumulation_steps": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "plain")
+def test_float64(options: dict[str, Any]) -> None:
+    """Gradients, norms and updates have 53 bits: https://github.com/pytorch/pytorch/issues/38487."""
+    model, sgd, data = make_model("plain").double(), make_model("plain").double(), batches(4)
+    norms = train(Lomo(model, LR, 0.1, **options), model, data)
+    of_sgd: dict[str, Any] = {
+        "clip_norm": options.get("clip_grad_norm"),
+        "clip_value": options.get("clip_grad_value"),
+        "micro_batches": options.get("accumulation_steps", 1),
+    }
+    assert norms == pytest.approx(train_sgd(sgd, data, LR, weight_decay=0.1, **of_sgd), rel=1e-12)
+    assert distance(model, sgd) < 1e-14
+
+
+def train_float64(rank: int, kind: Any, how: str) -> list[float]:
+    """Differences from one process with AdaLomo's formula, or torch's SGD; the rows are equal."""
+    model, expected, data = make_model("plain").double(), make_model("plain").double(), batches(3)
+    shards = WeightShards(model) if how == "WeightShards" else None
+    if how == "fully_shard":
+        fully_shard(model)
+    options = {} if how in ("WeightShards", "fully_shard") else {"group": dist.group.WORLD}
+    opt = kind(model, LR, 0.1, **options)
+    oracle: Any = AdaLomoOracle([*expected.parameters()])
+    oracle.param_groups[0].update(lr=LR, weight_decay=0.1)
+    if kind is AdaLomo:
+        for ids in data:
+            expected(ids).backward()
+            oracle.step()
+            oracle.zero_grad()
+    else:
+        train_sgd(expected, data, LR, weight_decay=0.1)
+    for ids in data:
+        model(ids).backward()
+        opt.step()
+    if shards is not None:
+        shards.close()
+    found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    pairs = zip(found, expected.parameters(), strict=True)
+    return [float((a.detach() - b.detach()).abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("how", ["replicas", "WeightShards", "fully_shard"])
+def test_float64_over_ranks(how: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/42358: programs that check a model in float64."""
+    for kind, tolerance in ((Lomo, 1e-14), (AdaLomo, 1e-12)):
+        for differences in run_ranks(2, train_float64, kind, how):
+            assert max(differences) < tolerance

@@ -79,7 +79,8 @@ def test_norm_of_cancelling_tokens(seed: int) -> None:
     (layer(x) * upstream).sum().backward()
     opt.step()
     assert opt.grad_norm is not None
-    assert opt.grad_norm == pytest.approx(float((upstream.T @ x).double().norm()), rel=0.5)
+    expected = float((upstream.double().T @ x.double()).norm())
+    assert opt.grad_norm == pytest.approx(expected, rel=0.01)
     assert 0 <= opt.grad_norm < 1e-3
 
 
@@ -265,7 +266,6 @@ def test_weights_in_other_layouts(kind: Any, options: dict[str, Any]) -> None:
     [
         (torch.ones(4, 16)[:, ::2], "gaps or overlaps"),
         (torch.ones(1).expand(4), "gaps or overlaps"),
-        (torch.ones(4, dtype=torch.float64), "float32, float16 or bfloat16"),
         (torch.ones(4, dtype=torch.complex64), "float32, float16 or bfloat16"),
     ],
 )
