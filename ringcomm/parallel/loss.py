@@ -57,6 +57,7 @@ class PartLoss:
         self._divides = not is_sum and "num_items_in_batch" in parameters_of(loss_fn)
         self._ignored, self._weight = _declared(loss_fn)
         self._known = 0 if asks else -1  # kinds of labels about which it need not be asked
+        self._num_steps = 0
         self.asking = False
         self._problem = ""
 
@@ -85,9 +86,10 @@ class PartLoss:
             return counted.sum()
         return (self._weight.to(targets.device)[targets * counted] * counted).sum()
 
-    def expect(self, kinds: int, num_steps: int) -> None:
+    def expect(self, kinds: int) -> None:
         """Asks loss_fn in this step if there are new kinds of labels, or it is the 2**nth step."""
-        kinds |= 4 << num_steps.bit_length()
+        kinds |= 4 << self._num_steps.bit_length()
+        self._num_steps += 1
         if kinds & ~self._known:
             self.asking = True
             self._known |= kinds
@@ -147,14 +149,12 @@ class StepLoss:
         if reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {reduction!r}')
         self._is_sum = reduction == "sum"
-        self.part_loss = (
-            loss_fn
-            if isinstance(loss_fn, PartLoss)
-            else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
+        self._is_given = isinstance(loss_fn, PartLoss)  # then its owner says when it is asked
+        self.part_loss: PartLoss = (  # type: ignore[assignment]
+            loss_fn if self._is_given else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
         )
         self.scale = 1.0
         self.parts: list[Tensor] = []
-        self._num_steps = 0
 
     def begin(self, targets: tuple[Tensor, ...], num_parts: int, num_items: float | None) -> None:
         """Counts the labels of one tensor of targets, if losses are to be computed."""
@@ -169,9 +169,8 @@ class StepLoss:
                 self._num_items = sum(labels.counts)
             if not self._num_items:
                 raise ValueError("no label in the target counts: all are -100")
-        if num_parts > 1 or num_items is not None:
-            self.part_loss.expect(labels.kinds, self._num_steps)
-            self._num_steps += 1
+        if not self._is_given and (num_parts > 1 or num_items is not None):
+            self.part_loss.expect(labels.kinds)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """The loss of the next part."""
