@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.loss import PartLoss
 from ringcomm.torch_names import tree_map_only
 
 
@@ -42,45 +41,8 @@ class Batch(NamedTuple):
 
     def chunk(self, num: int) -> list[Batch]:
         """Equal parts of the rows."""
-        if num == 1:
-            return [self]
-
-        def part(idx: int) -> Batch:
-            return tree_map_only(Tensor, lambda x: x.chunk(num)[idx], self)
-
-        return [part(idx) for idx in range(num)]
-
-
-class LossOfOutput:
-    """How a model is called for the loss of a part of a batch: as a function of its output.
-
-    Attributes:
-        part_loss: the function.
-        blocks: of a pipeline that runs the model, or None.
-    """
-
-    def __init__(self, part_loss: PartLoss, blocks: Any = None) -> None:
-        self.part_loss, self.blocks = part_loss, blocks
-
-    def checked(self, batch: Batch) -> Batch:
-        """The batch with the model's arguments, or those of a pipeline's first block."""
-        if self.blocks is not None and not batch.args:
-            raise TypeError(
-                "the first block of a pipeline takes a tensor or a tuple of tensors, got a dict"
-            )
-        return batch
-
-    def labels_of(self, batch: Batch) -> Tensor:
-        """The targets that part_loss counts."""
-        return batch.targets
-
-    def arguments(self, targets: Tensor, num_own: float, num_items: float) -> dict[str, Any]:
-        """The model's further arguments for the loss of a part with `num_own` labels."""
-        return {}
-
-    def result_of(self, output: Any) -> Any:
-        """What users get of the model's output."""
-        return output
+        cut = [lambda x, idx=idx: x.chunk(num)[idx] for idx in range(num)]
+        return [self] if num == 1 else [tree_map_only(Tensor, part, self) for part in cut]
 
 
 def make_batch(

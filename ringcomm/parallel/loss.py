@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.parallel.asked_loss import disagreement, is_integer
+from ringcomm.parallel.batches import Batch
 from ringcomm.torch_names import tree_leaves
 
 IGNORED = -100  # torch's default ignore_index
@@ -43,7 +44,10 @@ class PartLoss:
 
     Attributes:
         asking: whether loss_fn is asked in this step; answer() ends that.
+        blocks: of a pipeline whose output it takes; None for a model.
     """
+
+    blocks: Any = None
 
     def __init__(
         self,
@@ -60,6 +64,30 @@ class PartLoss:
         self._num_steps = 0
         self.asking = False
         self._problem = ""
+
+    # ---- how the model is called; a model of transformers with its own loss differs
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch with the arguments of the model, or of a pipeline's first block."""
+        if self.blocks is not None and not batch.args:
+            raise TypeError(
+                "the first block of a pipeline takes a tensor or a tuple of tensors, got a dict"
+            )
+        return batch
+
+    def labels_of(self, batch: Batch) -> Tensor:
+        """The targets that labels() counts."""
+        return batch.targets
+
+    def arguments(self, targets: Tensor, num_own: float, num_items: float) -> dict[str, Any]:
+        """The model's further arguments for the loss of a part with `num_own` labels."""
+        return {}
+
+    def result_of(self, output: Any) -> Any:
+        """What users get of the model's output."""
+        return output
+
+    # ---- labels
 
     def labels(self, targets: Tensor, num_parts: int = 1) -> Labels:
         """The numbers of labels in equal parts of the targets, which weight the losses of parts.

@@ -116,19 +116,19 @@ def parallelize(
     whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
     described = describe(whole)
     part_loss = None if loss_fn is None else PartLoss(loss_fn, count_items)
-    adapter = Adapter(model, described, part_loss)
+    adapter = Adapter(model, described, dims, part_loss)
     options = stage, sequence_parallel, schedule, num, recompute, gather_logits
-    _check_model(described, adapter, dims, options, has_loss=loss_fn is not None)
+    _check_model(described, adapter, options)
     was_meta = any(param.is_meta for param in described.weights)
     start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
-    loss = adapter.split(dims, **tensor_options)
+    loss = adapter.split(**tensor_options)
     if dims.pp == 1 and (dims.tp == 1 or adapter.is_split):
         _check_replicas(whole, dims)
     data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None
     if dims.pp > 1:
         mesh = data_mesh if stage == 3 else None
         wrap = partial(_wrap_stage, dims=dims, mesh=mesh, was_meta=was_meta)
-        row = loss.blocks, loss.part_loss, schedule, num
+        row = loss.blocks, loss, schedule, num
         pipe = Pipeline(*row, group=dims.group("pp"), recompute=recompute, wrap=wrap)
         model = pipe.module
     elif recompute:
@@ -172,22 +172,11 @@ def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
 # ---- checks: before anything is changed
 
 
-def _check_model(
-    described: Model, adapter: Any, dims: ParallelDims, options: Any, *, has_loss: bool
-) -> None:
+def _check_model(described: Model, adapter: Any, options: Any) -> None:
     """Raises the same error on all ranks. Collective."""
-    also = {axis for axis in ("tp", "pp", "ep") if getattr(dims, axis) > 1}
-    if dims.tp > 1 and not adapter.is_split:
-        also.add("tensor_parallelize")
-    if dims.pp > 1:
-        also.add("Pipeline")
-    if not has_loss:
-        also.add("loss in the model")
     problem, shapes = None, []
     try:
-        refuse(
-            described, Asked("parallelize", "parallelize", also=also, dims=dims, adapter=adapter)
-        )
+        refuse(described, Asked("parallelize", "parallelize", adapter=adapter))
         # Ranks have different parts of layers that are split already.
         if not (adapter.is_split or adapter.has_experts):
             weights = described.weights.items()
@@ -195,7 +184,7 @@ def _check_model(
     except (TypeError, ValueError) as error:
         problem = error
     facts = {
-        "mesh": repr(dims),
+        "mesh": repr(adapter.dims),
         "options": repr(options),
         "problem of the model": repr(problem),
         "names, shapes and dtypes of parameters": (

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel.batches import Batch, LossOfOutput, make_batch
+from ringcomm.parallel.batches import Batch, make_batch
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.expert.local_experts import average_gradients
 from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.loss import Labels, LossError
+from ringcomm.parallel.loss import Labels, LossError, PartLoss
 from ringcomm.parallel.mesh import ParallelDims
 
 
@@ -35,7 +35,7 @@ class Parallelized:
         model: Any,
         optimizer: torch.optim.Optimizer,
         pipe: Any,
-        loss: LossOfOutput,
+        loss: PartLoss,
         stage: int,
         num_microbatches: int,
     ) -> None:
@@ -99,7 +99,7 @@ class Parallelized:
             loss, problem = self._in_pipeline(batch, num_items, loss_scale=scale)
         else:
             loss = self._accumulate(batch, num_items, scale)
-            problem = self._loss.part_loss.answer()
+            problem = self._loss.answer()
         if self._averages:
             average_gradients(self.model, self.dims.group("batch"))
         return self._shared(loss, problem)
@@ -130,7 +130,7 @@ class Parallelized:
     def _loss_of(self, part: Batch, num_own: float, num_items: float) -> Tensor:
         numbers = part.targets, num_own, num_items
         output = self._runs(*part.args, **part.kwargs, **self._loss.arguments(*numbers))
-        return self._loss.part_loss(output, *numbers)
+        return self._loss(output, *numbers)
 
     def evaluate(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """The loss of a batch as of step(), without gradients. Collective."""
@@ -139,7 +139,7 @@ class Parallelized:
             return self._shared(*self._in_pipeline(batch, num_items))
         with torch.no_grad():
             loss = self._loss_of(batch, self._counts[0], num_items)
-        return self._shared(loss, self._loss.part_loss.answer())
+        return self._shared(loss, self._loss.answer())
 
     def __call__(self, inputs: Any) -> Any:
         """The model's output for inputs as of step(), without gradients; labels are not used.
@@ -168,7 +168,7 @@ class Parallelized:
         num_ranks = self.dims["batch"].size()
         try:
             batch = self._loss.checked(make_batch(inputs, targets, num))
-            labels = self._loss.part_loss.labels(self._loss.labels_of(batch), num)
+            labels = self._loss.labels(self._loss.labels_of(batch), num)
         except Exception as error:  # count_items may raise any
             problem = error
         self._counts = labels.counts
@@ -199,8 +199,8 @@ class Parallelized:
         if num_changed:
             self._make_ddp()
         if num_ranks * self._num_microbatches > 1:
-            self._loss.part_loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]))
-        self._asked = self._loss.part_loss.asking
+            self._loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]))
+        self._asked = self._loss.asking
         return batch.to(self._device()), num_items / num_ranks
 
     def _shared(self, loss: Tensor, problem: LossError | None) -> Tensor:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers import expert_parallelize, tensor_parallelize
-from ringcomm.integrations.transformers.pipeline import pipeline_blocks, pipeline_plan_of
+from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 from ringcomm.integrations.transformers.training import is_causal_lm_loss
 from ringcomm.parallel.asked_loss import is_integer
-from ringcomm.parallel.batches import Batch, LossOfOutput
+from ringcomm.parallel.batches import Batch
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.loss import PartLoss
 from ringcomm.parallel.mesh import ParallelDims
@@ -32,104 +32,86 @@ class Adapter:
     """A model of transformers, perhaps in wrappers; or any other model, or a dict of blocks.
 
     Attributes:
+        dims: the mesh.
+        systems: that will split it, as parallel/model/refuse.py names them, and its axes.
         name: of its class, for messages.
-        config: None for a model that is not of transformers.
+        has_loss: whether its own loss is asked for.
+        is_row: whether it is a sequence of blocks itself.
         is_split, has_experts, is_mixtral: whether it has tensor-parallel layers, layers of
             MixtureOfExperts, or Mixtral's own.
+        config: of a model of transformers; None for others.
+        has_tensor_plan, has_pipeline_plan, has_router_loss: what that config says.
+        is_peft, adds_tokens: whether PEFT has changed it, and puts learned tokens before a batch's.
     """
 
-    def __init__(self, model: Any, described: Model, part_loss: PartLoss | None) -> None:
+    def __init__(
+        self, model: Any, described: Model, dims: ParallelDims, part_loss: PartLoss | None
+    ) -> None:
         """`part_loss` is None for the loss in the model."""
         self._given, self._model = model, described.unwrapped
-        self._part_loss = part_loss
-        self.name = type(model).__name__
-        self.config = getattr(getattr(self._model, "base_model", None), "config", None)
+        self.dims, self._part_loss = dims, part_loss
+        self.name, self.has_loss = type(model).__name__, part_loss is None
+        self.is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
         kinds = {type(module) for module in described.module.modules()}
         self.is_split = any(issubclass(kind, SplitModule) for kind in kinds)
         self.has_experts = any(issubclass(kind, MixtureOfExperts) for kind in kinds)
         self.is_mixtral = any(kind.__name__ == "MixtralSparseMoeBlock" for kind in kinds)
+        self.systems = {axis for axis in ("tp", "pp", "ep") if getattr(dims, axis) > 1}
+        self.systems |= {"Pipeline"} if dims.pp > 1 else set()
+        self.systems |= {"tensor_parallelize"} if dims.tp > 1 and not self.is_split else set()
+        base = getattr(self._model, "base_model", None)
+        self.config = getattr(base, "config", None)
+        self.has_tensor_plan = bool(getattr(self.config, "base_model_tp_plan", None))
+        plan = getattr(self.config, "base_model_pp_plan", None) or ()
+        has_ends = "layers" in plan and base is not self._model
+        self.has_pipeline_plan = has_ends and self._model.get_output_embeddings() is not None
+        self.has_router_loss = bool(getattr(self.config, "output_router_logits", False))
+        self.is_peft = hasattr(model, "get_base_model")
+        peft_config = getattr(model, "active_peft_config", None)
+        self.adds_tokens = getattr(peft_config, "is_prompt_learning", False)
 
-    # ---- what parallel/model/refuse.py asks
-
-    @property
-    def is_peft(self) -> bool:
-        """Whether it is a model of PEFT, with adapters."""
-        return hasattr(self._given, "get_base_model")
-
-    @property
-    def adds_tokens(self) -> bool:
-        """Whether PEFT puts learned tokens before those of the batch."""
-        return self.is_peft and self._given.active_peft_config.is_prompt_learning
-
-    @property
-    def is_row(self) -> bool:
-        """Whether it is a sequence of blocks itself."""
-        return isinstance(self._given, nn.Sequential | nn.ModuleList | Mapping)
-
-    @property
-    def has_tensor_plan(self) -> bool:
-        """Whether tensor_parallelize() can split it."""
-        return bool(getattr(self.config, "base_model_tp_plan", None))
-
-    @property
-    def has_pipeline_plan(self) -> bool:
-        """Whether pipeline_blocks() can cut it."""
-        return pipeline_plan_of(self._model) is not None
-
-    @property
-    def has_router_loss(self) -> bool:
-        """Whether its loss has a term of the routers."""
-        return bool(getattr(self.config, "output_router_logits", False))
-
-    # ---- what parallelize() does with it
-
-    def split(self, dims: ParallelDims, **options: Any) -> LossOfOutput:
-        """Splits experts, layers and for a pipeline blocks, and returns how the rest is called.
+    def split(self, **options: Any) -> PartLoss:
+        """Splits experts, layers and for a pipeline blocks, and returns the loss.
 
         Options are those of tensor_parallelize(). What is split already stays. Collective.
         """
+        dims = self.dims
         # With all experts on each tensor-parallel rank, layers have groups of one rank.
         if self.is_mixtral and (dims.ep > 1 or dims.tp > 1):
             replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
             expert_parallelize(self._model, group=dims.group("ep"), replica_group=replicas)
-        if dims.tp > 1 and not self.is_split:
+        if "tensor_parallelize" in self.systems:
             tensor_parallelize(self._model, dims.group("tp"), **options)
         if self._part_loss is not None:
-            return LossOfOutput(self._part_loss, self._given if dims.pp > 1 else None)
+            self._part_loss.blocks = self._given if dims.pp > 1 else None
+            return self._part_loss
         return LossInModel(self._model, dims.group("tp"), in_pipeline=dims.pp > 1)
 
 
-class LossInModel(LossOfOutput):
-    """How a model of transformers is called for its own loss; in a pipeline its loss of logits.
+class LossInModel(PartLoss):
+    """A model's own loss; in a pipeline its loss of logits.
 
-    A model whose loss is not ForCausalLMLoss is asked whether it is the mean over labels other than
-    -100.
+    If it is not ForCausalLMLoss it is asked whether it is the mean over labels other than -100.
     """
 
     def __init__(self, model: Any, group: dist.ProcessGroup, *, in_pipeline: bool) -> None:
         """Of a model without wrappers, whose layers may be tensor-parallel over the group."""
-        self._model_config, self._group = model.config, group
+        self._name, self._config, self._group = type(model).__name__, model.config, group
         code = inspect.unwrap(type(model).forward).__code__
         # Whether label n + 1 is that of token n. T5 has the function, and computes another loss.
         is_called = "loss_function" in code.co_names
         self._is_shifted = is_called and is_causal_lm_loss(model.loss_function)
-        takes_more = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         # The routers' loss, which is a mean, is weighted together with that of the tokens.
         has_routers = getattr(model.config, "output_router_logits", False)
-        self._divides = self._is_shifted and takes_more and not has_routers
+        loss: Any = _loss_of
         if in_pipeline:
-            of_logits = partial(model.loss_function, vocab_size=model.config.vocab_size)
-            part_loss = PartLoss(of_logits, asks=False)
+            loss = partial(model.loss_function, vocab_size=model.config.vocab_size)
             if not self._is_shifted:  # a mean over labels that only it knows, not a sum
-                part_loss = PartLoss(lambda logits, y: of_logits(logits, labels=y))
-        elif self._divides:
-            part_loss = PartLoss(lambda output, _, num_items_in_batch: output.loss, asks=False)
-        elif self._is_shifted:
-            part_loss = PartLoss(lambda output, _: output.loss, asks=False)
-        else:
-            part_loss = _OtherLoss(lambda output, _: output.loss)
-            part_loss.name = type(model).__name__
-        super().__init__(part_loss, pipeline_blocks(model) if in_pipeline else None)
+                loss = partial(_called, loss)
+        elif self._is_shifted and code.co_flags & inspect.CO_VARKEYWORDS and not has_routers:
+            loss = _divided_loss_of
+        super().__init__(loss, asks=not self._is_shifted)
+        self.blocks = pipeline_blocks(model) if in_pipeline else None
         head: Any = model.get_output_embeddings()
         ranges = head.splits["weight"].ranges if hasattr(head, "splits") else ()
         self._logit_sizes = [end - begin for begin, end in ranges]
@@ -146,7 +128,7 @@ class LossInModel(LossOfOutput):
                 f" {len(batch.args)} tensors"
             )
         kwargs = {**({"input_ids": batch.args[0]} if batch.args else {}), **batch.kwargs}
-        _check_packed(self._model_config, kwargs)
+        _check_packed(self._config, kwargs)
         if self.blocks is None:
             return batch._replace(args=(), kwargs=kwargs)
         unknown = [name for name in kwargs if name not in _IN_PIPELINE]
@@ -178,13 +160,9 @@ class LossInModel(LossOfOutput):
             return output
         return gather_from_tp(output, self._logit_sizes, self._group)
 
-
-class _OtherLoss(PartLoss):
-    """A model's own loss, of which only its value is known. `name` is that of the model."""
-
-    name = ""
-
     def _ask(self, output: Any, targets: Tensor) -> str:
+        if self.blocks is not None:
+            return super()._ask(output, targets)
         logits, kinds = getattr(output, "logits", None), self.labels(targets).kinds
         if not is_integer(targets) or (targets.dim() == 1 and not kinds):
             return ""  # a mean over rows
@@ -196,9 +174,21 @@ class _OtherLoss(PartLoss):
                 if torch.allclose(output.loss.detach().float(), wanted, rtol):
                     return ""
         return (
-            f"{self.name} has a loss of its own, which is not the mean over labels other than -100,"
-            " so losses of ranks and micro-batches cannot be weighted: pass loss_fn"
+            f"{self._name} has a loss of its own, which is not the mean over labels other than"
+            " -100, so losses of ranks and micro-batches cannot be weighted: pass loss_fn"
         )
+
+
+def _loss_of(output: Any, _: Tensor) -> Tensor:
+    return output.loss
+
+
+def _divided_loss_of(output: Any, _: Tensor, num_items_in_batch: float) -> Tensor:
+    return output.loss
+
+
+def _called(function: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return function(logits, labels)
 
 
 def _check_packed(config: Any, batch: Mapping[str, Any]) -> None:

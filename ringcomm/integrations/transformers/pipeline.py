@@ -13,14 +13,6 @@ from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
 from ringcomm.parallel.tensor.layers import RowParallelLinear
 
 
-def pipeline_plan_of(model: Any) -> Any:
-    """The plan in a causal language model's config; None without one, or without layers."""
-    base = getattr(model, "base_model", None)
-    plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None) or ()
-    has_head = base is not None and base is not model and model.get_output_embeddings() is not None
-    return plan if "layers" in plan and has_head else None
-
-
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     """The modules of a causal language model by name, in the order in which a pipeline runs them.
 
@@ -28,13 +20,11 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     the model itself. It runs in the model's own forward, in which the other layers do nothing.
     Blocks therefore compute what the model computes, for every kind of layer.
 
-    The model must have a pipeline plan in its config, or TypeError is raised. It may come from
-    tensor_parallelize(), without wrappers. It is changed in place and can no longer be called.
+    The model has a pipeline plan in its config, and no wrappers; it may come from
+    tensor_parallelize(). It is changed in place and can no longer be called itself.
     """
-    plan = pipeline_plan_of(model)
-    if plan is None:
-        raise TypeError(f"{type(model).__name__} has no pipeline plan in its config")
     base, head = model.base_model, model.get_output_embeddings()
+    plan = base.config.base_model_pp_plan
     others = [name for name in plan if name != "layers"]
     blocks = {}
     for name in plan:

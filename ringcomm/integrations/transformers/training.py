@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
-from ringcomm.parallel.model.describe import unwrapped
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.shards import find_shards
 
 
@@ -40,7 +40,7 @@ def patch_loss(
         ValueError: its loss is not ForCausalLMLoss.
     """
     options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    inner = unwrapped(model)
+    inner = describe(model).unwrapped
     inner.loss_function = partial(causal_lm_loss, **{**loss_options_of(inner), **options})
     return model
 

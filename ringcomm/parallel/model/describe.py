@@ -90,7 +90,10 @@ class Model:
     @cached_property
     def unwrapped(self) -> Any:
         """The module in wrappers of torch, and of PEFT."""
-        return unwrapped(self.module)
+        module: Any = self.module
+        while (attribute := wrapped_attribute(type(module))) or hasattr(module, "get_base_model"):
+            module = getattr(module, attribute) if attribute else module.get_base_model()
+        return module
 
     @property
     def names(self) -> dict[str, Tensor]:
@@ -166,17 +169,6 @@ def wrapped_attribute(kind: type) -> str | None:
     """Where a class of torch's wrappers has the module that it is around; None for others."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
-
-
-def unwrapped(module: Any) -> Any:
-    """The module in wrappers of torch, and of PEFT."""
-    while True:
-        if (attribute := wrapped_attribute(type(module))) is not None:
-            module = getattr(module, attribute)
-        elif hasattr(module, "get_base_model"):
-            module = module.get_base_model()
-        else:
-            return module
 
 
 def _walk(

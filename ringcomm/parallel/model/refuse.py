@@ -45,9 +45,7 @@ class Asked(NamedTuple):
         options: zero.shard's ShardOptions.
         mesh: zero.shard's, for stage 3.
         is_replicated: whether several ranks train the weights together.
-        also: for parallelize() the axes with several ranks, the systems that it will use, and
-            perhaps "loss in the model".
-        dims, adapter: its mesh and Adapter.
+        adapter: parallelize()'s Adapter, which names more systems.
     """
 
     system: str
@@ -56,8 +54,6 @@ class Asked(NamedTuple):
     options: Any = None
     mesh: DeviceMesh | None = None
     is_replicated: bool = True
-    also: Collection[str] = ()
-    dims: Any = None
     adapter: Any = None
 
 
@@ -300,50 +296,50 @@ _MODELS = (
     _Row(
         {"tp", "pp"},
         lambda _, a: a.adapter.is_peft,
-        "{kind} of PEFT has no plan for tp {asked.dims.tp} and pp {asked.dims.pp}: use dp or fsdp",
+        "{kind} of PEFT has no plan for tp {asked.adapter.dims.tp} and pp {asked.adapter.dims.pp}: use dp or fsdp",
         TypeError,
     ),
     _Row(
-        {"loss in the model"},
-        lambda _, a: a.adapter.adds_tokens,
+        _CALL,
+        lambda _, a: a.adapter.has_loss and a.adapter.adds_tokens,
         "{kind} of PEFT adds tokens, whose labels are unknown: pass loss_fn",
         TypeError,
     ),
     _Row(
-        {"loss in the model"},
-        lambda _, a: a.adapter.config is None,
+        _CALL,
+        lambda _, a: a.adapter.has_loss and a.adapter.config is None,
         "{kind} is not a model of transformers and has no loss: pass loss_fn",
     ),
     _Row(
         {"tp"},
         lambda _, a: not (a.adapter.is_split or a.adapter.has_tensor_plan),
-        "tp is {asked.dims.tp}, but {kind} has neither a tensor-parallel plan nor layers such as"
+        "tp is {asked.adapter.dims.tp}, but {kind} has neither a tensor-parallel plan nor layers such as"
         " ringcomm.nn.ColumnParallelLinear",
         TypeError,
     ),
     _Row(
         {"ep"},
         lambda _, a: not (a.adapter.is_mixtral or a.adapter.has_experts),
-        "ep is {asked.dims.ep}, but {kind} has neither experts of Mixtral nor layers of"
+        "ep is {asked.adapter.dims.ep}, but {kind} has neither experts of Mixtral nor layers of"
         " ringcomm.nn.MixtureOfExperts",
         TypeError,
     ),
     _Row(
         {"pp"},
-        lambda _, a: not (a.adapter.is_row or "loss in the model" in a.also),
-        "pp is {asked.dims.pp}, but {kind} is neither an nn.Sequential nor a dict of blocks; for a"
+        lambda _, a: not (a.adapter.is_row or a.adapter.has_loss),
+        "pp is {asked.adapter.dims.pp}, but {kind} is neither an nn.Sequential nor a dict of blocks; for a"
         " model of transformers, which has its own loss, leave loss_fn out",
         TypeError,
     ),
     _Row(
         {"pp"},
-        lambda _, a: "loss in the model" in a.also and not a.adapter.has_pipeline_plan,
+        lambda _, a: a.adapter.has_loss and not a.adapter.has_pipeline_plan,
         "{kind} has no pipeline plan in its config",
         TypeError,
     ),
     _Row(
         {"pp"},
-        lambda _, a: "loss in the model" in a.also and a.adapter.has_router_loss,
+        lambda _, a: a.adapter.has_loss and a.adapter.has_router_loss,
         "a pipeline does not compute the routers' loss: set output_router_logits to False, or use"
         " pp 1",
     ),
@@ -375,7 +371,7 @@ def refuse(model: Model, asked: Asked) -> None:
 
 
 def _rows(table: tuple[_Row, ...], asked: Asked) -> list[_Row]:
-    systems = {asked.system, *asked.also}
+    systems = {asked.system, *(asked.adapter.systems if asked.adapter else ())}
     return [row for row in table if not systems.isdisjoint(row.systems)]
 
 
