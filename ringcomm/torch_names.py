@@ -103,14 +103,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def broadcast_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Replaces tensors of any dtypes and shapes with those of rank 0 of the group, in buckets.
-
-    The call with which DistributedDataParallel makes weights and buffers equal. Collective, unless
-    there is no tensor.
-    """
-    if values := [tensor.detach() for tensor in tensors]:
-        dist._broadcast_coalesced(group, values, BUCKET_BYTES, 0)
+# Replaces tensors of any dtypes and shapes with those of a rank of a group, in buckets, as
+# DistributedDataParallel does: (group, tensors, bytes of a bucket, rank).
+broadcast_coalesced_ = dist._broadcast_coalesced
 
 
 def all_reduce_coalesced_(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
@@ -268,7 +263,7 @@ def is_ignored_in_ddp(param: nn.Parameter) -> bool:
 # ---- wrappers
 
 # By class, the attribute with the module that they wrap. Not imported: most models have none.
-_WRAPPERS = {
+WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
@@ -278,23 +273,6 @@ _WRAPPERS = {
         "_fsdp_wrapped_module"
     ),
 }
-
-
-def wrapped_attribute(module: Any) -> str | None:
-    """The attribute with the module that a wrapper of torch is around; None for other modules."""
-    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
-    return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
-
-
-def unwrapped(module: Any) -> Any:
-    """The module in wrappers of torch, and of PEFT."""
-    while True:
-        if (attribute := wrapped_attribute(module)) is not None:
-            module = getattr(module, attribute)
-        elif hasattr(module, "get_base_model"):
-            module = module.get_base_model()
-        else:
-            return module
 
 
 # ---- DeviceMesh and DTensor
@@ -355,14 +333,10 @@ def move_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimiz
         hooks.clear()
 
 
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer's class keeps beside groups, state and hooks, and torch's schedulers."""
+def is_attribute_of_torch(key: str) -> bool:
+    """Whether each optimizer has the attribute: groups, state, hooks, and torch's schedulers'."""
     own = ("state", "param_groups", "step", "zero_grad", "_opt_called", "_zero_grad_profile_name")
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        if key not in own and not key.startswith("_optimizer_")
-    }
+    return key in own or key.startswith("_optimizer_")
 
 
 # ---- fully_shard

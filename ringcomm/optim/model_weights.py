@@ -179,7 +179,7 @@ class ModelWeights:
         replicas = [group] if isinstance(group, dist.ProcessGroup) else []
         groups = dict.fromkeys([*replicas, *(peer for slot in slots for peer in slot.peers)])
         if self._model is not None:
-            start_equal(self._model, groups)
+            start_equal(self._described, groups)
 
     # ---- hooks; each returns functions that remove it, which the optimizer calls at its end
 

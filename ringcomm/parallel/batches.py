@@ -41,13 +41,8 @@ class Batch(NamedTuple):
 
     def chunk(self, num: int) -> list[Batch]:
         """Equal parts of the rows."""
-        if num == 1:
-            return [self]
-
-        def part(idx: int) -> Batch:
-            return tree_map_only(Tensor, lambda x: x.chunk(num)[idx], self)
-
-        return [part(idx) for idx in range(num)]
+        cut = [lambda x, idx=idx: x.chunk(num)[idx] for idx in range(num)]
+        return [self] if num == 1 else [tree_map_only(Tensor, part, self) for part in cut]
 
 
 def make_batch(

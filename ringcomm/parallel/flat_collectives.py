@@ -12,6 +12,7 @@ from torch import Tensor
 from ringcomm import _C
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.torch_names import (
+    BUCKET_BYTES,
     all_gather_single,
     backend_of,
     broadcast_coalesced_,
@@ -109,7 +110,7 @@ def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
         return
     kinds = [device.type for device in devices_of(group)]
     sent = [x if x.device.type in kinds else x.to(device_of(group)) for x in given]
-    broadcast_coalesced_(sent, group)
+    broadcast_coalesced_(group, sent, BUCKET_BYTES, 0)
     for own, value in zip(given, sent, strict=True):
         if value.device != own.device:
             own.copy_(value)

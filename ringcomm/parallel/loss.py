@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.parallel.asked_loss import disagreement, is_integer
+from ringcomm.parallel.batches import Batch
 from ringcomm.torch_names import tree_leaves
 
 IGNORED = -100  # torch's default ignore_index
@@ -43,7 +44,10 @@ class PartLoss:
 
     Attributes:
         asking: whether loss_fn is asked in this step; answer() ends that.
+        blocks: of a pipeline whose output it takes; None for a model.
     """
+
+    blocks: Any = None
 
     def __init__(
         self,
@@ -57,8 +61,33 @@ class PartLoss:
         self._divides = not is_sum and "num_items_in_batch" in parameters_of(loss_fn)
         self._ignored, self._weight = _declared(loss_fn)
         self._known = 0 if asks else -1  # kinds of labels about which it need not be asked
+        self._num_steps = 0
         self.asking = False
         self._problem = ""
+
+    # ---- how the model is called; a model of transformers with its own loss differs
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch with the arguments of the model, or of a pipeline's first block."""
+        if self.blocks is not None and not batch.args:
+            raise TypeError(
+                "the first block of a pipeline takes a tensor or a tuple of tensors, got a dict"
+            )
+        return batch
+
+    def labels_of(self, batch: Batch) -> Tensor:
+        """The targets that labels() counts."""
+        return batch.targets
+
+    def arguments(self, targets: Tensor, num_own: float, num_items: float) -> dict[str, Any]:
+        """The model's further arguments for the loss of a part with `num_own` labels."""
+        return {}
+
+    def result_of(self, output: Any) -> Any:
+        """What users get of the model's output."""
+        return output
+
+    # ---- labels
 
     def labels(self, targets: Tensor, num_parts: int = 1) -> Labels:
         """The numbers of labels in equal parts of the targets, which weight the losses of parts.
@@ -85,9 +114,10 @@ class PartLoss:
             return counted.sum()
         return (self._weight.to(targets.device)[targets * counted] * counted).sum()
 
-    def expect(self, kinds: int, num_steps: int) -> None:
+    def expect(self, kinds: int) -> None:
         """Asks loss_fn in this step if there are new kinds of labels, or it is the 2**nth step."""
-        kinds |= 4 << num_steps.bit_length()
+        kinds |= 4 << self._num_steps.bit_length()
+        self._num_steps += 1
         if kinds & ~self._known:
             self.asking = True
             self._known |= kinds
@@ -147,14 +177,12 @@ class StepLoss:
         if reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {reduction!r}')
         self._is_sum = reduction == "sum"
-        self.part_loss = (
-            loss_fn
-            if isinstance(loss_fn, PartLoss)
-            else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
+        self._is_given = isinstance(loss_fn, PartLoss)  # then its owner says when it is asked
+        self.part_loss: PartLoss = (  # type: ignore[assignment]
+            loss_fn if self._is_given else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
         )
         self.scale = 1.0
         self.parts: list[Tensor] = []
-        self._num_steps = 0
 
     def begin(self, targets: tuple[Tensor, ...], num_parts: int, num_items: float | None) -> None:
         """Counts the labels of one tensor of targets, if losses are to be computed."""
@@ -169,9 +197,8 @@ class StepLoss:
                 self._num_items = sum(labels.counts)
             if not self._num_items:
                 raise ValueError("no label in the target counts: all are -100")
-        if num_parts > 1 or num_items is not None:
-            self.part_loss.expect(labels.kinds, self._num_steps)
-            self._num_steps += 1
+        if not self._is_given and (num_parts > 1 or num_items is not None):
+            self.part_loss.expect(labels.kinds)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """The loss of the next part."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,22 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel import zero
-from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.loss import CountItems, Loss, PartLoss, parameters_of
 from ringcomm.parallel.mesh import ParallelDims
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
-from ringcomm.parallel.tensor.splits import SplitModule
 from ringcomm.parallel.zero.elementwise import REFUSED
-from ringcomm.torch_names import reduce_unused, unwrapped
+from ringcomm.torch_names import reduce_unused
 
 _SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -103,59 +101,43 @@ def parallelize(
 
     Collective over the default group.
     """
+    # These two import torch.distributed.pipelining, and ringcomm.parallel itself.
+    from ringcomm.integrations.transformers.adapter import Adapter
     from ringcomm.parallel.pipeline import Pipeline
 
     stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
     num = num_microbatches
     if num is None:
         num = 2 * dims.pp if dims.pp > 1 else 1
-    elif num < 1:
-        raise ValueError(f"num_microbatches must be a positive number, got {num}")
-    _check_options(dims, stage, sequence_parallel, gather_logits, shard_options)
+    tensor_options = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
+    if count_items is not None and loss_fn is None:
+        raise ValueError("count_items counts the labels of loss_fn: pass loss_fn as well")
+    _check_options(dims, stage, num, shard_options, **tensor_options)
     whole = nn.ModuleList(model.values()) if isinstance(model, Mapping) else model
+    described = describe(whole)
+    part_loss = None if loss_fn is None else PartLoss(loss_fn, count_items)
+    adapter = Adapter(model, described, dims, part_loss)
     options = stage, sequence_parallel, schedule, num, recompute, gather_logits
-    inner = unwrapped(model)
-    problem = _problem_of(model, inner, whole, dims, loss_fn, count_items)
-    _check_model(whole, dims, options, problem)
-    _start_equal(whole, dims, ("tp", "batch", "edp", "pp"))
-    # With all experts on each tensor-parallel rank, layers have groups of one rank.
-    if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(whole):
-        from ringcomm.integrations.transformers import expert_parallelize
-
-        replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
-        expert_parallelize(inner, group=dims.group("ep"), replica_group=replicas)
-    if dims.tp > 1 and not _has(whole, SplitModule):
-        from ringcomm.integrations.transformers import tensor_parallelize
-
-        more: Any = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
-        tensor_parallelize(inner, dims.group("tp"), **more)
-    elif dims.pp == 1:
+    _check_model(described, adapter, options)
+    was_meta = any(param.is_meta for param in described.weights)
+    start_equal(described, _groups_of(dims, "tp", "batch", "edp", "pp"))
+    loss = adapter.split(**tensor_options)
+    if dims.pp == 1 and (dims.tp == 1 or adapter.is_split):
         _check_replicas(whole, dims)
-    data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
-    if loss_fn is None:
-        from ringcomm.integrations.transformers.batches import LossInModel
-
-        loss: Any = LossInModel(inner, dims.group("tp"))
-    else:
-        loss = PartLoss(loss_fn, count_items)
-    pipe = None
+    data_mesh, pipe = dims["hsdp"] if dims.dp > 1 else dims["fsdp"], None
     if dims.pp > 1:
-        was_meta = any(param.is_meta for param in whole.parameters())
         mesh = data_mesh if stage == 3 else None
         wrap = partial(_wrap_stage, dims=dims, mesh=mesh, was_meta=was_meta)
-        row: tuple[Any, Any] = model, loss
-        if loss_fn is None:
-            from ringcomm.integrations.transformers.pipeline import pipeline_blocks
-
-            row = pipeline_blocks(inner), loss.use_logits(inner)
-        group = dims.group("pp")
-        pipe = Pipeline(*row, schedule, num, group=group, recompute=recompute, wrap=wrap)
+        row = loss.blocks, loss, schedule, num
+        pipe = Pipeline(*row, group=dims.group("pp"), recompute=recompute, wrap=wrap)
         model = pipe.module
     elif recompute:
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made = optimizer(model.parameters())
-    _check_optimizer(made, model)
+    given = {param for group in made.param_groups for param in group["params"]}
+    for name in REFUSED.keys() & {kind.__name__ for kind in type(made).__mro__}:
+        refuse(describe(model), Asked("optimizer", f"{name} {REFUSED[name]}", trained=given))
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):
@@ -163,17 +145,18 @@ def parallelize(
     return Parallelized(dims, model, made, pipe, loss, stage, num)
 
 
-def _start_equal(model: nn.Module, dims: ParallelDims, axes: Sequence[str]) -> None:
-    """Replaces what ranks have in common by rank 0's weights and buffers. Collective."""
-    own = [axis for axis in axes if dims[axis].size() > 1 and (axis != "edp" or dims.ep > 1)]
-    start_equal(model, map(dims.group, own))
+def _groups_of(dims: ParallelDims, *axes: str) -> Iterator[dist.ProcessGroup]:
+    """The groups of axes with several ranks; "edp" where experts are sharded."""
+    for axis in axes:
+        if dims[axis].size() > 1 and (axis != "edp" or dims.ep > 1):
+            yield dims.group(axis)
 
 
 def _wrap_stage(stage: nn.Module, *, dims: ParallelDims, mesh: Any, was_meta: bool) -> nn.Module:
     """A stage of a pipeline, with equal weights on data-parallel ranks; sharded over a mesh."""
     _check_replicas(stage, dims)
     if was_meta:
-        _start_equal(stage, dims, ("tp", "batch", "edp"))
+        start_equal(describe(stage), _groups_of(dims, "tp", "batch", "edp"))
     if mesh is not None:
         made: Any = fully_shard(stage, mesh=mesh)
         reduce_unused(made)
@@ -186,140 +169,74 @@ def _check_replicas(module: nn.Module, dims: ParallelDims) -> None:
         check_replicas(module, dims.group("tp"))
 
 
-def _has(model: nn.Module, *kinds: type[nn.Module]) -> bool:
-    return any(isinstance(module, kinds) for module in model.modules())
-
-
-def _has_mixtral(model: nn.Module) -> bool:
-    return any(type(module).__name__ == "MixtralSparseMoeBlock" for module in model.modules())
-
-
 # ---- checks: before anything is changed
 
 
-def _check_options(
-    dims: ParallelDims,
-    stage: int,
-    sequence_parallel: bool,
-    gather_logits: bool,
-    shard_options: Mapping[str, Any],
-) -> None:
-    if unknown := shard_options.keys() - _SHARD_OPTIONS:
-        raise TypeError(
-            f"parallelize() has no option {', '.join(sorted(unknown))}; those of zero.shard() are"
-            f" {', '.join(_SHARD_OPTIONS)}"
-        )
-    if gather_logits and dims.tp > 1 and dims.pp > 1:
-        raise ValueError("gather_logits does not work in a pipeline: leave it out, or use pp 1")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {stage!r}")
-    if dims.fsdp > 1 and stage == 0:
-        raise ValueError(
-            f"zero_stage 0 does not shard the model: use dp instead of fsdp {dims.fsdp}"
-        )
-    if stage == 3 and dims.fsdp == 1:
-        raise ValueError(
-            "zero_stage 3 shards over fsdp, which is 1: use a larger fsdp and a smaller dp"
-        )
-    if stage and dims.ep > 1:
-        raise ValueError(
-            f"zero_stage {stage} does not support expert parallelism (ep {dims.ep}): use"
-            " zero_stage 0, or ep 1"
-        )
-    if sequence_parallel and dims.tp == 1:
-        raise ValueError(
-            "sequence_parallel shards tokens over the ranks of tp, which is 1: use a larger tp"
-        )
-    if sequence_parallel and stage == 3:
-        raise ValueError(
-            "sequence_parallel sums gradients of norms over the ranks of tp, which zero_stage 3"
-            " does not support: use zero_stage 1 or 2"
-        )
-    if shard_options and (stage == 0 or (stage == 3 and dims.pp > 1)):
-        where = (
-            "zero_stage 0: use zero_stage 1 or 2"
-            if stage == 0
-            else "zero_stage 3 and pp, which is fully_shard inside a pipeline: use zero_stage 1 or"
-            " 2, or pp 1"
-        )
-        names = ", ".join(sorted(shard_options))
-        raise ValueError(f"{names} is an option of zero.shard(), which is not used with {where}")
-
-
-def _check_model(
-    whole: nn.Module, dims: ParallelDims, options: Any, problem: Exception | None
-) -> None:
+def _check_model(described: Model, adapter: Any, options: Any) -> None:
     """Raises the same error on all ranks. Collective."""
-    facts = {"mesh": repr(dims), "options": repr(options), "problem of the model": repr(problem)}
-    if not _has(whole, SplitModule, MixtureOfExperts):
-        params = whole.named_parameters()
-        shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in params]
-        digest = zlib.crc32(repr(shapes).encode())
-        facts["names, shapes and dtypes of parameters"] = f"{len(shapes)} of digest {digest:08x}"
+    problem, shapes = None, []
+    try:
+        refuse(described, Asked("parallelize", "parallelize", adapter=adapter))
+        # Ranks have different parts of layers that are split already.
+        if not (adapter.is_split or adapter.has_experts):
+            weights = described.weights.items()
+            shapes = [(w.name, tuple(param.shape), str(param.dtype)) for param, w in weights]
+    except (TypeError, ValueError) as error:
+        problem = error
+    facts = {
+        "mesh": repr(adapter.dims),
+        "options": repr(options),
+        "problem of the model": repr(problem),
+        "names, shapes and dtypes of parameters": (
+            f"{len(shapes)} of digest {zlib.crc32(repr(shapes).encode()):08x}"
+        ),
+    }
     check_agreement(facts, dist.group.WORLD)  # type: ignore[arg-type]
     if problem is not None:
         raise problem
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises TypeError for an optimizer that needs whole weights, if it has split ones."""
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    given = {param for group in optimizer.param_groups for param in group["params"]}
-    for name in kinds & REFUSED.keys():
-        for param, weight in describe(model).weights.items():
-            if param in given and weight.layer is not None and weight.layer.group.size() > 1:
-                raise TypeError(
-                    f"{name} {REFUSED[name]}, but {weight.name} is split over tensor-parallel"
-                    " ranks: use another optimizer, such as AdamW, or tp 1"
-                )
-
-
-def _problem_of(
-    model: Any,
-    inner: Any,
-    whole: nn.Module,
+def _check_options(
     dims: ParallelDims,
-    loss_fn: Loss | None,
-    count_items: CountItems | None,
-) -> Exception | None:
-    devices = sorted({str(param.device) for param in whole.parameters()})
-    if len(devices) > 1:
-        return ValueError(f"the model is on {' and '.join(devices)}: move it to one device")
-    name = type(model).__name__
-    if isinstance(model, DistributedDataParallel):
-        return TypeError("the model is in DistributedDataParallel: pass its .module instead")
-    if count_items is not None and loss_fn is None:
-        return ValueError("count_items counts the labels of loss_fn: pass loss_fn as well")
-    config = getattr(getattr(inner, "base_model", None), "config", None)
-    is_peft = hasattr(model, "get_base_model")
-    if is_peft and (dims.tp > 1 or dims.pp > 1):
-        return TypeError(
-            f"{name} of PEFT has no plan for tp {dims.tp} and pp {dims.pp}: use dp or fsdp"
+    stage: int,
+    num_microbatches: int,
+    shard_options: Mapping[str, Any],
+    *,
+    sequence_parallel: bool,
+    gather_logits: bool,
+) -> None:
+    given, unknown = (
+        ", ".join(sorted(names)) for names in (shard_options, {*shard_options} - {*_SHARD_OPTIONS})
+    )
+    if unknown:
+        raise TypeError(
+            f"parallelize() has no option {unknown}; those of zero.shard() are"
+            f" {', '.join(_SHARD_OPTIONS)}"
         )
-    if is_peft and loss_fn is None and model.active_peft_config.is_prompt_learning:
-        return TypeError(f"{name} of PEFT adds tokens, whose labels are unknown: pass loss_fn")
-    if loss_fn is None and config is None:
-        return ValueError(f"{name} is not a model of transformers and has no loss: pass loss_fn")
-    has_tp = _has(whole, SplitModule) or getattr(config, "base_model_tp_plan", None)
-    if dims.tp > 1 and not has_tp:
-        return TypeError(
-            f"tp is {dims.tp}, but {name} has neither a tensor-parallel plan nor layers such as"
-            " ringcomm.nn.ColumnParallelLinear"
-        )
-    if dims.ep > 1 and not (_has_mixtral(whole) or _has(whole, MixtureOfExperts)):
-        return TypeError(
-            f"ep is {dims.ep}, but {name} has neither experts of Mixtral nor layers of"
-            " ringcomm.nn.MixtureOfExperts"
-        )
-    is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
-    if dims.pp > 1 and loss_fn is not None and not is_row:
-        return TypeError(
-            f"pp is {dims.pp}, but {name} is neither an nn.Sequential nor a dict of blocks; for a"
-            " model of transformers, which has its own loss, leave loss_fn out"
-        )
-    if dims.pp > 1 and loss_fn is None and getattr(config, "output_router_logits", False):
-        return ValueError(
-            "a pipeline does not compute the routers' loss: set output_router_logits to False, or"
-            " use pp 1"
-        )
-    return None
+    not_used = f"{given} is an option of zero.shard(), which is not used with zero_stage"
+    problems = {
+        f"num_microbatches must be a positive number, got {num_microbatches}": num_microbatches < 1,
+        "gather_logits does not work in a pipeline: leave it out, or use pp 1": (
+            gather_logits and dims.tp > 1 and dims.pp > 1
+        ),
+        f"zero_stage must be 0, 1, 2 or 3, got {stage!r}": stage not in (0, 1, 2, 3),
+        f"zero_stage 0 does not shard the model: use dp instead of fsdp {dims.fsdp}": (
+            dims.fsdp > 1 and stage == 0
+        ),
+        "zero_stage 3 shards over fsdp, which is 1: use a larger fsdp and a smaller dp": (
+            stage == 3 and dims.fsdp == 1
+        ),
+        f"zero_stage {stage} does not support expert parallelism (ep {dims.ep}): use zero_stage 0,"
+        " or ep 1": stage and dims.ep > 1,
+        "sequence_parallel shards tokens over the ranks of tp, which is 1: use a larger tp": (
+            sequence_parallel and dims.tp == 1
+        ),
+        "sequence_parallel sums gradients of norms over the ranks of tp, which zero_stage 3 does"
+        " not support: use zero_stage 1 or 2": sequence_parallel and stage == 3,
+        f"{not_used} 0: use zero_stage 1 or 2": shard_options and stage == 0,
+        f"{not_used} 3 and pp, which is fully_shard inside a pipeline: use zero_stage 1 or 2, or pp"
+        " 1": shard_options and stage == 3 and dims.pp > 1,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise ValueError(problem)

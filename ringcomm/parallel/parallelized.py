@@ -35,22 +35,17 @@ class Parallelized:
         model: Any,
         optimizer: torch.optim.Optimizer,
         pipe: Any,
-        loss: Any,
+        loss: PartLoss,
         stage: int,
         num_microbatches: int,
     ) -> None:
-        """`loss` is a PartLoss, or a LossInModel of transformers."""
         self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
-        self._num_microbatches = num_microbatches
-        self._in_model = None if isinstance(loss, PartLoss) else loss
-        self._part_loss: PartLoss = loss if self._in_model is None else self._in_model.part_loss
-        self._runs = model
+        self._num_microbatches, self._loss, self._runs = num_microbatches, loss, model
         averages = stage == 0 and dims["batch"].size() > 1
         has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
         self._has_ddp = averages and pipe is None and not has_experts
         self._averages = averages and not self._has_ddp
         self._trained: list[bool] = []
-        self._num_steps = 0
         if self._has_ddp:
             self._make_ddp()
 
@@ -104,7 +99,7 @@ class Parallelized:
             loss, problem = self._in_pipeline(batch, num_items, loss_scale=scale)
         else:
             loss = self._accumulate(batch, num_items, scale)
-            problem = self._part_loss.answer()
+            problem = self._loss.answer()
         if self._averages:
             average_gradients(self.model, self.dims.group("batch"))
         return self._shared(loss, problem)
@@ -133,47 +128,36 @@ class Parallelized:
         return total
 
     def _loss_of(self, part: Batch, num_own: float, num_items: float) -> Tensor:
-        more: dict[str, Any] = {}
-        if self._in_model is not None:
-            more = self._in_model.arguments(part.targets, num_own, num_items)
-        output = self._runs(*part.args, **part.kwargs, **more)
-        return self._part_loss(output, part.targets, num_own, num_items)
+        numbers = part.targets, num_own, num_items
+        output = self._runs(*part.args, **part.kwargs, **self._loss.arguments(*numbers))
+        return self._loss(output, *numbers)
 
     def evaluate(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """The loss of a batch as of step(), without gradients. Collective."""
-        num = self._num_microbatches if self.pipeline is not None else 1
-        batch, num_items = self._prepared(inputs, targets, num)
+        batch, num_items = self._prepared(inputs, targets, self._num_parts())
         if self.pipeline is not None:
             return self._shared(*self._in_pipeline(batch, num_items))
         with torch.no_grad():
             loss = self._loss_of(batch, self._counts[0], num_items)
-        return self._shared(loss, self._part_loss.answer())
+        return self._shared(loss, self._loss.answer())
 
     def __call__(self, inputs: Any) -> Any:
         """The model's output for inputs as of step(), without gradients; labels are not used.
 
         For a model of transformers the logits, over the whole vocabulary. Collective.
         """
-        num = self._num_microbatches if self.pipeline is not None else 1
-        batch = self._batch_of(inputs, None, num, has_targets=False).to(self._device())
+        batch = self._loss.checked(make_batch(inputs, None, self._num_parts(), has_targets=False))
+        batch = batch.to(self._device())
         if self.pipeline is not None:
-            logits = self.pipeline.forward(batch.args, kwargs=batch.kwargs)
-            return logits if self._in_model is None else self._in_model.gathered(logits)
+            return self._loss.result_of(self.pipeline.forward(batch.args, kwargs=batch.kwargs))
         with torch.no_grad():
-            output = self.model(*batch.args, **batch.kwargs)
-        return output if self._in_model is None else output.logits
+            return self._loss.result_of(self.model(*batch.args, **batch.kwargs))
 
     # ---- batches
 
-    def _batch_of(self, inputs: Any, targets: Any, num: int, *, has_targets: bool = True) -> Batch:
-        batch = make_batch(inputs, targets, num, has_targets=has_targets)
-        if self._in_model is not None:
-            return self._in_model.checked(batch, in_pipeline=self.pipeline is not None)
-        if self.pipeline is not None and not batch.args:
-            raise TypeError(
-                "the first block of a pipeline takes a tensor or a tuple of tensors, got a dict"
-            )
-        return batch
+    def _num_parts(self) -> int:
+        """The number of parts of a batch outside of step()."""
+        return self._num_microbatches if self.pipeline is not None else 1
 
     def _device(self) -> torch.device:
         return next(iter(self.model.parameters())).device
@@ -183,11 +167,8 @@ class Parallelized:
         batch, problem, labels = None, None, Labels([0.0], 0)
         num_ranks = self.dims["batch"].size()
         try:
-            batch = self._batch_of(inputs, targets, num)
-            counted = batch.targets
-            if self._in_model is not None:
-                counted = self._in_model.labels_of(batch)
-            labels = self._part_loss.labels(counted, num)
+            batch = self._loss.checked(make_batch(inputs, targets, num))
+            labels = self._loss.labels(self._loss.labels_of(batch), num)
         except Exception as error:  # count_items may raise any
             problem = error
         self._counts = labels.counts
@@ -218,9 +199,8 @@ class Parallelized:
         if num_changed:
             self._make_ddp()
         if num_ranks * self._num_microbatches > 1:
-            self._part_loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]), self._num_steps)
-            self._num_steps += 1
-        self._asked = self._part_loss.asking
+            self._loss.expect(bool(kinds[0]) | 2 * bool(kinds[1]))
+        self._asked = self._loss.asking
         return batch.to(self._device()), num_items / num_ranks
 
     def _shared(self, loss: Tensor, problem: LossError | None) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
 from ringcomm.parallel.tensor.layers import RowParallelLinear
-from ringcomm.torch_names import unwrapped
 
 
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
@@ -21,15 +20,11 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     the model itself. It runs in the model's own forward, in which the other layers do nothing.
     Blocks therefore compute what the model computes, for every kind of layer.
 
-    The model must have a pipeline plan in its config, or TypeError is raised. It may come from
+    The model has a pipeline plan in its config, and no wrappers; it may come from
     tensor_parallelize(). It is changed in place and can no longer be called itself.
     """
-    model = unwrapped(model)
-    base: Any = getattr(model, "base_model", None)
-    plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
-    head = model.get_output_embeddings() if base is not None and base is not model else None
-    if not plan or head is None or "layers" not in plan:
-        raise TypeError(f"{type(model).__name__} has no pipeline plan in its config")
+    base, head = model.base_model, model.get_output_embeddings()
+    plan = base.config.base_model_pp_plan
     others = [name for name in plan if name != "layers"]
     blocks = {}
     for name in plan:

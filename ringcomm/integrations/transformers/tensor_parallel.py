@@ -164,7 +164,7 @@ def tensor_parallelize(
                 if not made.weight.is_meta:
                     mesh_of(resolved, made.weight.device)  # torch.compile cannot trace a new one
                 model.register_forward_hook(partial(_typed_logits, made))
-    start_equal(model, [resolved])
+    start_equal(describe(model), [resolved])
     save_full(model)
     return model
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ringcomm.integrations import accelerate
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.optim import InBackwardOptimizer
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.shards import find_shards
-from ringcomm.torch_names import unwrapped
 
 
 def patch_loss(
@@ -40,7 +40,7 @@ def patch_loss(
         ValueError: its loss is not ForCausalLMLoss.
     """
     options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    inner = unwrapped(model)
+    inner = describe(model).unwrapped
     inner.loss_function = partial(causal_lm_loss, **{**loss_options_of(inner), **options})
     return model
 
@@ -52,13 +52,18 @@ def loss_options_of(model: Any) -> dict[str, Any]:
             f"{type(model).__name__} has no loss_function: a model of transformers >= 4.46 is"
             " needed, without wrappers such as PEFT's"
         )
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     found = model.loss_function
-    if getattr(found, "func", found) not in (ForCausalLMLoss, causal_lm_loss):
+    if not is_causal_lm_loss(found):
         name = getattr(found, "__name__", repr(found))
         raise ValueError(f"{type(model).__name__} must have the loss ForCausalLMLoss, got {name}")
     return dict(getattr(found, "keywords", {}))
+
+
+def is_causal_lm_loss(loss: Any) -> bool:
+    """Whether a model's loss_function is ForCausalLMLoss, or causal_lm_loss() in its place."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return getattr(loss, "func", loss) in (ForCausalLMLoss, causal_lm_loss)
 
 
 def causal_lm_loss(

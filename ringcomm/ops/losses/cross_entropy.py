@@ -18,9 +18,9 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.options import (
     MAX_VOCAB_SIZE,
     OUTPUTS,
+    Given,
     LossArguments,
     LossOptions,
-    VocabShard,
     check_targets,
     checked_num_items,
     checked_options,
@@ -185,35 +185,22 @@ def _check_inplace(logits: Tensor) -> None:
 
 
 def loss_of_all_classes(
-    stats: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    num_items: Tensor | None,
-    shard: VocabShard,
-    options: LossOptions,
+    stats: Tensor, *given: Unpack[Given]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Merges the ranks' stats and computes their cross_entropy_loss. Collective."""
+    *tokens, shard, options = given
     if shard.group_name is not None:
         stats = _ops.merge_softmax_stats(stats, shard.group_name)
     terms = options.for_loss(shard)
-    return stats, *_ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
+    return stats, *_ops.cross_entropy_loss(stats, *tokens, *terms)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        num_items: Tensor | None,
-        shard: VocabShard,
-        options: LossOptions,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, Tensor]:
+        target, weight, _, shard, options = given
         stats = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
-        stats, loss, by_token, denominator = loss_of_all_classes(
-            stats, target, weight, num_items, shard, options
-        )
+        stats, loss, by_token, denominator = loss_of_all_classes(stats, *given)
         ctx.save_for_backward(rows, target, weight, stats, denominator)
         ctx.grad_options = options.for_grad(shard)
         ctx.mark_non_differentiable(by_token)
@@ -243,30 +230,21 @@ class _InPlace(torch.autograd.Function):
     """The forward pass leaves the gradient in the logits; the backward pass scales it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        num_items: Tensor | None,
-        shard: VocabShard,
-        options: LossOptions,
-    ) -> tuple[Tensor, Tensor]:
-        room, given = None, (rows, target, weight)
+    def forward(ctx: Any, rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, Tensor]:
+        target, weight, _, shard, options = given
+        room, tokens = None, (rows, target, weight)
         grad_options = options.for_grad(shard)
         if rows.dtype == torch.float16 or shard.group_name is not None:
-            stats = _ops.softmax_stats(*given, *options.for_stats(shard))
-            stats, loss, by_token, denominator = loss_of_all_classes(
-                stats, target, weight, num_items, shard, options
-            )
+            stats = _ops.softmax_stats(*tokens, *options.for_stats(shard))
+            stats, loss, by_token, denominator = loss_of_all_classes(stats, *given)
             if rows.dtype == torch.float16:
                 room = _room(rows, weight, denominator, options)
                 denominator = denominator / room
-            grad_given = (*given, stats, denominator, *grad_options)
+            grad_given = (*tokens, stats, denominator, *grad_options)
             _ops.cross_entropy_grad_(torch.ones_like(loss), *grad_given)
         else:
             more = (*grad_options[1:], options.reduction, options.wants_more)
-            loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_(*tokens, given[2], *more)
         ctx.save_for_backward(rows.detach(), room)
         ctx.is_used = False
         ctx.mark_non_differentiable(by_token)

@@ -170,6 +170,10 @@ class LossOptions(NamedTuple):
         return *self._for_logits(shard), self.label_smoothing, self.z_loss
 
 
+# What every loss of rows of logits takes: target, class weights, num_items, shard and options.
+Given = tuple[Tensor, Tensor | None, Tensor | None, VocabShard, LossOptions]
+
+
 def checked_options(**given: Unpack[LossArguments]) -> LossOptions:
     """The options; raises ValueError for one that is out of range."""
     options = LossOptions(**given)

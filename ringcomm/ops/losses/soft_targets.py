@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ringcomm.ops.losses.options import LossOptions, VocabShard, first_order_only
+from ringcomm.ops.losses.options import Given, LossOptions, first_order_only
 
 # Bytes of the copies of the rows in fp32 (fp64 for fp64) that are processed at a time.
 BLOCK_BYTES = 16 << 20
@@ -48,15 +49,9 @@ def soft_cross_entropy(
     return mean.to(losses.dtype)  # a num_items of one number is float64
 
 
-def float64_cross_entropy(
-    rows: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    num_items: Tensor | None,
-    shard: VocabShard,
-    options: LossOptions,
-) -> tuple[Tensor, Tensor]:
+def float64_cross_entropy(rows: Tensor, *given: Unpack[Given]) -> tuple[Tensor, Tensor]:
     """The loss of rows of float64 logits for class indices, and the outputs by token."""
+    target, weight, num_items, shard, options = given
     rows = rows[:, : shard.size]
     check_classes(target, shard.size, options.ignore_index)
     is_kept = target != options.ignore_index

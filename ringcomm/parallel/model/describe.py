@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ringcomm.parallel.model.cut import Cut, cut_of
 from ringcomm.parallel.model.owners import find_shards
 from ringcomm.parallel.model.stage_part import StagePart, stage_part_of
 from ringcomm.parallel.tensor.splits import Split, SplitModule, tensor_groups_of
-from ringcomm.torch_names import wrapped_attribute
+from ringcomm.torch_names import WRAPPERS
 
 
 @dataclass(eq=False)
@@ -75,17 +76,13 @@ class Model:
     Attributes:
         weights: by parameter, in the order of named_parameters().
         buffers: by buffer.
-        experts: by name, the modules of sharded experts.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.weights: dict[nn.Parameter, Weight] = {}
         self.buffers: dict[Tensor, Weight] = {}
-        self.experts: dict[str, LocalExperts] = {}
         for prefix, owner, experts in _walk(module, "", None):
-            if owner is experts:
-                self.experts.setdefault(prefix, experts)
             splits = owner.splits if isinstance(owner, SplitModule) else {}
             for found, own in ((self.weights, owner._parameters), (self.buffers, owner._buffers)):
                 for key, tensor in own.items():
@@ -96,6 +93,14 @@ class Model:
                     weight.places.append((owner, key))
                     if key in splits:
                         weight.layer, weight.split = owner, splits[key]  # type: ignore[assignment]
+
+    @cached_property
+    def unwrapped(self) -> Any:
+        """The module in wrappers of torch, and of PEFT."""
+        module: Any = self.module
+        while (attribute := wrapped_attribute(type(module))) or hasattr(module, "get_base_model"):
+            module = getattr(module, attribute) if attribute else module.get_base_model()
+        return module
 
     @property
     def names(self) -> dict[str, Tensor]:
@@ -154,13 +159,23 @@ class Model:
             if experts is not None:
                 groups = [*groups, experts]
             held[param] = Held(tuple(group for group in groups if group.size() > 1), num_copies)
-        order = [*mesh_groups, *self.tensor_groups, *(e.group for e in self.experts.values())]
+        # A rank may have no weight of theirs.
+        parts = [m for m in self.module.modules() if isinstance(m, LocalExperts)]
+        of_experts = [part.group for part in parts if part.group.size() > 1]
+        order = [*mesh_groups, *self.tensor_groups, *of_experts]
         return Axes(held, tuple(dict.fromkeys(order)), self.stage.group if self.stage else None)
 
 
 def describe(module: nn.Module) -> Model:
     """The description of a module on this rank."""
     return Model(module)
+
+
+@cache
+def wrapped_attribute(kind: type) -> str | None:
+    """Where a class of torch's wrappers has the module that it is around; None for others."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
 
 def _walk(
@@ -170,7 +185,7 @@ def _walk(
     if isinstance(module, LocalExperts) and module.group.size() > 1:
         experts = module
     yield prefix, module, experts
-    wrapped = wrapped_attribute(module)
+    wrapped = wrapped_attribute(type(module))
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, prefix if name == wrapped else f"{prefix}{name}.", experts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ringcomm.torch_names import wrapped_attribute
+from ringcomm.parallel.model.describe import wrapped_attribute
 
 
 def plain_name(module: nn.Module, name: str) -> str:
@@ -23,7 +23,7 @@ def plain_name(module: nn.Module, name: str) -> str:
     found: Any = module
     for part in name.split("."):
         is_wrapper = False
-        while not is_wrapper and (attribute := wrapped_attribute(found)) is not None:
+        while not is_wrapper and (attribute := wrapped_attribute(type(found))) is not None:
             found, is_wrapper = getattr(found, attribute), part == attribute
         if not is_wrapper:
             kept.append(part)

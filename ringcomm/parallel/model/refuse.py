@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -28,8 +28,9 @@ _FLAT, _FSDP, _INFINITY = {"zero 1", "zero 2"}, {"zero 3"}, {"infinity"}
 _ZERO = _FLAT | _FSDP | _INFINITY
 _SHARDS = {"WeightShards"} | _INFINITY
 _LOMO, _SERVER = {"Lomo"}, {"ParameterServer"}
-_PIPELINE, _TENSOR = {"Pipeline"}, {"tensor_parallelize"}
+_PIPELINE, _TENSOR, _CALL = {"Pipeline"}, {"tensor_parallelize"}, {"parallelize"}
 _TRAINERS = _ZERO | {"WeightShards"} | _LOMO | _SERVER
+_MADE_HERE = _ZERO | {"WeightShards", "stage"}  # from the meta device
 
 
 class Asked(NamedTuple):
@@ -37,12 +38,14 @@ class Asked(NamedTuple):
 
     Attributes:
         system: "zero 1" to "zero 3", "infinity", "WeightShards", "Lomo", "ParameterServer",
-            "Pipeline" or "tensor_parallelize".
-        name: the system in messages.
+            "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "parallelize", or
+            "optimizer" for one that needs whole weights.
+        name: the system in messages; of an optimizer also the reason.
         trained: the parameters of its optimizer; all that require grad by default.
         options: zero.shard's ShardOptions.
         mesh: zero.shard's, for stage 3.
         is_replicated: whether several ranks train the weights together.
+        adapter: parallelize()'s Adapter, which names more systems.
     """
 
     system: str
@@ -51,13 +54,18 @@ class Asked(NamedTuple):
     options: Any = None
     mesh: DeviceMesh | None = None
     is_replicated: bool = True
+    adapter: Any = None
 
 
 class _Row(NamedTuple):
     systems: set[str]
-    is_so: Callable[[Any, Asked], Any]  # of a module or a weight
+    is_so: Callable[[Any, Asked], Any]  # of a module, a weight or a model
     text: str
     kind: type[Exception] = ValueError
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _is_table(module: Any) -> bool:
@@ -66,13 +74,13 @@ def _is_table(module: Any) -> bool:
 
 _MODULES = (
     _Row(
-        _TRAINERS | _PIPELINE | _TENSOR,
+        _TRAINERS | _PIPELINE | _TENSOR | _CALL,
         lambda m, _: isinstance(m, DistributedDataParallel),
         "{name} is wrapped in DistributedDataParallel, which reduces gradients itself: pass its"
         " `module` to {asked.name}",
     ),
     _Row(
-        _TRAINERS | _PIPELINE | _TENSOR,
+        _TRAINERS | _PIPELINE | _TENSOR | _CALL,
         lambda m, _: isinstance(m, FullyShardedDataParallel),
         "{name} is wrapped in FullyShardedDataParallel, which shards its weights itself: pass its"
         " `module` to {asked.name}, before it is wrapped",
@@ -106,6 +114,16 @@ _MODULES = (
         "stage 3 gathers weights around the model's forward, which a pipeline does not call: use"
         " stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))",
     ),
+    _Row(
+        _MADE_HERE,
+        lambda m, _: not hasattr(m, "reset_parameters") and any(t.is_meta for t in _own_tensors(m)),
+        "{name}, a {type}, is on the meta device and has no reset_parameters() to initialize it",
+    ),
+    _Row(
+        _MADE_HERE,
+        lambda m, _: len({t.is_meta for t in _own_tensors(m)}) > 1,
+        "{name}, a {type}, is partly on the meta device: put all its weights there, or none",
+    ),
 )
 
 
@@ -113,15 +131,6 @@ def _is_trained(weight: Weight, asked: Asked) -> bool:
     if asked.trained is None:
         return weight.tensor.requires_grad
     return weight.tensor in asked.trained
-
-
-def _is_plain(weight: Weight, _: Asked) -> bool:
-    return not is_lazy(weight) and type(weight.tensor.data) is torch.Tensor
-
-
-def is_lazy(weight: Weight) -> bool:
-    """Whether a weight has no shape before its module's first forward."""
-    return isinstance(weight.tensor, nn.UninitializedParameter)
 
 
 def _has_hook(weight: Weight, asked: Asked, name: str) -> bool:
@@ -158,8 +167,8 @@ _WEIGHTS = (
         "{name} already has an optimizer that takes its gradients, {trainer}: use that one alone",
     ),
     _Row(
-        _TRAINERS | _PIPELINE | _TENSOR,
-        lambda w, _: is_lazy(w),
+        _TRAINERS | _PIPELINE | _TENSOR | _CALL,
+        lambda w, _: isinstance(w.tensor, nn.UninitializedParameter),
         "{name} is an UninitializedParameter of a lazy module: run the model once before"
         " {asked.name}",
         TypeError,
@@ -172,7 +181,7 @@ _WEIGHTS = (
     ),
     _Row(
         _SHARDS,
-        lambda w, a: not _is_plain(w, a),
+        lambda w, _: type(w.tensor.data) is not torch.Tensor,
         "weights to shard must be plain tensors, but {name} is a {type}",
         TypeError,
     ),
@@ -252,36 +261,118 @@ _WEIGHTS = (
         lambda w, a: a.options.param_dtype and not _has_dtype(w, a, torch.float32),
         "param_dtype is for float32 weights, but {name} is {w.tensor.dtype}",
     ),
+    _Row(
+        {"optimizer"},
+        lambda w, a: w.layer is not None and w.layer.group.size() > 1 and _is_trained(w, a),
+        "{asked.name}, but {name} is split over tensor-parallel ranks: use another optimizer, such"
+        " as AdamW, or tp 1",
+        TypeError,
+    ),
+)
+
+
+def _devices(model: Model, *, with_meta: bool) -> list[str]:
+    found = {str(param.device) for param in model.weights if with_meta or not param.is_meta}
+    return sorted(found) if len(found) > 1 else []
+
+
+_MODELS = (
+    _Row(
+        (_TRAINERS - _LOMO) | _PIPELINE | _TENSOR,
+        lambda m, _: m.in_same_memory(),
+        "{found[0].name} and {found[1].name} are two parameters in the same memory, which"
+        " {asked.name} would train as two weights: tie weights by using one parameter",
+    ),
+    _Row(
+        _ZERO | _SHARDS,
+        lambda m, _: _devices(m, with_meta=False),
+        "weights to shard must be on one device, got {found}",
+    ),
+    _Row(
+        _CALL,
+        lambda m, _: " and ".join(_devices(m, with_meta=True)),
+        "the model is on {found}: move it to one device",
+    ),
+    _Row(
+        {"tp", "pp"},
+        lambda _, a: a.adapter.is_peft,
+        "{kind} of PEFT has no plan for tp {asked.adapter.dims.tp} and pp {asked.adapter.dims.pp}: use dp or fsdp",
+        TypeError,
+    ),
+    _Row(
+        _CALL,
+        lambda _, a: a.adapter.has_loss and a.adapter.adds_tokens,
+        "{kind} of PEFT adds tokens, whose labels are unknown: pass loss_fn",
+        TypeError,
+    ),
+    _Row(
+        _CALL,
+        lambda _, a: a.adapter.has_loss and a.adapter.config is None,
+        "{kind} is not a model of transformers and has no loss: pass loss_fn",
+    ),
+    _Row(
+        {"tp"},
+        lambda _, a: not (a.adapter.is_split or a.adapter.has_tensor_plan),
+        "tp is {asked.adapter.dims.tp}, but {kind} has neither a tensor-parallel plan nor layers such as"
+        " ringcomm.nn.ColumnParallelLinear",
+        TypeError,
+    ),
+    _Row(
+        {"ep"},
+        lambda _, a: not (a.adapter.is_mixtral or a.adapter.has_experts),
+        "ep is {asked.adapter.dims.ep}, but {kind} has neither experts of Mixtral nor layers of"
+        " ringcomm.nn.MixtureOfExperts",
+        TypeError,
+    ),
+    _Row(
+        {"pp"},
+        lambda _, a: not (a.adapter.is_row or a.adapter.has_loss),
+        "pp is {asked.adapter.dims.pp}, but {kind} is neither an nn.Sequential nor a dict of blocks; for a"
+        " model of transformers, which has its own loss, leave loss_fn out",
+        TypeError,
+    ),
+    _Row(
+        {"pp"},
+        lambda _, a: a.adapter.has_loss and not a.adapter.has_pipeline_plan,
+        "{kind} has no pipeline plan in its config",
+        TypeError,
+    ),
+    _Row(
+        {"pp"},
+        lambda _, a: a.adapter.has_loss and a.adapter.has_router_loss,
+        "a pipeline does not compute the routers' loss: set output_router_logits to False, or use"
+        " pp 1",
+    ),
 )
 
 
 def refuse(model: Model, asked: Asked) -> None:
     """Raises TypeError or ValueError if a system does not support a model."""
-    for row in (row for row in _MODULES if asked.system in row.systems):
+    for row in _rows(_MODULES, asked):
         for name, module in model.module.named_modules():
             if row.is_so(module, asked):
-                raise row.kind(row.text.format(name=name or "the model", asked=asked))
+                kind = type(module).__name__
+                raise row.kind(row.text.format(name=name or "the model", type=kind, asked=asked))
     for param in asked.trained or ():
         if param not in model.weights:
             raise ValueError(
                 f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the"
                 " model"
             )
-    rows = [row for row in _WEIGHTS if asked.system in row.systems]
+    rows = _rows(_WEIGHTS, asked)
     for weight in model.weights.values():
         for row in rows:
             if row.is_so(weight, asked):
                 raise row.kind(_text_of(row, weight, asked))
-    both = None if asked.system in _LOMO else model.in_same_memory()
-    if both is not None:
-        raise ValueError(
-            f"{both[0].name} and {both[1].name} are two parameters in the same memory, which"
-            f" {asked.name} would train as two weights: tie weights by using one parameter"
-        )
-    if asked.system in _ZERO | _SHARDS:
-        devices = {str(p.device) for p in model.weights if not p.is_meta}
-        if len(devices) > 1:
-            raise ValueError(f"weights to shard must be on one device, got {sorted(devices)}")
+    for row in _rows(_MODELS, asked):
+        if found := row.is_so(model, asked):
+            kind = None if asked.adapter is None else asked.adapter.name
+            raise row.kind(row.text.format(found=found, kind=kind, asked=asked))
+
+
+def _rows(table: tuple[_Row, ...], asked: Asked) -> list[_Row]:
+    systems = {asked.system, *(asked.adapter.systems if asked.adapter else ())}
+    return [row for row in table if not systems.isdisjoint(row.systems)]
 
 
 def _text_of(row: _Row, weight: Weight, asked: Asked) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ringcomm.parallel.flat_collectives import local_of, take_from_rank0
-from ringcomm.parallel.model.describe import Weight, describe
+from ringcomm.parallel.model.describe import Model, Weight
 
 
 def start_equal(
-    module: nn.Module, groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor] | None = None
+    model: Model, groups: Iterable[dist.ProcessGroup], tensors: Iterable[Tensor] | None = None
 ) -> None:
     """Replaces weights, frozen ones too, and buffers by those of rank 0 of each group in turn.
 
@@ -21,7 +21,6 @@ def start_equal(
     DTensors and WeightShards. Tensors on the meta device stay as well. `tensors`: only these.
     Collective over each group.
     """
-    model = describe(module)
     known: dict[Any, Weight] = {**model.weights, **model.buffers}
     chosen = known if tensors is None else dict.fromkeys(tensors)
     for group in groups:

@@ -17,7 +17,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.starts import start_equal
@@ -110,7 +110,8 @@ class ParameterServer:
                 f" params: torch.optim.SGD(params, lr=0.1); got a {type(make_optimizer).__name__}"
             )
         resolved = resolve_group(group, mesh)
-        refuse(describe(model), Asked("ParameterServer", "ParameterServer"))
+        described = describe(model)
+        refuse(described, Asked("ParameterServer", "ParameterServer"))
         ranks = _checked_servers(servers, resolved.size())
         if dedicated and len(ranks) == resolved.size():
             raise ValueError("dedicated=True leaves no worker: use fewer servers or more ranks")
@@ -130,7 +131,7 @@ class ParameterServer:
             "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},
             "parameter groups": [group["params"] for group in self._groups],
         }
-        self.group = _meet(resolved, model, mine)
+        self.group = _meet(resolved, described, mine)
         self.keys = messages.owned_keys(self._keys, ranks)
         self.servers = list(self.keys)
         workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
@@ -355,7 +356,7 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
     return ranks
 
 
-def _meet(group: dist.ProcessGroup, model: nn.Module, mine: Mapping[str, Any]) -> dist.ProcessGroup:
+def _meet(group: dist.ProcessGroup, model: Model, mine: Mapping[str, Any]) -> dist.ProcessGroup:
     """Makes a ringcomm group for the messages and broadcasts rank 0's weights. Collective.
 
     Raises ValueError if the ranks have different arguments; nothing has been changed.

@@ -20,7 +20,6 @@ from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.pipeline.schedules import Log, Plan
-from ringcomm.parallel.shards.units import check_can_materialize
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 
@@ -134,7 +133,7 @@ def problem_of(module: nn.Module, named: Mapping[str, nn.Module]) -> str:
         return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them to one"
     try:
         refuse(describe(whole), Asked("Pipeline", "Pipeline"))
-        check_can_materialize(module)
+        refuse(describe(module), Asked("stage", "Pipeline"))
     except (TypeError, ValueError) as error:
         return str(error)
     return "ready"

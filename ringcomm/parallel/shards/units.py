@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -105,23 +104,6 @@ def _units_of_params(
 
     visit(model, model)
     return found
-
-
-def check_can_materialize(model: nn.Module) -> None:
-    """Raises ValueError for a module on the meta device that cannot initialize its tensors."""
-    for name, module in model.named_modules():
-        tensors = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
-        if not any(tensor.is_meta for tensor in tensors):
-            continue
-        kind = f"{name or 'the model'}, a {type(module).__name__},"
-        if not hasattr(module, "reset_parameters"):
-            raise ValueError(
-                f"{kind} is on the meta device and has no reset_parameters() to initialize it"
-            )
-        if not all(tensor.is_meta for tensor in tensors):
-            raise ValueError(
-                f"{kind} is partly on the meta device: put all its weights there, or none"
-            )
 
 
 def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.device) -> None:

@@ -23,7 +23,7 @@ from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward
-from ringcomm.parallel.shards.units import check_can_materialize, materialize, params_of_units
+from ringcomm.parallel.shards.units import materialize, params_of_units
 from ringcomm.torch_names import ignore_in_ddp, ignored_in_ddp
 
 
@@ -86,18 +86,19 @@ class WeightShards:
         units: Iterable[nn.Module] | None = None,
     ) -> None:
         self.group = resolve_group(group, mesh)
+        described = describe(model)
         if self._home is None:  # zero.shard() has asked
-            refuse(describe(model), Asked("WeightShards", "WeightShards"))
-            check_can_materialize(model)
+            refuse(described, Asked("WeightShards", "WeightShards"))
         found = params_of_units(model, units)
         self._model = model
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         self.units: list[ShardedUnit] = []
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
-            start_equal(model, [self.group], params)
+            start_equal(described, [self.group], params)
             self.units.append(ShardedUnit(module, params, self.group, self._home))
-        start_equal(model, [self.group], model.buffers())
+        # Buffers on the meta device have been replaced.
+        start_equal(describe(model), [self.group], model.buffers())
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))

@@ -16,7 +16,6 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.shards.units import check_can_materialize
 from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
@@ -220,6 +219,5 @@ def _described(
             "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
-    check_can_materialize(model)
     check_elementwise(optimizer)
     return described

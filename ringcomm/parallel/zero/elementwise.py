@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.parallel import offload
-from ringcomm.torch_names import attributes_of, tree_leaves
+from ringcomm.torch_names import is_attribute_of_torch, tree_leaves
 
 OFFLOADED = (offload.AdamW, offload.SGD)
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
@@ -33,9 +33,15 @@ def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
 def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     """A copy of an optimizer over other parameter groups, without state and hooks."""
     made = object.__new__(type(optimizer))
-    vars(made).update(attributes_of(optimizer))
+    vars(made).update(_attributes_of(optimizer))
     made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
     return made
+
+
+def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer's class keeps beside groups and state."""
+    own = vars(optimizer).items()
+    return {key: value for key, value in own if not is_attribute_of_torch(key)}
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -51,7 +57,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         for known, reason in REFUSED.items()
         if isinstance(optimizer, getattr(torch.optim, known, ()))
     ]
-    leaves = tree_leaves({**attributes_of(optimizer), "defaults": None})
+    leaves = tree_leaves({**_attributes_of(optimizer), "defaults": None})
     if any(isinstance(leaf, (Tensor, nn.Module, torch.optim.Optimizer)) for leaf in leaves):
         reasons.append("keeps tensors, a module or an optimizer outside of its groups and state")
     if any(

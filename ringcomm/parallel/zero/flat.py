@@ -15,6 +15,7 @@ from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
 from ringcomm.parallel.gradient_placeholder import weakly
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.offload.optimizers import Operands
@@ -51,7 +52,7 @@ class FlatZero(ZeroOptimizer):
         model, optimizer = given.model.module, given.optimizer
         group, options = self.group, self.options
         materialize(model, [*given.model.weights], device_of(group))
-        start_equal(model, [group])
+        start_equal(describe(model), [group])
         self.stage = stage = given.stage
         dtype = options.param_dtype
         self._buckets = [

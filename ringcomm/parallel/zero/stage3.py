@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 
 from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import weakly
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_copy, save_full
 from ringcomm.parallel.model.starts import start_equal
@@ -251,11 +252,12 @@ def _shard_units(given: Given) -> None:
     whole = given.model.module
     for module, params in fsdp_units(whole, given.units):
         materialize(module, params, device)
-        start_equal(whole, [group], params)
+        start_equal(given.model, [group], params)
         made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
-    start_equal(whole, [group], whole.buffers())
+    # Buffers on the meta device have been replaced.
+    start_equal(describe(whole), [group], whole.buffers())
 
 
 def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:

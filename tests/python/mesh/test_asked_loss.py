@@ -177,7 +177,7 @@ def ask(loss_fn: Any, batch: Any, **options: Any) -> LossError | None:
     out, y = batch
     out = out.clone().requires_grad_()
     labels = loss.labels(y)
-    loss.expect(labels.kinds, 0)
+    loss.expect(labels.kinds)
     loss(out, y, labels.counts[0], labels.counts[0])
     return loss.answer()
 

@@ -216,7 +216,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("gather_logits does not work in a pipeline", {"tp": 2, "pp": 2}, llama,
         gather_logits=True)  # fmt: skip
     refused("counts the labels of loss_fn: pass loss_fn as well", {}, llama, count_items=len)
-    refused("pass its .module instead", {}, nn.parallel.DistributedDataParallel(own), **mse)
+    refused("pass its `module` to parallelize", {}, nn.parallel.DistributedDataParallel(own), **mse)
     refused("fully_shard inside a pipeline", {**fsdp, "pp": 2}, llama, clip_grad_norm=1.0)
     other = own_model() if rank else nn.Sequential(Block())
     refused("ranks disagree on the names, shapes and dtypes of parameters", {}, other, **mse)
