@@ -262,11 +262,20 @@ def _check_model(
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises TypeError for an optimizer that needs whole weights, if it has split ones."""
+    """Raises TypeError for an optimizer that needs whole weights, if it has split ones.
+
+    And ValueError for one with weights that are not in the model.
+    """
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     given = {param for group in optimizer.param_groups for param in group["params"]}
+    weights = describe(model).weights
+    for param in given - weights.keys():
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the"
+            " model, so each rank would have its own: make it a part of the model"
+        )
     for name in kinds & REFUSED.keys():
-        for param, weight in describe(model).weights.items():
+        for param, weight in weights.items():
             if param in given and weight.layer is not None and weight.layer.group.size() > 1:
                 raise TypeError(
                     f"{name} {REFUSED[name]}, but {weight.name} is split over tensor-parallel"

@@ -44,6 +44,8 @@ class Parallelized:
         self._num_microbatches = num_microbatches
         self._in_model = None if isinstance(loss, PartLoss) else loss
         self._part_loss: PartLoss = loss if self._in_model is None else self._in_model.part_loss
+        if dims["batch"].size() > 1:
+            self._part_loss.model = model
         self._runs = model
         averages = stage == 0 and dims["batch"].size() > 1
         has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
