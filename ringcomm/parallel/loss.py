@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.asked_loss import disagreement, is_integer
+from ringcomm.parallel.asked_loss import disagreement, is_integer, is_label
 from ringcomm.parallel.batches import Batch
-from ringcomm.torch_names import tree_leaves
+from ringcomm.torch_names import tree_leaves, unwrapped
 
 IGNORED = -100  # torch's default ignore_index
 Loss = Callable[..., Tensor]
@@ -28,7 +28,7 @@ class LossError(ValueError):
 class Labels(NamedTuple):
     """The numbers of labels in parts of a batch, and which kinds of labels it has.
 
-    Kinds are bits: 1 for labels that do not count, 2 for negative ones that count.
+    Kinds are bits: 1 for labels that do not count, or NaN, 2 for negative ones that count.
     """
 
     counts: list[float]
@@ -45,6 +45,8 @@ class PartLoss:
     Attributes:
         asking: whether loss_fn is asked in this step; answer() ends that.
         blocks: of a pipeline whose output it takes; None for a model.
+        model: has the weights that loss_fn may train, if the gradients of several ranks are
+            averaged.
     """
 
     blocks: Any = None
@@ -63,6 +65,7 @@ class PartLoss:
         self._known = 0 if asks else -1  # kinds of labels about which it need not be asked
         self._num_steps = 0
         self.asking = False
+        self.model: nn.Module | None = None
         self._problem = ""
 
     # ---- how the model is called; a model of transformers with its own loss differs
@@ -100,19 +103,22 @@ class PartLoss:
         parts = targets.chunk(num_parts)
         if not is_integer(targets):
             rule = self._count_items or len
-            return Labels([float(rule(part)) for part in parts], 0)
+            kinds = int(targets.isnan().any())
+            if targets.is_floating_point():
+                kinds |= 2 * int(targets.lt(0).any())
+            return Labels([float(rule(part)) for part in parts], kinds)
         sums = [(self._count_items or self._counted)(part) for part in parts]
-        sums += [targets.eq(self._ignored).sum(), targets.lt(0).sum()]
+        sums += [is_label(targets, self._ignored).sum(), targets.lt(0).sum()]
         facts = [torch.as_tensor(x, dtype=torch.float64, device=targets.device) for x in sums]
         *counts, num_ignored, num_negative = torch.stack(facts).tolist()
         is_odd = num_negative > (num_ignored if self._ignored < 0 else 0)
         return Labels(counts, int(num_ignored > 0) | 2 * int(is_odd))
 
     def _counted(self, targets: Tensor) -> Tensor:
-        counted = targets.ne(self._ignored)
+        counted = ~is_label(targets, self._ignored)
         if self._weight is None:
             return counted.sum()
-        return (self._weight.to(targets.device)[targets * counted] * counted).sum()
+        return (self._weight.to(targets.device)[targets.long() * counted] * counted).sum()
 
     def expect(self, kinds: int) -> None:
         """Asks loss_fn in this step if there are new kinds of labels, or it is the 2**nth step."""
@@ -132,33 +138,33 @@ class PartLoss:
         """The loss of a part with `num_own` of `num_items` labels; 0 for a part without labels."""
         if self.asking and num_own and not self._problem:
             self._problem = self._ask(output, targets)
-        if self._is_sum:
-            return self._loss_fn(output, targets)
-        if self._divides:
-            return self._loss_fn(output, targets, num_items_in_batch=num_items)
-        if num_own:
-            return self._loss_fn(output, targets) / (num_items / num_own)
-        # A mean over no labels is NaN. Gradients of 0 keep the collectives of backward passes.
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        zero = torch.zeros((), dtype=torch.float32, device=targets.device)
-        return sum((x.sum() * 0 for x in outputs), start=zero)
+        if not num_own and not self._is_sum and not self._divides:
+            # A mean over no labels is NaN. Gradients of 0 keep the collectives of backward passes.
+            outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            zero = torch.zeros((), dtype=torch.float32, device=targets.device)
+            return sum(((x * 0).nan_to_num().sum() for x in outputs), start=zero)
+        more = {"num_items_in_batch": num_items} if self._divides else {}
+        loss = self._loss_fn(output, targets, **more)
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss)}"
+            raise ValueError(
+                f"loss_fn must return a scalar tensor, got {found}: return the loss alone, and not"
+                ' with reduction="none"'
+            )
+        return loss if self._is_sum or self._divides else loss / (num_items / num_own)
 
     def _ask(self, output: Any, targets: Tensor) -> str:
         """What is wrong with the loss function; "" if nothing."""
-        if self._divides and self._count_items is not None:
-            return ""
         kind = "num_items_in_batch" if self._divides else "sum" if self._is_sum else "mean"
         rule = f"integers other than {self._ignored}" if is_integer(targets) else "rows"
         rule = rule if self._count_items is None else "as count_items counts them"
-        problem = disagreement(
-            self._loss_fn, kind, lambda y: self.labels(y).counts[0], self._ignored, output, targets
-        )
+        count = None if self._divides and self._count_items else lambda y: self.labels(y).counts[0]
+        weights = None if self.model is None else [*self.model.parameters()]
+        ignored = self._ignored
+        problem = disagreement(self._loss_fn, kind, count, ignored, output, targets, weights)
         what = "sum divided by num_items_in_batch" if self._divides else kind
         return problem and (
-            f"loss_fn must be a {what} over the labels of its targets ({rule}), but {problem}. Pass"
-            " count_items=, a function of targets that returns the number of labels in loss_fn's"
-            " mean. If loss_fn is no such mean, give it a parameter num_items_in_batch, and return"
-            " a sum divided by it"
+            f"loss_fn must be a {what} over the labels of its targets ({rule}), but {problem}"
         )
 
 
@@ -204,17 +210,13 @@ class StepLoss:
         """The loss of the next part."""
         num_own = self._num_own[len(self.parts)]
         loss = self.part_loss(output, target, num_own, self._num_items)
-        if loss.dim() != 0:
-            raise ValueError(
-                f"loss_fn must return a scalar, got shape {tuple(loss.shape)}: does it have "
-                'reduction="none"?'
-            )
         self.parts.append(loss.detach())
         return loss * self.scale
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, Any]:
     """The parameters of a function, or of a module's forward, by name."""
+    function = unwrapped(getattr(function, "func", function))  # of a partial
     if isinstance(function, nn.Module):
         function = function.forward
     try:
@@ -227,11 +229,11 @@ def _declared(loss_fn: Loss) -> tuple[int, Tensor | None]:
     """The ignore_index of a loss function, and its class weights, where it has them by name."""
     given = getattr(loss_fn, "keywords", {})  # of a partial
     defaults = {name: param.default for name, param in parameters_of(loss_fn).items()}
+    function = unwrapped(getattr(loss_fn, "func", loss_fn))
 
     def named(name: str) -> Any:
-        return getattr(loss_fn, name, given.get(name, defaults.get(name)))
+        return given.get(name, getattr(function, name, defaults.get(name)))
 
-    function = getattr(loss_fn, "func", None)
-    is_of_classes = isinstance(loss_fn, _OF_CLASSES) or function in _OF_CLASSES_TOO
+    is_of_classes = isinstance(function, _OF_CLASSES) or function in _OF_CLASSES_TOO
     ignored, weight = named("ignore_index"), named("weight") if is_of_classes else None
     return ignored if isinstance(ignored, int) else IGNORED, weight

@@ -136,8 +136,9 @@ def parallelize(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made = optimizer(model.parameters())
     given = {param for group in made.param_groups for param in group["params"]}
-    for name in REFUSED.keys() & {kind.__name__ for kind in type(made).__mro__}:
-        refuse(describe(model), Asked("optimizer", f"{name} {REFUSED[name]}", trained=given))
+    names = REFUSED.keys() & {kind.__name__ for kind in type(made).__mro__}
+    needs_whole = " and ".join(f"{name} {REFUSED[name]}" for name in names)
+    refuse(describe(model), Asked("optimizer", needs_whole, trained=given))
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):

@@ -41,6 +41,8 @@ class Parallelized:
     ) -> None:
         self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
         self._num_microbatches, self._loss, self._runs = num_microbatches, loss, model
+        if dims["batch"].size() > 1:
+            loss.model = model
         averages = stage == 0 and dims["batch"].size() > 1
         has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
         self._has_ddp = averages and pipe is None and not has_experts

@@ -39,8 +39,8 @@ class Asked(NamedTuple):
     Attributes:
         system: "zero 1" to "zero 3", "infinity", "WeightShards", "Lomo", "ParameterServer",
             "Pipeline", "stage" for a rank's part of it, "tensor_parallelize", "parallelize", or
-            "optimizer" for one that needs whole weights.
-        name: the system in messages; of an optimizer also the reason.
+            "optimizer" for one that parallelize() has made.
+        name: the system in messages; of an optimizer why it needs whole weights, or "".
         trained: the parameters of its optimizer; all that require grad by default.
         options: zero.shard's ShardOptions.
         mesh: zero.shard's, for stage 3.
@@ -263,7 +263,7 @@ _WEIGHTS = (
     ),
     _Row(
         {"optimizer"},
-        lambda w, a: w.layer is not None and w.layer.group.size() > 1 and _is_trained(w, a),
+        lambda w, a: a.name and w.layer and w.layer.group.size() > 1 and _is_trained(w, a),
         "{asked.name}, but {name} is split over tensor-parallel ranks: use another optimizer, such"
         " as AdamW, or tp 1",
         TypeError,
