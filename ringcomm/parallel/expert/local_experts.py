@@ -18,7 +18,7 @@ from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
-from ringcomm.parallel.model.saving import refuse_copy
+from ringcomm.parallel.model.saving import refuse_copy, refuse_part
 from ringcomm.torch_names import all_reduce_coalesced_
 
 _AVERAGED = "_ringcomm_averaged"
@@ -49,6 +49,8 @@ class LocalExperts(nn.ModuleDict):
         super().__init__()
         self.num_experts, self.group, self.replica_group = num_experts, group, replica_group
         self.range = shard_range(num_experts, group.size(), group.rank())
+        if group.size() > 1:
+            refuse_part(self)
         seen: set[nn.Parameter] = set()
         for idx, expert in enumerate(experts):
             params = set(expert.parameters())

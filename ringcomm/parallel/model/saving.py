@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def refuse_copy(*_: Any) -> NoReturn:
@@ -17,6 +19,48 @@ def refuse_copy(*_: Any) -> NoReturn:
         "sharded weights cannot be copied or pickled: copy the model before it is sharded, or load"
         " ringcomm.parallel.get_state_dict(model, full=True) into another one"
     )
+
+
+def refuse_saving(value: Tensor, name: str) -> None:
+    """Makes a value of state_dict(), one rank's part, raise RuntimeError when a file is written.
+
+    torch.save asks a tensor how to pickle it. safetensors and huggingface_hub ask for its storage,
+    whether it is contiguous, or for its parts. torch.distributed.checkpoint asks for the storages
+    of plain tensors only. Copies by copy.deepcopy() raise too; load_state_dict() takes all.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:  # a function, which copies of the tensor share
+        raise RuntimeError(
+            f"{name} of this state_dict() is the part of one rank, which a file would have in place"
+            " of the whole model: save ringcomm.parallel.get_state_dict(model, full=True), or all"
+            " ranks' parts with torch.distributed.checkpoint"
+        )
+
+    of_dtensors = "untyped_storage", "storage", "__tensor_flatten__"
+    of_kind = of_dtensors if isinstance(value, DTensor) else ("is_contiguous",)
+    for asked in ("__reduce_ex__", *of_kind):
+        setattr(value, asked, refuse)
+
+
+def refuse_part(module: nn.Module, kind: type[Tensor] = Tensor) -> None:
+    """As refuse_saving(), for all values of the kind in state_dict() of a module."""
+
+    def after(module: nn.Module, values: Any, prefix: str, _: Any) -> None:
+        tensors = chain(module.named_parameters(), module.named_buffers())
+        own = {id(tensor) for _, tensor in tensors}  # keep_vars=True is asked for these
+        for name, value in values.items():
+            if name.startswith(prefix) and isinstance(value, kind) and id(value) not in own:
+                refuse_saving(value, name)
+
+    module.register_state_dict_post_hook(after)
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Refuses copies of a model's modules with DTensors, and files of their state_dict()."""
+    for module in model.modules():
+        if any(isinstance(param, DTensor) for param in module.parameters()):
+            module.__deepcopy__ = module.__reduce_ex__ = refuse_copy  # type: ignore[assignment]
+            refuse_part(module, DTensor)
 
 
 def save_full(model: nn.Module, group: dist.ProcessGroup | None = None) -> Callable[[], None]:

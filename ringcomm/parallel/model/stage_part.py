@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
+from ringcomm.parallel.model.saving import refuse_part
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import tensor_groups_of
 
@@ -51,6 +52,8 @@ class StagePart(nn.Module):
         super().__init__()
         self.group = group
         register_part(self)
+        if group.size() > 1:
+            refuse_part(self)
         self.tensor_groups = tensor_groups_of(blocks)
         self.tied: dict[nn.Parameter, list[int]] = {}
         self.num_stages = 1

@@ -124,8 +124,19 @@ def wrap_stages(
     return wrapped
 
 
-def problem_of(module: nn.Module, named: Mapping[str, nn.Module]) -> str:
-    """The reason why a rank with some of the blocks cannot start, or "ready"."""
+def problem_of(
+    module: nn.Module, named: Mapping[str, nn.Module], owned: Sequence[Sequence[str]]
+) -> str:
+    """The reason why a rank with some of the blocks cannot start, or "ready".
+
+    `owned` has the names of the blocks of each rank.
+    """
+    for rank, names in enumerate(owned):
+        if not any(True for name in names for _ in named[name].parameters()):
+            return (
+                f"rank {rank} would have no parameters, only {', '.join(names)}, and its optimizer"
+                " would fail alone: use fewer ranks, other costs=, or join these blocks to others"
+            )
     whole = nn.Module()
     whole._modules.update(named)
     devices = {str(p.device) for p in module.parameters() if not p.is_meta}

@@ -106,9 +106,10 @@ class Pipeline:
 
     Raises:
         TypeError: blocks are not modules.
-        ValueError: there are fewer blocks than stages, the schedule does not support these numbers,
-            a block on the meta device has no reset_parameters(), ranks have different arguments, or
-            the schedule does not support the result of `wrap`.
+        ValueError: there are fewer blocks than stages, a rank would have no parameters, the
+            schedule does not support these numbers, a block on the meta device has no
+            reset_parameters(), ranks have different arguments, or the schedule does not support the
+            result of `wrap`.
 
     Collective: exchanges two objects, and the values of shared parameters.
     """
@@ -138,7 +139,7 @@ class Pipeline:
         self.stages = cut_blocks(named, costs, self.plan.num_stages)
         own = [[name for s in self.plan.stages_of(r) for name in self.stages[s]] for r in ranks]
         self.module = part_of(named, own, self.group)
-        problem = problem_of(self.module, named)
+        problem = problem_of(self.module, named, own)
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         mine = {
             "options": options,

@@ -83,14 +83,17 @@ def _metas_of(value: Any) -> Metas:
 
 
 def _computed(module: StageModule, inputs: Metas, device: torch.device) -> Metas:
-    """Computes them, and restores buffers and generators; notes writes into inputs."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    """Computes them, and restores generators; notes writes into inputs."""
     devices = [device] if device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         values = tuple(value.clone() for value in zeros(inputs, device))
-        outputs = functional_call(module, buffers, values)
+        outputs = functional_call(module, _copied_buffers(module), values)
     module.writes_inputs |= any(value._version > 0 for value in values)
     return _metas_of(outputs)
+
+
+def _copied_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 def _inferred(module: StageModule, inputs: Metas, device: torch.device) -> Metas | None:
@@ -100,11 +103,12 @@ def _inferred(module: StageModule, inputs: Metas, device: torch.device) -> Metas
         (vars(part), {k: (v, _inside(v)) for k, v in vars(part).items()})
         for part in module.modules()
     ]
+    buffers = _copied_buffers(module)  # fake tensors change real buffers of one element
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # otherwise it would keep fake copies of weights
     try:
         with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            value = module(*zeros(inputs, device))
+            value = functional_call(module, buffers, zeros(inputs, device))
         return _metas_of(value)
     except Exception:
         return None

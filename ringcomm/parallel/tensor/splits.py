@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from ringcomm.ops import shard_range
 from ringcomm.parallel.flat_collectives import take_from_rank0
-from ringcomm.parallel.model.saving import refuse_copy
+from ringcomm.parallel.model.saving import refuse_copy, refuse_saving
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.regions import give_memory
 
@@ -55,7 +55,8 @@ class Split:
         if isinstance(part, DTensor) or self.ranges != ranges_of(self.total, len(self.ranges)):
             raise RuntimeError(
                 f"no DTensor describes this rank's part of {name}, which is split between heads or"
-                " sharded twice: use ringcomm.parallel.get_state_dict(model)"
+                " sharded twice: use ringcomm.parallel.get_state_dict(model, full=True), or without"
+                " full= for torch.distributed.checkpoint"
             )
         sizes = [*part.shape]
         sizes[self.dim] = self.total
@@ -143,6 +144,7 @@ class SplitModule(nn.Module):
             return
         for key, split in ((prefix + name, split) for name, split in self.splits.items()):
             destination[key] = split.as_dtensor(destination[key], self.group, key)
+            refuse_saving(destination[key], key)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *problems: Any

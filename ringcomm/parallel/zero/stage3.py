@@ -22,7 +22,7 @@ from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
-from ringcomm.parallel.model.saving import refuse_copy, save_full
+from ringcomm.parallel.model.saving import refuse_parts, save_full
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.shards.unit_hooks import (
     refuse_create_graph,
@@ -71,8 +71,7 @@ class Zero3(ZeroOptimizer):
         refuse_moves(model)
         is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
         save_full(model, self.group if is_whole else None)
-        for module in _fsdp_modules(model):
-            module.__deepcopy__ = module.__reduce_ex__ = refuse_copy
+        refuse_parts(model)
         if hasattr(model, "generate"):
             # It calls the encoder of an encoder-decoder model, which uses weights of the root.
             register_fsdp_forward_method(model, "generate")

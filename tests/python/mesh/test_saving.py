@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import in_ranks
 from test_trainer_ranks import ENV
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from ringcomm.nn import ColumnParallelLinear
-from ringcomm.parallel import WeightShards, get_state_dict, offload, zero
+from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts
+from ringcomm.parallel import WeightShards, get_state_dict, offload, pipeline, zero
 from ringcomm.parallel.flat_collectives import with_own_storage
 
 pytest.importorskip("transformers")
@@ -58,6 +59,13 @@ def made(system: str) -> tuple[Any, Net]:
         if "closed" in system:
             shards.close()
         return around, net
+    if system == "pipeline":
+        pipe = pipeline.Pipeline(net, lambda y, _: y.square().mean(), num_microbatches=2)
+        pipe.step(torch.ones(2, 64), torch.ones(2, 64))
+        return pipe, pipe.module
+    if system == "experts":
+        net[3] = MixtureOfExperts(64, lambda: nn.Linear(64, 64), 4)
+        return net, net
     if system == "tensor":
         net[2] = ColumnParallelLinear.from_linear(net[2], gather_output=True)
         return around, net
@@ -80,10 +88,14 @@ def saved(net: Net, way: str, folder: Path) -> dict[str, Any]:
     if way == "torch.save":
         torch.save(net.state_dict(), file)
     elif way == "a part":
-        torch.save(net[3].state_dict(), file)
-        assert len(file.getvalue()) < 4 * (64 * 4 + 4) + 4096  # not the whole bucket
+        *_, (last, part) = net.named_children()
+        torch.save(part.state_dict(), file)
+        assert len(file.getvalue()) < 4 * (64 * 32 + 32) + 4096  # not the whole bucket
         file.seek(0)
-        return {f"3.{name}": value for name, value in torch.load(file).items()}
+        return {f"{last}.{name}": value for name, value in torch.load(file).items()}
+    elif way == "snapshot":  # also loaded again, as after the best of several epochs
+        net.load_state_dict(values := copy.deepcopy(net.state_dict()))
+        torch.save(values, file)
     elif way == "copy":
         return copy.deepcopy(net).state_dict()
     elif way == "pickle":
@@ -92,6 +104,13 @@ def saved(net: Net, way: str, folder: Path) -> dict[str, Any]:
     elif way == "safetensors":
         safetensors.save_model(net, path := str(folder / f"{time.time()}"))
         return safetensors.load_file(path)
+    elif way == "safetensors' dict":
+        safetensors.save_file(net.state_dict(), path := str(folder / f"{time.time()}"))
+        return safetensors.load_file(path)
+    elif way == "hub":
+        (own := folder / f"{dist.get_rank()}").mkdir()
+        pytest.importorskip("huggingface_hub").save_torch_model(net, own)
+        return safetensors.load_file(own / "model.safetensors")
     else:
         done = net.save_pretrained(folder)
         dist.barrier()
@@ -103,37 +122,54 @@ def saved(net: Net, way: str, folder: Path) -> dict[str, Any]:
 
 FREED = r"get_state_dict\(\)"
 COPY = r"sharded weights cannot be copied or pickled.*get_state_dict\(model, full=True\)"
-WAYS = ("torch.save", "a part", "copy", "pickle", "safetensors")
+PART = r"is the part of one rank.*ringcomm\.parallel\.get_state_dict\(model, full=True\)"
+STAGE = r"only this rank's blocks.*ringcomm\.parallel\.get_state_dict\(\.\.\., full=True\)"
+WAYS = (
+    "copy",
+    "pickle",
+    "a part",
+    "torch.save",
+    "snapshot",
+    "safetensors",
+    "safetensors' dict",
+    "hub",
+)
 REFUSED: dict[str, tuple[str, ...]] = {
-    "zero 1": ("", "", "", "", ""),
-    "zero 2": ("", "", "", "", ""),
-    # DTensors, which torch.distributed.checkpoint saves.
-    "zero 3": ("DTensor", "DTensor", COPY, COPY, "invalid python storage"),
-    "infinity": (FREED, FREED, COPY, COPY, FREED),
-    "infinity, closed": ("", "", "", "", ""),
-    "WeightShards": (FREED, FREED, COPY, COPY, FREED),
-    "WeightShards, closed": ("", "", "", "", ""),
-    "tensor": ("DTensor", "", COPY, COPY, "invalid python storage"),
+    "zero 1": ("",) * 8,
+    "zero 2": ("",) * 8,
+    "zero 3": (COPY, COPY, *(PART,) * 6),
+    "infinity": (COPY, COPY, *(FREED,) * 6),
+    "infinity, closed": ("",) * 8,
+    "WeightShards": (COPY, COPY, *(FREED,) * 6),
+    "WeightShards, closed": ("",) * 8,
+    "tensor": (COPY, COPY, "", *(PART,) * 5),
+    "pipeline": (STAGE, STAGE, "", *(PART,) * 5),
+    "experts": (COPY, COPY, *(PART,) * 6),
 }
 
 
 @pytest.mark.parametrize("system", REFUSED)
 @in_ranks(2)
 def test_each_way_writes_what_one_process_writes(rank: int, system: str, tmp_path: Path) -> None:
+    """https://github.com/huggingface/accelerate/issues/3505"""
     _, net = made(system)
     wanted, _ = get_state_dict(net, full=True)
     for way, refused in zip(WAYS, REFUSED[system], strict=True):
-        if refused in ("", "DTensor"):
-            found = saved(net, way, tmp_path)
-            kinds = {type(value).__name__ for value in found.values()}
-            assert ("DTensor" in kinds) == (refused == "DTensor"), way
-            if not refused:
-                assert way == "a part" or len(found) == len(wanted), way
-                assert_close(found, {name: wanted[name] for name in found}, rtol=0, atol=0)
+        if refused:
+            with pytest.raises(RuntimeError, match=refused):
+                saved(net, way, tmp_path)
             continue
-        with pytest.raises(RuntimeError, match=refused):
-            saved(net, way, tmp_path)
-    if system == "tensor":  # by tensor_parallelize(): tests of transformers
+        found = saved(net, way, tmp_path)
+        assert way == "a part" or len(found) == len(wanted), way
+        assert_close(found, {name: wanted[name] for name in found}, rtol=0, atol=0)
+    assert_close(get_state_dict(net, full=True)[0], wanted, rtol=0, atol=0)
+    if system in ("zero 3", "tensor", "pipeline"):  # experts have names of torch's own on each rank
+        checkpointed(net, wanted, tmp_path)
+    if system in (
+        "tensor",
+        "pipeline",
+        "experts",
+    ):  # by tensor_parallelize(): tests of transformers
         return
     # Without shards each rank saves by itself, as it did before.
     alone = "closed" in system or system in ("zero 1", "zero 2")
@@ -142,6 +178,17 @@ def test_each_way_writes_what_one_process_writes(rank: int, system: str, tmp_pat
     found = saved(net, "one rank" if alone else "save_pretrained", folder)
     assert_close(found, wanted, rtol=0, atol=0)
     assert "state_dict" not in vars(net)
+
+
+def checkpointed(net: Net, wanted: dict[str, Tensor], folder: Path) -> None:
+    """torch.distributed.checkpoint writes what state_dict() has, now and in the background."""
+    dcp.save(net.state_dict(), checkpoint_id=folder / "now")
+    group = dist.new_group(backend="gloo")
+    dcp.async_save(net.state_dict(), checkpoint_id=folder / "later", process_group=group).result()
+    for name in ("now", "later"):
+        found = {key: torch.zeros_like(value) for key, value in wanted.items()}
+        dcp.load(found, checkpoint_id=folder / name, no_dist=True)
+        assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_a_part_with_its_own_storage() -> None:

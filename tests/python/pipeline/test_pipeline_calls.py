@@ -49,6 +49,7 @@ def test_what_is_no_pipeline(rank: int) -> None:
     refused(ValueError, "ranks disagree on the options", num_microbatches=4 + 4 * rank)
     refused(ValueError, "ranks disagree on the parameters' shapes",
             [nn.Linear(8, 8 + rank), nn.Linear(8, 8)], costs=[1, 1])  # fmt: skip
+    refused(ValueError, "rank 1 would have no parameters, only 1,", [nn.Linear(8, 8), nn.Tanh()])
     bare = nn.ParameterList([torch.empty(2, device="meta")])
     message = "state of their blocks: rank 0 has 0, a ParameterList, .* no reset_parameters"
     refused(ValueError, message, [bare, nn.Linear(8, 8)])
@@ -300,3 +301,31 @@ def test_evaluation_and_odd_blocks(schedule: str) -> None:
     for found, _, counts in run_ranks(2, evaluate, schedule):
         assert found == pytest.approx(expected.item(), rel=1e-6)
         assert set(counts) == {3 * M}  # shapes were found without a trace
+
+
+class Counts(nn.Module):
+    """Counts its forward passes as BatchNorm does, and the rows of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("num_calls", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("num_rows", torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.num_rows.add_(len(x))
+        return self.norm(x)
+
+
+@in_ranks(2)
+def test_new_shapes_of_inputs_change_no_buffer(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/159942"""
+    pipe = make([nn.Linear(8, 8), Counts(), Counts()], costs=[2, 1, 1])
+    for num_rows in (2 * M, 3 * M, 4 * M):
+        pipe.step(torch.ones(num_rows, 8), torch.ones(num_rows, 8))
+    values = full_weights(pipe.module)
+    for name in ("1", "2"):
+        counted = [f"{name}.norm.num_batches_tracked", f"{name}.num_calls"]
+        assert [int(values[key]) for key in counted] == [3 * M] * 2
+        assert values[f"{name}.num_rows"].tolist() == [9 * M] * 2
