@@ -297,7 +297,8 @@ def shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[Any, Any]:
     """The shape of this rank's part of a DTensor, and where it begins."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return compute_local_shape_and_global_offset(shape, mesh, placements)
+    with torch.device("cpu"):  # torch computes with tensors on the default device
+        return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 class AsDTensor(torch.autograd.Function):

@@ -84,6 +84,6 @@ class CpuDistributed:
         dist.recv_object_list(box, group=self._group, group_src=src)
         received = {}
         for name, (shape, dtype) in box[0].items():
-            received[name] = torch.empty(shape, dtype=dtype)
+            received[name] = torch.empty(shape, dtype=dtype, device="cpu")
             dist.recv(received[name], group=self._group, group_src=src)
         return received

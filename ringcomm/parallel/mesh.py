@@ -170,7 +170,7 @@ class ParallelDims:
         Raises:
             KeyError: there is no such axis.
         """
-        ranks = torch.arange(self.world_size)
+        ranks = torch.arange(self.world_size, device="cpu")
         if axis in ("ep", "edp"):
             box, dim = ranks.view(self.pp, -1, self.ep, self.tp), 2 if axis == "ep" else 1
         elif axis in ("batch", "hsdp"):

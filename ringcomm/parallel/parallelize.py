@@ -30,6 +30,7 @@ _SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimize
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+@torch.inference_mode(False)  # what it makes is trained later
 def parallelize(
     model: Any,
     dims: ParallelDims,

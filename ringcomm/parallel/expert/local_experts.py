@@ -221,8 +221,8 @@ def _average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     trained = [param for param in params if param.requires_grad]
     if not trained:
         return
-    has_grad = torch.tensor([param.grad is not None for param in trained], dtype=torch.uint8)
-    has_grad = has_grad.to(trained[0].device)
+    has = [param.grad is not None for param in trained]
+    has_grad = torch.tensor(has, dtype=torch.uint8, device=trained[0].device)
     dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group)
     grads = []
     for param, is_there in zip(trained, has_grad.tolist(), strict=True):

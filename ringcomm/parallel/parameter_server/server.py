@@ -218,7 +218,9 @@ class Port:
     version: int = 0  # of the last pull
     _pushed: Tensor | None = None
     _pushing: Any = None
-    _received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # reused
+    _received: Tensor = field(  # reused
+        default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
     def ask(self, header: Header) -> Any:
         """Sends a request without a gradient; does not wait."""
@@ -229,7 +231,8 @@ class Port:
     def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
         """Sends a gradient by key, None for a missing one; it may be overwritten afterwards."""
         packing = self.packing.of_gradients()
-        is_there = torch.tensor([grad is not None for grad in gradient], dtype=torch.uint8)
+        has = [grad is not None for grad in gradient]
+        is_there = torch.tensor(has, dtype=torch.uint8, device="cpu")
         if self._own is not None:
             self._own.submit(header, packing.pack([*gradient, is_there]))
             return

@@ -77,6 +77,7 @@ class WeightShards:
 
     _home: Any = None  # of ZeRO-Infinity
 
+    @torch.inference_mode(False)  # what it makes is trained later
     def __init__(
         self,
         model: nn.Module,

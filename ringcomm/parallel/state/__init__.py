@@ -35,6 +35,7 @@ from ringcomm.torch_names import tree_map_only
 __all__ = ["get_state_dict", "set_state_dict"]
 
 
+@torch.inference_mode(False)  # DTensors cannot be detached there
 def get_state_dict(
     model: Any,
     optimizer: Any = None,
@@ -129,6 +130,7 @@ def get_state_dict(
     return (values, state) if has_state else ({}, {})
 
 
+@torch.inference_mode(False)  # updates must be able to write states
 def set_state_dict(
     model: Any,
     optimizer: Any,

@@ -17,7 +17,7 @@ from ringcomm.parallel.tensor.splits import refuse_copy
 
 def are_same(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> bool:
     """Whether all ranks of a group have the same integers in tensors. Collective: 8 bytes."""
-    total = torch.zeros(1, dtype=torch.int64)
+    total = torch.zeros(1, dtype=torch.int64, device="cpu")
     for tensor in tensors:
         numbers = tensor.flatten().to(torch.int64)
         order = torch.arange(1, numbers.numel() + 1, device=numbers.device)

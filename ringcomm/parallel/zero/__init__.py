@@ -27,6 +27,7 @@ from ringcomm.torch_names import flat_mesh
 __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
 
+@torch.inference_mode(False)  # what it makes is trained later
 def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -93,6 +93,7 @@ class States(torch.optim.Optimizer):
             "world_size": self.group.size(),
         }
 
+    @torch.inference_mode(False)  # updates must be able to write states
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict() of this rank, or a full one of torch's optimizer.
 
