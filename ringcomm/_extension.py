@@ -5,8 +5,6 @@ only in builds for GPUs. A checkout in which they are not built uses those of th
 A wheel for several versions of torch has a folder of extensions for each (tools/wheels.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -3,8 +3,6 @@
 It is not an instance of torch.distributed.ProcessGroupGloo; docs/design/architecture.md says why.
 """
 
-from __future__ import annotations
-
 import functools
 from datetime import timedelta
 from typing import Any

@@ -4,8 +4,6 @@ Each sub-command has a function that adds its options to a parser and returns th
 it. The latter imports what it needs and returns the exit status.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

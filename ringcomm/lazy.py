@@ -1,7 +1,5 @@
 """What ringcomm imports at first use: its subpackages, and the Python part of its operators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The report of stragglers, which destroy_process_group prints on request."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ with transfers and bytes as in docs/design/collectives.md. Errors are relative t
 times span five orders of magnitude. No coefficient is negative.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

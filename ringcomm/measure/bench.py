@@ -4,8 +4,6 @@ Both backends run in the same processes and take turns block by block (`measure.
 verified with whole numbers before and after.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import os

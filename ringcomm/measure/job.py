@@ -4,8 +4,6 @@ Nothing in the job is stopped, and it needs not to have been prepared: its fligh
 through /proc, and its Python stacks come from py-spy, where that is installed, or from a signal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

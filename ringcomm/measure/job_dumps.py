@@ -3,8 +3,6 @@
 The ranks do nothing for it: they may be stopped, or blocked with Python's lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The machine: identity, CPUs, versions, limits of a process, and load by other programs."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

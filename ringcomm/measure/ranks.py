@@ -5,8 +5,6 @@ fresh interpreter with torch 3 to 14 s. It is safe because the parent has not co
 threads before: numpy's BLAS ends its own threads at a fork.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import logging

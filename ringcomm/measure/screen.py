@@ -1,7 +1,5 @@
 """Parses command line options and formats figures for a terminal."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

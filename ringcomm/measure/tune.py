@@ -1,7 +1,5 @@
 """The command `ringcomm tune`: measures, prints and writes a tuning file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

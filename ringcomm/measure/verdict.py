@@ -1,7 +1,5 @@
 """Which rank of a job is the cause of a hang, and why: follows its ranks' waits to their end."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field

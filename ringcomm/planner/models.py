@@ -1,7 +1,5 @@
 """The shapes of a decoder's weights: by its configuration, a name, or transformers' config."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import cached_property

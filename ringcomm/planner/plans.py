@@ -1,7 +1,5 @@
 """Searches all systems and meshes, ranks plans that fit, and explains them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """How the ranks of a group over messages agree on the ranks that go on; docs/design/shrink.md."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import secrets

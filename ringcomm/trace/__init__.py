@@ -5,8 +5,6 @@ NAME.log, lines of JSON for rare events. Both can be read at any time, also afte
 recordings.py reads them, merge.py writes one trace of all and prints the steps of a ring in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

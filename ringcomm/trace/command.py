@@ -1,7 +1,5 @@
 """`ringcomm trace`: runs a program whose ranks record themselves, and merges the recordings."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

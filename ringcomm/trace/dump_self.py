@@ -1,7 +1,5 @@
 """Dumps of this process's flight recorder: on request, on an error, and on a signal."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

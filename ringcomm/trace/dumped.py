@@ -1,7 +1,5 @@
 """Dumps of flight recorders as recordings, from which merge.py writes a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

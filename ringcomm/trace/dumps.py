@@ -5,8 +5,6 @@ calls of a process that has ended are in the dumps of the others. docs/reference
 fields.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Reads flight recorders (csrc/collectives/flight.h): the last calls of a process, always on."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

@@ -1,7 +1,5 @@
 """One trace of all ranks, in the format of Perfetto and Chrome, and the steps of a ring in it."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

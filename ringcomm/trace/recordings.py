@@ -1,7 +1,5 @@
 """Reads recordings of processes, and aligns the clocks of several hosts."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from collections import defaultdict

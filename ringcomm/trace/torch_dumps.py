@@ -7,8 +7,6 @@ pair, and each tag, is a group of its own. So are the calls on devices of a grou
 own numbers.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import Counter, defaultdict

@@ -5,8 +5,6 @@ are reduced chunk by chunk, the rank that owns a chunk updates its parameters wh
 cache, and the new parameters are gathered. docs/design/fused_update.md has the steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar

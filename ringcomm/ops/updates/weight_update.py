@@ -4,8 +4,6 @@ They match csrc/ops/weight_update_ops.cc, which is for the CPU. They do not wait
 device. After its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

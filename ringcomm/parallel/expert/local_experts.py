@@ -1,7 +1,5 @@
 """The experts of one rank, and their gradients under data parallelism."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from functools import partial

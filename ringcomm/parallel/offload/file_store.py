@@ -3,8 +3,6 @@
 ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) uses it for NVMe.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """Storage for training state that is not in use: host memory or files."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

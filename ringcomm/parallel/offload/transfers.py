@@ -1,7 +1,5 @@
 """Transfers of tensors to and from files, and memory for them."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """ParameterServer: the interface of a rank that is a worker, a server, or both."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

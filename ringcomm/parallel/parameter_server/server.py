@@ -1,7 +1,5 @@
 """A server, which updates its keys with the workers' gradients, and a worker's connection to it."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence

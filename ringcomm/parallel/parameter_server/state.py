@@ -1,7 +1,5 @@
 """The optimizer of a server's keys, and whole optimizer states by the names of parameters."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 from collections.abc import Callable, Mapping, Sequence

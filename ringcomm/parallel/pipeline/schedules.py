@@ -1,7 +1,5 @@
 """Schedules: the order of each rank's computations, and simulated times."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ saved the tensor for backward therefore sees the gathered weights again, and aut
 modification. While it is freed, the parameter is a FreedWeight, which raises when it is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Units of a model, which are gathered together, and their materialization from the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
