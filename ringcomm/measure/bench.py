@@ -18,24 +18,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm import __version__
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch, identity, utc_now
-from ringcomm.measure.ranks import (
-    EXIT_OK,
-    EXIT_WRONG_RESULTS,
-    RankError,
-    Team,
-    joined_world_size,
-    run_ranks,
-)
+from ringcomm.measure import ranks, timing
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, utc_now
+from ringcomm.measure.ranks import Team
 from ringcomm.measure.screen import byte_count, check_writable, columns, factor, in_seconds
-from ringcomm.measure.timing import (
-    GROUP_TIMEOUT,
-    US,
-    Contender,
-    measure,
-    open_default_group,
-    wrong_sums,
-)
+from ringcomm.measure.timing import US, check_sums
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
 # A step of a small transformer takes several times an all_reduce, and warms up longer.
@@ -74,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         error(f"--world-size must be 2 to 64, got {options.world_size}")
     if options.seconds < 0:
         error("--seconds must not be negative")
-    if joined_world_size() is not None:
+    if ranks.joined_world_size() is not None:
         error("it starts its own ranks: run it without torchrun")
     if not dist.is_gloo_available():
         error("this torch has no Gloo to compare with")
@@ -90,12 +77,12 @@ def run(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     main = partial(_run_rank, seconds=options.seconds)
     try:
-        run_ranks(options.world_size, main, rows.append)
-    except RankError as problem:
+        ranks.run_ranks(options.world_size, main, rows.append)
+    except ranks.RankError as problem:
         if "wrong elements" not in str(problem):
             raise
         print(f"ringcomm bench: {problem}")
-        return EXIT_WRONG_RESULTS
+        return ranks.EXIT_WRONG_RESULTS
     print(_table(rows))
     print(sentence(rows, options.world_size))
     disturbed = max(row.others_percent for row in rows)
@@ -105,34 +92,27 @@ def run(options: argparse.Namespace) -> int:
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(rows, options.world_size, machine), encoding="utf-8")
         print(f"written: {options.html}")
-    return EXIT_OK
+    return ranks.EXIT_OK
 
 
 def _run_rank(team: Team, seconds: float) -> None:
-    open_default_group(team, "ringcomm")
+    timing.open_default_group(team, "ringcomm")
     groups: dict[str, Any] = {
         "ringcomm": dist.group.WORLD,
-        "gloo": dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT),
+        "gloo": dist.new_group(backend="gloo", timeout=timing.GROUP_TIMEOUT),
     }
     for num_bytes in SIZES:
         buffer = torch.zeros(num_bytes // 4, dtype=torch.float32)
         sums = {
             name: partial(dist.all_reduce, buffer, group=group) for name, group in groups.items()
         }
-        _check(team, groups, buffer)
+        check_sums(team, groups, buffer)
         title = f"all_reduce, {byte_count(num_bytes)}"
         _report(team, groups, sums, title, seconds * (1 - STEP_SHARE) / len(SIZES))
-        _check(team, groups, buffer)
+        check_sums(team, groups, buffer)
     steps = {name: _training_step(team, group) for name, group in groups.items()}
     _report(team, groups, steps, STEP_TITLE, seconds * STEP_SHARE)
     dist.destroy_process_group()
-
-
-def _check(team: Team, groups: dict[str, Any], buffer: torch.Tensor) -> None:
-    """Raises RankError where a sum is wrong on any rank. Leaves zeros. Collective."""
-    for name, wrong in wrong_sums(team, groups, buffer).items():
-        if wrong:
-            raise RankError(f"{wrong} wrong elements in all_reduce of {buffer.nbytes} B by {name}")
 
 
 def _training_step(team: Team, group: Any) -> Callable[[], object]:
@@ -163,12 +143,7 @@ def _report(
     seconds: float,
 ) -> None:
     """Times the calls in turn and reports a row. Collective."""
-    contenders = {
-        name: Contender(call, partial(dist.barrier, groups[name])) for name, call in calls.items()
-    }
-    others = OthersWatch([os.getppid(), *team.share(os.getpid())])
-    timings = measure(team, contenders, seconds)
-    percent = team.agree(others.percent())
+    percent, timings = timing.measure_beside_others(team, groups, calls, seconds)
     if timings is None:
         return
     ours, theirs = (timings[name].summary_us() for name in ("ringcomm", "gloo"))

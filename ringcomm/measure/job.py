@@ -10,8 +10,8 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from ringcomm.measure.machine import TICKS_PER_S
 from ringcomm.measure.screen import byte_count
 from ringcomm.measure.verdict import Rank, number_of, verdict
-from ringcomm.trace import flight
+from ringcomm.trace import dumps, flight, torch_dumps
 from ringcomm.trace.flight import Record
 
 SAMPLE_S = 0.5
@@ -239,13 +239,33 @@ def _stack_of(rank: Rank) -> list[str]:
     return []
 
 
-def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[str, Any]:
-    """The ranks of a job, the verdict, and the seconds that it took.
+def _write_dumps(folder: Path, form: str, ranks: list[Rank]) -> None:
+    """Writes FOLDER/rank0.json and so on, or with the form "torch" FOLDER/rank0 for torchfrtrace.
 
-    `look` is called with the ranks.
+    The ranks do nothing for it: they may be stopped, or blocked with Python's lock. Records of
+    ranks that have ended are in them where the system lets this process read the memory of the
+    others, as it lets root.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringcomm-") as scratch:
+        target = Path(scratch) if form == "torch" else folder
+        for rank in ranks:
+            peers: list[Record] = []
+            with contextlib.suppress(OSError):
+                _, peers = flight.mapped_records(rank.pid)
+            stacks = {"MainThread": rank.stack}
+            dumps.write(f"{target}/rank", rank.record, peers, "ringcomm doctor", stacks)
+        if form == "torch":
+            try:
+                torch_dumps.write(folder, dumps.read([target]))
+            except ValueError as error:
+                raise JobError(str(error)) from None
 
-    Raises:
-        JobError: it cannot be examined.
+
+def examine(pid: int, folder: Path | None = None, form: str = "json") -> dict[str, Any]:
+    """The ranks of a job, the verdict, and the seconds that it took; dumps into a folder.
+
+    Raises JobError where it cannot be examined or the folder has other files that torchfrtrace
+    would read, OSError where a dump cannot be written.
     """
     began = time.monotonic()
     found = find_ranks(pid)
@@ -255,8 +275,8 @@ def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[
     with ThreadPoolExecutor(max_workers=len(ranks)) as threads:
         for rank, stack in zip(ranks, threads.map(_stack_of, ranks), strict=True):
             rank.stack = stack
-    if look is not None:
-        look(ranks)
+    if folder is not None:
+        _write_dumps(folder, form, ranks)
     text, cause = verdict(ranks, len(found) - len(ranks))
     rows = []
     for rank in ranks:
