@@ -24,9 +24,7 @@ EVENT_BYTES = 64
 def start() -> None:
     """Records this process from now on, if RINGCOMM_TRACE is set. A second call does nothing.
 
-    Raises:
-        ValueError: RINGCOMM_TRACE_EVENTS has no valid form.
-        OSError: the folder cannot be written.
+    Raises ValueError for a wrong RINGCOMM_TRACE_EVENTS, OSError for a folder that is not writable.
     """
     if os.environ.get("RINGCOMM_TRACE"):
         _start(os.getpid())

@@ -50,15 +50,7 @@ def write(
 ) -> Path:
     """Writes the dump of a process to PREFIX + its rank + ".json", and replaces an earlier one.
 
-    Args:
-        prefix: of the path; its folder is made if need be.
-        own: the record of the process.
-        peers: the records of other processes.
-        reason: why it is written, for its readers.
-        stacks: of its threads, "FILE:LINE FUNCTION", innermost first.
-
-    Raises:
-        OSError: it cannot be written.
+    `peers` are the records of other processes, `stacks` are as in Known. Raises OSError.
     """
     path = Path(f"{os.fspath(prefix)}{own.rank}.json")
     processes = [_process(own, len(own.calls), has_ended=False)]
@@ -93,17 +85,8 @@ def write(
 def _process(record: Record, num_calls: int, *, has_ended: bool) -> dict[str, Any]:
     groups = {str(place): _in_ns(asdict(g), record) for place, g in record.groups.items()}
     calls = [_in_ns(asdict(call), record) for call in record.calls[-num_calls:]]
-    return {
-        "rank": record.rank,
-        "pid": record.pid,
-        "has_ended": has_ended,
-        "version": record.version,
-        "num_calls": record.num_calls,
-        "started_ns": record.started_ns,
-        "read_ns": record.read_ns,
-        "groups": groups,
-        "calls": calls,
-    }
+    about = {"rank": record.rank, "has_ended": has_ended, "groups": groups, "calls": calls}
+    return vars(record) | about
 
 
 def _in_ns(values: dict[str, Any], record: Record) -> dict[str, Any]:
@@ -134,11 +117,8 @@ def _has_ended(own: Record, peer: Record) -> bool:
 def read(folders: Sequence[Path]) -> list[Known]:
     """The processes of the dumps in some folders, by rank; empty if there is no dump.
 
-    Of a rank that has written no dump, it is what the others knew last.
-
-    Raises:
-        ValueError: a dump is truncated or of another version, or they are of different jobs.
-        OSError: a folder or a file cannot be read.
+    Of a rank that has written no dump, it is what the others knew last. Raises ValueError for a
+    dump that is truncated or of another version, and for dumps of different jobs.
     """
     found: dict[tuple[str, int, int], Known] = {}  # by process
     for path in (path for folder in folders for path in sorted(folder.iterdir())):
@@ -186,15 +166,10 @@ def _read(path: Path) -> list[Known]:
 def _known(path: Path, dump: dict[str, Any], idx: int) -> Known:
     process = dump["processes"][idx]
     read_ns = process["read_ns"]
-    record = Record(
-        process["pid"],
-        process["version"],
-        process["num_calls"],
-        read_ns,
-        process["started_ns"],
-        {int(place): Group(**_ago(g, read_ns, Group)) for place, g in process["groups"].items()},
-        [Call(**_ago(call, read_ns, Call)) for call in process["calls"]],
-    )
+    record = Record(**{field.name: process[field.name] for field in fields(Record)})
+    groups = process["groups"].items()
+    record.groups = {int(place): Group(**_ago(group, read_ns, Group)) for place, group in groups}
+    record.calls = [Call(**_ago(call, read_ns, Call)) for call in process["calls"]]
     return Known(
         path=path,
         is_own=idx == 0,
