@@ -17,21 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcomm.parallel.offload import store_index
 from ringcomm.parallel.offload.file_engine import in_engine_thread, shared_engine
-from ringcomm.parallel.offload.store_index import (
-    Entry,
-    Index,
-    IndexFiles,
-    lock_file,
-    make_folder,
-    open_file,
-)
-from ringcomm.parallel.offload.transfers import (
-    Transfer,
-    aligned_size,
-    empty_aligned,
-    is_aligned,
-)
+from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
+from ringcomm.parallel.offload.transfers import Transfer, aligned_size, empty_aligned, is_aligned
 
 _log = logging.getLogger("ringcomm")
 
@@ -92,9 +81,9 @@ class FileStore:
             )
         self.path = Path(path)
         self.engine, self._engine = "threads", shared_engine(queue_depth, block_bytes)
-        make_folder(self.path)
+        store_index.make_folder(self.path)
         self._keeps = keep
-        self._fd, self.is_direct = open_file(
+        self._fd, self.is_direct = store_index.open_file(
             self.path / "data" if keep else self.path, keep, direct
         )
         self._pending: dict[str, Transfer] = {}
@@ -105,7 +94,7 @@ class FileStore:
         self._dirty: dict[str, int] = {}  # the places of tensors put since the last commit
         self._files = IndexFiles(self.path)
         try:
-            lock_file(self._fd, self.path)
+            store_index.lock_file(self._fd, self.path)
             self._load(self._files.recover() if keep else Index())
         except BaseException:
             self.close()

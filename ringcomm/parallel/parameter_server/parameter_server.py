@@ -22,12 +22,7 @@ from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parameter_server import messages
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
 from ringcomm.parallel.parameter_server.server import Port, Server
-from ringcomm.parallel.parameter_server.state import (
-    MakeOptimizer,
-    ServerOptimizer,
-    misfit,
-    unpacked,
-)
+from ringcomm.parallel.parameter_server.state import MakeOptimizer, ServerOptimizer, misfit
 from ringcomm.torch_names import backend_of, timeout_of
 
 
@@ -290,7 +285,7 @@ class ParameterServer:
             for port in self._ports:
                 port.ask(Header(Kind.STATE))
             answers = [port.answer()[1] for port in self._ports]
-        parts = [unpacked(state) for state in answers if state is not None]
+        parts = [messages.unpacked(state) for state in answers if state is not None]
         states = {name: values for part in parts for name, values in part["state"].items()}
         pairs = zip(parts[0]["param_groups"], self._groups, strict=True)
         whole = [{**hyper, "params": group["params"]} for hyper, group in pairs]

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.errors import RingcommError
+from ringcomm.parallel.parameter_server import messages
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, Tag, receive, send
-from ringcomm.parallel.parameter_server.state import ServerOptimizer, packed
+from ringcomm.parallel.parameter_server.state import ServerOptimizer
 
 # Sends a header, and a message unless None, to the worker of a request; does not wait.
 Answer = Callable[[tuple[Header, Tensor | None]], None]
@@ -138,7 +139,7 @@ class Server:
     def _serve(self, worker: int, header: Header, gradient: Tensor | None, answer: Answer) -> None:
         """Serves a request, or keeps a pull until its version is available."""
         if header.kind == Kind.STATE:
-            state = packed(self._optimizer.state_dict())
+            state = messages.packed(self._optimizer.state_dict())
             answer((Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state))
             return
         if header.kind == Kind.PULL:

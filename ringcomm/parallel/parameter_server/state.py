@@ -1,7 +1,5 @@
 """The optimizer of a server's keys, and whole optimizer states by the names of parameters."""
 
-import ctypes
-import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -104,19 +102,6 @@ class ServerOptimizer:
             values = {k: v for k, v in given.get(name, {}).items() if k != "master"}
             used |= {number: values} if values else {}
         self._optimizer.load_state_dict({"state": used, "param_groups": groups})
-
-
-def packed(state: Mapping[str, Any]) -> Tensor:
-    """As bytes, uint8."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-
-
-def unpacked(message: Tensor) -> dict[str, Any]:
-    """The state of packed()."""
-    content = ctypes.string_at(message.data_ptr(), message.numel())
-    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def misfit(state: Mapping[str, Any], groups: Groups, keys: Mapping[str, Key]) -> str | None:

@@ -23,7 +23,6 @@ from ringcomm.planner.job import (
     Mesh,
     bubble,
     live_micro_batches,
-    mesh_fault,
 )
 from ringcomm.planner.models import ModelShape, find_model
 from ringcomm.planner.plans import Plan, Plans, by_rank
@@ -68,7 +67,7 @@ def odd(**change: Any) -> ModelShape:
 )
 def test_meshes(model: str, mesh: Mesh, reason: str | None) -> None:
     shape = odd(hidden=48, heads=12, kv_heads=6) if model == "odd" else find_model(model)
-    found = mesh_fault(shape, mesh, 2050)
+    found = mesh.fault(shape, 2050)
     assert (found is None) == (reason is None)
     assert reason is None or reason in (found or "")
 
