@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from schedule_simulation import simulate
 
-from ringcomm.parallel import pipeline
 from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.candidate import RankPart, kept_by
@@ -322,7 +322,7 @@ def test_groups_of_heads_over_more_ranks() -> None:
 def test_schedules_are_those_of_pipelines(schedule: str) -> None:
     """Bubbles, live micro-batches and messages are those of ringcomm.parallel.pipeline."""
     for p, m in ((2, 4), (4, 8), (4, 16), (8, 16)):
-        timeline = pipeline.simulate(schedule, p, m)
+        timeline = simulate(schedule, p, m)
         assert bubble(schedule, p, m) == timeline.bubble()
         for rank in range(p):
             changes = [{"F": 1, "I": 0}.get(a.kind, -1) for a in timeline.of_rank(rank)]
