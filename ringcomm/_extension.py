@@ -27,11 +27,7 @@ BUILT_FOR = re.compile(rb"ringcomm is built for torch (\d+\.\d+)")
 
 
 def _load() -> None:
-    """Imports the extensions.
-
-    Raises:
-        ImportError: there are none for this Python and this torch, or they cannot be loaded.
-    """
+    """Imports the extensions; raises ImportError where none fits or one cannot be loaded."""
     folder = _find()
     # First while the extensions are imported, and then last, for what the checkout lacks.
     search_path = sys.modules["ringcomm"].__path__

@@ -81,11 +81,7 @@ class Options:
 
 
 def flag(name: str, text: str) -> bool:
-    """The value of an environment variable that is 0 or 1.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The value of an environment variable that is 0 or 1; raises ValueError for others."""
     if text not in ("0", "1"):
         raise ValueError(f"the environment variable {name} must be 0 or 1, got {text!r}")
     return text == "1"
@@ -120,9 +116,5 @@ def warn_of_unknown_variables() -> None:
 
 
 def checks_targets() -> bool:
-    """Whether losses on a GPU wait for the device to check that every target is a class.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
+    """Whether losses on a GPU wait for the device to check that every target is a class."""
     return flag("RINGCOMM_CHECK_TARGETS", os.environ.get("RINGCOMM_CHECK_TARGETS") or "0")

@@ -83,10 +83,8 @@ def measure_algorithms(
 ) -> list[SizeTimes]:
     """Measures every size in ascending order for ``seconds`` each; repeats a disturbed measurement.
 
-    ``on_size`` is called in this process when a size is done.
-
-    Raises:
-        RankError: a rank failed, or a result was wrong.
+    ``on_size`` is called in this process when a size is done. Raises RankError if a rank failed, or
+    a result was wrong.
     """
     found: list[SizeTimes] = []
 

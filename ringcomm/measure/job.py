@@ -78,9 +78,8 @@ def _own_pid(pid: int) -> int:
 def _record(pid: int) -> Record | None:
     """The record of a process; None if it has none of its own.
 
-    Raises:
-        OSError: it has ended, or belongs to another user.
-        ValueError: another version of ringcomm wrote it.
+    Raises OSError if it has ended or belongs to another user, ValueError if another version of
+    ringcomm wrote the record.
     """
     if _stat(pid)[0] in "ZX":
         raise ProcessLookupError(pid)
@@ -129,11 +128,7 @@ def _jobs(ranks: list[Rank]) -> list[list[Rank]]:
 
 
 def find_ranks(pid: int) -> list[Rank]:
-    """The ranks of the job that a process is, has started, or belongs to.
-
-    Raises:
-        JobError: there is none, or several, or it cannot be read.
-    """
+    """The ranks of the job that a process is, has started, or belongs to; raises JobError."""
     if pid <= 0:
         raise JobError(f"there is no process {pid}")
     try:

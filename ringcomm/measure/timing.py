@@ -67,8 +67,7 @@ class Timings:
     def ratio_over(self, other: Timings) -> dict[str, float]:
         """This one's median call over the other's, of each pair of neighbouring blocks.
 
-        Returns:
-            The ratios' median with their 10 and 90 % points, and how many pairs there are.
+        Their median with their 10 and 90 % points, and how many pairs there are.
         """
         pairs = zip(self.blocks, other.blocks, strict=True)
         found = percentiles((median(mine) / median(theirs) for mine, theirs in pairs), "ratio")
@@ -149,9 +148,7 @@ def measure(
     Each round has another random order: with a fixed successor, what follows a contender that
     sleeps would always have the scheduler's credit. All ranks make the same calls. The time of a
     call is that of the slowest rank, measured from the end of the previous call on that rank.
-
-    Returns:
-        By contender on rank 0; None elsewhere.
+    Returns None on other ranks than 0.
     """
     for contender in contenders.values():
         _warm_up(team, contender)

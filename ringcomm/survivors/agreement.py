@@ -50,7 +50,6 @@ class Agreement:
         self._everyone = set(contacts.addresses)
         self._known = Known(contacts, states, self._limit_s, set(self._everyone), gone=set())
         self._proposal: Proposal | None = None
-        self._has_made = False
         self._coordinator: Connection | None = None  # of the proposal; None if it is this rank
         self._members: dict[int, Connection] = {}
         self._store: dist.TCPStore | None = None
@@ -68,7 +67,7 @@ class Agreement:
         """
         if self._contacts.gone_on is not None:
             raise left_out(self._contacts, self._contacts.gone_on)
-        self._proposal, self._has_made = None, False
+        self._proposal = None
         while True:
             with Meeting(self._known, made=None) as meeting:
                 message = meeting.run()
@@ -116,7 +115,6 @@ class Agreement:
     def confirm(self, has_made: bool) -> bool:
         """Whether all ranks have made the new group, as all of them are told."""
         assert self._proposal is not None
-        self._has_made = has_made
         try:
             if self._coordinator is None:
                 all_made = has_made and self._wait_for_members()

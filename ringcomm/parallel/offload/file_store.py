@@ -42,13 +42,11 @@ class FileStore:
             earlier store in this folder can be read at once.
         keep: whether tensors outlive the store. Otherwise each tensor has one place, in an unnamed
             file that is deleted with the process, and commit() is not supported.
-        engine: "auto" or "threads", which are the same: threads with preadv and pwritev.
         direct: bypass the page cache (O_DIRECT). None: if the file system supports it.
         queue_depth: blocks in flight at once; at most 4, one for each thread.
         block_bytes: bytes of one read or write, a multiple of 4096.
 
     Attributes:
-        engine: "threads".
         is_direct: whether reads and writes bypass the page cache.
         read_bytes, written_bytes: bytes transferred so far, in whole blocks.
 
@@ -64,7 +62,6 @@ class FileStore:
         path: str | os.PathLike[str],
         *,
         keep: bool = True,
-        engine: str = "auto",
         direct: bool | None = None,
         queue_depth: int = 16,
         block_bytes: int = 1 << 20,
@@ -74,13 +71,8 @@ class FileStore:
                 "queue_depth must be positive and block_bytes a positive multiple of 4096, got"
                 f" {queue_depth} and {block_bytes}"
             )
-        if engine not in ("auto", "threads"):
-            raise ValueError(
-                f'engine must be "auto" or "threads", got {engine!r}'
-                + ("; io_uring was removed, use either" if engine == "io_uring" else "")
-            )
         self.path = Path(path)
-        self.engine, self._engine = "threads", shared_engine(queue_depth, block_bytes)
+        self._engine = shared_engine(queue_depth, block_bytes)
         store_index.make_folder(self.path)
         self._keeps = keep
         self._fd, self.is_direct = store_index.open_file(
@@ -140,9 +132,7 @@ class FileStore:
     def put(self, key: str, tensor: Tensor) -> Transfer:
         """Starts writing a CPU tensor, which must not change until the transfer ends.
 
-        Raises:
-            ValueError: the name has another dtype or shape, or the tensor is on another device.
-            OSError: the disk is full (ENOSPC).
+        Raises ValueError for another dtype, shape or device than before, OSError for a full disk.
         """
         self._check_open()
         if tensor.device.type != "cpu":
@@ -177,10 +167,8 @@ class FileStore:
     def get(self, key: str, out: Tensor) -> Transfer:
         """Starts reading a tensor; `out` has its values when the transfer has ended.
 
-        Raises:
-            KeyError: the name is unknown.
-            ValueError: `out` is not contiguous on the CPU, or has another dtype or shape.
-            OSError: the last write of this name failed.
+        Raises KeyError for an unknown name, ValueError if `out` is not contiguous on the CPU or has
+        another dtype or shape, OSError if the last write of this name failed.
         """
         self._check_open()
         if key not in self._index.entries:
@@ -262,9 +250,7 @@ class FileStore:
     def roll_back(self) -> None:
         """Returns to the commit before the last, if another rank crashed before its last commit.
 
-        Raises:
-            ValueError: that commit was overwritten: tensors have been put since the last commit.
-            OSError: the file system failed.
+        Raises ValueError if tensors have been put since the last commit: that one was overwritten.
         """
         self._check_open()
         previous = self._files.read(self.generation - 1)
