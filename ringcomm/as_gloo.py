@@ -4,7 +4,6 @@ It is not an instance of torch.distributed.ProcessGroupGloo; docs/design/archite
 """
 
 import functools
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,14 +23,13 @@ def add_names() -> None:
     if dist.is_gloo_available():
         for name in torch_names.GLOO_STATICS:
             setattr(backend, name, staticmethod(getattr(dist.ProcessGroupGloo, name)))
-    setattr(backend, torch_names.SET_DEFAULT_TIMEOUT, _set_default_timeout)
+    setattr(
+        backend,
+        torch_names.SET_DEFAULT_TIMEOUT,
+        lambda own, timeout: torch_names.set_timeout(own.options, timeout),
+    )
     for name in torch_names.GLOO_OPTIONS:
         setattr(_C.GroupOptions, name, property(*(functools.partial(_refuse, name),) * 2))
-
-
-def _set_default_timeout(backend: Any, timeout: timedelta) -> None:
-    """Sets the limit of later collectives."""
-    torch_names.set_timeout(backend.options, timeout)
 
 
 def _refuse(name: str, *unused: Any) -> None:

@@ -33,13 +33,10 @@ STEP_TITLE = f"DDP training step, {BATCH} × {TOKENS} tokens per rank"
 
 @dataclass(frozen=True)
 class Row:
-    """Both backends in one call: the times of the slowest rank in seconds."""
+    """Both backends in one call: the times of the slowest rank."""
 
     title: str
-    ringcomm_p50_s: float
-    ringcomm_p99_s: float
-    gloo_p50_s: float
-    gloo_p99_s: float
+    times_us: dict[str, dict[str, float]]  # by backend, as of Timings.summary_us()
     ratio: float  # Gloo's time over ringcomm's, the speed-up: the median of neighbouring blocks
     others_percent: float  # share of the machine that other programs used
 
@@ -146,24 +143,16 @@ def _report(
     percent, timings = timing.measure_beside_others(team, groups, calls, seconds)
     if timings is None:
         return
-    ours, theirs = (timings[name].summary_us() for name in ("ringcomm", "gloo"))
-    row = Row(
-        title,
-        ringcomm_p50_s=ours["p50_us"] / US,
-        ringcomm_p99_s=ours["p99_us"] / US,
-        gloo_p50_s=theirs["p50_us"] / US,
-        gloo_p99_s=theirs["p99_us"] / US,
-        ratio=timings["gloo"].ratio_over(timings["ringcomm"])["p50"],
-        others_percent=percent,
-    )
-    team.report(row)
+    times_us = {name: found.summary_us() for name, found in timings.items()}
+    ratio = timings["gloo"].ratio_over(timings["ringcomm"])["p50"]
+    team.report(Row(title, times_us, ratio, percent))
 
 
 def _table(rows: list[Row]) -> str:
     lines = [["", "ringcomm", "p99", "Gloo", "p99", "speed-up"]]
     for row in rows:
-        times = (row.ringcomm_p50_s, row.ringcomm_p99_s, row.gloo_p50_s, row.gloo_p99_s)
-        lines.append([row.title, *map(in_seconds, times), f"{factor(row.ratio)}×"])
+        times = [row.times_us[n][p] for n in ("ringcomm", "gloo") for p in ("p50_us", "p99_us")]
+        lines.append([row.title, *(in_seconds(us / US) for us in times), f"{factor(row.ratio)}×"])
     return columns(lines, "<")
 
 
@@ -182,10 +171,10 @@ def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
     """One HTML page: the sentence, and a bar for each backend and row; shorter is better."""
     bars = []
     for row in rows:
-        longest = max(row.ringcomm_p50_s, row.gloo_p50_s)
+        medians = [row.times_us[name]["p50_us"] / US for name in ("ringcomm", "gloo")]
         bars.append(f"<h2>{html.escape(row.title)}</h2>")
-        for name, seconds in (("ringcomm", row.ringcomm_p50_s), ("Gloo", row.gloo_p50_s)):
-            percent = max(0.3, 100 * seconds / longest)
+        for name, seconds in zip(("ringcomm", "Gloo"), medians, strict=True):
+            percent = max(0.3, 100 * seconds / max(medians))
             bars.append(
                 f'<div class="row"><span>{name}</span><div><i class="{name}" style="width:'
                 f'{percent:.1f}%"></i></div><b>{in_seconds(seconds)}</b></div>'

@@ -191,9 +191,6 @@ def _sample(ranks: list[Rank]) -> list[Rank]:
     return found
 
 
-# ---- stacks
-
-
 def _ask_for_stack(pid: int) -> str:
     """By the signal that flight.offer_stacks() handles; empty if the process does not."""
     files = _memfds(pid, flight.STACKS_MEMFD)

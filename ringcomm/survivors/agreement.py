@@ -69,7 +69,7 @@ class Agreement:
             raise left_out(self._contacts, self._contacts.gone_on)
         self._proposal = None
         while True:
-            with Meeting(self._known, made=None) as meeting:
+            with contextlib.closing(Meeting(self._known, made=None)) as meeting:
                 message = meeting.run()
                 if message is None:
                     if meeting.holders():  # of a group that is not made by all
@@ -214,7 +214,7 @@ class Agreement:
         # It has ended, or is silent: the others may know how it has decided.
         coordinator.close()
         assert self._proposal is not None
-        with Meeting(self._known, made=self._proposal.name) as meeting:
+        with contextlib.closing(Meeting(self._known, made=self._proposal.name)) as meeting:
             decision = meeting.run()
             if decision is None:
                 all_made = meeting.may_be_made()

@@ -69,10 +69,8 @@ class Meeting:
         self._heard = dict.fromkeys(known.asked, self._begin)  # when last, by rank
         self._may_connect: dict[int, float] = {}
 
-    def __enter__(self) -> Meeting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends the connections that are not kept."""
         for connection in self._connections():
             connection.close()
 

@@ -8,8 +8,9 @@ import select
 import signal
 import sys
 import threading
+import traceback
+from itertools import dropwhile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ringcomm import errors
@@ -62,15 +63,10 @@ def _stacks() -> dict[str, list[str]]:
     stacks: dict[str, list[str]] = {}
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, f"thread {ident}")
-        lines: list[str] = []
-        at: FrameType | None = frame
-        while at is not None:
-            code = at.f_code
-            if lines or code.co_filename not in _OWN_FILES:
-                lines.append(f"{code.co_filename}:{at.f_lineno} {code.co_name}")
-            at = at.f_back
+        lines = [(at.f_code, line) for at, line in traceback.walk_stack(frame)]
+        own = dropwhile(lambda at: at[0].co_filename in _OWN_FILES, lines)
         if name != _THREAD:
-            stacks[name] = lines
+            stacks[name] = [f"{code.co_filename}:{line} {code.co_name}" for code, line in own]
     return stacks
 
 

@@ -111,9 +111,6 @@ def _has_ended(own: Record, peer: Record) -> bool:
     return False
 
 
-# ---- reading
-
-
 def read(folders: Sequence[Path]) -> list[Known]:
     """The processes of the dumps in some folders, by rank; empty if there is no dump.
 

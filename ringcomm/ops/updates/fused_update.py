@@ -67,9 +67,6 @@ class LomoStep:
     state_names: ClassVar[tuple[str, ...]] = ()
 
 
-# ---- the shards
-
-
 def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
     """The elements [begin, end) of a flat buffer that `rank` owns.
 
@@ -121,9 +118,6 @@ def new_shard_state(
     if master:
         state["master"] = shard.float()
     return state
-
-
-# ---- steps
 
 
 def reduce_scatter_update_all_gather_(

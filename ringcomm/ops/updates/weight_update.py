@@ -15,8 +15,6 @@ from ringcomm.ops.arguments import check_weight, check_writable, gradient_of, st
 from ringcomm.ops.products import add_product
 from ringcomm.ops.triton_kernels import kernels, launch, mark_written, on_cuda
 
-# ---- fakes
-
 
 def _check_devices(*tensors: Any) -> None:
     devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, Tensor)}
@@ -43,9 +41,6 @@ def _(grad: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
 def _(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> Tensor:
     _check_devices(weight, low, *args)
     return weight.new_empty([2], dtype=torch.float32)
-
-
-# ---- SGD
 
 
 @on_cuda
@@ -88,9 +83,6 @@ def _update_elements(
         IS_STOCHASTIC=step.is_stochastic,
         num_warps=plans.SGD_WARPS,
     )
-
-
-# ---- linear layers
 
 
 @on_cuda
@@ -143,9 +135,6 @@ def _update_by_product(
         _update_elements(weight[rows], low_rows, grad, step, begin * num_cols)
 
 
-# ---- embeddings
-
-
 @on_cuda
 def embedding_sgd_update_(
     weight: Tensor,
@@ -193,8 +182,6 @@ def embedding_sgd_update_(
         )
     mark_written(weight, low)
 
-
-# ---- AdaLomo
 
 _BLOCK = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
 _TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}

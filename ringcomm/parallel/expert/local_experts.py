@@ -125,9 +125,6 @@ def ignore_in_ddp(model: nn.Module) -> None:
     torch_names.ignore_in_ddp(model, names)
 
 
-# ---- gradients
-
-
 def average_gradients(
     model: nn.Module,
     group: dist.ProcessGroup | None = None,

@@ -193,7 +193,7 @@ class FileStore:
         self.written_bytes += num_bytes * is_write
         self.read_bytes += num_bytes * (not is_write)
         what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
-        for other in [k for k, transfer in self._pending.items() if transfer.is_done()]:
+        for other in [k for k, transfer in self._pending.items() if transfer.handle.is_done()]:
             self._settle(other)
         transfer = Transfer(what, tensor, memory, handle, is_read=not is_write)
         self._pending[key] = transfer
@@ -310,7 +310,7 @@ def _finish(fd: int, pending: dict[str, Transfer]) -> None:
         threading.Thread(target=_finish, args=(fd, pending)).start()
         return
     for transfer in pending.values():
-        transfer.end()
+        transfer.handle.wait()
     pending.clear()
     os.close(fd)
 

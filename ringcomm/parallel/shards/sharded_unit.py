@@ -120,8 +120,6 @@ class ShardedUnit:
         begin, end = shard_range(param.numel(), self._group.size(), rank)
         return self._flats[param][begin:end]  # type: ignore[index]
 
-    # ---- pieces
-
     def is_away(self, param: nn.Parameter) -> bool:
         """Whether this rank's piece is offloaded, so that read_shard() makes a copy."""
         return self._home is not None and any(param is large for large in self.large)
@@ -139,8 +137,6 @@ class ShardedUnit:
         is_away = self.is_away(param)
         with self._home.row(piece, is_written=True) if is_away else nullcontext(piece) as row:
             row.copy_(value)
-
-    # ---- whole weights
 
     def gather(self) -> None:
         """Allocates memory and gathers the ranks' pieces; does nothing if already gathered.
