@@ -193,19 +193,14 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>ringcomm and Gloo: time of all_reduce and of a training step</title>
 <style>
-:root {{ color-scheme: light dark;
-  --ink: #1b1f24; --faint: #656d76; --gloo: #9aa3af; --ground: #fff; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e6e9ee; --faint: #9aa3af; --gloo: #6b7280; --ground: #14171b; }}
-}}
-body {{ margin: 2rem auto; max-width: 46rem; padding: 0 1rem; background: var(--ground);
-  color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }}
+:root {{ color-scheme: light dark; }}
+body {{ margin: 2rem auto; max-width: 46rem; font: 16px/1.5 system-ui, sans-serif; }}
 h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1rem; margin: 1.2rem 0 .3rem; }}
-p {{ color: var(--faint); }}
+p {{ opacity: .7; }}
 .row {{ display: grid; grid-template-columns: 6rem 1fr 5.5rem; gap: .7rem; align-items: center; }}
 .row b {{ font-variant-numeric: tabular-nums; text-align: right; font-weight: 600; }}
 i {{ display: block; height: 1.1rem; border-radius: .2rem; }}
-i.ringcomm {{ background: #2563eb; }} i.Gloo {{ background: var(--gloo); }}
+i.ringcomm {{ background: #2563eb; }} i.Gloo {{ background: #858d99; }}
 </style>
 <h1>{sentence}</h1>
 <p>Median time of a call, of the slowest rank; a shorter bar is faster.

@@ -169,19 +169,19 @@ def parse(data: bytes) -> Record:
     names = {kind: dict(enumerate(known)) for kind, known in _C.flight_names().items()}
     for place in range(_NUM_EVENTS):
         values = _EVENT.unpack_from(data, _EVENTS_OFFSET + place * _EVENT.size)
-        found: dict[str, Any] = dict(zip(_EVENT_FIELDS, values, strict=True))
-        if found["number"] == 0 or found["group"] not in record.groups:
+        event: dict[str, Any] = dict(zip(_EVENT_FIELDS, values, strict=True))
+        if event["number"] == 0 or event["group"] not in record.groups:
             continue
         for kind, known in names.items():
-            found[kind] = known.get(found[kind], str(found[kind]))
-        found["began_s"] = seconds_ago(found["began_s"])
-        ended_s = seconds_ago(found["ended_s"]) if found["ended_s"] else None
-        failed_s = record.groups[found["group"]].failed_s
-        state = "enqueued" if found["on_device"] else "running"
+            event[kind] = known.get(event[kind], str(event[kind]))
+        event["began_s"] = seconds_ago(event["began_s"])
+        ended_s = seconds_ago(event["ended_s"]) if event["ended_s"] else None
+        failed_s = record.groups[event["group"]].failed_s
+        state = "enqueued" if event["on_device"] else "running"
         if ended_s is not None:
             state = "ended" if failed_s is None or ended_s > failed_s else "failed"
-        about = {"ended_s": ended_s, "on_device": found["on_device"] != 0, "state": state}
-        record.calls.append(Call(**found | about))
+        about = {"ended_s": ended_s, "on_device": event["on_device"] != 0, "state": state}
+        record.calls.append(Call(**event | about))
     record.calls.sort(key=lambda call: call.number)
     return record
 

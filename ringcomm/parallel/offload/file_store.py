@@ -50,11 +50,9 @@ class FileStore:
         is_direct: whether reads and writes bypass the page cache.
         read_bytes, written_bytes: bytes transferred so far, in whole blocks.
 
-    Raises:
-        ValueError: an option is out of range; the folder's files are damaged or truncated.
-        OSError: the folder cannot be created; another store has it open, also after 5 seconds
-            (EWOULDBLOCK); direct=True is not supported (EINVAL).
-        RuntimeError: no thread can be started.
+    Raises ValueError for an option out of range and for damaged or truncated files, OSError if the
+    folder cannot be created, another store has it open for 5 seconds (EWOULDBLOCK), or direct=True
+    is not supported (EINVAL), and RuntimeError if no thread can be started.
     """
 
     def __init__(
@@ -217,10 +215,9 @@ class FileStore:
     def commit(self, info: dict[str, Any] | None = None) -> None:
         """Commits all put() tensors and `info`: after a crash the store has this state.
 
-        Raises:
-            ValueError: the store was made with keep=False, or is closed.
-            OSError: a write failed and was not repeated by another put(); or the index could not be
-                written (ENOSPC: free space and commit again). The last commit is kept.
+        Raises ValueError with keep=False, OSError if a write failed and was not repeated by another
+        put(), or the index could not be written (ENOSPC: free space and commit again). The last
+        commit is kept.
         """
         self._check_open()
         if not self._keeps:

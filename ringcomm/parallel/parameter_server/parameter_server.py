@@ -276,10 +276,7 @@ class ParameterServer:
         """The state of one torch optimizer over all parameters, on the CPU, by their names.
 
         With a wire_dtype a parameter's state also has "master", its value at its server. Not
-        collective; asks the servers.
-
-        Raises:
-            RuntimeError: this rank is no worker, or has closed.
+        collective; asks the servers. Raises RuntimeError if this rank is no worker, or has closed.
         """
         with self._working("get_state_dict()"):
             for port in self._ports:
