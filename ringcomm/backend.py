@@ -17,7 +17,7 @@ from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, warn_of_unknown_variables
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
-from ringcomm.trace import dump_self, flight
+from ringcomm.trace import dumps, flight
 
 _log = logging.getLogger("ringcomm")
 
@@ -33,7 +33,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """
     _tell_peers_of_the_end()
     flight.offer_stacks()
-    dump_self.start()
+    dumps.start()
     trace.start()
     warn_of_unknown_variables()
     size = dist_backend_opts.group_size

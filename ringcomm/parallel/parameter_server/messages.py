@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.parallel.model.describe import describe
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Key(NamedTuple):

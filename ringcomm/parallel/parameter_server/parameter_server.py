@@ -21,8 +21,7 @@ from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parameter_server import messages
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
-from ringcomm.parallel.parameter_server.server import Port, Server
-from ringcomm.parallel.parameter_server.state import MakeOptimizer, ServerOptimizer, misfit
+from ringcomm.parallel.parameter_server.server import Port, Server, ServerOptimizer, misfit
 from ringcomm.torch_names import backend_of, timeout_of
 
 
@@ -84,7 +83,7 @@ class ParameterServer:
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
+        make_optimizer: messages.MakeOptimizer,
         *,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
