@@ -134,7 +134,7 @@ def file_record(
     found = rounds(once, seconds)
     return {
         "part": "files",
-        "name": f"{direction}, {store.engine}",
+        "name": f"{direction}, threads",
         "is_direct": store.is_direct,
         **percentiles(found["ringcomm"], "bytes_per_s"),
         "peer": "fio",

@@ -5,7 +5,7 @@
 
 Stages sleep instead of computing, for a known time: more ranks than cores then disturb each other
 as little as on machines of their own. All of a rank's stages together take one unit for the forward
-of a micro-batch, and one for each half of its backward. The prediction is pipeline.simulate()'s:
+of a micro-batch, and one for each half of its backward. The prediction is schedule_simulation's:
 stages that take just so long, and messages that cost nothing. With --stages compute they multiply
 matrices instead, and the prediction is that for the times that stages took; as many ranks as cores.
 JSON lines are appended to benchmarks/results; --pictures FOLDER draws one step of each schedule.
@@ -30,6 +30,7 @@ import torch.distributed as dist
 # isort: on
 from groups import run_ranks
 from report import Report, table_of
+from schedule_simulation import orders_of, simulate
 from torch import Tensor, nn
 from weather import WeatherWatch
 
@@ -98,7 +99,7 @@ def cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
 def simulated(case: Case, world_size: int, unit_us: float) -> pipeline.Timeline:
     """The simulated step."""
     stage_us = unit_us / case.stages_per_rank
-    return pipeline.simulate(
+    return simulate(
         case.schedule,
         world_size,
         case.num_microbatches,
@@ -119,7 +120,7 @@ def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) ->
     stages = range(world_size * case.stages_per_rank)
     weights = [usual.get(("W", stage), 0.0) for stage in stages]
     whole = [usual.get(("B", stage), usual.get(("I", stage), 0.0)) for stage in stages]
-    return pipeline.simulate(
+    return simulate(
         case.schedule,
         world_size,
         case.num_microbatches,
@@ -158,7 +159,7 @@ def run_case(
         pipe.step(x, x, record=True)
         times_us.append(1e6 * (time.perf_counter() - begin))
         timelines.append(pipe.timeline())
-        for rank, planned in enumerate(pipe.plan.orders):
+        for rank, planned in enumerate(orders_of(pipe.plan)):
             order = timelines[-1].of_rank(rank)
             is_planned &= [action[1:4] for action in order] == [tuple(work) for work in planned]
     return times_us, timelines, is_planned

@@ -18,7 +18,7 @@ from ringcomm.memory import empty_shared
 from ringcomm.memory import is_shared as is_shared
 from ringcomm.options import Options
 from ringcomm.survivors import Health, health, on_death, shrink
-from ringcomm.trace.dump_self import flight_dump
+from ringcomm.trace.dumps import flight_dump
 from ringcomm.version import __version__
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ only in builds for GPUs. A checkout in which they are not built uses those of th
 A wheel for several versions of torch has a folder of extensions for each (tools/wheels.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -29,11 +27,7 @@ BUILT_FOR = re.compile(rb"ringcomm is built for torch (\d+\.\d+)")
 
 
 def _load() -> None:
-    """Imports the extensions.
-
-    Raises:
-        ImportError: there are none for this Python and this torch, or they cannot be loaded.
-    """
+    """Imports the extensions; raises ImportError where none fits or one cannot be loaded."""
     folder = _find()
     # First while the extensions are imported, and then last, for what the checkout lacks.
     search_path = sys.modules["ringcomm"].__path__

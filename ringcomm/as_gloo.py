@@ -3,21 +3,12 @@
 It is not an instance of torch.distributed.ProcessGroupGloo; docs/design/architecture.md says why.
 """
 
-from __future__ import annotations
-
 import functools
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ringcomm import _C
-from ringcomm.torch_names import (
-    GLOO_OPTIONS,
-    GLOO_STATICS,
-    SET_DEFAULT_TIMEOUT,
-    set_timeout,
-)
+from ringcomm import _C, torch_names
 
 
 @functools.cache
@@ -30,16 +21,15 @@ def add_names() -> None:
     """
     backend: Any = _C.ProcessGroupRingcomm
     if dist.is_gloo_available():
-        for name in GLOO_STATICS:
+        for name in torch_names.GLOO_STATICS:
             setattr(backend, name, staticmethod(getattr(dist.ProcessGroupGloo, name)))
-    setattr(backend, SET_DEFAULT_TIMEOUT, _set_default_timeout)
-    for name in GLOO_OPTIONS:
+    setattr(
+        backend,
+        torch_names.SET_DEFAULT_TIMEOUT,
+        lambda own, timeout: torch_names.set_timeout(own.options, timeout),
+    )
+    for name in torch_names.GLOO_OPTIONS:
         setattr(_C.GroupOptions, name, property(*(functools.partial(_refuse, name),) * 2))
-
-
-def _set_default_timeout(backend: Any, timeout: timedelta) -> None:
-    """Sets the limit of later collectives."""
-    set_timeout(backend.options, timeout)
 
 
 def _refuse(name: str, *unused: Any) -> None:

@@ -17,7 +17,7 @@ from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
 from ringcomm.options import Options, warn_of_unknown_variables
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
-from ringcomm.trace import dump_self, flight
+from ringcomm.trace import dumps, flight
 
 _log = logging.getLogger("ringcomm")
 
@@ -25,22 +25,15 @@ _log = logging.getLogger("ringcomm")
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """Makes this rank's backend of a group; torch.distributed calls it for every ringcomm group.
 
-    Args:
-        dist_backend_opts: torch's store, group_rank, group_size, timeout and more.
-        pg_options: an `Options`, None for the defaults, or the `options` attribute of another
-            group's backend.
-
-    Raises:
-        TypeError: pg_options is something else.
-        ValueError: an option has an invalid value, the tuning file is damaged, or the rank is
-            outside the group.
-        FileNotFoundError: the tuning file does not exist.
-        OSError: the folder that RINGCOMM_TRACE names cannot be written.
-        RingcommError: a rank did not join, or ranks have different options or world sizes.
+    `pg_options` is an `Options`, None for the defaults, or the `options` attribute of another
+    group's backend. Raises TypeError for anything else, ValueError for an invalid value, a damaged
+    tuning file or a rank outside the group, OSError where the tuning file is missing or the folder
+    of RINGCOMM_TRACE cannot be written, and RingcommError if a rank did not join, or has other
+    options or another world size.
     """
     _tell_peers_of_the_end()
     flight.offer_stacks()
-    dump_self.start()
+    dumps.start()
     trace.start()
     warn_of_unknown_variables()
     size = dist_backend_opts.group_size
@@ -124,9 +117,8 @@ def resolve_group(
 ) -> dist.ProcessGroup:
     """Returns the group itself, the group of a one-dimensional mesh, or the default group.
 
-    Raises:
-        ValueError: there is no default group, this rank is not in the group, the mesh has several
-            dimensions, or both are given.
+    Raises ValueError if there is no default group, this rank is not in the group, the mesh has
+    several dimensions, or both are given.
     """
     if mesh is not None:
         if group is not None:

@@ -4,8 +4,6 @@ Each sub-command has a function that adds its options to a parser and returns th
 it. The latter imports what it needs and returns the exit status.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -140,10 +138,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _doctor_of_job(options: argparse.Namespace) -> int:
-    from ringcomm.measure import job, job_dumps
+    from ringcomm.measure import job
 
     try:
-        report = job.examine(options.job, job_dumps.writer(options.dump, options.format))
+        report = job.examine(options.job, options.dump, options.format)
     except (job.JobError, OSError) as error:
         print(f"ringcomm doctor: {error}", file=sys.stderr)
         return 1
@@ -326,11 +324,9 @@ def _tune(options: argparse.Namespace) -> int:
         error(f"--json: {problem}")
     if joined_world_size() is not None:
         error("it starts its own ranks: run it without torchrun")
-    from ringcomm.measure import tune
+    from ringcomm.measure.algorithms import tune
 
-    return tune.run(
-        options.world_sizes, options.sizes, options.seconds, options.repeats, options.json
-    )
+    return tune(options.world_sizes, options.sizes, options.seconds, options.repeats, options.json)
 
 
 _COMMANDS = {

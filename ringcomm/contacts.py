@@ -26,8 +26,6 @@ _PROTOCOL = "ringcomm-contact-1"
 _MAX_GREETING_BYTES = 256
 _MAX_LINE_BYTES = 1 << 18  # a list of 30,000 ranks
 _SIOCGIFADDR = 0x8915
-# Errors of connect() that tell that no process has the port.
-_REFUSED = (errno.ECONNREFUSED,)
 
 # A forked child must not keep its parent's ports open: peers would take the parent for alive.
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -100,15 +98,13 @@ class Contacts:
         made.setblocking(False)
         return Connection(self, made, None, "")
 
-    def greet(self, line: str) -> tuple[int, str] | None:
-        """The rank and the purpose of a greeting; None for one of a stranger."""
-        protocol, _, rest = line.partition(" ")
-        key, _, rest = rest.partition(" ")
-        rank, _, purpose = rest.partition(" ")
+    def greet(self, line: str) -> tuple[int, str]:
+        """The rank and the purpose of a greeting; raises ValueError for one of a stranger."""
+        protocol, key, rank, purpose = line.split(" ", 3)
         is_ours = hmac.compare_digest(key.encode(), self._key.encode())
-        if protocol != _PROTOCOL or not is_ours or not rank.isdecimal():
-            return None
-        return (int(rank), purpose) if int(rank) in self.addresses else None
+        if protocol != _PROTOCOL or not is_ours or int(rank) not in self.addresses:
+            raise ValueError("a stranger")
+        return int(rank), purpose
 
 
 class Connection:
@@ -139,7 +135,7 @@ class Connection:
         """Takes the result of connect()."""
         self._is_connecting = error == errno.EINPROGRESS
         if error and not self._is_connecting:
-            self.is_over, self.is_refused = True, error in _REFUSED
+            self.is_over, self.is_refused = True, error == errno.ECONNREFUSED
 
     def send(self, **message: Any) -> None:
         """Sends a message, now or in a later pump()."""
@@ -166,7 +162,9 @@ class Connection:
         if self.is_over:
             return
         if self._is_connecting:
-            if not select_now(self._socket, select.POLLOUT):
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            if not poll.poll(0):
                 return
             self.begin(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
         self._flush()
@@ -214,21 +212,11 @@ class Connection:
             self.inbox.append(message)
             return
         if self.rank is None:
-            found = self._contacts.greet(line)
-            if found is None:
-                raise ValueError("a stranger")
-            self.rank, self.purpose = found
+            self.rank, self.purpose = self._contacts.greet(line)
             self.send_line(self._contacts.addresses[self.rank].key)  # this is the right process
         elif not hmac.compare_digest(line, self._contacts.addresses[self._contacts.rank].key):
             raise ValueError("another process has the port")
         self._is_greeted = True
-
-
-def select_now(made: socket.socket, events: int) -> bool:
-    """Whether an event of a socket has happened."""
-    poll = select.poll()
-    poll.register(made, events)
-    return bool(poll.poll(0))
 
 
 def _listen(backlog: int) -> socket.socket:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch.distributed import DistBackendError
 
-# Called with the message of each error while it is made (ringcomm/trace/dump_self.py).
+# Called with the message of each error while it is made (ringcomm/trace/dumps.py).
 on_error: Callable[[str], None] | None = None
 
 

@@ -1,7 +1,5 @@
 """What ringcomm imports at first use: its subpackages, and the Python part of its operators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -15,10 +13,8 @@ def attributes(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package that imports some of its attributes at first use.
 
-    Args:
-        package: the full name of the package.
-        where: attributes with the modules that they are taken from. A module that ends in the
-            attribute's own name is the attribute.
+    `where` has the attributes with the modules that they are taken from. A module that ends in the
+    attribute's own name is the attribute.
     """
 
     def get(name: str) -> Any:

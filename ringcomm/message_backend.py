@@ -24,11 +24,7 @@ _MADE = "made"
 
 
 def checked(name: str) -> str:
-    """The name in lower case: "gloo", or a backend of dist.Backend.register_backend.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
+    """The name in lower case: "gloo", or one of register_backend; raises ValueError for others."""
     known = {other.lower() for other in backend_plugins()}
     if dist.is_gloo_available():
         known.add("gloo")
@@ -43,8 +39,7 @@ def checked(name: str) -> str:
 def for_device(asked: str, device_type: str) -> str:
     """The backend for a device's tensors: `asked` if it supports them, else torch's own ("nccl").
 
-    Raises:
-        ValueError: there is none.
+    Raises ValueError if there is none.
     """
     default = dist.Backend.default_device_backend_map.get(device_type, "")
     for name in (asked.lower(), default):
@@ -73,15 +68,10 @@ def make(
     """Makes this rank's object of the backend; called by the engine, collective over the group.
 
     `timeout` limits the construction: messages have no timeout. `goes_on` is called about every 50
-    ms with the missing ranks and returns whether to keep waiting for them.
-
-    Returns:
-        A c10d Backend, and by what the ranks reach each other without the store. Once all ranks
-        have made theirs: otherwise a rank that leaves the group at once would close connections
-        that others are still making.
-
-    Raises:
-        RuntimeError: a rank could not make its backend, or did not arrive.
+    ms with the missing ranks and returns whether to keep waiting for them. Returns a c10d Backend,
+    and by what the ranks reach each other without the store, once all ranks have made theirs:
+    otherwise a rank that leaves the group at once would close connections that others are still
+    making. Raises RuntimeError if a rank could not make its backend, or did not arrive.
     """
     # A prefix of the store that no earlier group has used: programs destroy and make groups over
     # one store, and backends leave their addresses there. Each rank counts its calls; all ranks of

@@ -18,13 +18,8 @@ _OTHER_VARIABLES = (
 # Read by make, the tests and their emulator, whose groups give no warning of them.
 _OF_TESTS = (
     *("RINGCOMM_NVCC", "RINGCOMM_ALL_KERNELS", "RINGCOMM_BARE", "RINGCOMM_COMPARE"),
-    *(
-        "RINGCOMM_DEATHS",
-        "RINGCOMM_LOOP",
-        "RINGCOMM_LOOPS_SECONDS",
-        "RINGCOMM_LOOPS_SEED",
-        "RINGCOMM_WRITE_PAIRS",
-    ),
+    *("RINGCOMM_DEATHS", "RINGCOMM_WRITE_PAIRS"),
+    *("RINGCOMM_LOOP", "RINGCOMM_LOOPS_SECONDS", "RINGCOMM_LOOPS_SEED"),
     *("RINGCOMM_SEQUENCE", "RINGCOMM_SEQUENCES", "RINGCOMM_SEQUENCE_SEED"),
     *("RINGCOMM_SOAK_SECONDS", "RINGCOMM_SOAK_SEED", "RINGCOMM_SOAK_GENERATION"),
 )
@@ -81,11 +76,7 @@ class Options:
 
 
 def flag(name: str, text: str) -> bool:
-    """The value of an environment variable that is 0 or 1.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The value of an environment variable that is 0 or 1; raises ValueError for others."""
     if text not in ("0", "1"):
         raise ValueError(f"the environment variable {name} must be 0 or 1, got {text!r}")
     return text == "1"
@@ -120,9 +111,5 @@ def warn_of_unknown_variables() -> None:
 
 
 def checks_targets() -> bool:
-    """Whether losses on a GPU wait for the device to check that every target is a class.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
+    """Whether losses on a GPU wait for the device to check that every target is a class."""
     return flag("RINGCOMM_CHECK_TARGETS", os.environ.get("RINGCOMM_CHECK_TARGETS") or "0")

@@ -1,7 +1,5 @@
 """The report of stragglers, which destroy_process_group prints on request."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,13 +22,8 @@ def text(
 
     Over messages the wait for one rank passes from rank to rank, and each but the first waits for a
     neighbour that waits itself. So ranks are in the order of the time that others waited for them,
-    less the time that they waited themselves.
-
-    Args:
-        name: of the group.
-        ranks: the ranks' numbers in the job.
-        num_calls: the collectives that the reporting rank has run.
-        views: by rank, what it has counted of each rank (`ringcomm.peer_stats`); empty if unknown.
+    less the time that they waited themselves. `ranks` are numbers in the job, `views` are by rank
+    what it has counted of each rank (`ringcomm.peer_stats`), or empty if unknown.
     """
     numbers = range(len(ranks))
     known = [rank for rank in numbers if views[rank]]

@@ -5,8 +5,6 @@ A file is a `Tuning` as a JSON object, with its "schema". Groups use each world'
 fields document the measurement.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -6,8 +6,6 @@ with transfers and bytes as in docs/design/collectives.md. Errors are relative t
 times span five orders of magnitude. No coefficient is negative.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -15,20 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch, rounded
-from ringcomm.measure.ranks import RankError, Team, run_ranks
-from ringcomm.measure.timing import (
-    GROUP_TIMEOUT,
-    Contender,
-    measure,
-    open_default_group,
-    wrong_sums,
-)
+from ringcomm import __version__, tuning
+from ringcomm.measure import timing
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now
+from ringcomm.measure.ranks import Team, run_ranks
+from ringcomm.measure.screen import Progress, byte_count, columns, factor, in_seconds
 from ringcomm.options import Options
 from ringcomm.tuning import Point, World
 
@@ -54,42 +49,27 @@ class SizeTimes:
         return self.others_percent <= MAX_OTHERS_PERCENT
 
 
-def _check(team: Team, groups: dict[str, Any], buffer: torch.Tensor) -> None:
-    """Raises RankError where an algorithm's sum is wrong on any rank. Collective."""
-    for name, wrong in wrong_sums(team, groups, buffer).items():
-        if wrong:
-            num_bytes = buffer.nbytes
-            raise RankError(f"{wrong} wrong elements in all_reduce of {num_bytes} bytes by {name}")
-
-
 def _measure_size(
     team: Team, groups: dict[str, Any], num_bytes: int, seconds: float, max_repeats: int
 ) -> SizeTimes | None:
     """Verifies, times (again if disturbed), verifies; returns on rank 0. Collective."""
     buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32)
-    contenders = {
-        name: Contender(partial(dist.all_reduce, buffer, group=group), partial(dist.barrier, group))
-        for name, group in groups.items()
-    }
-    pids = [os.getppid(), *team.share(os.getpid())]
+    calls = {name: partial(dist.all_reduce, buffer, group=group) for name, group in groups.items()}
     attempts = []
-    _check(team, groups, buffer)
+    timing.check_sums(team, groups, buffer)
     for _ in range(1 + max_repeats):
-        others = OthersWatch(pids)
-        timings = measure(team, contenders, seconds)
-        percent = team.agree(others.percent())
-        attempts.append((percent, timings))
-        if percent <= MAX_OTHERS_PERCENT:
+        attempts.append(timing.measure_beside_others(team, groups, calls, seconds))
+        if attempts[-1][0] <= MAX_OTHERS_PERCENT:
             break
-    _check(team, groups, buffer)
+    timing.check_sums(team, groups, buffer)
     percent, timings = min(attempts, key=itemgetter(0))
     if timings is None:
         return None
     points = []
-    for name, timing in timings.items():
-        times = rounded(timing.summary_us())
+    for name, found in timings.items():
+        times = rounded(found.summary_us())
         p10_us, p50_us, p90_us = (times[key] for key in ("p10_us", "p50_us", "p90_us"))
-        points.append(Point(buffer.nbytes, name, p10_us, p50_us, p90_us, timing.num_calls()))
+        points.append(Point(buffer.nbytes, name, p10_us, p50_us, p90_us, found.num_calls()))
     ratio = timings["two_shot"].ratio_over(timings["one_shot"])["p50"]
     return SizeTimes(tuple(points), ratio, percent)
 
@@ -103,18 +83,16 @@ def measure_algorithms(
 ) -> list[SizeTimes]:
     """Measures every size in ascending order for ``seconds`` each; repeats a disturbed measurement.
 
-    ``on_size`` is called in this process when a size is done.
-
-    Raises:
-        RankError: a rank failed, or a result was wrong.
+    ``on_size`` is called in this process when a size is done. Raises RankError if a rank failed, or
+    a result was wrong.
     """
     found: list[SizeTimes] = []
 
     def run_rank(team: Team) -> None:
         os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that will be written
-        open_default_group(team, "ringcomm")
+        timing.open_default_group(team, "ringcomm")
         groups = {
-            name: dist.new_group(timeout=GROUP_TIMEOUT, pg_options=Options(algorithm=name))
+            name: dist.new_group(timeout=timing.GROUP_TIMEOUT, pg_options=Options(algorithm=name))
             for name in TUNED
         }
         for num_bytes in sorted(sizes):
@@ -205,3 +183,58 @@ def cross_over_bytes(ratios: dict[int, float]) -> int:
     low, high = sizes[num_won - 1], sizes[num_won]
     between = low * (high / low) ** share
     return max(low, int(between) // CROSS_OVER_UNIT_BYTES * CROSS_OVER_UNIT_BYTES)
+
+
+def tune(world_sizes: list[int], sizes: list[int], seconds: float, repeats: int, path: Path) -> int:
+    """Tunes for each number of ranks, and returns the exit status.
+
+    After Ctrl-C the numbers of ranks that were measured are in PATH.interrupted.
+    """
+    worlds: list[World] = []
+
+    def save(file: Path) -> None:
+        date, versions = utc_now().isoformat(), (torch.__version__, __version__)
+        tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), file)
+
+    sizes, world_sizes = sorted(set(sizes)), sorted(set(world_sizes))
+    progress = Progress([f"{byte_count(size)} on {n} ranks" for n in world_sizes for size in sizes])
+    try:
+        for world_size in world_sizes:
+            progress.show()
+            times = measure_algorithms(world_size, sizes, seconds, repeats, progress.step)
+            worlds.append(world_of(world_size, times))
+            progress.clear()
+            print(f"all_reduce on {world_size} ranks, float32: medians of the slowest rank")
+            print(_table(worlds[-1], times), flush=True)
+    except KeyboardInterrupt:
+        progress.clear()
+        if worlds:  # not over a whole file of an earlier run
+            partial = path.with_name(f"{path.name}.interrupted")
+            save(partial)
+            print(f"interrupted: {partial} has only the numbers of ranks above")
+        raise
+    save(path)
+    if not all(world.quiet for world in worlds):
+        print("other programs disturbed the measurement: tune again on an idle machine")
+    print(f"written: {path}")
+    return 0
+
+
+def _table(world: World, times: list[SizeTimes]) -> str:
+    chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
+    if world.one_shot_max_bytes == 1:
+        chosen = "one_shot never wins"
+    names = [point.algorithm for point in times[0].points]
+    rows = [["bytes", *names, "two_shot / one_shot", "other programs"]]
+    for size in times:
+        medians = [in_seconds(point.p50_us / 1e6) for point in size.points]
+        ratio, others = factor(size.ratio), f"{size.others_percent:.0f} %"
+        rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
+    return (
+        f"{columns(rows, '')}\n"
+        "other programs: their share of this machine, which should be at most"
+        f" {MAX_OTHERS_PERCENT:.0f} %\n"
+        f"{chosen}. Cost model: {world.alpha_us:.3g} µs per transfer (alpha),"
+        f" {world.beta_us_per_mib:.3g} µs per MiB (beta), {world.overhead_us:.3g} µs per call;"
+        f" its largest error is a factor of {factor(world.worst_fit)}."
+    )

@@ -4,8 +4,6 @@ Both backends run in the same processes and take turns block by block (`measure.
 verified with whole numbers before and after.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import os
@@ -20,24 +18,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm import __version__
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch, identity, utc_now
-from ringcomm.measure.ranks import (
-    EXIT_OK,
-    EXIT_WRONG_RESULTS,
-    RankError,
-    Team,
-    joined_world_size,
-    run_ranks,
-)
+from ringcomm.measure import ranks, timing
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, utc_now
+from ringcomm.measure.ranks import Team
 from ringcomm.measure.screen import byte_count, check_writable, columns, factor, in_seconds
-from ringcomm.measure.timing import (
-    GROUP_TIMEOUT,
-    US,
-    Contender,
-    measure,
-    open_default_group,
-    wrong_sums,
-)
+from ringcomm.measure.timing import US, check_sums
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
 # A step of a small transformer takes several times an all_reduce, and warms up longer.
@@ -48,13 +33,10 @@ STEP_TITLE = f"DDP training step, {BATCH} × {TOKENS} tokens per rank"
 
 @dataclass(frozen=True)
 class Row:
-    """Both backends in one call: the times of the slowest rank in seconds."""
+    """Both backends in one call: the times of the slowest rank."""
 
     title: str
-    ringcomm_p50_s: float
-    ringcomm_p99_s: float
-    gloo_p50_s: float
-    gloo_p99_s: float
+    times_us: dict[str, dict[str, float]]  # by backend, as of Timings.summary_us()
     ratio: float  # Gloo's time over ringcomm's, the speed-up: the median of neighbouring blocks
     others_percent: float  # share of the machine that other programs used
 
@@ -76,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         error(f"--world-size must be 2 to 64, got {options.world_size}")
     if options.seconds < 0:
         error("--seconds must not be negative")
-    if joined_world_size() is not None:
+    if ranks.joined_world_size() is not None:
         error("it starts its own ranks: run it without torchrun")
     if not dist.is_gloo_available():
         error("this torch has no Gloo to compare with")
@@ -92,12 +74,12 @@ def run(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     main = partial(_run_rank, seconds=options.seconds)
     try:
-        run_ranks(options.world_size, main, rows.append)
-    except RankError as problem:
+        ranks.run_ranks(options.world_size, main, rows.append)
+    except ranks.RankError as problem:
         if "wrong elements" not in str(problem):
             raise
         print(f"ringcomm bench: {problem}")
-        return EXIT_WRONG_RESULTS
+        return ranks.EXIT_WRONG_RESULTS
     print(_table(rows))
     print(sentence(rows, options.world_size))
     disturbed = max(row.others_percent for row in rows)
@@ -107,34 +89,27 @@ def run(options: argparse.Namespace) -> int:
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(rows, options.world_size, machine), encoding="utf-8")
         print(f"written: {options.html}")
-    return EXIT_OK
+    return ranks.EXIT_OK
 
 
 def _run_rank(team: Team, seconds: float) -> None:
-    open_default_group(team, "ringcomm")
+    timing.open_default_group(team, "ringcomm")
     groups: dict[str, Any] = {
         "ringcomm": dist.group.WORLD,
-        "gloo": dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT),
+        "gloo": dist.new_group(backend="gloo", timeout=timing.GROUP_TIMEOUT),
     }
     for num_bytes in SIZES:
         buffer = torch.zeros(num_bytes // 4, dtype=torch.float32)
         sums = {
             name: partial(dist.all_reduce, buffer, group=group) for name, group in groups.items()
         }
-        _check(team, groups, buffer)
+        check_sums(team, groups, buffer)
         title = f"all_reduce, {byte_count(num_bytes)}"
         _report(team, groups, sums, title, seconds * (1 - STEP_SHARE) / len(SIZES))
-        _check(team, groups, buffer)
+        check_sums(team, groups, buffer)
     steps = {name: _training_step(team, group) for name, group in groups.items()}
     _report(team, groups, steps, STEP_TITLE, seconds * STEP_SHARE)
     dist.destroy_process_group()
-
-
-def _check(team: Team, groups: dict[str, Any], buffer: torch.Tensor) -> None:
-    """Raises RankError where a sum is wrong on any rank. Leaves zeros. Collective."""
-    for name, wrong in wrong_sums(team, groups, buffer).items():
-        if wrong:
-            raise RankError(f"{wrong} wrong elements in all_reduce of {buffer.nbytes} B by {name}")
 
 
 def _training_step(team: Team, group: Any) -> Callable[[], object]:
@@ -165,32 +140,19 @@ def _report(
     seconds: float,
 ) -> None:
     """Times the calls in turn and reports a row. Collective."""
-    contenders = {
-        name: Contender(call, partial(dist.barrier, groups[name])) for name, call in calls.items()
-    }
-    others = OthersWatch([os.getppid(), *team.share(os.getpid())])
-    timings = measure(team, contenders, seconds)
-    percent = team.agree(others.percent())
+    percent, timings = timing.measure_beside_others(team, groups, calls, seconds)
     if timings is None:
         return
-    ours, theirs = (timings[name].summary_us() for name in ("ringcomm", "gloo"))
-    row = Row(
-        title,
-        ringcomm_p50_s=ours["p50_us"] / US,
-        ringcomm_p99_s=ours["p99_us"] / US,
-        gloo_p50_s=theirs["p50_us"] / US,
-        gloo_p99_s=theirs["p99_us"] / US,
-        ratio=timings["gloo"].ratio_over(timings["ringcomm"])["p50"],
-        others_percent=percent,
-    )
-    team.report(row)
+    times_us = {name: found.summary_us() for name, found in timings.items()}
+    ratio = timings["gloo"].ratio_over(timings["ringcomm"])["p50"]
+    team.report(Row(title, times_us, ratio, percent))
 
 
 def _table(rows: list[Row]) -> str:
     lines = [["", "ringcomm", "p99", "Gloo", "p99", "speed-up"]]
     for row in rows:
-        times = (row.ringcomm_p50_s, row.ringcomm_p99_s, row.gloo_p50_s, row.gloo_p99_s)
-        lines.append([row.title, *map(in_seconds, times), f"{factor(row.ratio)}×"])
+        times = [row.times_us[n][p] for n in ("ringcomm", "gloo") for p in ("p50_us", "p99_us")]
+        lines.append([row.title, *(in_seconds(us / US) for us in times), f"{factor(row.ratio)}×"])
     return columns(lines, "<")
 
 
@@ -209,10 +171,10 @@ def page(rows: list[Row], world_size: int, machine: dict[str, Any]) -> str:
     """One HTML page: the sentence, and a bar for each backend and row; shorter is better."""
     bars = []
     for row in rows:
-        longest = max(row.ringcomm_p50_s, row.gloo_p50_s)
+        medians = [row.times_us[name]["p50_us"] / US for name in ("ringcomm", "gloo")]
         bars.append(f"<h2>{html.escape(row.title)}</h2>")
-        for name, seconds in (("ringcomm", row.ringcomm_p50_s), ("Gloo", row.gloo_p50_s)):
-            percent = max(0.3, 100 * seconds / longest)
+        for name, seconds in zip(("ringcomm", "Gloo"), medians, strict=True):
+            percent = max(0.3, 100 * seconds / max(medians))
             bars.append(
                 f'<div class="row"><span>{name}</span><div><i class="{name}" style="width:'
                 f'{percent:.1f}%"></i></div><b>{in_seconds(seconds)}</b></div>'
@@ -231,19 +193,14 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>ringcomm and Gloo: time of all_reduce and of a training step</title>
 <style>
-:root {{ color-scheme: light dark;
-  --ink: #1b1f24; --faint: #656d76; --gloo: #9aa3af; --ground: #fff; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e6e9ee; --faint: #9aa3af; --gloo: #6b7280; --ground: #14171b; }}
-}}
-body {{ margin: 2rem auto; max-width: 46rem; padding: 0 1rem; background: var(--ground);
-  color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }}
+:root {{ color-scheme: light dark; }}
+body {{ margin: 2rem auto; max-width: 46rem; font: 16px/1.5 system-ui, sans-serif; }}
 h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1rem; margin: 1.2rem 0 .3rem; }}
-p {{ color: var(--faint); }}
+p {{ opacity: .7; }}
 .row {{ display: grid; grid-template-columns: 6rem 1fr 5.5rem; gap: .7rem; align-items: center; }}
 .row b {{ font-variant-numeric: tabular-nums; text-align: right; font-weight: 600; }}
 i {{ display: block; height: 1.1rem; border-radius: .2rem; }}
-i.ringcomm {{ background: #2563eb; }} i.Gloo {{ background: var(--gloo); }}
+i.ringcomm {{ background: #2563eb; }} i.Gloo {{ background: #858d99; }}
 </style>
 <h1>{sentence}</h1>
 <p>Median time of a call, of the slowest rank; a shorter bar is faster.

@@ -1,7 +1,5 @@
 """`ringcomm doctor`: measures a group of ringcomm on this machine and reports problems."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

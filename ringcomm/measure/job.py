@@ -4,16 +4,14 @@ Nothing in the job is stopped, and it needs not to have been prepared: its fligh
 through /proc, and its Python stacks come from py-spy, where that is installed, or from a signal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 from ringcomm.measure.machine import TICKS_PER_S
 from ringcomm.measure.screen import byte_count
 from ringcomm.measure.verdict import Rank, number_of, verdict
-from ringcomm.trace import flight
+from ringcomm.trace import dumps, flight, torch_dumps
 from ringcomm.trace.flight import Record
 
 SAMPLE_S = 0.5
@@ -80,9 +78,8 @@ def _own_pid(pid: int) -> int:
 def _record(pid: int) -> Record | None:
     """The record of a process; None if it has none of its own.
 
-    Raises:
-        OSError: it has ended, or belongs to another user.
-        ValueError: another version of ringcomm wrote it.
+    Raises OSError if it has ended or belongs to another user, ValueError if another version of
+    ringcomm wrote the record.
     """
     if _stat(pid)[0] in "ZX":
         raise ProcessLookupError(pid)
@@ -131,11 +128,7 @@ def _jobs(ranks: list[Rank]) -> list[list[Rank]]:
 
 
 def find_ranks(pid: int) -> list[Rank]:
-    """The ranks of the job that a process is, has started, or belongs to.
-
-    Raises:
-        JobError: there is none, or several, or it cannot be read.
-    """
+    """The ranks of the job that a process is, has started, or belongs to; raises JobError."""
     if pid <= 0:
         raise JobError(f"there is no process {pid}")
     try:
@@ -198,9 +191,6 @@ def _sample(ranks: list[Rank]) -> list[Rank]:
     return found
 
 
-# ---- stacks
-
-
 def _ask_for_stack(pid: int) -> str:
     """By the signal that flight.offer_stacks() handles; empty if the process does not."""
     files = _memfds(pid, flight.STACKS_MEMFD)
@@ -241,13 +231,33 @@ def _stack_of(rank: Rank) -> list[str]:
     return []
 
 
-def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[str, Any]:
-    """The ranks of a job, the verdict, and the seconds that it took.
+def _write_dumps(folder: Path, form: str, ranks: list[Rank]) -> None:
+    """Writes FOLDER/rank0.json and so on, or with the form "torch" FOLDER/rank0 for torchfrtrace.
 
-    `look` is called with the ranks.
+    The ranks do nothing for it: they may be stopped, or blocked with Python's lock. Records of
+    ranks that have ended are in them where the system lets this process read the memory of the
+    others, as it lets root.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringcomm-") as scratch:
+        target = Path(scratch) if form == "torch" else folder
+        for rank in ranks:
+            peers: list[Record] = []
+            with contextlib.suppress(OSError):
+                _, peers = flight.mapped_records(rank.pid)
+            stacks = {"MainThread": rank.stack}
+            dumps.write(f"{target}/rank", rank.record, peers, "ringcomm doctor", stacks)
+        if form == "torch":
+            try:
+                torch_dumps.write(folder, dumps.read([target]))
+            except ValueError as error:
+                raise JobError(str(error)) from None
 
-    Raises:
-        JobError: it cannot be examined.
+
+def examine(pid: int, folder: Path | None = None, form: str = "json") -> dict[str, Any]:
+    """The ranks of a job, the verdict, and the seconds that it took; dumps into a folder.
+
+    Raises JobError where it cannot be examined or the folder has other files that torchfrtrace
+    would read, OSError where a dump cannot be written.
     """
     began = time.monotonic()
     found = find_ranks(pid)
@@ -257,8 +267,8 @@ def examine(pid: int, look: Callable[[list[Rank]], None] | None = None) -> dict[
     with ThreadPoolExecutor(max_workers=len(ranks)) as threads:
         for rank, stack in zip(ranks, threads.map(_stack_of, ranks), strict=True):
             rank.stack = stack
-    if look is not None:
-        look(ranks)
+    if folder is not None:
+        _write_dumps(folder, form, ranks)
     text, cause = verdict(ranks, len(found) - len(ranks))
     rows = []
     for rank in ranks:

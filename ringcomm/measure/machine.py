@@ -1,7 +1,5 @@
 """The machine: identity, CPUs, versions, limits of a process, and load by other programs."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -134,9 +132,8 @@ def read_limits(
 ) -> dict[str, Any]:
     """The smallest limits of this process's cgroup (v1 or v2) and its ancestors.
 
-    Returns:
-        `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,
-        each as (value, file), or None without a limit; `max_fds`, open files of a process.
+    `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,
+    each as (value, file), or None without a limit; `max_fds`, open files of a process.
     """
     max_fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {**_C.cgroup_limits(str(proc), str(cgroups)), "max_fds": max_fds}

@@ -5,8 +5,6 @@ fresh interpreter with torch 3 to 14 s. It is safe because the parent has not co
 threads before: numpy's BLAS ends its own threads at a fork.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import logging
@@ -152,10 +150,8 @@ def run_ranks(
     """Forks ``world_size`` ranks that run ``main(team)``; blocks until all have ended.
 
     ``on_message`` gets, in this process, what rank 0 passes to ``team.report``. When a rank fails,
-    or this process is interrupted, all ranks are killed; none outlives this process.
-
-    Raises:
-        RankError: the first rank that failed, and why.
+    or this process is interrupted, all ranks are killed; none outlives this process. Raises
+    RankError with the first rank that failed, and why.
     """
     # The logger reports each process that it terminates.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)

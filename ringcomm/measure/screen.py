@@ -1,7 +1,5 @@
 """Parses command line options and formats figures for a terminal."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -70,10 +68,7 @@ def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
 def check_writable(*paths: Path | None) -> None:
     """Checks before a long measurement that files can be written, and makes their folders.
 
-    Files that exist stay as they are; None is no file.
-
-    Raises:
-        ValueError: a file cannot be written; names the file and the reason.
+    Files that exist stay as they are; None is no file. Raises ValueError with file and reason.
     """
     for path in filter(None, paths):
         try:
@@ -108,8 +103,7 @@ def byte_counts(text: str) -> list[int]:
 def amount(text: str) -> int:
     """``80GiB``, ``16k``, ``4M`` in powers of 1024; ``80GB`` in powers of 1000; or all digits.
 
-    Raises:
-        ValueError: the text has another format, or is not a positive whole number.
+    Raises ValueError for another format, and if it is not a positive whole number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     count = 0.0

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringcomm.measure.ranks import Team
+from ringcomm.measure.machine import OthersWatch
+from ringcomm.measure.ranks import RankError, Team
 
 # Long enough to amortise what aligns the ranks before it (some 100 µs), short against the seconds
 # in which the machine changes.
@@ -63,8 +67,7 @@ class Timings:
     def ratio_over(self, other: Timings) -> dict[str, float]:
         """This one's median call over the other's, of each pair of neighbouring blocks.
 
-        Returns:
-            The ratios' median with their 10 and 90 % points, and how many pairs there are.
+        Their median with their 10 and 90 % points, and how many pairs there are.
         """
         pairs = zip(self.blocks, other.blocks, strict=True)
         found = percentiles((median(mine) / median(theirs) for mine, theirs in pairs), "ratio")
@@ -84,22 +87,19 @@ def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIME
     )
 
 
-def wrong_sums(
-    team: Team, groups: dict[str, dist.ProcessGroup], buffer: torch.Tensor
-) -> dict[str, int]:
-    """Wrong elements of all ranks in an all_reduce over each group, by name. Collective.
+def check_sums(team: Team, groups: Mapping[str, Any], buffer: torch.Tensor) -> None:
+    """Raises RankError where an all_reduce over a group is wrong on any rank. Collective.
 
     Leaves zeros in the buffer: repeated in-place sums do not grow.
     """
     values = torch.arange(buffer.numel()) % NUM_VALUES
     expected = team.world_size * values + sum(range(team.world_size))
-    wrong = {}
     for name, group in groups.items():
         buffer.copy_(values + team.rank)
         dist.all_reduce(buffer, group=group)
-        wrong[name] = sum(team.share(int((buffer != expected).sum())))
+        if wrong := sum(team.share(int((buffer != expected).sum()))):
+            raise RankError(f"{wrong} wrong elements in all_reduce of {buffer.nbytes} B by {name}")
     buffer.zero_()
-    return wrong
 
 
 @dataclass
@@ -148,9 +148,7 @@ def measure(
     Each round has another random order: with a fixed successor, what follows a contender that
     sleeps would always have the scheduler's credit. All ranks make the same calls. The time of a
     call is that of the slowest rank, measured from the end of the previous call on that rank.
-
-    Returns:
-        By contender on rank 0; None elsewhere.
+    Returns None on other ranks than 0.
     """
     for contender in contenders.values():
         _warm_up(team, contender)
@@ -176,3 +174,21 @@ def measure(
         rounds = zip(*(rank[label] for rank in by_rank), strict=True)
         found[label] = Timings([[*map(max, zip(*blocks, strict=True))] for blocks in rounds])
     return found
+
+
+def measure_beside_others(
+    team: Team,
+    groups: Mapping[str, Any],
+    calls: Mapping[str, Callable[[], object]],
+    seconds: float,
+) -> tuple[float, dict[str, Timings] | None]:
+    """The share of the machine that other programs used, in percent, and measure(). Collective.
+
+    ``groups`` have the group of each call.
+    """
+    contenders = {
+        name: Contender(call, partial(dist.barrier, groups[name])) for name, call in calls.items()
+    }
+    others = OthersWatch([os.getppid(), *team.share(os.getpid())])
+    timings = measure(team, contenders, seconds)
+    return team.agree(others.percent()), timings

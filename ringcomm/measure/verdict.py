@@ -1,7 +1,5 @@
 """Which rank of a job is the cause of a hang, and why: follows its ranks' waits to their end."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
@@ -370,12 +368,7 @@ def _behind_on_devices(ranks: list[Rank]) -> tuple[str, int | None] | None:
 
 
 def verdict(ranks: list[Rank], num_lost: int) -> tuple[str, int | None]:
-    """One sentence or two, and the rank that is the cause.
-
-    Args:
-        ranks: at least one.
-        num_lost: ranks that have ended during the sample.
-    """
+    """One sentence or two, and the rank that is the cause; `num_lost` ended during the sample."""
     if all(rank.num_calls > 0 for rank in ranks) and not num_lost:
         return _of_progress(ranks)
     waiting = [(call.began_s, rank, call) for rank in ranks if (call := rank.call)]

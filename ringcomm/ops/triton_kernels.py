@@ -3,8 +3,6 @@
 Importing ringcomm needs no Triton.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

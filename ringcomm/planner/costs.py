@@ -5,8 +5,6 @@ two collectives. Sequence parallelism shards the others too, except the results 
 ringcomm.nn keeps gathered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from ringcomm.planner.candidate import Candidate, kept_by, ring_elems, sent_of_weights

@@ -22,8 +22,7 @@ Precision = Literal["bf16", "fp32"]
 class Hardware:
     """A device and its host. Rates are per device, bytes per second in one direction.
 
-    Raises:
-        ValueError: a number is out of its range.
+    Raises ValueError for a number out of its range.
     """
 
     name: str  # shown in reports
@@ -125,10 +124,8 @@ HARDWARE = {hardware.name: hardware for hardware in _KNOWN}
 def find_hardware(name: str) -> Hardware:
     """A device by its name in HARDWARE, or from a JSON file with the fields of Hardware.
 
-    With the field `like`, a name in HARDWARE, the file holds only the fields that differ.
-
-    Raises:
-        ValueError: neither exists, or a field is wrong; the message names it.
+    With the field `like`, a name in HARDWARE, the file holds only the fields that differ. Raises
+    ValueError if neither exists, or for a wrong field.
     """
     if name in HARDWARE:
         return HARDWARE[name]

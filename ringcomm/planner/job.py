@@ -160,35 +160,41 @@ class Mesh:
             parts.append(f"ep {self.ep}")
         return " × ".join(parts)
 
+    def fault(self, shape: ModelShape, sequence: int) -> str | None:
+        """Why a model does not support this mesh; None if it does."""
+        dp, pp, tp, ep, kv = self.dp, self.pp, self.tp, self.ep, shape.kv_heads
+        if shape.heads % tp:
+            return f"tp {tp} does not divide {shape.heads} heads"
+        if kv % tp and tp % kv:
+            return f"tp {tp} neither divides {kv} query groups nor is a multiple of them"
+        if min(shape.ffn, shape.vocab) < tp:
+            return f"tp {tp} is more than the rows to shard"
+        if self.is_sequence_split and tp == 1:
+            return "sequence parallelism shards tokens over tensor-parallel ranks: it needs tp > 1"
+        if self.is_sequence_split and sequence % tp:
+            return f"sequence parallelism: tp {tp} does not divide sequences of {sequence} tokens"
+        if pp > shape.layers:
+            return f"pp {pp} is more than {shape.layers} layers"
+        if ep > 1 and not shape.experts:
+            return f"ep {ep}: {shape.name} has no experts"
+        if ep > 1 and dp == 1:
+            return "expert parallelism shards experts over data-parallel ranks: it needs dp > 1"
+        if dp % ep:
+            return f"ep {ep} does not divide dp {dp}"
+        if shape.experts % ep:
+            return f"ep {ep} does not divide {shape.experts} experts"
+        return None
 
-def mesh_fault(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
-    """Why a model does not support this mesh; None if it does."""
-    tp, ep, kv = mesh.tp, mesh.ep, shape.kv_heads
-    faults = (
-        (shape.heads % tp, f"tp {tp} does not divide {shape.heads} heads"),
-        (
-            kv % tp and tp % kv,
-            f"tp {tp} neither divides {kv} query groups nor is a multiple of them",
-        ),
-        (min(shape.ffn, shape.vocab) < tp, f"tp {tp} is more than the rows to shard"),
-        (
-            mesh.is_sequence_split and tp == 1,
-            "sequence parallelism shards tokens over tensor-parallel ranks: it needs tp > 1",
-        ),
-        (
-            mesh.is_sequence_split and sequence % tp,
-            f"sequence parallelism: tp {tp} does not divide sequences of {sequence} tokens",
-        ),
-        (mesh.pp > shape.layers, f"pp {mesh.pp} is more than {shape.layers} layers"),
-        (ep > 1 and not shape.experts, f"ep {ep}: {shape.name} has no experts"),
-        (
-            ep > 1 and mesh.dp == 1,
-            "expert parallelism shards experts over data-parallel ranks: it needs dp > 1",
-        ),
-        (mesh.dp % ep, f"ep {ep} does not divide dp {mesh.dp}"),
-        (shape.experts % ep, f"ep {ep} does not divide {shape.experts} experts"),
-    )
-    return next((fault for is_fault, fault in faults if is_fault), None)
+    def schedule_fault(self, shape: ModelShape, schedule: str, m: int) -> str | None:
+        """Why a schedule does not support so many micro-batches; None if it does."""
+        parts = self.pp * STAGES_PER_RANK.get(schedule, 1)
+        if shape.layers < parts:
+            return f"{schedule}: {shape.layers} layers are too few for {parts} stages"
+        if schedule == "interleaved" and m % self.pp:
+            return f"interleaved: {m} micro-batches are not a multiple of pp {self.pp}"
+        if schedule == "zbv" and m < 2 * self.pp:
+            return f"zbv: {m} micro-batches are less than 2 × pp {self.pp}"
+        return None
 
 
 def bubble(schedule: str, num_stages: int, num_micro_batches: int) -> Fraction:

@@ -1,7 +1,5 @@
 """The shapes of a decoder's weights: by its configuration, a name, or transformers' config."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import cached_property
@@ -36,8 +34,7 @@ Unit = tuple[Weight, ...]  # weights that a sharded model gathers together
 class ModelShape:
     """A decoder: embedding, layers of attention and feed-forward, norm, head.
 
-    Raises:
-        ValueError: a number is not positive, or heads do not divide.
+    Raises ValueError for a number that is not positive, and for heads that do not divide.
     """
 
     name: str  # shown in reports
@@ -194,8 +191,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def find_model(name: str) -> ModelShape:
     """A model by its name in MODELS, or by the path of a config.json or of its folder.
 
-    Raises:
-        ValueError: there is neither; or the file does not describe a known kind of model.
+    Raises ValueError if there is neither, or the file is not of a known kind of model.
     """
     if name in MODELS:
         return MODELS[name]

@@ -1,7 +1,5 @@
 """Searches all systems and meshes, ranks plans that fit, and explains them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -15,16 +13,7 @@ from ringcomm.measure.screen import columns, factor, in_gib, in_seconds
 from ringcomm.planner import costs
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
-from ringcomm.planner.job import (
-    CHECKPOINTINGS,
-    SCHEDULES,
-    STAGES_PER_RANK,
-    SYSTEMS,
-    Job,
-    Mesh,
-    System,
-    mesh_fault,
-)
+from ringcomm.planner.job import CHECKPOINTINGS, SCHEDULES, SYSTEMS, Job, Mesh, System
 from ringcomm.planner.models import ModelShape, find_model
 
 SCHEMA = 2
@@ -239,7 +228,7 @@ def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
     outside: list[Plan] = []  # tensor parallelism over hosts ranks last
     refused: list[Refusal] = []
     for mesh in _meshes_of(shape, cluster, job):
-        fault = mesh_fault(shape, mesh, job.sequence)
+        fault = mesh.fault(shape, job.sequence)
         if fault is None and num_sequences % mesh.dp:
             fault = f"dp {mesh.dp} does not divide {num_sequences} sequences"
         if fault is not None:
@@ -329,7 +318,7 @@ def _best(
     faults = [(math.inf, "")]  # with the bytes that are needed
     for checkpointing in job.checkpointings or CHECKPOINTINGS:
         for m in counts:
-            why = _schedule_fault(shape, mesh.pp, schedule, m)
+            why = mesh.schedule_fault(shape, schedule, m)
             if why is not None:
                 faults[0] = math.inf, why
                 continue
@@ -351,17 +340,6 @@ def _best(
         reason += "; an update inside the backward pass allows one micro-batch"
     where = f"{mesh}, {schedule}" if schedule else str(mesh)
     return Refusal(system.label(mesh), where, reason)
-
-
-def _schedule_fault(shape: ModelShape, pp: int, schedule: str, m: int) -> str | None:
-    parts = pp * STAGES_PER_RANK.get(schedule, 1)
-    if shape.layers < parts:
-        return f"{schedule}: {shape.layers} layers are too few for {parts} stages"
-    if schedule == "interleaved" and m % pp:
-        return f"interleaved: {m} micro-batches are not a multiple of pp {pp}"
-    if schedule == "zbv" and m < 2 * pp:
-        return f"zbv: {m} micro-batches are less than 2 × pp {pp}"
-    return None
 
 
 def _does_not_fit(candidate: Candidate, memory: costs.RankMemory) -> str | None:

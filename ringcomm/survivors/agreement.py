@@ -1,7 +1,5 @@
 """How the ranks of a group over messages agree on the ranks that go on; docs/design/shrink.md."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import secrets
@@ -49,10 +47,9 @@ class Agreement:
     ) -> None:
         """`states` returns what is known of the ranks without asking, as ringcomm.Health."""
         self._contacts, self._limit_s = contacts, timeout.total_seconds()
-        everyone = set(range(len(contacts.addresses)))
-        self._known = Known(contacts, states, self._limit_s, asked=everyone, gone=set())
+        self._everyone = set(contacts.addresses)
+        self._known = Known(contacts, states, self._limit_s, set(self._everyone), gone=set())
         self._proposal: Proposal | None = None
-        self._has_made = False
         self._coordinator: Connection | None = None  # of the proposal; None if it is this rank
         self._members: dict[int, Connection] = {}
         self._store: dist.TCPStore | None = None
@@ -65,15 +62,14 @@ class Agreement:
     def agree(self) -> list[int]:
         """Waits for all ranks that live, and returns the ranks of the new group, ascending.
 
-        Raises:
-            RingcommError: the others go on without this rank, too few ranks have joined, or all
-                attempts have failed.
+        Raises RingcommError if the others go on without this rank, too few ranks have joined, or
+        all attempts have failed.
         """
         if self._contacts.gone_on is not None:
             raise left_out(self._contacts, self._contacts.gone_on)
-        self._proposal, self._has_made = None, False
+        self._proposal = None
         while True:
-            with Meeting(self._known, made=None) as meeting:
+            with contextlib.closing(Meeting(self._known, made=None)) as meeting:
                 message = meeting.run()
                 if message is None:
                     if meeting.holders():  # of a group that is not made by all
@@ -101,12 +97,7 @@ class Agreement:
         # A client of torch's store would try again for all that time.
         with socket.create_connection(self._proposal.store, timeout=seconds):
             pass
-        store = dist.TCPStore(
-            *self._proposal.store,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=seconds),
-        )
+        store = _tcp_store(*self._proposal.store, seconds)
         store.set_timeout(datetime.timedelta(seconds=self._limit_s))
         return store
 
@@ -124,7 +115,6 @@ class Agreement:
     def confirm(self, has_made: bool) -> bool:
         """Whether all ranks have made the new group, as all of them are told."""
         assert self._proposal is not None
-        self._has_made = has_made
         try:
             if self._coordinator is None:
                 all_made = has_made and self._wait_for_members()
@@ -146,7 +136,7 @@ class Agreement:
 
     def _propose(self, meeting: Meeting) -> None:
         """As the coordinator, of the ranks that have joined."""
-        ranks = sorted({self._known.rank, *meeting.joined})
+        ranks = sorted({self._contacts.rank, *meeting.joined})
         attempt = max(
             self.attempt, *(int(other["attempt"]) for other in meeting.joined.values()), -1
         )
@@ -157,11 +147,11 @@ class Agreement:
                 " not answer; restart the job"
             )
         elif not self._may_go_on(ranks):
-            silent = sorted(set(range(self._known.size)) - self._known.gone - set(ranks))
+            silent = sorted(self._everyone - self._known.gone - set(ranks))
             error = (
-                f"ringcomm: shrink: of {self._known.size} ranks only {ranks} answer, and {silent}"
-                " may be alive behind a network that is cut, where they would go on as well;"
-                " restart the job with the ranks that are left"
+                f"ringcomm: shrink: of {len(self._everyone)} ranks only {ranks} answer, and"
+                f" {silent} may be alive behind a network that is cut, where they would go on as"
+                " well; restart the job with the ranks that are left"
             )
         if error:
             for rank in meeting.joined:
@@ -169,14 +159,8 @@ class Agreement:
             raise RingcommError(error)
         for rank in self._known.asked - set(ranks) - self._known.gone:
             meeting.calls[rank].send(gone_on=ranks)  # it reads this whenever it comes
-        host = self._contacts.addresses[self._known.rank].host
-        self._store = dist.TCPStore(
-            host,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=self._limit_s),
-        )
+        host = self._contacts.addresses[self._contacts.rank].host
+        self._store = _tcp_store(host, 0, self._limit_s)
         store = (host, self._store.port)
         self._proposal = Proposal(secrets.token_hex(8), attempt + 1, ranks, store)
         self._coordinator = None
@@ -189,7 +173,7 @@ class Agreement:
 
         Half is enough with the lowest of them.
         """
-        possible = set(range(self._known.size)) - self._known.gone
+        possible = self._everyone - self._known.gone
         num = 2 * len(ranks)
         return num > len(possible) or (num == len(possible) and min(possible) in ranks)
 
@@ -230,7 +214,7 @@ class Agreement:
         # It has ended, or is silent: the others may know how it has decided.
         coordinator.close()
         assert self._proposal is not None
-        with Meeting(self._known, made=self._proposal.name) as meeting:
+        with contextlib.closing(Meeting(self._known, made=self._proposal.name)) as meeting:
             decision = meeting.run()
             if decision is None:
                 all_made = meeting.may_be_made()
@@ -238,6 +222,12 @@ class Agreement:
             else:
                 all_made = bool(decision.get("all_made"))
             return all_made
+
+
+def _tcp_store(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """A client of the store at a port; for port 0 a store that this process serves."""
+    timeout = datetime.timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, None, port == 0, timeout, wait_for_workers=False)
 
 
 def answer_late_ranks(contacts: Contacts, proposal: Proposal) -> None:

@@ -37,16 +37,6 @@ class Known:
     gone: set[int]
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.contacts.rank
-
-    @property
-    def size(self) -> int:
-        """Of the group."""
-        return len(self.contacts.addresses)
-
-    @property
     def ping_s(self) -> float:
         """Between two signs of life."""
         return min(_PING_S, self.limit_s / 4)
@@ -66,7 +56,7 @@ class Meeting:
 
     def __init__(self, known: Known, made: str | None) -> None:
         self._own, self._made = known, made
-        self._rank = known.rank
+        self._rank = known.contacts.rank
         self.joined: dict[int, dict[str, Any]] = {}
         self.calls: dict[int, Connection] = {}
         self._watches: dict[int, Connection] = {}
@@ -79,10 +69,8 @@ class Meeting:
         self._heard = dict.fromkeys(known.asked, self._begin)  # when last, by rank
         self._may_connect: dict[int, float] = {}
 
-    def __enter__(self) -> Meeting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends the connections that are not kept."""
         for connection in self._connections():
             connection.close()
 
@@ -126,7 +114,8 @@ class Meeting:
             now = time.monotonic()
             self._look_at_processes(now)
             self._connect(now)
-            self._accept()
+            while (connection := self._own.contacts.accept()) is not None:
+                self._incoming.append(connection)
             if (message := self._read(now)) is not None:
                 return message
             self._find_coordinator(now)
@@ -149,9 +138,9 @@ class Meeting:
 
     def _connect(self, now: float) -> None:
         """Makes the connections that are missing."""
-        wanted = [(self._watches, "watch", range(self._rank))]
+        wanted: list[Any] = [(self._watches, "watch", range(self._rank))]
         if self._is_coordinator:
-            wanted.append((self.calls, "call", range(self._own.size)))
+            wanted.append((self.calls, "call", sorted(self._own.asked)))
         for connections, purpose, ranks in wanted:
             for rank in ranks:
                 if rank == self._rank or rank not in self._own.asked or rank in self._own.gone:
@@ -162,10 +151,6 @@ class Meeting:
                 if known is None or now >= self._may_connect.get(rank, now):
                     self._may_connect.pop(rank, None)
                     connections[rank] = self._own.contacts.connect(rank, purpose)
-
-    def _accept(self) -> None:
-        while (connection := self._own.contacts.accept()) is not None:
-            self._incoming.append(connection)
 
     def _read(self, now: float) -> dict[str, Any] | None:
         for connection in self._connections():

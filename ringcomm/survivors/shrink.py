@@ -9,19 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringcomm import _C
+from ringcomm import _C, torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
 from ringcomm.survivors.agreement import Agreement
-from ringcomm.torch_names import (
-    backend_of,
-    global_ranks_of,
-    new_process_group,
-    renumber_groups,
-    replace_default_group,
-    set_timeout,
-    timeout_of,
-)
 
 _log = logging.getLogger("ringcomm")
 
@@ -66,8 +57,8 @@ def shrink(
     old = resolve_group(group)
     if old.size() < 2:
         raise ValueError("a group of one rank has no rank to lose: shrink() needs two at least")
-    backend = backend_of(old, torch.device("cpu"))
-    own_timeout = timeout_of(backend)
+    backend = torch_names.backend_of(old, torch.device("cpu"))
+    own_timeout = torch_names.timeout_of(backend)
     limit = own_timeout if timeout is None else timeout
     if limit <= datetime.timedelta(0):
         raise ValueError(f"timeout of shrink must be positive, got {limit}")
@@ -90,10 +81,10 @@ def shrink(
         _log.info("shrink: attempt %d failed: %s", agreement.attempt, error or "on another rank")
         if new is not None:
             _destroy(new)
-    set_timeout(backend_of(new, torch.device("cpu")).options, own_timeout)
+    torch_names.set_timeout(torch_names.backend_of(new, torch.device("cpu")).options, own_timeout)
     if old is dist.group.WORLD:
-        renumber_groups(survivors, {old, new})
-        replace_default_group(new)
+        torch_names.renumber_groups(survivors, {old, new})
+        torch_names.replace_default_group(new)
     _destroy(old)
     _log.info("shrink: ranks %s of %d go on", survivors, old.size())
     return new
@@ -112,7 +103,7 @@ def _make(
         # The descriptor is never closed: a FileStore opens its path for each access, also when it
         # is destroyed, which may be when the process exits.
         store = dist.FileStore(f"/proc/self/fd/{store}", -1)
-    numbers = global_ranks_of(old)
+    numbers = torch_names.global_ranks_of(old)
     is_default = old is dist.group.WORLD
     global_ranks = [idx if is_default else numbers[rank] for idx, rank in enumerate(survivors)]
     # If one of them ends before it has arrived, the others know it.
@@ -123,7 +114,7 @@ def _make(
         return its is not None and its.is_over()
 
     backend.introduce(store, survivors, global_ranks, is_over)
-    return new_process_group(
+    return torch_names.new_process_group(
         like=old,
         rank=survivors.index(old.rank()),
         global_ranks=global_ranks,

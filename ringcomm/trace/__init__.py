@@ -5,8 +5,6 @@ NAME.log, lines of JSON for rare events. Both can be read at any time, also afte
 recordings.py reads them, merge.py writes one trace of all and prints the steps of a ring in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools
@@ -26,9 +24,7 @@ EVENT_BYTES = 64
 def start() -> None:
     """Records this process from now on, if RINGCOMM_TRACE is set. A second call does nothing.
 
-    Raises:
-        ValueError: RINGCOMM_TRACE_EVENTS has no valid form.
-        OSError: the folder cannot be written.
+    Raises ValueError for a wrong RINGCOMM_TRACE_EVENTS, OSError for a folder that is not writable.
     """
     if os.environ.get("RINGCOMM_TRACE"):
         _start(os.getpid())

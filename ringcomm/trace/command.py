@@ -1,7 +1,5 @@
 """`ringcomm trace`: runs a program whose ranks record themselves, and merges the recordings."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -21,9 +19,6 @@ def run_recorded(command: Sequence[str], num_events: int, output: Path) -> int:
     """Runs a command and writes the trace of its ranks; returns its exit status.
 
     Blocks until the command has ended. Ctrl-C ends it; what was recorded until then is written.
-
-    Raises:
-        OSError: the trace cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="ringcomm-trace-") as folder:
         wanted = {"RINGCOMM_TRACE": folder, "RINGCOMM_TRACE_EVENTS": str(num_events)}

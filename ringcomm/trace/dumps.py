@@ -1,22 +1,32 @@
 """Dumps of flight recorders: one JSON file for each rank, how they are written, read and chosen.
 
+A process writes its own on request, on an error, and on a signal.
+
 A dump has the calls of its process, and what it has mapped of its peers' recorders, so that the
 calls of a process that has ended are in the dumps of the others. docs/reference/flight.md has the
 fields.
 """
 
-from __future__ import annotations
-
+import contextlib
+import faulthandler
+import functools
 import json
 import os
+import select
+import signal
 import socket
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from ringcomm.trace import clock_name
+from ringcomm import errors
+from ringcomm.trace import clock_name, flight
 from ringcomm.trace.flight import Call, Group, Record
 from ringcomm.version import __version__
 
@@ -27,6 +37,10 @@ _START = f'{{"format": "{FORMAT}"'.encode()
 NUM_CALLS_OF_PEER = 64
 # Times: in the files in nanoseconds of CLOCK_MONOTONIC, in Record in seconds before it was read.
 _TIMES = {"began_s": "begin_ns", "ended_s": "end_ns", "failed_s": "failed_ns"}
+# Next to flight.STACK_SIGNAL. A program uses SIGUSR1 and SIGUSR2 itself.
+DUMP_SIGNAL = signal.SIGRTMAX - 4
+_THREAD = "ringcomm-dump"
+_OWN_FILES = (__file__, errors.__file__)
 
 
 @dataclass(frozen=True)
@@ -52,15 +66,7 @@ def write(
 ) -> Path:
     """Writes the dump of a process to PREFIX + its rank + ".json", and replaces an earlier one.
 
-    Args:
-        prefix: of the path; its folder is made if need be.
-        own: the record of the process.
-        peers: the records of other processes.
-        reason: why it is written, for its readers.
-        stacks: of its threads, "FILE:LINE FUNCTION", innermost first.
-
-    Raises:
-        OSError: it cannot be written.
+    `peers` are the records of other processes, `stacks` are as in Known. Raises OSError.
     """
     path = Path(f"{os.fspath(prefix)}{own.rank}.json")
     processes = [_process(own, len(own.calls), has_ended=False)]
@@ -95,17 +101,8 @@ def write(
 def _process(record: Record, num_calls: int, *, has_ended: bool) -> dict[str, Any]:
     groups = {str(place): _in_ns(asdict(g), record) for place, g in record.groups.items()}
     calls = [_in_ns(asdict(call), record) for call in record.calls[-num_calls:]]
-    return {
-        "rank": record.rank,
-        "pid": record.pid,
-        "has_ended": has_ended,
-        "version": record.version,
-        "num_calls": record.num_calls,
-        "started_ns": record.started_ns,
-        "read_ns": record.read_ns,
-        "groups": groups,
-        "calls": calls,
-    }
+    about = {"rank": record.rank, "has_ended": has_ended, "groups": groups, "calls": calls}
+    return vars(record) | about
 
 
 def _in_ns(values: dict[str, Any], record: Record) -> dict[str, Any]:
@@ -130,17 +127,11 @@ def _has_ended(own: Record, peer: Record) -> bool:
     return False
 
 
-# ---- reading
-
-
 def read(folders: Sequence[Path]) -> list[Known]:
     """The processes of the dumps in some folders, by rank; empty if there is no dump.
 
-    Of a rank that has written no dump, it is what the others knew last.
-
-    Raises:
-        ValueError: a dump is truncated or of another version, or they are of different jobs.
-        OSError: a folder or a file cannot be read.
+    Of a rank that has written no dump, it is what the others knew last. Raises ValueError for a
+    dump that is truncated or of another version, and for dumps of different jobs.
     """
     found: dict[tuple[str, int, int], Known] = {}  # by process
     for path in (path for folder in folders for path in sorted(folder.iterdir())):
@@ -188,15 +179,10 @@ def _read(path: Path) -> list[Known]:
 def _known(path: Path, dump: dict[str, Any], idx: int) -> Known:
     process = dump["processes"][idx]
     read_ns = process["read_ns"]
-    record = Record(
-        process["pid"],
-        process["version"],
-        process["num_calls"],
-        read_ns,
-        process["started_ns"],
-        {int(place): Group(**_ago(g, read_ns, Group)) for place, g in process["groups"].items()},
-        [Call(**_ago(call, read_ns, Call)) for call in process["calls"]],
-    )
+    record = Record(**{field.name: process[field.name] for field in fields(Record)})
+    groups = process["groups"].items()
+    record.groups = {int(place): Group(**_ago(group, read_ns, Group)) for place, group in groups}
+    record.calls = [Call(**_ago(call, read_ns, Call)) for call in process["calls"]]
     return Known(
         path=path,
         is_own=idx == 0,
@@ -216,3 +202,110 @@ def _ago(values: dict[str, Any], read_ns: int, kind: type[Any]) -> dict[str, Any
         value = values[_TIMES.get(name, name)]
         found[name] = value if name not in _TIMES or value is None else (read_ns - value) / 1e9
     return found
+
+
+def flight_dump(prefix: str | os.PathLike[str] | None = None) -> Path:
+    """Writes a dump of the flight recorder of this process. Not collective.
+
+    The file is PREFIX + the rank in the job + ".json", and replaces an earlier one. It has the last
+    1,024 calls of this process and the Python stacks of its threads, and what it knows of the ranks
+    of its groups on this host: the last 64 calls of each, and all 1,024 of a process that has
+    ended. `ringcomm trace --merge` reads it.
+
+    Args:
+        prefix: what the path begins with; "dumps/" makes dumps/0.json. None: RINGCOMM_FLIGHT_DUMP.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: there is no prefix, or this process has no group of several ranks.
+        OSError: the file cannot be written, or the system does not let the process read its memory.
+    """
+    chosen = os.fspath(prefix) if prefix is not None else _prefix()
+    if not chosen:
+        raise ValueError("give a prefix, or set the environment variable RINGCOMM_FLIGHT_DUMP")
+    return _dump(chosen, "request")
+
+
+def _prefix() -> str:
+    return os.environ.get("RINGCOMM_FLIGHT_DUMP") or ""
+
+
+def _dump(prefix: str, reason: str) -> Path:
+    own, peers = flight.mapped_records()
+    if own is None or own.pid != os.getpid() or own.rank < 0:
+        raise ValueError("this process has no group of ringcomm of several ranks to dump")
+    return write(prefix, own, peers, reason, _stacks())
+
+
+def _stacks() -> dict[str, list[str]]:
+    """Of this process's threads, innermost first, without what makes the dump."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks: dict[str, list[str]] = {}
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, f"thread {ident}")
+        lines = [(at.f_code, line) for at, line in traceback.walk_stack(frame)]
+        own = dropwhile(lambda at: at[0].co_filename in _OWN_FILES, lines)
+        if name != _THREAD:
+            stacks[name] = [f"{code.co_filename}:{line} {code.co_name}" for code, line in own]
+    return stacks
+
+
+def start() -> None:
+    """Dumps this process on errors and on DUMP_SIGNAL, if RINGCOMM_FLIGHT_DUMP is set."""
+    if _prefix():
+        errors.on_error = _on_error
+        _offer(os.getpid())
+
+
+_said: set[str] = set()
+_lock = threading.Lock()
+
+
+def _on_error(message: str) -> None:
+    """An error is being raised; later calls of its group raise the same text."""
+    with _lock:
+        if message in _said:
+            return
+        _said.add(message)
+    _try_to_dump(f"error: {message}")
+
+
+def _try_to_dump(reason: str) -> None:
+    """Writes the path, or why there is none, to stderr: the program goes on as it would."""
+    try:
+        text = f"its flight recorder is in {_dump(_prefix(), reason)}"
+    except ValueError:  # no group: a forked child
+        return
+    except Exception as error:
+        text = f"RINGCOMM_FLIGHT_DUMP: cannot dump its flight recorder: {error}"
+    with contextlib.suppress(OSError, ValueError):
+        print(f"ringcomm process {os.getpid()}: {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _offer(pid: int) -> None:
+    """Makes DUMP_SIGNAL wake a thread that dumps, unless the program handles that signal.
+
+    faulthandler's handler runs in C, also while Python's main thread is blocked in a call, and
+    writes stacks to a pipe. Python's own handlers run when the main thread returns to Python. The
+    thread needs the GIL: a process that blocks with it, or is stopped, is dumped from outside, by
+    `ringcomm doctor --job PID --dump PREFIX`.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        if signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
+            return
+        reads, writes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        threading.Thread(target=_serve, args=(reads,), name=_THREAD, daemon=True).start()
+        file: Any = writes
+        faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+
+
+def _serve(reads: int) -> None:
+    while True:
+        select.select([reads], [], [])
+        # All that one signal has written.
+        while select.select([reads], [], [], 0.05)[0]:
+            os.read(reads, 1 << 16)
+        _try_to_dump(f"signal {DUMP_SIGNAL}")

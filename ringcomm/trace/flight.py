@@ -1,7 +1,5 @@
 """Reads flight recorders (csrc/collectives/flight.h): the last calls of a process, always on."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools
@@ -25,6 +23,12 @@ NOBODY, ANY_RANK = -1, -2
 _HEADER = struct.Struct("=8sQiIQQ32sQ")
 _GROUP = struct.Struct("=IiiiQQQ48s96s256s512s")
 _EVENT = struct.Struct("=QQQQQHHiiBBBBHHHH")
+# The fields of an event, by those of a Call; times are ticks.
+_EVENT_FIELDS = (
+    *("number", "began_s", "ended_s", "seq", "num_bytes", "group", "on_device", "peer"),
+    *("waits_for", "op", "dtype", "reduction", "algorithm"),
+    *("step", "num_steps", "slice", "num_slices"),
+)
 _MAGIC_NAME, _MAGIC = b"RINGFLY", b"RINGFLY2"
 _NUM_GROUPS, _NUM_EVENTS, _GROUPS_OFFSET, _NUM_MEMBERS = 128, 1024, 4096, 64
 _EVENTS_OFFSET = _GROUPS_OFFSET + _NUM_GROUPS * _GROUP.size
@@ -127,14 +131,7 @@ def _group(data: bytes, place: int, seconds_ago: Callable[[int], float]) -> Grou
     numbers = struct.unpack(f"={2 * _NUM_MEMBERS}i", members)
     num = min(max(world_size, 0), _NUM_MEMBERS)
     return Group(
-        name=name,
-        id=id_,
-        state=_STATES[state],
-        rank=rank,
-        world_size=world_size,
-        transport=transport,
-        failure=failure,
-        culprit=culprit,
+        *(name, id_, _STATES[state], rank, world_size, transport, failure, culprit),
         failed_s=seconds_ago(failed_ticks) if failure else None,
         pids=list(numbers[: 2 * num : 2]),
         global_ranks=list(numbers[1 : 2 * num : 2]),
@@ -142,11 +139,7 @@ def _group(data: bytes, place: int, seconds_ago: Callable[[int], float]) -> Grou
 
 
 def parse(data: bytes) -> Record:
-    """Reads the memory of a recorder of this machine.
-
-    Raises:
-        ValueError: it is no recorder, or another version of ringcomm wrote it.
-    """
+    """Reads the memory of a recorder of this machine; raises ValueError for another version's."""
     if len(data) < _HEADER.size or not data.startswith(_MAGIC_NAME):
         raise ValueError("this is no flight recorder that this version of ringcomm can read")
     magic, num_bytes, pid, _, *anchors, version, num_calls = _HEADER.unpack_from(data)
@@ -173,45 +166,22 @@ def parse(data: bytes) -> Record:
     for place in range(_NUM_GROUPS):
         if (found := _group(data, place, seconds_ago)) is not None:
             record.groups[place] = found
-    names = _C.flight_names()
-
-    def name(kind: str, number: int) -> str:
-        known = names[kind]
-        return known[number] if number < len(known) else str(number)
-
+    names = {kind: dict(enumerate(known)) for kind, known in _C.flight_names().items()}
     for place in range(_NUM_EVENTS):
-        fields = _EVENT.unpack_from(data, _EVENTS_OFFSET + place * _EVENT.size)
-        number, begin, end, seq, size, group_place, on_device, peer, waits_for, *kinds = fields
-        if number == 0 or group_place not in record.groups:
+        values = _EVENT.unpack_from(data, _EVENTS_OFFSET + place * _EVENT.size)
+        event: dict[str, Any] = dict(zip(_EVENT_FIELDS, values, strict=True))
+        if event["number"] == 0 or event["group"] not in record.groups:
             continue
-        op, dtype, reduction, algorithm, *steps = kinds
-        step, num_steps, slice_, num_slices = steps
-        failed_s = record.groups[group_place].failed_s
-        ended_s = seconds_ago(end) if end else None
-        state = "enqueued" if on_device else "running"
+        for kind, known in names.items():
+            event[kind] = known.get(event[kind], str(event[kind]))
+        event["began_s"] = seconds_ago(event["began_s"])
+        ended_s = seconds_ago(event["ended_s"]) if event["ended_s"] else None
+        failed_s = record.groups[event["group"]].failed_s
+        state = "enqueued" if event["on_device"] else "running"
         if ended_s is not None:
             state = "ended" if failed_s is None or ended_s > failed_s else "failed"
-        call = Call(
-            number=number,
-            group=group_place,
-            op=name("op", op),
-            seq=seq,
-            num_bytes=size,
-            dtype=name("dtype", dtype),
-            reduction=name("reduction", reduction),
-            algorithm=name("algorithm", algorithm),
-            peer=peer,
-            waits_for=waits_for,
-            began_s=seconds_ago(begin),
-            ended_s=ended_s,
-            on_device=on_device != 0,
-            state=state,
-            step=step,
-            num_steps=num_steps,
-            slice=slice_,
-            num_slices=num_slices,
-        )
-        record.calls.append(call)
+        about = {"ended_s": ended_s, "on_device": event["on_device"] != 0, "state": state}
+        record.calls.append(Call(**event | about))
     record.calls.sort(key=lambda call: call.number)
     return record
 
@@ -220,11 +190,7 @@ def mapped_records(pid: int | str = "self") -> tuple[Record | None, list[Record]
     """The records that a process maps: its own, and those of its peers, also of ended ones.
 
     Its own is the one of which it has the descriptor: pids of other PID namespaces may be equal. A
-    forked child has its parent's.
-
-    Raises:
-        OSError: its memory may not be read: it belongs to another user, or the system allows that
-            to a debugger only.
+    forked child has its parent's. Raises OSError where its memory may not be read.
     """
     found: dict[str, int] = {}  # address by inode
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

@@ -1,7 +1,5 @@
 """One trace of all ranks, in the format of Perfetto and Chrome, and the steps of a ring in it."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ringcomm.measure.screen import columns
-from ringcomm.trace import clock_name, dumped, dumps, recordings
+from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
 
 _CATEGORIES = ("", "call", "collective", "part", "step", "wait", "message")
@@ -32,24 +30,15 @@ class Summary:
 def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     """Writes one trace of the recordings and dumps in some folders; compressed if named .gz.
 
-    Args:
-        folders: the folders of all hosts that RINGCOMM_TRACE and RINGCOMM_FLIGHT_DUMP named.
-        output: the trace file; an existing one is replaced.
-        now_ns: this host's CLOCK_MONOTONIC as the end of unfinished events. 0: the time of the last
-            record, or now if a process of this host still runs.
-
-    Raises:
-        ValueError: nothing was recorded, a file is damaged, dumps are of different jobs, or the
-            clocks of two hosts cannot be compared.
-        OSError: a file cannot be read, or written.
+    `now_ns` is this host's CLOCK_MONOTONIC as the end of unfinished events. 0: the time of the last
+    record, or now if a process of this host still runs. Raises ValueError if nothing was recorded,
+    a file is damaged, dumps are of different jobs, or clocks cannot be compared.
     """
     processes = recordings.read(folders)
-    processes += dumped.processes_of(dumps.read(folders), processes)
     if not processes:
         raise ValueError(
             "nothing was recorded: no rank made a group of backend ringcomm, and there is no dump"
         )
-    recordings.arrange(processes)
     notes = recordings.align(processes)
     writer = _Writer(processes, now_ns)
     with _opened(output, "w") as file:
@@ -217,15 +206,8 @@ def steps(path: Path, seq: int | None = None) -> str:
     """The steps of a ring in the order in which they began, a column for each rank.
 
     Times are in µs from the first rank's begin. "2 → chunk 1 → 0" in the column of a rank: it
-    receives chunk 1 from rank 2 and sends it to rank 0.
-
-    Args:
-        path: a trace from merge().
-        seq: the call's number in its group; None means the first ring collective.
-
-    Raises:
-        ValueError: the file is not a trace, or has no such ring collective.
-        OSError: it cannot be read.
+    receives chunk 1 from rank 2 and sends it to rank 0. `seq` is the call's number in its group;
+    None means the first ring collective. Raises ValueError if the file has none.
     """
     try:
         with _opened(path, "r") as file:

@@ -1,6 +1,4 @@
-"""Reads recordings of processes, and aligns the clocks of several hosts."""
-
-from __future__ import annotations
+"""Reads recordings and dumps of processes, and aligns the clocks of several hosts."""
 
 import fcntl
 import json
@@ -10,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringcomm.trace import EVENT_BYTES
+from ringcomm.trace import EVENT_BYTES, dumps
+from ringcomm.trace.dumps import Known
+from ringcomm.trace.flight import NOBODY, Call
 
 # Event of csrc/collectives/trace.h, and its kinds.
 _FIELDS = (
@@ -23,6 +23,8 @@ NO_SEQ = (1 << 64) - 1
 CALL, COLLECTIVE, PART, STEP, WAIT, MESSAGE = range(1, 7)
 # Collectives that no rank leaves before all have arrived.
 _MEETINGS = ("barrier", "all_reduce")
+# Rows of calls on devices come after those of the groups' other calls.
+_DEVICE_ROW = 1000
 
 
 @dataclass
@@ -68,24 +70,23 @@ class Process:
 
 
 def read(folders: Sequence[Path]) -> list[Process]:
-    """The recordings in folders.
+    """The processes in folders, numbered by rank and then by time.
 
-    Raises:
-        ValueError: a file is not a recording.
-        OSError: a folder or a file cannot be read.
+    Of a process with a recording and a dump the recording is used, which tells more. Raises
+    ValueError for a file that is neither, and as dumps.read().
     """
     paths = (path for folder in folders for path in sorted(folder.iterdir()))
     logs = [path for path in paths if path.suffix == ".log"]
-    found = (_read(log) for log in logs if log.with_suffix(".events").exists())
-    return [process for process in found if process is not None]
-
-
-def arrange(processes: list[Process]) -> None:
-    """Sorts processes by rank, then by time, and numbers them."""
-    processes.sort(key=lambda process: (process.rank, process.info["start_ns"]))
-    for row, process in enumerate(processes):
+    read = (_read(log) for log in logs if log.with_suffix(".events").exists())
+    found = [process for process in read if process is not None]
+    known = {(process.info["clock"], process.info["pid"]) for process in found}
+    dumped = [d for d in dumps.read(folders) if (d.clock, d.record.pid) not in known]
+    found += map(_of_dump, dumped)
+    found.sort(key=lambda process: (process.rank, process.info["start_ns"]))
+    for row, process in enumerate(found):
         process.row = row
-        process.attempt = sum(other.rank == process.rank for other in processes[:row])
+        process.attempt = sum(other.rank == process.rank for other in found[:row])
+    return found
 
 
 def _read(log: Path) -> Process | None:
@@ -129,6 +130,71 @@ def _read(log: Path) -> Process | None:
     return process
 
 
+def _of_dump(dump: Known) -> Process:
+    """A dump as a recording."""
+    record = dump.record
+    first_ns = min((_ns(dump, call.began_s) for call in record.calls), default=record.read_ns)
+    process = Process({"pid": record.pid, "host": dump.host, "clock": dump.clock})
+    process.info["start_ns"] = first_ns
+    whose = "its own dump" if dump.is_own else f"the dump of another rank, {dump.path.name}"
+    process.dumped = f"the last {len(record.calls)} of {record.num_calls} calls, from {whose}"
+    # The first one says the rank; those that the process has left may be of an earlier job.
+    by_state = sorted(record.groups.items(), key=lambda item: item[1].state == "left")
+    for place, group in by_state:
+        if group.rank < len(group.global_ranks):
+            about = {"name": group.name, "ranks": group.global_ranks, "rank": group.rank}
+            process.groups[place] = {**about, "transport": group.transport}
+        if group.failed_s is not None:
+            failure = {"failure": group.failure, "time_ns": _ns(dump, group.failed_s)}
+            process.failures.append(failure)
+    labels: dict[str, int] = {}
+    for call in record.calls:
+        if call.group not in process.groups:
+            continue
+        row = call.group + (_DEVICE_ROW if call.on_device else 0)
+        where = " on a device" if call.on_device else ""
+        process.threads[row] = f"group {record.groups[call.group].name}{where}"
+        process.alive_ns[row] = record.read_ns
+        process.dropped[row] = 0
+        process.events.setdefault(row, []).extend(_events(dump, call, labels))
+    process.labels = {number: text for text, number in labels.items()}
+    return process
+
+
+def _ns(dump: Known, ago_s: float) -> int:
+    return dump.record.read_ns - round(ago_s * 1e9)
+
+
+def _events(dump: Known, call: Call, labels: dict[str, int]) -> list[dict[str, Any]]:
+    """A call, and the wait that it is in."""
+
+    def label(text: str) -> int:
+        return labels.setdefault(text, len(labels))
+
+    begin_ns = _ns(dump, call.began_s)
+    end_ns = 0 if call.ended_s is None else _ns(dump, call.ended_s)
+    is_send = call.op == "send"
+    event: dict[str, Any] = dict.fromkeys(("to", "from", "root", "chunk"), -1)
+    event |= dict.fromkeys(("slice", "step"), 0)
+    event |= {"begin_ns": begin_ns, "end_ns": end_ns, "num_bytes": call.num_bytes}
+    event |= {"group": call.group, "name": label(call.op)}
+    event |= {"dtype": NO_SEQ, "reduction": NO_SEQ, "algorithm": NO_SEQ, "seq": call.seq}
+    if call.on_device:  # the host knows when it was enqueued
+        event |= {"end_ns": begin_ns, "name": label(f"{call.op} enqueued")}
+    if call.is_message:
+        event |= {"kind": MESSAGE, "seq": call.number, "chunk": call.seq}
+        event["to" if is_send else "from"] = call.peer
+        return [event]
+    event |= {"kind": COLLECTIVE, "root": call.peer, "dtype": label(call.dtype)}
+    event["algorithm"] = label(call.algorithm)
+    if "reduce" in call.op:
+        event["reduction"] = label(call.reduction)
+    if call.state != "running" or call.waits_for == NOBODY:
+        return [event]
+    wait = {**event, "kind": WAIT, "from": call.waits_for, "root": -1, "name": label("wait")}
+    return [event, wait]
+
+
 def collectives(process: Process) -> Iterator[tuple[tuple[Any, ...], int, dict[str, Any]]]:
     """The thread and event of each collective (group, its ranks, attempt, op, seq)."""
     for thread, events in process.events.items():
@@ -145,9 +211,7 @@ def align(processes: list[Process]) -> list[str]:
 
     No rank leaves an all_reduce or a barrier before all have begun it. Each call therefore bounds
     the difference of two clocks from both sides; the middle of the remaining interval is used.
-
-    Raises:
-        ValueError: the clocks cannot be compared.
+    Raises ValueError if the clocks cannot be compared.
     """
     first = processes[0].info["clock"]
     bounds: dict[str, tuple[int, int]] = {}

@@ -7,13 +7,12 @@ pair, and each tag, is a group of its own. So are the calls on devices of a grou
 own numbers.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ _OUTPUTS_OF_ALL = ("all_gather", "gather", "all_to_all")
 _OTHER_NAMES = {"reduce_scatter_update_all_gather": "all_reduce"}
 
 Entry = dict[str, Any]
+# A call, the group that it is listed in, that group's ranks, its number there, and its title.
+Listed = tuple[Call, str, list[int], int, str]
 
 
 @dataclass
@@ -80,21 +81,16 @@ def write(folder: Path, processes: Sequence[Known]) -> str:
     """Writes FOLDER/rank0 and so on, for each process; returns a note for the user, or "".
 
     Left out are collectives that a rank of the group no longer has, receives from any rank, and
-    messages of a group in which a rank no longer has all of its calls.
-
-    Raises:
-        ValueError: the folder has other files.
-        OSError: a file cannot be written.
+    messages of a group in which a rank no longer has all of its calls. Raises ValueError if the
+    folder has other files.
     """
     made = {known.record.rank: _Dump(known) for known in processes}
     unknown: set[int] = set()
     for group in _groups(processes):
         unknown |= set(group.ranks) - made.keys()
         for rank, calls in group.calls.items():
-            for call, name, ranks, seq, title in _collectives(group, calls):
-                made[rank].add(call, name, ranks, seq, title)
-            for call, name, ranks, seq, title in _messages(group, rank, calls):
-                made[rank].add(call, name, ranks, seq, title)
+            for entry in chain(_collectives(group, calls), _messages(group, rank, calls)):
+                made[rank].add(*entry)
     paths = {rank: folder / f"rank{rank}" for rank in made}
     folder.mkdir(parents=True, exist_ok=True)
     if others := sorted(set(folder.iterdir()) - set(paths.values())):
@@ -103,8 +99,8 @@ def write(folder: Path, processes: Sequence[Known]) -> str:
         )
     for rank, dump in made.items():
         entries = [entry for _, entry in sorted(dump.entries, key=lambda pair: pair[0])]
-        for number, entry in enumerate(entries):
-            entry["record_id"] = entry["op_id"] = number
+        for number, each in enumerate(entries):
+            each["record_id"] = each["op_id"] = number
         found = {"version": _VERSION, "pg_config": dump.config, "entries": entries}
         paths[rank].write_bytes(pickle.dumps(found))
     note = f"nothing is known of the ranks {sorted(unknown)}: give torchfrtrace the option "
@@ -140,9 +136,7 @@ def _ranks(group: Group) -> list[int]:
     return everyone if known == everyone[: len(known)] else known
 
 
-def _collectives(
-    group: _Group, calls: list[Call]
-) -> Iterator[tuple[Call, str, list[int], int, str]]:
+def _collectives(group: _Group, calls: list[Call]) -> Iterator[Listed]:
     for on_device in (False, True):
         left = [
             [c.seq for c in group.calls[rank] if not c.is_message and c.on_device == on_device]
@@ -157,9 +151,7 @@ def _collectives(
                 yield call, name, group.ranks, call.seq, _OTHER_NAMES.get(call.op, call.op)
 
 
-def _messages(
-    group: _Group, rank: int, calls: list[Call]
-) -> Iterator[tuple[Call, str, list[int], int, str]]:
+def _messages(group: _Group, rank: int, calls: list[Call]) -> Iterator[Listed]:
     numbers: dict[str, int] = defaultdict(int)
     for call in calls if not group.cut else ():
         if not call.is_message or not 0 <= call.peer < len(group.ranks):

@@ -5,8 +5,6 @@ are reduced chunk by chunk, the rank that owns a chunk updates its parameters wh
 cache, and the new parameters are gathered. docs/design/fused_update.md has the steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -69,9 +67,6 @@ class LomoStep:
     state_names: ClassVar[tuple[str, ...]] = ()
 
 
-# ---- the shards
-
-
 def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
     """The elements [begin, end) of a flat buffer that `rank` owns.
 
@@ -123,9 +118,6 @@ def new_shard_state(
     if master:
         state["master"] = shard.float()
     return state
-
-
-# ---- steps
 
 
 def reduce_scatter_update_all_gather_(

@@ -4,37 +4,16 @@ They match csrc/ops/weight_update_ops.cc, which is for the CPU. They do not wait
 device. After its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringcomm.ops import arguments
 from ringcomm.ops import triton_kernels as plans
-from ringcomm.ops.arguments import (
-    Step,
-    check_float,
-    check_indices,
-    check_tensor,
-    check_weight,
-    check_writable,
-    gradient_of,
-    step_of,
-    tokens_of,
-    want,
-)
+from ringcomm.ops.arguments import check_weight, check_writable, gradient_of, step_of, want
 from ringcomm.ops.products import add_product
-from ringcomm.ops.triton_kernels import (
-    VECTOR_BYTES,
-    kernels,
-    launch,
-    lead_of,
-    mark_written,
-    on_cuda,
-)
-
-# ---- fakes
+from ringcomm.ops.triton_kernels import kernels, launch, mark_written, on_cuda
 
 
 def _check_devices(*tensors: Any) -> None:
@@ -64,9 +43,6 @@ def _(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> 
     return weight.new_empty([2], dtype=torch.float32)
 
 
-# ---- SGD
-
-
 @on_cuda
 def sgd_update_(
     weight: Tensor,
@@ -89,12 +65,12 @@ def sgd_update_(
 
 
 def _update_elements(
-    weight: Tensor, low: Tensor | None, grad: Tensor, step: Step, first_elem: int
+    weight: Tensor, low: Tensor | None, grad: Tensor, step: arguments.Step, first_elem: int
 ) -> None:
     """Launches the step for the elements of a weight that start at first_elem."""
-    num_elems, lead = weight.numel(), lead_of(weight)
+    num_elems, lead = weight.numel(), plans.lead_of(weight)
     is_aligned = all(
-        (tensor.data_ptr() - lead * tensor.element_size()) % VECTOR_BYTES == 0
+        (tensor.data_ptr() - lead * tensor.element_size()) % plans.VECTOR_BYTES == 0
         for tensor in (grad, low)
         if tensor is not None
     )
@@ -107,9 +83,6 @@ def _update_elements(
         IS_STOCHASTIC=step.is_stochastic,
         num_warps=plans.SGD_WARPS,
     )
-
-
-# ---- linear layers
 
 
 @on_cuda
@@ -130,7 +103,7 @@ def linear_sgd_update_(
     op = "linear_sgd_update_"
     step = step_of(op, clip_value, *numbers)
     check_weight(op, weight, low, step)
-    tokens, grads = tokens_of(op, weight, x, grad_out)
+    tokens, grads = arguments.tokens_of(op, weight, x, grad_out)
     check_writable(op, weight, low, tokens, grads)
     is_plain = low is None and clip_value is None and not step.is_stochastic
     if is_plain and tokens.dtype == weight.dtype:
@@ -142,7 +115,7 @@ def linear_sgd_update_(
 
 
 def _update_by_product(
-    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: Step
+    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: arguments.Step
 ) -> None:
     """Computes groups of rows of the gradient in fp32 with cuBLAS, then updates those rows.
 
@@ -160,9 +133,6 @@ def _update_by_product(
             add_product(grad, grads[:, rows].t(), tokens, beta=0.0)
         low_rows = None if low is None else low[rows]
         _update_elements(weight[rows], low_rows, grad, step, begin * num_cols)
-
-
-# ---- embeddings
 
 
 @on_cuda
@@ -187,7 +157,7 @@ def embedding_sgd_update_(
     num_rows, width = weight.shape
     is_row = -1 <= padding_idx < max(1, num_rows)
     want(is_row, op, f"padding_idx to be one of {num_rows} rows, or -1 for none", padding_idx)
-    check_indices(op, indices, grad_out, weight)
+    arguments.check_indices(op, indices, grad_out, weight)
     check_writable(op, weight, low, indices, grad_out)
     ids, order = torch.sort(indices.reshape(-1), stable=True)
     touched = ids
@@ -213,8 +183,6 @@ def embedding_sgd_update_(
     mark_written(weight, low)
 
 
-# ---- AdaLomo
-
 _BLOCK = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
 _TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}
 
@@ -230,7 +198,7 @@ def square_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of the squares of rows and of columns, float32."""
     op = "square_sums"
-    check_float(op, "grad", grad, grad.device)
+    arguments.check_float(op, "grad", grad, grad.device)
     want(grad.dim() == 2, op, "a matrix", tuple(grad.shape))
     step = step_of(op, clip_value, 0.0, 0.0, scale)
     grad = grad.contiguous()
@@ -247,7 +215,7 @@ def square_sums(
 def _factored(op: str, weight: Tensor, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
     """The gradient and the factors of its rows and columns, checked."""
     for name, factor, size in zip(("row_factor", "col_factor"), factors, weight.shape, strict=True):
-        check_tensor(op, name, factor, weight, torch.float32, (size,))
+        arguments.check_tensor(op, name, factor, weight, torch.float32, (size,))
     return gradient_of(op, weight, grad), *(factor.contiguous() for factor in factors)
 
 
@@ -294,7 +262,7 @@ def adalomo_update_(
     check_weight(op, weight, low, step)
     want(first_elem >= 0, op, "first_elem to be 0 or more", first_elem)
     factored = _factored(op, weight, grad, row_factor, col_factor)
-    check_tensor(op, "step_and_decay", step_and_decay, weight, torch.float32, (2,))
+    arguments.check_tensor(op, "step_and_decay", step_and_decay, weight, torch.float32, (2,))
     check_writable(op, weight, low, *factored, step_and_decay)
     tiles_down, tiles_across = _tiles(weight)
     if weight.numel():

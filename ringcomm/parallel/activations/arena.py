@@ -1,7 +1,5 @@
 """Preallocated memory for checkpoints and gradients: Md of ZeRO-R (Rajbhandari 2020, 6.3)."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Sharded activation checkpoints: Pa and Pa+cpu of ZeRO-R (Rajbhandari et al. 2020, 6.1)."""
 
-from __future__ import annotations
-
 import logging
 import zlib
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Saved-tensor hooks that move a tensor to other memory, once, and keep torch's version checks."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any

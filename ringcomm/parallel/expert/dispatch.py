@@ -4,8 +4,6 @@ Splits are uneven: nothing is padded to a capacity, and a row travels only if it
 another rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

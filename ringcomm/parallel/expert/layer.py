@@ -3,8 +3,6 @@
 Shazeer et al. 2017; Lepikhin et al. 2021; Fedus et al. 2022.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The experts of one rank, and their gradients under data parallelism."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -127,9 +125,6 @@ def ignore_in_ddp(model: nn.Module) -> None:
     for prefix, experts in split_experts(model).items():
         names += [name for name, _ in experts.named_buffers(prefix)]
     torch_names.ignore_in_ddp(model, names)
-
-
-# ---- gradients
 
 
 def average_gradients(

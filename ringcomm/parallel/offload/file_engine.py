@@ -1,7 +1,5 @@
 """Asynchronous reads and writes of files by a few threads, in blocks."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

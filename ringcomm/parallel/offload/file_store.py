@@ -3,8 +3,6 @@
 ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) uses it for NVMe.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -19,21 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringcomm.parallel.offload import store_index
 from ringcomm.parallel.offload.file_engine import in_engine_thread, shared_engine
-from ringcomm.parallel.offload.store_index import (
-    Entry,
-    Index,
-    IndexFiles,
-    lock_file,
-    make_folder,
-    open_file,
-)
-from ringcomm.parallel.offload.transfers import (
-    Transfer,
-    aligned_size,
-    empty_aligned,
-    is_aligned,
-)
+from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
+from ringcomm.parallel.offload.transfers import Transfer, aligned_size, empty_aligned, is_aligned
 
 _log = logging.getLogger("ringcomm")
 
@@ -55,21 +42,17 @@ class FileStore:
             earlier store in this folder can be read at once.
         keep: whether tensors outlive the store. Otherwise each tensor has one place, in an unnamed
             file that is deleted with the process, and commit() is not supported.
-        engine: "auto" or "threads", which are the same: threads with preadv and pwritev.
         direct: bypass the page cache (O_DIRECT). None: if the file system supports it.
         queue_depth: blocks in flight at once; at most 4, one for each thread.
         block_bytes: bytes of one read or write, a multiple of 4096.
 
     Attributes:
-        engine: "threads".
         is_direct: whether reads and writes bypass the page cache.
         read_bytes, written_bytes: bytes transferred so far, in whole blocks.
 
-    Raises:
-        ValueError: an option is out of range; the folder's files are damaged or truncated.
-        OSError: the folder cannot be created; another store has it open, also after 5 seconds
-            (EWOULDBLOCK); direct=True is not supported (EINVAL).
-        RuntimeError: no thread can be started.
+    Raises ValueError for an option out of range and for damaged or truncated files, OSError if the
+    folder cannot be created, another store has it open for 5 seconds (EWOULDBLOCK), or direct=True
+    is not supported (EINVAL), and RuntimeError if no thread can be started.
     """
 
     def __init__(
@@ -77,7 +60,6 @@ class FileStore:
         path: str | os.PathLike[str],
         *,
         keep: bool = True,
-        engine: str = "auto",
         direct: bool | None = None,
         queue_depth: int = 16,
         block_bytes: int = 1 << 20,
@@ -87,16 +69,11 @@ class FileStore:
                 "queue_depth must be positive and block_bytes a positive multiple of 4096, got"
                 f" {queue_depth} and {block_bytes}"
             )
-        if engine not in ("auto", "threads"):
-            raise ValueError(
-                f'engine must be "auto" or "threads", got {engine!r}'
-                + ("; io_uring was removed, use either" if engine == "io_uring" else "")
-            )
         self.path = Path(path)
-        self.engine, self._engine = "threads", shared_engine(queue_depth, block_bytes)
-        make_folder(self.path)
+        self._engine = shared_engine(queue_depth, block_bytes)
+        store_index.make_folder(self.path)
         self._keeps = keep
-        self._fd, self.is_direct = open_file(
+        self._fd, self.is_direct = store_index.open_file(
             self.path / "data" if keep else self.path, keep, direct
         )
         self._pending: dict[str, Transfer] = {}
@@ -107,7 +84,7 @@ class FileStore:
         self._dirty: dict[str, int] = {}  # the places of tensors put since the last commit
         self._files = IndexFiles(self.path)
         try:
-            lock_file(self._fd, self.path)
+            store_index.lock_file(self._fd, self.path)
             self._load(self._files.recover() if keep else Index())
         except BaseException:
             self.close()
@@ -153,9 +130,7 @@ class FileStore:
     def put(self, key: str, tensor: Tensor) -> Transfer:
         """Starts writing a CPU tensor, which must not change until the transfer ends.
 
-        Raises:
-            ValueError: the name has another dtype or shape, or the tensor is on another device.
-            OSError: the disk is full (ENOSPC).
+        Raises ValueError for another dtype, shape or device than before, OSError for a full disk.
         """
         self._check_open()
         if tensor.device.type != "cpu":
@@ -190,10 +165,8 @@ class FileStore:
     def get(self, key: str, out: Tensor) -> Transfer:
         """Starts reading a tensor; `out` has its values when the transfer has ended.
 
-        Raises:
-            KeyError: the name is unknown.
-            ValueError: `out` is not contiguous on the CPU, or has another dtype or shape.
-            OSError: the last write of this name failed.
+        Raises KeyError for an unknown name, ValueError if `out` is not contiguous on the CPU or has
+        another dtype or shape, OSError if the last write of this name failed.
         """
         self._check_open()
         if key not in self._index.entries:
@@ -218,7 +191,7 @@ class FileStore:
         self.written_bytes += num_bytes * is_write
         self.read_bytes += num_bytes * (not is_write)
         what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
-        for other in [k for k, transfer in self._pending.items() if transfer.is_done()]:
+        for other in [k for k, transfer in self._pending.items() if transfer.handle.is_done()]:
             self._settle(other)
         transfer = Transfer(what, tensor, memory, handle, is_read=not is_write)
         self._pending[key] = transfer
@@ -242,10 +215,9 @@ class FileStore:
     def commit(self, info: dict[str, Any] | None = None) -> None:
         """Commits all put() tensors and `info`: after a crash the store has this state.
 
-        Raises:
-            ValueError: the store was made with keep=False, or is closed.
-            OSError: a write failed and was not repeated by another put(); or the index could not be
-                written (ENOSPC: free space and commit again). The last commit is kept.
+        Raises ValueError with keep=False, OSError if a write failed and was not repeated by another
+        put(), or the index could not be written (ENOSPC: free space and commit again). The last
+        commit is kept.
         """
         self._check_open()
         if not self._keeps:
@@ -275,9 +247,7 @@ class FileStore:
     def roll_back(self) -> None:
         """Returns to the commit before the last, if another rank crashed before its last commit.
 
-        Raises:
-            ValueError: that commit was overwritten: tensors have been put since the last commit.
-            OSError: the file system failed.
+        Raises ValueError if tensors have been put since the last commit: that one was overwritten.
         """
         self._check_open()
         previous = self._files.read(self.generation - 1)
@@ -337,7 +307,7 @@ def _finish(fd: int, pending: dict[str, Transfer]) -> None:
         threading.Thread(target=_finish, args=(fd, pending)).start()
         return
     for transfer in pending.values():
-        transfer.end()
+        transfer.handle.wait()
     pending.clear()
     os.close(fd)
 

@@ -1,7 +1,5 @@
 """Storage for training state that is not in use: host memory or files."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,12 +31,8 @@ class Loan:
 class Tier:
     """Named rows: one-dimensional tensors, in this class in memory outside torch's allocator.
 
-    loan = tier.fetch("layer1")  # ahead of time
-    row = loan.wait()
-    ...                          # read it, write it
-    tier.give_back(loan, is_written=True)
-
-    row() and put() combine these calls.
+    fetch() begins to read a row, wait() of its loan returns it, give_back() ends the loan. row()
+    and put() combine these calls.
     """
 
     def __init__(self) -> None:

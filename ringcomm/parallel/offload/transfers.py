@@ -1,7 +1,5 @@
 """Transfers of tensors to and from files, and memory for them."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
@@ -56,24 +54,16 @@ class Transfer:
     def __init__(
         self, what: str, tensor: Tensor, memory: Tensor, handle: FileTransfer, *, is_read: bool
     ) -> None:
-        self._what, self._handle, self.is_read = what, handle, is_read
+        self._what, self.handle, self.is_read = what, handle, is_read
         self._tensor, self._memory = tensor, memory  # kept until it ends
         self._is_copied = not is_read or memory.data_ptr() == tensor.data_ptr()
-
-    def end(self) -> int:
-        """Blocks until it ends; returns 0, an errno, or END_OF_FILE."""
-        return self._handle.wait()
-
-    def is_done(self) -> bool:
-        """Whether wait() would return, or raise, at once."""
-        return self._handle.is_done()
 
     def wait(self) -> Tensor:
         """Blocks until it ends; returns the tensor that was read or written.
 
         Raises OSError with the errno of the file system; EIO if the file is too short.
         """
-        code = self.end()
+        code = self.handle.wait()
         if code == END_OF_FILE:
             raise OSError(errno.EIO, f"{self._what}: the file is too short; it was truncated")
         if code == errno.ENOSPC:
@@ -104,7 +94,7 @@ class BufferPool:
         """
         num_bytes = num_elems * dtype.itemsize
         idle = self._idle.get(aligned_size(num_bytes), deque())
-        is_free = bool(idle) and (idle[0][0] is None or idle[0][0].is_done())
+        is_free = bool(idle) and (idle[0][0] is None or idle[0][0].handle.is_done())
         if not is_free and len(idle) < _MAX_IDLE:
             return empty_row(num_elems, dtype)
         return _oldest(idle)[:num_bytes].view(dtype)

@@ -5,8 +5,10 @@ A message is a header of 32 bytes, optionally followed by packed tensors.
 
 from __future__ import annotations
 
+import ctypes
+import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.parallel.model.describe import describe
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Key(NamedTuple):
@@ -171,6 +175,19 @@ class Header(NamedTuple):
         """The header in a received float64 [4]."""
         kind, version, has_version, num_bytes = words.tolist()
         return Header(Kind(int(kind)), version, int(has_version), int(num_bytes))
+
+
+def packed(state: Mapping[str, Any]) -> Tensor:
+    """As bytes, uint8."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(message: Tensor) -> dict[str, Any]:
+    """The state of packed()."""
+    content = ctypes.string_at(message.data_ptr(), message.numel())
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 # Peers are ranks of the group; any thread may call these.

@@ -1,7 +1,5 @@
 """ParameterServer: the interface of a rank that is a worker, a server, or both."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +21,7 @@ from ringcomm.parallel.model.refuse import Asked, refuse
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parameter_server import messages
 from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing
-from ringcomm.parallel.parameter_server.server import Port, Server
-from ringcomm.parallel.parameter_server.state import (
-    MakeOptimizer,
-    ServerOptimizer,
-    misfit,
-    unpacked,
-)
+from ringcomm.parallel.parameter_server.server import Port, Server, ServerOptimizer, misfit
 from ringcomm.torch_names import backend_of, timeout_of
 
 
@@ -91,7 +83,7 @@ class ParameterServer:
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
+        make_optimizer: messages.MakeOptimizer,
         *,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -284,16 +276,13 @@ class ParameterServer:
         """The state of one torch optimizer over all parameters, on the CPU, by their names.
 
         With a wire_dtype a parameter's state also has "master", its value at its server. Not
-        collective; asks the servers.
-
-        Raises:
-            RuntimeError: this rank is no worker, or has closed.
+        collective; asks the servers. Raises RuntimeError if this rank is no worker, or has closed.
         """
         with self._working("get_state_dict()"):
             for port in self._ports:
                 port.ask(Header(Kind.STATE))
             answers = [port.answer()[1] for port in self._ports]
-        parts = [unpacked(state) for state in answers if state is not None]
+        parts = [messages.unpacked(state) for state in answers if state is not None]
         states = {name: values for part in parts for name, values in part["state"].items()}
         pairs = zip(parts[0]["param_groups"], self._groups, strict=True)
         whole = [{**hyper, "params": group["params"]} for hyper, group in pairs]

@@ -4,6 +4,5 @@ from ringcomm.parallel.pipeline.blocks import cut as cut
 from ringcomm.parallel.pipeline.pipeline import Pipeline
 from ringcomm.parallel.pipeline.schedules import SCHEDULES as SCHEDULES
 from ringcomm.parallel.pipeline.schedules import Timeline as Timeline
-from ringcomm.parallel.pipeline.schedules import simulate as simulate
 
 __all__ = ["Pipeline"]

@@ -114,9 +114,8 @@ def wrap_stages(
     part.tied = {part.get_parameter(name): ranks for name, ranks in tied.items()}
     part.num_stages = len(modules)
     part.own(block for module in modules.values() for block in module.blocks)
-    has_halves = any(work.kind == "W" for order in plan.orders for work in order)
-    part.late = set(part.parameters() if has_halves else part.tied)
-    if has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
+    part.late = set(part.parameters() if plan.has_halves else part.tied)
+    if plan.has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
         raise ValueError(
             f"DistributedDataParallel does not see the gradients of {plan.schedule}, whose backward"
             " passes are split: average them after step(), or call zero.shard() on Pipeline.module"

@@ -1,36 +1,19 @@
-"""Schedules: the order of each rank's computations, and simulated times."""
-
-from __future__ import annotations
+"""Schedules: the stages of each rank, and the times of a step."""
 
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 Kind = Literal["F", "B", "I", "W"]
 Time = float | Fraction
-Times = Time | Sequence[Time]
 # (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
 Log = list[tuple[Kind, int, int, float, float]]
-
-
-class Work(NamedTuple):
-    """One unit of computation: one micro-batch in one stage.
-
-    F is the forward, B the backward, I and W its halves: the gradients of the inputs, which the
-    previous stage needs, and of the weights.
-    """
-
-    kind: Kind
-    stage: int
-    micro_batch: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +21,7 @@ class _Schedule:
     torch_name: str
     default_stages: int  # per rank
     has_several: bool  # stages per rank, and torch's runtime for them
+    has_halves: bool = False  # of backward passes, for inputs and for weights
     is_v: bool = False
 
 
@@ -45,20 +29,24 @@ SCHEDULES = {
     "gpipe": _Schedule("ScheduleGPipe", 1, False),
     "1f1b": _Schedule("Schedule1F1B", 1, False),
     "interleaved": _Schedule("ScheduleInterleaved1F1B", 2, True),
-    "zero-bubble": _Schedule("ScheduleInterleavedZeroBubble", 1, True),
-    "zbv": _Schedule("ScheduleZBVZeroBubble", 2, True, is_v=True),
+    "zero-bubble": _Schedule("ScheduleInterleavedZeroBubble", 1, True, has_halves=True),
+    "zbv": _Schedule("ScheduleZBVZeroBubble", 2, True, has_halves=True, is_v=True),
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for a number of ranks and micro-batches: each rank's computations in order."""
+    """A schedule for a number of ranks and micro-batches."""
 
     schedule: str
     num_ranks: int
     stages_per_rank: int
     num_microbatches: int
-    orders: tuple[tuple[Work, ...], ...] = ()
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether backward passes are split."""
+        return SCHEDULES[self.schedule].has_halves
 
     @property
     def num_stages(self) -> int:
@@ -90,15 +78,11 @@ def make_plan(
     """Makes a plan; raises ValueError for an unknown schedule or unsupported numbers."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
-    own = SCHEDULES[schedule]
-    per_rank = own.default_stages if stages_per_rank is None else stages_per_rank
+    default = SCHEDULES[schedule].default_stages
+    per_rank = default if stages_per_rank is None else stages_per_rank
     plan = Plan(schedule, num_ranks, per_rank, num_microbatches)
     _check_numbers(plan)
-    if own.has_several:
-        orders = _orders_of_torch(plan)
-    else:
-        orders = [_one_stage(plan, rank) for rank in range(num_ranks)]
-    return replace(plan, orders=tuple(map(tuple, orders)))
+    return plan
 
 
 def _check_numbers(plan: Plan) -> None:
@@ -126,46 +110,6 @@ def _check_numbers(plan: Plan) -> None:
             f"{schedule} over {num_ranks} ranks needs num_microbatches to be a multiple of "
             f"{num_ranks}, got {num}"
         )
-
-
-def _one_stage(plan: Plan, rank: int) -> list[Work]:
-    """Warm-up forwards first; then a forward after each backward while forwards remain."""
-    num = plan.num_microbatches
-    num_first = num if plan.schedule == "gpipe" else min(num, plan.num_ranks - rank)
-    order = [Work("F", rank, i) for i in range(num_first)]
-    for i in range(num):
-        order.append(Work("B", rank, i))
-        if num_first + i < num:
-            order.append(Work("F", rank, num_first + i))
-    return order
-
-
-def _orders_of_torch(plan: Plan) -> list[list[Work]]:
-    """The order of torch's schedule for all ranks, taken from stages that compute nothing."""
-    stages = [
-        SimpleNamespace(
-            stage_index=idx,
-            num_stages=plan.num_stages,
-            group_size=plan.num_ranks,
-            group_rank=0,
-            is_first=idx == 0,
-            is_last=idx == plan.num_stages - 1,
-            submod=nn.Identity(),
-        )
-        for idx in plan.stages_of(0)
-    ]
-    planned = plan.start(stages).pipeline_order
-    return [
-        [
-            Work(action.computation_type.value, action.stage_index, action.microbatch_index)
-            for action in planned[rank]
-            if action is not None
-        ]
-        for rank in range(plan.num_ranks)
-    ]
-
-
-# ---- timelines
 
 
 class Action(NamedTuple):
@@ -242,85 +186,3 @@ class Timeline:
             for action in self.actions
         ]
         Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-
-
-def simulate(
-    schedule: str,
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    num_stages_per_rank: int | None = None,
-    forward_us: Times = 1,
-    backward_us: Times = 2,
-    weight_us: Times | None = None,
-) -> Timeline:
-    """Simulates a schedule with given stage times and free messages.
-
-        pipeline.simulate("1f1b", num_ranks=4, num_microbatches=8).bubble()  # Fraction(3, 11)
-
-    Args:
-        schedule: as for a Pipeline.
-        num_ranks: the number of pipeline ranks.
-        num_microbatches: as for a Pipeline.
-        num_stages_per_rank: as for a Pipeline.
-        forward_us: the forward time of one micro-batch in one stage, or a list by stage; any unit.
-        backward_us: the same for the whole backward.
-        weight_us: the time of the weight half, if the schedule splits the backward; default: half
-            of backward_us. The first stage needs no gradients of inputs and does its whole backward
-            in this half.
-
-    Returns:
-        The timeline, in exact fractions.
-
-    Raises:
-        ValueError: the schedule does not support these numbers, or a list does not have one time
-            per stage.
-    """
-    plan = make_plan(schedule, num_ranks, num_microbatches, num_stages_per_rank)
-    forward = _by_stage("forward_us", forward_us, plan.num_stages)
-    backward = _by_stage("backward_us", backward_us, plan.num_stages)
-    halves = [time / 2 for time in backward] if weight_us is None else weight_us
-    weight = _by_stage("weight_us", halves, plan.num_stages)
-    weight[0] = backward[0]
-    inputs = [both - own for both, own in zip(backward, weight, strict=True)]
-    times = {"F": forward, "B": backward, "I": inputs, "W": weight}
-    # Every action begins when its rank is free and its inputs are available.
-    ends: dict[tuple[str, int, int], Fraction] = {}
-    actions: list[Action] = []
-    free = [Fraction(0)] * plan.num_ranks
-    waiting = [list(order[::-1]) for order in plan.orders]
-    while any(waiting):
-        num_before = len(actions)
-        for rank, order in enumerate(waiting):
-            while order and all(need in ends for need in _needs(order[-1], plan.num_stages)):
-                work = order.pop()
-                needs = _needs(work, plan.num_stages)
-                begin = max([free[rank], *(ends[need] for need in needs)])
-                end = begin + times[work.kind][work.stage]
-                # Both kinds of backward have one key, under which later actions find them.
-                kind = "B" if work.kind == "I" else work.kind
-                ends[kind, work.stage, work.micro_batch] = free[rank] = end
-                actions.append(Action(rank, *work, begin, end))
-        if len(actions) == num_before:
-            raise RuntimeError(f"{plan.schedule} deadlocks: this is a bug in the schedule")
-    return Timeline(plan.num_ranks, tuple(sorted(actions, key=lambda a: (a.begin_us, a.end_us))))
-
-
-def _by_stage(name: str, times: Times, num_stages: int) -> list[Fraction]:
-    if not isinstance(times, Sequence):
-        return [Fraction(times)] * num_stages
-    if len(times) != num_stages:
-        raise ValueError(
-            f"{name} must have one time per stage, got {len(times)} for {num_stages} stages"
-        )
-    return [Fraction(time) for time in times]
-
-
-def _needs(work: Work, num_stages: int) -> list[tuple[str, int, int]]:
-    stage, micro_batch = work.stage, work.micro_batch
-    if work.kind == "F":
-        return [("F", stage - 1, micro_batch)] if stage else []
-    if work.kind == "W":
-        return [("B", stage, micro_batch)]
-    needs = [("F", stage, micro_batch)]
-    return needs if stage == num_stages - 1 else [*needs, ("B", stage + 1, micro_batch)]

@@ -5,8 +5,6 @@ saved the tensor for backward therefore sees the gathered weights again, and aut
 modification. While it is freed, the parameter is a FreedWeight, which raises when it is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,13 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm import torch_names
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
-from ringcomm.torch_names import (
-    AllgatherOptions,
-    all_gather_single,
-    without_torch_function,
-)
 
 # Parameters smaller than this are packed: one more copy, and far fewer calls.
 PACKED_BYTES = 64 << 10
@@ -58,7 +52,7 @@ class FreedWeight(nn.Parameter):
                 " WeightShards.gather() or after optimizer.close() of ZeRO-Infinity, or call"
                 " ringcomm.parallel.get_state_dict(); run it by calling the whole model"
             )
-        with without_torch_function():
+        with torch_names.without_torch_function():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -126,8 +120,6 @@ class ShardedUnit:
         begin, end = shard_range(param.numel(), self._group.size(), rank)
         return self._flats[param][begin:end]  # type: ignore[index]
 
-    # ---- pieces
-
     def is_away(self, param: nn.Parameter) -> bool:
         """Whether this rank's piece is offloaded, so that read_shard() makes a copy."""
         return self._home is not None and any(param is large for large in self.large)
@@ -145,8 +137,6 @@ class ShardedUnit:
         is_away = self.is_away(param)
         with self._home.row(piece, is_written=True) if is_away else nullcontext(piece) as row:
             row.copy_(value)
-
-    # ---- whole weights
 
     def gather(self) -> None:
         """Allocates memory and gathers the ranks' pieces; does nothing if already gathered.
@@ -180,7 +170,7 @@ class ShardedUnit:
         if not self._is_padded:
             self._gather_uneven(rows)
         elif rows.numel():
-            all_gather_single(rows, self.packed_row, group=self._group)
+            torch_names.all_gather_single(rows, self.packed_row, group=self._group)
         for row, targets in zip(rows.split(self._row_bytes), self._targets, strict=True):
             if targets:
                 torch._foreach_copy_(targets, _split(row, targets))
@@ -196,7 +186,7 @@ class ShardedUnit:
             inputs.append(self.packed_row)
             outputs.append(rows.split(self._row_bytes))
         if inputs:
-            options = AllgatherOptions()
+            options = torch_names.AllgatherOptions()
             options.asyncOp = False
             by_rank = [[pieces[rank] for pieces in outputs] for rank in range(world_size)]
             work = self._group.allgather_coalesced(by_rank, inputs, options)

@@ -17,19 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ringcomm import torch_names
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
-from ringcomm.torch_names import (
-    NO_BACKWARD,
-    at_end_of_backward,
-    graph_task,
-    is_traced,
-    tree_leaves,
-    tree_map_only,
-    untraced,
-    will_run,
-)
+from ringcomm.torch_names import graph_task, tree_map_only, untraced
 
 # Containers that a module may change in place.
 _CHANGEABLE = (list, dict)
@@ -37,7 +29,7 @@ _CHANGEABLE = (list, dict)
 
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
-    return graph_task() != NO_BACKWARD
+    return graph_task() != torch_names.NO_BACKWARD
 
 
 @untraced
@@ -46,7 +38,7 @@ def refuse_compile() -> None:
 
     Raises RuntimeError if the caller runs under torch.compile.
     """
-    if is_traced():
+    if torch_names.is_traced():
         raise RuntimeError(
             "torch.compile is not supported with WeightShards or offload_weights=True, which"
             " free weights between uses: train without torch.compile, or use zero.shard(stage=3)"
@@ -210,7 +202,7 @@ class UnitHooks:
         task = graph_task()
         if task not in self._graph_tasks:
             self._graph_tasks.append(task)
-            at_end_of_backward(partial(self._backward_ends, task))
+            torch_names.at_end_of_backward(partial(self._backward_ends, task))
         self.unit.gather()
 
     def _backward_comes(self, use: _Use, grad: Tensor) -> None:
@@ -285,14 +277,14 @@ def _may_get_grad(param: nn.Parameter) -> bool:
     """Whether the current backward computes the parameter's gradient; True if unknown."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
-        return will_run(node)
+        return torch_names.will_run(node)
     except RuntimeError:  # torch.autograd.grad() of the parameter
         return True
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a tree of sequences, mappings and dataclasses."""
-    for leaf in tree_leaves(value):
+    for leaf in torch_names.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):

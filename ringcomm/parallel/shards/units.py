@@ -1,7 +1,5 @@
 """Units of a model, which are gathered together, and their materialization from the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,14 +37,9 @@ def params_of_units(
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parameters of each unit, the model first; units without parameters are left out.
 
-    None for default_units().
-
     A parameter belongs to the innermost unit around it. One that several units share belongs to
-    the model: it is needed wherever one of them runs.
-
-    Raises:
-        TypeError: a unit is not a module.
-        ValueError: a unit is not part of the model, or has parameters and cannot be called.
+    the model: it is needed wherever one of them runs. None for default_units(). Raises TypeError
+    and ValueError for a unit that is no module, not of the model, or cannot be called.
     """
     params: dict[nn.Module, list[nn.Parameter]] = {model: []}
     units = list(default_units(model) if units is None else units)

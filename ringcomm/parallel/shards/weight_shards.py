@@ -234,11 +234,7 @@ class WeightShards:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which pieces may be replaced.
-
-        Raises:
-            RuntimeError: inside gather(), which holds gathered weights.
-        """
+        """A context in which pieces may be replaced; raises RuntimeError inside gather()."""
         if any(unit.is_held for unit in self.units):
             raise RuntimeError(
                 "set_state_dict() was called inside gather(), which holds the weights: call it"

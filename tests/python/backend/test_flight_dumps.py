@@ -27,7 +27,7 @@ from staged_hangs import LIMIT_S, Launcher
 
 import ringcomm
 from ringcomm import MismatchError, PeerDiedError, cli
-from ringcomm.trace import dump_self, dumps
+from ringcomm.trace import dumps
 from ringcomm.trace.merge import merge
 
 needs_analyser = pytest.mark.skipif(
@@ -274,11 +274,11 @@ def test_a_signal_dumps_a_rank_that_hangs(
     monkeypatch.setenv("RINGCOMM_FLIGHT_DUMP", f"{tmp_path}/")
     with hanging(tmp_path, case) as pids:
         for pid in pids:
-            os.kill(pid, dump_self.DUMP_SIGNAL)
+            os.kill(pid, dumps.DUMP_SIGNAL)
         paths = [tmp_path / f"{rank}.json" for rank in range(3)]
         await_files(*paths)
         found = [dump_of(path) for path in paths]
-        assert all(dump["reason"] == f"signal {dump_self.DUMP_SIGNAL}" for dump in found)
+        assert all(dump["reason"] == f"signal {dumps.DUMP_SIGNAL}" for dump in found)
         last = found[0]["processes"][0]["calls"][-1]
         assert (last["op"], last["state"]) == (
             "recv" if case == "recv" else "all_reduce",
@@ -288,7 +288,7 @@ def test_a_signal_dumps_a_rank_that_hangs(
         place = " late" if case == "late" else "hang_cases.py"
         assert any(place in line for line in found[2]["stacks"]["MainThread"])
         paths[0].unlink()  # again, and the rank lives
-        os.kill(pids[0], dump_self.DUMP_SIGNAL)
+        os.kill(pids[0], dumps.DUMP_SIGNAL)
         await_files(paths[0])
 
 

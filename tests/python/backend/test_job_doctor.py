@@ -26,7 +26,7 @@ from machines import Unavailable
 from staged_hangs import Launcher, ask_on_host
 from test_errors import ENVS
 
-from ringcomm.measure import job, job_dumps
+from ringcomm.measure import job
 from ringcomm.trace import flight
 from ringcomm.version import __version__
 
@@ -131,10 +131,10 @@ def test_the_step_of_each_rank_that_waits_in_a_ring(
             time.sleep(0.1)
             os.kill(pids[2], signal.SIGSTOP)
             time.sleep(0.5)
-            report = job.examine(pids[0], job_dumps.writer(dumped, "json"))
+            report = job.examine(pids[0], dumped)
             steps = waits_in_a_ring(report, num_steps)
         check(CASES["many calls"], report)
-        job.examine(pids[0], job_dumps.writer(tmp_path / "torch", "torch"))
+        job.examine(pids[0], tmp_path / "torch", "torch")
     rows = report["ranks"]
     assert [row["waits_for"] for row in rows][3] == 2
     # Rank 3 waits for what rank 2 has not sent, and rank 0 for what follows from that.

@@ -41,7 +41,7 @@ def read(store: FileStore, key: str) -> Tensor:
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_was_put_is_got(direct: bool, keep: bool, tmp_path: Path) -> None:
     store = FileStore(tmp_path, keep=keep, direct=direct, block_bytes=BLOCK, queue_depth=3)
-    assert (store.engine, store.is_direct) == ("threads", direct)
+    assert store.is_direct == direct
     for size in SIZES:
         for seed in range(3):  # written over
             store.put(f"size {size}", values(size, seed))
@@ -315,10 +315,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     for options in ({"queue_depth": 0}, {"block_bytes": 0}, {"block_bytes": 5000}):
         with pytest.raises(ValueError, match="positive multiple of 4096"):
             FileStore(tmp_path, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"""engine must be "auto" or "threads", got 'aio'$"""):
-        FileStore(tmp_path, engine="aio")
-    with pytest.raises(ValueError, match="got 'io_uring'; io_uring was removed, use either"):
-        FileStore(tmp_path, engine="io_uring")
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         FileStore(tmp_path / "file")

@@ -25,7 +25,7 @@ class Run:
     """Steps of a job. No two tensors that it ever puts are equal; `info` says which are current."""
 
     def __init__(self, folder: Path, disk: Disk | None, values: Iterator[int]) -> None:
-        self.store = FileStore(folder, engine="threads", direct=False)
+        self.store = FileStore(folder, direct=False)
         self._disk, self._values = disk, values
         self._info: dict[str, Any] | None = None  # of a commit that has not returned
 
@@ -91,7 +91,7 @@ def allowed(first: int, done: list[Op]) -> tuple[set[int], bool]:
 def check(state: State, folder: Path, steps: set[int], has_previous: bool) -> None:
     """That a folder has one of the commits, whole, and nothing that was left over."""
     state.write(folder)
-    store = FileStore(folder, engine="threads", direct=False)
+    store = FileStore(folder, direct=False)
     assert store.info.get("step", 0) in steps
     check_values(store)
     names = {path.name for path in folder.iterdir()}

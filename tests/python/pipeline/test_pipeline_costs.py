@@ -15,6 +15,7 @@ import torch
 from curves import DIM, ROWS, batch
 from pipeline_models import M, make_deep, mse
 from ranks import run_ranks
+from schedule_simulation import orders_of, simulate
 from torch import Tensor
 
 import ringcomm
@@ -107,7 +108,7 @@ def test_a_step(schedule: str, num_ranks: int, tmp_path: Path) -> None:
     results = run_ranks(num_ranks, run_step, schedule, False)
     plan = results[0]["plan"]
     check_bytes(results, plan)
-    simulated = pipeline.simulate(schedule, num_ranks, M).max_live()
+    simulated = simulate(schedule, num_ranks, M).max_live()
     saved: dict[str, Counter[int]] = {}
     for result in results:
         for name, found in result["saved"].items():
@@ -150,7 +151,7 @@ def check_bytes(results: list[dict[str, Any]], plan: Any) -> None:
 
 def check_timeline(timeline: pipeline.Timeline, plan: Any) -> None:
     """Each rank does what the plan says, in its order, and nothing before what it needs."""
-    for rank, planned in enumerate(plan.orders):
+    for rank, planned in enumerate(orders_of(plan)):
         order = timeline.of_rank(rank)
         assert [action[1:4] for action in order] == [tuple(work) for work in planned]
         for action, following in itertools.pairwise(order):

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from schedule_simulation import simulate
 from torch import nn
 
 from ringcomm.parallel import pipeline
@@ -20,7 +21,7 @@ TIMES = ((1, 2), (0.5, 1.25))
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_bubbles_and_live_micro_batches(num_ranks: int) -> None:
     """(p-1) / (v m+p-1) with v stages a rank, whatever a backward takes."""
-    p, simulate = num_ranks, pipeline.simulate
+    p = num_ranks
     for forward, backward in TIMES:
         times: dict[str, Any] = {"forward_us": forward, "backward_us": backward}
         for schedule, num in itertools.product(("gpipe", "1f1b"), {p, p + 1, 4 * p + 3}):
@@ -42,11 +43,11 @@ def test_bubbles_and_live_micro_batches(num_ranks: int) -> None:
 
 def test_stages_that_are_not_alike() -> None:
     """The slowest sets the pace."""
-    found = pipeline.simulate("gpipe", 2, 10, forward_us=[1, 3], backward_us=[2, 6])
+    found = simulate("gpipe", 2, 10, forward_us=[1, 3], backward_us=[2, 6])
     assert found.span_us == 1 + 10 * 9 + 2
     assert found.busy_us(0) == 30
     with pytest.raises(ValueError, match="one time per stage, got 3 for 2 stages"):
-        pipeline.simulate("gpipe", 2, 10, forward_us=[1, 2, 3])
+        simulate("gpipe", 2, 10, forward_us=[1, 2, 3])
 
 
 @pytest.mark.parametrize(

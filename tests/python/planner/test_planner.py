@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from schedule_simulation import simulate
 
-from ringcomm.parallel import pipeline
 from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.candidate import RankPart, kept_by
@@ -23,7 +23,6 @@ from ringcomm.planner.job import (
     Mesh,
     bubble,
     live_micro_batches,
-    mesh_fault,
 )
 from ringcomm.planner.models import ModelShape, find_model
 from ringcomm.planner.plans import Plan, Plans, by_rank
@@ -68,7 +67,7 @@ def odd(**change: Any) -> ModelShape:
 )
 def test_meshes(model: str, mesh: Mesh, reason: str | None) -> None:
     shape = odd(hidden=48, heads=12, kv_heads=6) if model == "odd" else find_model(model)
-    found = mesh_fault(shape, mesh, 2050)
+    found = mesh.fault(shape, 2050)
     assert (found is None) == (reason is None)
     assert reason is None or reason in (found or "")
 
@@ -323,7 +322,7 @@ def test_groups_of_heads_over_more_ranks() -> None:
 def test_schedules_are_those_of_pipelines(schedule: str) -> None:
     """Bubbles, live micro-batches and messages are those of ringcomm.parallel.pipeline."""
     for p, m in ((2, 4), (4, 8), (4, 16), (8, 16)):
-        timeline = pipeline.simulate(schedule, p, m)
+        timeline = simulate(schedule, p, m)
         assert bubble(schedule, p, m) == timeline.bubble()
         for rank in range(p):
             changes = [{"F": 1, "I": 0}.get(a.kind, -1) for a in timeline.of_rank(rank)]

@@ -99,7 +99,7 @@ from ringcomm import ops
 from ringcomm.cli import run
 from ringcomm.ops.triton_kernels import kernels
 from ringcomm.parallel import activations
-from ringcomm.parallel.parameter_server.state import packed, unpacked
+from ringcomm.parallel.parameter_server.messages import packed, unpacked
 
 model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 to_numpy, torch.Tensor.numpy = torch.Tensor.numpy, None  # torch alone does this
