@@ -35,7 +35,8 @@ build: check-python  ## make the environment .venv and build the extension in it
 	@$(PREPARE) --extension
 
 test: check-python test-cpp  ## run the C++ tests and the Python tests that are not slow
-	@$(MAKE) --no-print-directory -C "$(ROOT)" test-python ARGS="-m 'not slow'"
+	@$(MAKE) --no-print-directory -C "$(ROOT)" test-python \
+	    ARGS="-m 'not slow' --numprocesses=auto --dist=loadfile"
 
 test-all:  ## run all tests, as every night, and record the result in tests/verified.txt
 	@"$(ROOT)/.ci/run" --all

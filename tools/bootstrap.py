@@ -35,10 +35,10 @@ GROUPS = ("build", "train", "test", "lint", "docs", "coverage", "wheels")
 
 # Optional packages: without them there are no plots, builds do not use ninja, and tests of Triton
 # kernels, PyTorch's own tests, tests with models of transformers and PEFT and of pages in a browser
-# are skipped. wheel has been a part of setuptools since 70.1.
+# are skipped; Python tests run one file at a time. wheel has been a part of setuptools since 70.1.
 OPTIONAL = (
     *("accelerate", "expecttest", "matplotlib", "ninja", "peft", "playwright"),
-    *("transformers", "triton", "wheel"),
+    *("pytest-xdist", "transformers", "triton", "wheel"),
 )
 
 # Files whose change needs a new install; a change of sources needs only a build.

@@ -1,4 +1,8 @@
-"""Starts the server of the ranks before anything else, and looks at the end what they have left."""
+"""Starts the server of the ranks before anything else, and looks at the end what they have left.
+
+With pytest-xdist several processes run test files, each with a server of its own. The process that
+shares the files out has none; it collects what the servers have found at their end.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +34,29 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 import ranks  # noqa: E402
 
 
+_left: list[str] = []  # behind, by ranks of the processes that run the tests
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """`make test` gives options of pytest-xdist; without it this process runs the tests."""
+    if not pluginmanager.hasplugin("xdist"):
+        parser.addoption("--numprocesses")
+        parser.addoption("--dist")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process computes on GPUs: tests there count its free memory and its blocks."""
+    return 0 if Path("/dev/nvidiactl").exists() else 2
+
+
+def _shares_out(config: pytest.Config) -> bool:
+    return bool(config.pluginmanager.hasplugin("dsession"))
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    ranks.start()
+    if not _shares_out(session.config):
+        ranks.start()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -46,8 +72,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", ["cpu", *cuda])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A process that runs tests has ended; one that was killed says nothing, and xdist fails."""
+    _left.extend(getattr(node, "workeroutput", {}).get("left", []))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    left = ranks.server().stop()
+    left = _left if _shares_out(session.config) else ranks.server().stop()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = left
+        return
+    left = [*left, *ranks.shared_memory_left()]
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind by the ranks:", *left, sep="\n  ")

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,34 @@ def analyse(folder: Path) -> str:
     return torch_says(for_torch)
 
 
+def analyse_in_a_child(rank: int, folder: Path) -> tuple[int, str]:
+    """Runs torch's analyser as its command does; returns its exit status and what it said."""
+    said = os.memfd_create("said")
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        status = 1
+        try:
+            from torch.distributed.flight_recorder import fr_trace
+
+            fr_trace.main([str(folder)])
+            sys.stdout.flush()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.lseek(said, 0, os.SEEK_SET)
+    with open(said, encoding="utf-8") as file:
+        return status, file.read()
+
+
 def torch_says(folder: Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    ((status, said),) = run_ranks(1, analyse_in_a_child, folder, backend=None)
+    assert status == 0, said
+    return str(said)
 
 
 # ---- errors
@@ -256,23 +279,17 @@ def a_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- hangs
 
 
-@contextmanager
-def hanging(folder: Path, case: str) -> Iterator[list[int]]:
-    """The pids of the three ranks of a job that is in this case, by rank."""
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
     launcher = Launcher()
-    try:
-        with launcher.job(case, folder, 3) as pids:
-            yield pids
-    finally:
-        launcher.close()
+    yield launcher
+    launcher.close()
 
 
 @pytest.mark.parametrize("case", ["late", "computes", "recv"])
-def test_a_signal_dumps_a_rank_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    monkeypatch.setenv("RINGCOMM_FLIGHT_DUMP", f"{tmp_path}/")
-    with hanging(tmp_path, case) as pids:
+def test_a_signal_dumps_a_rank_that_hangs(launcher: Launcher, tmp_path: Path, case: str) -> None:
+    env = {"RINGCOMM_FLIGHT_DUMP": f"{tmp_path}/"}
+    with launcher.job(case, tmp_path, 3, env) as pids:
         for pid in pids:
             os.kill(pid, dumps.DUMP_SIGNAL)
         paths = [tmp_path / f"{rank}.json" for rank in range(3)]
@@ -294,7 +311,7 @@ def test_a_signal_dumps_a_rank_that_hangs(
 
 @needs_analyser
 @pytest.mark.parametrize("case", ["stopped", "holds the GIL"])
-def test_the_doctor_dumps_ranks_that_cannot(tmp_path: Path, case: str) -> None:
+def test_the_doctor_dumps_ranks_that_cannot(launcher: Launcher, tmp_path: Path, case: str) -> None:
     def ask_doctor(*arguments: str) -> None:
         command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(pids[0]), "--dump"]
         done = subprocess.run(
@@ -308,7 +325,7 @@ def test_the_doctor_dumps_ranks_that_cannot(tmp_path: Path, case: str) -> None:
         assert done.returncode == 0, done.stderr
         assert "rank 2 is the cause" in done.stdout
 
-    with hanging(tmp_path, case) as pids:
+    with launcher.job(case, tmp_path, 3) as pids:
         ask_doctor("ours")
         if case == "stopped":  # the question for a stack ends the other one's sleep
             ask_doctor("torch", "--format", "torch")

@@ -26,6 +26,7 @@ from machines import Unavailable
 from staged_hangs import Launcher, ask_on_host
 from test_errors import ENVS
 
+from ringcomm import cli
 from ringcomm.measure import job
 from ringcomm.trace import flight
 from ringcomm.version import __version__
@@ -165,15 +166,22 @@ def test_a_host_that_is_gone(launcher: Launcher, tmp_path: Path) -> None:
     assert [row["rank"] for row in report["ranks"]] == [0, 1, 2, 3]
 
 
-def test_the_command_reads_the_job_of_a_launcher(launcher: Launcher, tmp_path: Path) -> None:
+def test_the_command_reads_the_job_of_a_launcher(
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with launcher.job("computes", tmp_path, 2):
-        command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(launcher.pid)]
-        run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-        found = run(command)
+        words = ["doctor", "--job", str(launcher.pid)]
+        found = subprocess.run(
+            [sys.executable, "-m", "ringcomm", *words],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
         assert "rank 1 is the cause" in found.stdout
         assert "asked 2 ranks in " in found.stdout
-        found = run([*command, "--json"])
-        assert json.loads(found.stdout)["cause"] == 1
+        assert cli.run([*words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["cause"] == 1
 
 
 def test_two_jobs_of_one_parent_are_told_apart(launcher: Launcher, tmp_path: Path) -> None:

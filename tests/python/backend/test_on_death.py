@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -102,46 +104,57 @@ def test_a_rank_that_leaves_is_not_dead() -> None:
     assert run_ranks(2, leave_while_it_watches, fresh=True) == [[], []]
 
 
+HOW = ("exit", "slow", "end")
+
+# Forks the ranks of each job once torch is imported; what each prints goes to a file of its own.
 PROGRAM = """
 import os, signal, sys, time
 import torch.distributed as dist
 import ringcomm
-store = dist.FileStore(sys.argv[1], 2)
-rank = int(sys.argv[2])
+folder = sys.argv[1]
+pids = []
+for how, rank in [(how, rank) for how in sys.argv[2:] for rank in (0, 1)]:
+    pid = os.fork()
+    if pid == 0:
+        break
+    pids.append(pid)
+else:
+    print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
+    os._exit(0)
+os.dup2(os.open(f"{folder}/{how}-{rank}", os.O_WRONLY | os.O_CREAT), 1)
+store = dist.FileStore(f"{folder}/store-{how}", 2)
 dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
 def called(victim):
     print("called", victim, flush=True)
-    if sys.argv[3] == "slow":
+    if how == "slow":
         time.sleep(30)
-    if sys.argv[3] == "end":
+    if how == "end":
         os._exit(7)
 ringcomm.on_death(called)
 dist.barrier()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[3] != "exit":
-    time.sleep(1 if sys.argv[3] == "slow" else 20)
+if how != "exit":
+    time.sleep(1 if how == "slow" else 20)
 """
 
 
-@pytest.mark.parametrize("how", ["exit", "slow", "end"])
-def test_it_does_not_keep_the_interpreter(tmp_path: Path, how: str) -> None:
+def test_it_does_not_keep_the_interpreter(tmp_path: Path) -> None:
     """The process exits at once, while the function runs, or is ended by it."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *HOW]
     begin = time.monotonic()
-    ranks = [
-        subprocess.Popen([*command, str(rank), how], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    try:
-        text, _ = ranks[0].communicate(timeout=90)
-        assert ranks[1].wait(timeout=30) == -signal.SIGKILL
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode == (7 if how == "end" else 0)
-    if how != "exit":
-        assert text == "called 1\n"
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
+        try:
+            codes, _ = program.communicate(timeout=90)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+    killed = -signal.SIGKILL
+    assert codes.split() == [str(code) for code in (0, killed, 0, killed, 7, killed)]
+    for how in HOW[1:]:
+        assert (tmp_path / f"{how}-0").read_text() == "called 1\n"
     assert time.monotonic() < begin + 80
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks
+from ranks import in_ranks, run_ranks
 
+import _ringcomm_autoload
 import ringcomm
 from ringcomm import stragglers
 
@@ -263,59 +263,36 @@ def test_another_backend_is_refused(rank: int) -> None:
 
 # ---- the report
 
-# Three ranks, forked after the import of torch; each writes to a file of its own.
-PROGRAM = """
-import datetime, os, signal, sys, time, warnings
-warnings.simplefilter("ignore")
-import torch, torch.distributed as dist
-folder, backend, case = sys.argv[1:]
-torch.set_num_threads(1)
 
-def run(rank):
+def train(rank: int, folder: Path, backend: str, case: str) -> None:
+    """A program of three ranks, of which each writes to a file of its own."""
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    if os.environ.get("RINGCOMM_AS_GLOO"):  # which the import of torch looks at
+        _ringcomm_autoload._serve_gloo(dist.distributed_c10d)
+    limit = datetime.timedelta(seconds=30)
     store = dist.FileStore(f"{folder}/store", 3)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=3,
-                            timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=3, timeout=limit)
     pair = dist.new_group([1, 2])
     try:
         for i in range(20):
-            if rank == 2: time.sleep(0.02)
-            if case == "dead" and rank == 0 and i == 15: os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 2:
+                time.sleep(0.02)
+            if case == "dead" and rank == 0 and i == 15:
+                os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(100))
-            if case == "groups" and rank > 0: dist.barrier(pair)
+            if case == "groups" and rank > 0:
+                dist.barrier(pair)
     except dist.DistBackendError:
         assert case == "dead"
     dist.destroy_process_group()
 
-pids = []
-for rank in range(3):
-    pids.append(os.fork())
-    if pids[-1] == 0:
-        code = 1
-        try:
-            run(rank)
-            code = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-print([os.waitpid(pid, 0)[1] for pid in pids])
-"""
-
 
 def run_program(folder: Path, case: str, backend: str = "ringcomm", **env: str) -> list[str]:
     """What each rank writes to stderr."""
-    given = {"OMP_NUM_THREADS": "1", "RINGCOMM_REPORT_STRAGGLERS": "1", **env}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), backend, case],
-        env={**os.environ, **given},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
-    said = [(folder / str(rank)).read_text() for rank in range(3)]
-    assert done.stdout == f"{[signal.SIGKILL * (case == 'dead'), 0, 0]}\n", (said, done)
-    return said
+    given = {"RINGCOMM_REPORT_STRAGGLERS": "1", **env}
+    options: Any = {"may_die": [0]} if case == "dead" else {}
+    run_ranks(3, train, folder, backend, case, backend=None, fresh=True, env=given, **options)
+    return [(folder / str(rank)).read_text() for rank in range(3)]
 
 
 def reports(text: str) -> list[str]:

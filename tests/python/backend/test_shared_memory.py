@@ -204,9 +204,9 @@ def test_allocator(rank: int) -> None:
 
 RESIDENT = """
 import os, re, tempfile
+import torch, torch.distributed as dist, ringcomm
 store = tempfile.mktemp()
 rank = 0 if os.fork() else 1
-import torch, torch.distributed as dist, ringcomm
 dist.init_process_group("ringcomm", f"file://{store}", rank=rank, world_size=2)
 dist.barrier()
 kept = ringcomm.empty_shared(4 << 20, dtype=torch.uint8)

@@ -149,8 +149,11 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
 def with_kernels() -> dict[str, str]:
     """The environment in which ringcomm's kernels run on emulated GPUs: transport "cuda_ipc"."""
     image = TESTS.parent / "build" / "emulated_gpu" / "kernels"
-    image.parent.mkdir(parents=True, exist_ok=True)
-    image.write_bytes(b"RINGCOMM-EMULATED")
+    if not image.exists():
+        image.parent.mkdir(parents=True, exist_ok=True)
+        part = image.with_name(f"kernels-{os.getpid()}")  # other tests may read it at any time
+        part.write_bytes(b"RINGCOMM-EMULATED")
+        part.rename(image)
     return {"RINGCOMM_CUDA_IMAGE": str(image)}
 
 

@@ -5,15 +5,17 @@ All train the same rows with accumulation and clipping, and differ in what reduc
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 LR, STEPS, PARTS, CLIP = 0.05, 4, 2, 0.5
 SYSTEMS = ("DDP", "Lomo", "zero 2")
@@ -57,9 +59,6 @@ def result(wrapped: Any, model: nn.Module, losses: list[float]) -> Report:
 
 
 def by_accelerate(folder: Path) -> Iterator[tuple[str, Report]]:
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
-
     from ringcomm.integrations.accelerate import register
 
     register()
@@ -87,8 +86,6 @@ def by_accelerate(folder: Path) -> Iterator[tuple[str, Report]]:
 
 
 def by_trainer(folder: Path) -> Iterator[tuple[str, Report]]:
-    from transformers import Trainer, TrainingArguments
-
     from ringcomm.integrations.transformers import register
     from ringcomm.optim import Lomo
 
@@ -126,15 +123,12 @@ def by_trainer(folder: Path) -> Iterator[tuple[str, Report]]:
         yield system, result(trainer.model_wrapped, model, losses)
 
 
-def main(library: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    run = {"accelerate": by_accelerate, "trainer": by_trainer}[library]
-    report: Report = dict(run(Path(folder)))
+def run(rank: int, library: str, folder: Path) -> Report:
+    """In a process without a group, which the library makes; torchrun would give it a port."""
+    init = partial(
+        dist.init_process_group, init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    dist.init_process_group = init
+    report: Report = dict({"accelerate": by_accelerate, "trainer": by_trainer}[library](folder))
     report["backend"] = dist.get_backend()
-    path = Path(folder) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(report), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return report

@@ -15,10 +15,12 @@ import client_files
 import client_runs
 import pytest
 import run_clients
+from ranks import run_ranks
 
 PROGRAMS = Path(__file__).with_name("program_job.py")
 CLIENTS = {client.name: client for client in client_files.read_all()}
-REGISTERED = PROGRAMS.with_name("register_job.py")
+# Libraries want one; a file takes its place.
+ADDRESS = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SYSTEMS = ("DDP", "zero 2", "zero 3", "Lomo")
 REFUSED = {
     ("zero 3", "predict_with_generate"): "use zero.shard() at stage 1 or 2, or predict_with",
@@ -35,9 +37,10 @@ def launch(program: list[str | Path], folder: Path) -> list[dict[str, Any]]:
     return client_runs.launch(Path(sys.executable), [*program, folder], 2, folder, limit_s=240.0)
 
 
-# More ranks than cores take long.
+# More ranks than cores take long, and Trainer's loop is that of Accelerate.
+SLOW = {one.name for one in CLIENTS.values() if one.ranks > 2} | {"accelerate_loop"}
 SHORT = [
-    pytest.param(one.name, marks=[pytest.mark.slow] if one.ranks > 2 else [])
+    pytest.param(one.name, marks=[pytest.mark.slow] if one.name in SLOW else [])
     for one in CLIENTS.values()
     if one.is_short
 ]
@@ -143,7 +146,13 @@ def test_the_backend_by_name_and_optimizers_that_reduce_themselves(
 ) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    for report in launch([REGISTERED, library], tmp_path / library):
+    import register_job
+
+    env = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", **ADDRESS} for rank in "01"]
+    reports = run_ranks(
+        2, register_job.run, library, tmp_path, backend=None, fresh=True, env=env, timeout_s=180.0
+    )
+    for report in reports:
         assert report.pop("backend") == "ringcomm"
         expected = report.pop("DDP")
         assert expected["is wrapped"]

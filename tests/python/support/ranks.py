@@ -176,6 +176,17 @@ def remove_gpu_file(path: Path) -> bool:
     return False
 
 
+def shared_memory_left() -> list[str]:
+    """What the ranks of all servers have left in /dev/shm, once they have ended."""
+    left = []
+    for path in Path("/dev/shm").glob("*ringcomm*"):
+        if path.name.startswith("ringcomm-gpu-") and path.stat().st_size == 0:
+            remove_gpu_file(path)
+        else:
+            left.append(f"shared memory {path}")
+    return left
+
+
 class Server:
     """This process's end of the server that forks ranks, and the pools."""
 
@@ -234,11 +245,6 @@ class Server:
             left.append("the server of the ranks")
         open_sockets = {line.split()[-1] for line in _ringcomm_sockets()}
         left += [f"socket {name}" for name in open_sockets & self.sockets_seen]
-        for path in Path("/dev/shm").glob("*ringcomm*"):
-            if path.name.startswith("ringcomm-gpu-") and path.stat().st_size == 0:
-                remove_gpu_file(path)
-            else:
-                left.append(f"shared memory {path}")
         if not left:
             shutil.rmtree(self.folder)
         return left
