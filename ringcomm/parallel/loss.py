@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ringcomm.parallel.asked_loss import disagreement, is_integer, is_label
 from ringcomm.parallel.batches import Batch
-from ringcomm.torch_names import tree_leaves, unwrapped
+from ringcomm.parallel.model.describe import unwrapped
+from ringcomm.torch_names import tree_leaves
 
 IGNORED = -100  # torch's default ignore_index
 Loss = Callable[..., Tensor]
@@ -184,8 +185,10 @@ class StepLoss:
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {reduction!r}')
         self._is_sum = reduction == "sum"
         self._is_given = isinstance(loss_fn, PartLoss)  # then its owner says when it is asked
-        self.part_loss: PartLoss = (  # type: ignore[assignment]
-            loss_fn if self._is_given else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
+        self.part_loss = (
+            loss_fn
+            if isinstance(loss_fn, PartLoss)
+            else PartLoss(loss_fn, count_items, is_sum=self._is_sum)
         )
         self.scale = 1.0
         self.parts: list[Tensor] = []

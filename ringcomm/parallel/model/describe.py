@@ -97,10 +97,7 @@ class Model:
     @cached_property
     def unwrapped(self) -> Any:
         """The module in wrappers of torch, and of PEFT."""
-        module: Any = self.module
-        while (attribute := wrapped_attribute(type(module))) or hasattr(module, "get_base_model"):
-            module = getattr(module, attribute) if attribute else module.get_base_model()
-        return module
+        return unwrapped(self.module)
 
     @property
     def names(self) -> dict[str, Tensor]:
@@ -169,6 +166,13 @@ class Model:
 def describe(module: nn.Module) -> Model:
     """The description of a module on this rank."""
     return Model(module)
+
+
+def unwrapped(module: Any) -> Any:
+    """What is in wrappers of torch, and of PEFT."""
+    while (attribute := wrapped_attribute(type(module))) or hasattr(module, "get_base_model"):
+        module = getattr(module, attribute) if attribute else module.get_base_model()
+    return module
 
 
 @cache
