@@ -322,4 +322,8 @@ def _problem_of(
             "a pipeline does not compute the routers' loss: set output_router_logits to False, or"
             " use pp 1"
         )
+    if dims.pp > 1 and loss_fn is None and not _has(whole, SplitModule, MixtureOfExperts):
+        from ringcomm.integrations.transformers.pipeline import problem_of_blocks
+
+        return problem_of_blocks(inner)
     return None

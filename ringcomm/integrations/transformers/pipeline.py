@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
@@ -42,6 +43,46 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     head_name = next(name for name, module in model.named_modules() if module is head)
     head.forward = _output(model, head_name, head.forward)
     return {**blocks, head_name: head}
+
+
+def problem_of_blocks(model: Any) -> TypeError | None:
+    """Why the blocks of a model, one after the other, do not compute what it computes.
+
+    Compares the logits of a few tokens, without dropout. The model stays as it is.
+    """
+    modules = [*unwrapped(model).modules()]
+    own = [(vars(module), vars(module).get("forward"), module.training) for module in modules]
+    ids = torch.arange(4, device=next(model.parameters()).device)[None]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            wanted = _logits_or_none(model.eval(), ids)
+            found: Any = ids
+            for block in pipeline_blocks(model).values():
+                found = block(found) if wanted is not None else None
+        if wanted is None or wanted.is_meta or torch.allclose(found, wanted, 0.01, 0.01):
+            return None
+        problem = "give other logits"
+    except Exception as error:  # a model's own may be any
+        if isinstance(error, TypeError) and "pipeline plan" in str(error):
+            return error
+        problem = f"raise {type(error).__name__}: {error}"
+    finally:
+        for values, forward, mode in own:
+            values.pop("forward", None)
+            values.update({"training": mode} | ({} if forward is None else {"forward": forward}))
+    return TypeError(
+        f"the layers of {type(model).__name__} pass more than hidden states, or are not called once"
+        f" each; run as blocks of a pipeline they {problem}: use pp 1"
+    )
+
+
+def _logits_or_none(model: Any, ids: Tensor) -> Tensor | None:
+    """None if the model needs more than ids, or values on the meta device."""
+    try:
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    except Exception:
+        return None
+    return logits
 
 
 class _Call(nn.Module):

@@ -194,8 +194,8 @@ _WEIGHTS = (
     ),
     _Row(
         _FSDP,
-        lambda w, _: w.tensor.dim() == 0,
-        "{name} has no dimensions, so fully_shard of stage 3 cannot shard it: give it one, or use"
+        lambda w, _: w.tensor.dim() == 0 or (w.split is None and w.tensor.numel() == 0),
+        "{name} has no dimensions or no elements, so fully_shard of stage 3 cannot shard it: use"
         " stage 1 or 2",
     ),
     _Row(
