@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     base: Any = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
     head = model.get_output_embeddings() if base is not None and base is not model else None
-    if not plan or head is None or "layers" not in plan:
-        raise TypeError(f"{type(model).__name__} has no pipeline plan in its config")
+    is_known = plan and "layers" in plan and all(hasattr(base, name) for name in plan)
+    if not is_known or head is None:
+        raise TypeError(f"{type(model).__name__} has no pipeline plan of its modules in its config")
     others = [name for name in plan if name != "layers"]
     blocks = {}
     for name in plan:
@@ -50,39 +52,31 @@ def problem_of_blocks(model: Any) -> TypeError | None:
 
     Compares the logits of a few tokens, without dropout. The model stays as it is.
     """
-    modules = [*unwrapped(model).modules()]
-    own = [(vars(module), vars(module).get("forward"), module.training) for module in modules]
+    before = [(vars(module), dict(vars(module))) for module in unwrapped(model).modules()]
     ids = torch.arange(4, device=next(model.parameters()).device)[None]
+    found, wanted, problem = ids, None, "give other logits"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            wanted = _logits_or_none(model.eval(), ids)
-            found: Any = ids
-            for block in pipeline_blocks(model).values():
-                found = block(found) if wanted is not None else None
-        if wanted is None or wanted.is_meta or torch.allclose(found, wanted, 0.01, 0.01):
-            return None
-        problem = "give other logits"
-    except Exception as error:  # a model's own may be any
-        if isinstance(error, TypeError) and "pipeline plan" in str(error):
-            return error
-        problem = f"raise {type(error).__name__}: {error}"
+            with suppress(Exception):  # it needs more than ids, or values on the meta device
+                wanted = model.eval()(input_ids=ids, use_cache=False).logits
+            blocks = pipeline_blocks(model).values()
+            try:
+                for block in blocks if wanted is not None else ():
+                    found = block(found)
+                if wanted is None or wanted.is_meta or torch.allclose(found, wanted, 0.01, 0.01):
+                    return None
+            except Exception as error:
+                problem = f"raise {type(error).__name__}: {error}"
+    except TypeError as error:  # of pipeline_blocks()
+        return error
     finally:
-        for values, forward, mode in own:
-            values.pop("forward", None)
-            values.update({"training": mode} | ({} if forward is None else {"forward": forward}))
+        for now, values in before:
+            now.clear()
+            now.update(values)
     return TypeError(
-        f"the layers of {type(model).__name__} pass more than hidden states, or are not called once"
-        f" each; run as blocks of a pipeline they {problem}: use pp 1"
+        f"the layers of {type(model).__name__} pass on more than hidden states; run as blocks of a"
+        f" pipeline they {problem}: use pp 1"
     )
-
-
-def _logits_or_none(model: Any, ids: Tensor) -> Tensor | None:
-    """None if the model needs more than ids, or values on the meta device."""
-    try:
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    except Exception:
-        return None
-    return logits
 
 
 class _Call(nn.Module):
