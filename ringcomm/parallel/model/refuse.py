@@ -124,6 +124,11 @@ def is_lazy(weight: Weight) -> bool:
     return isinstance(weight.tensor, nn.UninitializedParameter)
 
 
+def _sizes_on_ranks(weight: Weight) -> list[int]:
+    ranges = weight.split.ranges if weight.split is not None else ()
+    return [weight.tensor.numel(), *(end - begin for begin, end in ranges)]
+
+
 def _has_hook(weight: Weight, asked: Asked, name: str) -> bool:
     return _is_trained(weight, asked) and bool(getattr(weight.tensor, name))
 
@@ -194,15 +199,9 @@ _WEIGHTS = (
     ),
     _Row(
         _FSDP,
-        lambda w, _: w.tensor.dim() == 0 or (w.split is None and w.tensor.numel() == 0),
-        "{name} has no dimensions or no elements, so fully_shard of stage 3 cannot shard it: use"
-        " stage 1 or 2",
-    ),
-    _Row(
-        _FSDP,
-        lambda w, _: w.split is not None and any(begin == end for begin, end in w.split.ranges),
-        "{name} has no part for some tensor-parallel ranks, and fully_shard of stage 3 takes no"
-        " empty parts: use stage 1 or 2, or fewer ranks",
+        lambda w, _: w.tensor.dim() == 0 or 0 in _sizes_on_ranks(w),
+        "{name} has no dimensions, or no elements on some rank, and fully_shard of stage 3 takes no"
+        " such weights: use stage 1 or 2, or fewer tensor-parallel ranks",
     ),
     _Row(
         _FSDP,
