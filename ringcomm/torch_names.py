@@ -351,6 +351,11 @@ def fsdp_params(module: Any) -> list[list[Any]]:
     return [group.fsdp_params for group in groups if group is not None]
 
 
+def is_gathered(module: Any) -> bool:
+    """Whether a unit of fully_shard has its whole weights now."""
+    return all(p.sharded_state.name == "UNSHARDED" for group in fsdp_params(module) for p in group)
+
+
 def gather_outside_inference_mode(unit: Any) -> None:
     """Makes a unit of fully_shard allocate its gathered weights outside inference mode.
 

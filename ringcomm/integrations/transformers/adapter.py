@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers import expert_parallelize, tensor_parallelize
-from ringcomm.integrations.transformers.pipeline import pipeline_blocks
+from ringcomm.integrations.transformers.pipeline import pipeline_blocks, problem_of_blocks
 from ringcomm.integrations.transformers.training import is_causal_lm_loss
 from ringcomm.parallel.asked_loss import is_integer
 from ringcomm.parallel.batches import Batch
@@ -63,12 +63,19 @@ class Adapter:
         self.config = getattr(base, "config", None)
         self.has_tensor_plan = bool(getattr(self.config, "base_model_tp_plan", None))
         plan = getattr(self.config, "base_model_pp_plan", None) or ()
-        has_ends = "layers" in plan and base is not self._model
+        has_ends = "layers" in plan and all(hasattr(base, name) for name in plan)
+        has_ends = has_ends and base is not self._model
         self.has_pipeline_plan = has_ends and self._model.get_output_embeddings() is not None
         self.has_router_loss = bool(getattr(self.config, "output_router_logits", False))
         self.is_peft = hasattr(model, "get_base_model")
         peft_config = getattr(model, "active_peft_config", None)
         self.adds_tokens = getattr(peft_config, "is_prompt_learning", False)
+
+    def problem_of_blocks(self) -> str:
+        """Why a pipeline cannot run the model, or ""; layers of groups are not run here."""
+        if not self.has_loss or self.is_split or self.has_experts:
+            return ""
+        return problem_of_blocks(self._model)
 
     def split(self, **options: Any) -> PartLoss:
         """Splits experts, layers and for a pipeline blocks, and returns the loss.

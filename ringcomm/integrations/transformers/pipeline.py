@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
@@ -37,6 +39,31 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
     head_name = next(name for name, module in model.named_modules() if module is head)
     head.forward = _output(model, head_name, head.forward)
     return {**blocks, head_name: head}
+
+
+def problem_of_blocks(model: Any) -> str:
+    """Why the blocks of a model, one after the other, do not compute what it computes, or "".
+
+    Compares the logits of a few tokens, without dropout. The model stays as it is.
+    """
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    found = ids = torch.arange(4, device=next(model.parameters()).device)[None]
+    wanted, problem = None, "its blocks give other logits"
+    try:
+        with torch.no_grad():
+            with suppress(Exception):  # it needs more than ids, or values on the meta device
+                wanted = model.eval()(input_ids=ids, use_cache=False).logits
+            for block in pipeline_blocks(model).values():
+                found = found if wanted is None else block(found)
+        if wanted is None or wanted.is_meta or torch.allclose(found, wanted, 0.01, 0.01):
+            problem = ""
+    except Exception as error:  # of layers that get other arguments than in their model
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        for now, values in before:
+            now.clear()
+            now.update(values)
+    return problem
 
 
 class _Call(nn.Module):

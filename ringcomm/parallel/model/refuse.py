@@ -133,6 +133,11 @@ def _is_trained(weight: Weight, asked: Asked) -> bool:
     return weight.tensor in asked.trained
 
 
+def _sizes_on_ranks(weight: Weight) -> list[int]:
+    ranges = weight.split.ranges if weight.split is not None else ()
+    return [weight.tensor.numel(), *(end - begin for begin, end in ranges)]
+
+
 def _has_hook(weight: Weight, asked: Asked, name: str) -> bool:
     return _is_trained(weight, asked) and bool(getattr(weight.tensor, name))
 
@@ -203,15 +208,9 @@ _WEIGHTS = (
     ),
     _Row(
         _FSDP,
-        lambda w, _: w.tensor.dim() == 0,
-        "{name} has no dimensions, so fully_shard of stage 3 cannot shard it: give it one, or use"
-        " stage 1 or 2",
-    ),
-    _Row(
-        _FSDP,
-        lambda w, _: w.split is not None and any(begin == end for begin, end in w.split.ranges),
-        "{name} has no part for some tensor-parallel ranks, and fully_shard of stage 3 takes no"
-        " empty parts: use stage 1 or 2, or fewer ranks",
+        lambda w, _: w.tensor.dim() == 0 or 0 in _sizes_on_ranks(w),
+        "{name} has no dimensions, or no elements on some rank, and fully_shard of stage 3 takes no"
+        " such weights: use stage 1 or 2, or fewer tensor-parallel ranks",
     ),
     _Row(
         _FSDP,
@@ -334,7 +333,13 @@ _MODELS = (
     _Row(
         {"pp"},
         lambda _, a: a.adapter.has_loss and not a.adapter.has_pipeline_plan,
-        "{kind} has no pipeline plan in its config",
+        "{kind} has no pipeline plan of its modules in its config",
+        TypeError,
+    ),
+    _Row(
+        {"pp"},
+        lambda _, a: a.adapter.problem_of_blocks(),
+        "{kind} is no chain of blocks that a pipeline can run ({found}): use pp 1",
         TypeError,
     ),
     _Row(

@@ -249,9 +249,13 @@ class WeightShards:
 
 
 def refuse_moves(model: nn.Module) -> None:
-    """Makes to(), half() and similar methods raise."""
+    """Makes to(), half() and similar methods raise, but for parts without weights.
+
+    Models may have those in common, such as an activation.
+    """
     for module in model.modules():
-        module._apply = _refuse_move  # type: ignore[method-assign]
+        if next(module.parameters(), None) is not None:
+            module._apply = _refuse_move  # type: ignore[method-assign]
 
 
 def _refuse_move(*_: Any) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from ringcomm.torch_names import (
     fsdp_params,
     gathered_weights,
     graph_task,
+    is_gathered,
     reduce_unused,
     root_mesh,
     untraced,
@@ -72,6 +73,8 @@ class Zero3(ZeroOptimizer):
         is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
         save_full(model, self.group if is_whole else None)
         refuse_parts(model)
+        for module in _fsdp_modules(model):
+            module.forward = _through_hooks(module)
         if hasattr(model, "generate"):
             # It calls the encoder of an encoder-decoder model, which uses weights of the root.
             register_fsdp_forward_method(model, "generate")
@@ -257,6 +260,19 @@ def _shard_units(given: Given) -> None:
         reduce_unused(made)
     # Buffers on the meta device have been replaced.
     start_equal(describe(whole), [group], whole.buffers())
+
+
+def _through_hooks(module: nn.Module) -> Callable[..., Any]:
+    """A unit's forward that gathers the weights also where a model calls it by its name."""
+    run = module.forward
+
+    @wraps(run)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_gathered(module):
+            return run(*args, **kwargs)
+        return module(*args, **kwargs)
+
+    return forward
 
 
 def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers import expert_parallelize, patch_loss
+from ringcomm.integrations.transformers.pipeline import problem_of_blocks
 from ringcomm.integrations.transformers.training import causal_lm_loss
 
 transformers = pytest.importorskip("transformers")
@@ -102,3 +103,19 @@ def test_experts_that_are_refused() -> None:
         config = transformers.MixtralConfig(**SIZES, num_local_experts=2, **{option: value})
         with pytest.raises(ValueError, match=f"{option}.*{words}"):
             expert_parallelize(transformers.MixtralForCausalLM(config))
+
+
+def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
+    """The blocks are asked for logits, and the model stays as it was."""
+    model = make_model("llama", torch.float32).train()
+    before = [(name, *vars(module)) for name, module in model.named_modules()]
+    assert problem_of_blocks(model) is None
+    assert model.training
+    assert before == [(name, *vars(module)) for name, module in model.named_modules()]
+
+    def change(_: nn.Module, args: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state + 1
+
+    model.model.register_forward_hook(change)  # no block does that
+    assert "other logits" in str(problem_of_blocks(model))
+    assert "no pipeline plan" in str(problem_of_blocks(make_model("gpt2", torch.float32)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from full_states import full_state, load_full_state
+from full_states import full_state, full_weights, load_full_state
 from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -43,6 +43,7 @@ def test_errors(rank: int) -> None:
     frozen = Net()
     half, scalar = nn.Linear(3, 3).to(torch.bfloat16), Towers()
     narrow = ColumnParallelLinear(3, 1)  # rank 1 has nothing of it
+    empty = nn.ParameterList([torch.ones(3), torch.ones(0, 3)])  # as MobileBERT's
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         (model, adafactor, {"stage": 1}, TypeError, "Adafactor keeps sums over rows and columns"),
         (model, model, {"stage": 1}, TypeError, "expected an optimizer as the second"),
@@ -59,7 +60,8 @@ def test_errors(rank: int) -> None:
         (model, sgd, {"stage": 2, "units": []}, ValueError, "for stage 3 only"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 3}, ValueError, "must be float32"),
         (scalar, torch.optim.SGD(scalar.parameters()), {"stage": 3}, ValueError, "no dimensions"),
-        (narrow, torch.optim.SGD(narrow.parameters()), {"stage": 3}, ValueError, "no empty parts"),
+        (empty, torch.optim.SGD(empty.parameters()), {"stage": 3}, ValueError, "1 has .*no elements"),
+        (narrow, torch.optim.SGD(narrow.parameters()), {"stage": 3}, ValueError, "weight has .*no elements"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 1, "param_dtype": torch.bfloat16},
          ValueError, "is torch.bfloat16"),
     ]  # fmt: skip
@@ -201,6 +203,38 @@ def test_a_module_of_two_units_and_generate(rank: int) -> None:
     assert all(map(torch.equal, found, expected))
     assert len(found) == len(expected)
     assert_close(weights(model), weights(alone))
+
+
+class ByName(nn.Module):
+    """Calls its layers' forward, as SqueezeBERT; models have the activation in common."""
+
+    activation = nn.Tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.common = ByName.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.common(layer.forward(x))
+        return x
+
+
+@in_ranks(2)
+def test_layers_that_are_called_by_name(rank: int) -> None:
+    model, alone = ByName(), ByName()
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), 0.1), 3)
+    other = torch.optim.SGD(alone.float().parameters(), 0.1)  # also with a part of `model`
+    for step in range(2):
+        x = torch.arange(8.0).view(2, 4) + step
+        model.forward(x[rank]).sum().backward()
+        alone(x).sum().div(2).backward()
+        optimizer.step()
+        other.step()
+        other.zero_grad()
+    assert_close(full_weights(model), dict(alone.named_parameters()))
 
 
 @in_ranks(2)
