@@ -73,7 +73,8 @@ def parallelize(
         loss_fn: a function of the model's output and the targets that returns a mean over labels.
             With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
             compute_loss_func. The first steps call it a few more times, with rows of the batch, and
-            raise ValueError if it is no such mean. A loss that depends on its whole batch, such as
+            raise ValueError if it is no such mean, or trains weights that the model does not
+            have. A loss that depends on its whole batch, such as
             a contrastive one, needs the parameter: return its mean times len(targets), divided by
             it. Default: the loss of the model of transformers, which shifts labels itself.
         count_items: a function of targets that returns the number of labels in loss_fn's mean, for
@@ -99,7 +100,8 @@ def parallelize(
         TypeError: the model does not support an axis of dims, the optimizer needs whole weights, or
             an option is unknown.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
-            have different models or options. Nothing has been changed.
+            have different models or options. Nothing has been changed. Or the optimizer has
+            parameters that are not in the model.
 
     Collective over the default group.
     """
@@ -155,7 +157,7 @@ def parallelize(
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made = optimizer(model.parameters())
-    _check_optimizer(made, model)
+    _check_optimizer(made, model, whole)
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):
@@ -261,15 +263,15 @@ def _check_model(
         raise problem
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: nn.Module) -> None:
     """Raises TypeError for an optimizer that needs whole weights, if it has split ones.
 
-    And ValueError for one with weights that are not in the model.
+    And ValueError for one with weights that are not in the whole model.
     """
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     given = {param for group in optimizer.param_groups for param in group["params"]}
     weights = describe(model).weights
-    for param in given - weights.keys():
+    for param in given - weights.keys() - set(whole.parameters()):
         raise ValueError(
             f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in the"
             " model, so each rank would have its own: make it a part of the model"
