@@ -132,23 +132,25 @@ def _unchanged(loss_fn: Any) -> Iterator[None]:
 
     That is of itself, of what it wraps, and of modules and objects to which it refers by name.
     """
-    tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    names: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    lists: list[tuple[list[Any], list[Any]]] = []
-    cells: list[tuple[Any, Any]] = []
     seen: dict[int, Any] = {}
+    undo: list[Callable[[], Any]] = []
     waiting = [loss_fn]
     while waiting:
         holder = waiting.pop()
         if id(holder) in seen or isinstance(holder, type | ModuleType | Tensor):
             continue
         seen[id(holder)] = holder
-        if isinstance(holder, list):
-            lists.append((holder, holder[:]))
         table = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-        tables.append((table, table.copy()))
-        waiting += [x for x in table.values() if isinstance(x, dict | list)]
-        if isinstance(holder, nn.Module):
+        undo.append(partial(_refill, table, table.copy()))
+        for value in table.values():
+            if isinstance(value, dict | list):
+                waiting.append(value)
+            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                # By data: autograd may have saved it, and would see a write.
+                undo.append(partial(value.data.copy_, value.data.clone()))
+        if isinstance(holder, list):
+            undo.append(partial(holder.__setitem__, slice(None), holder[:]))
+        elif isinstance(holder, nn.Module):
             waiting += holder.children()
         elif isinstance(holder, MethodType):
             waiting += [holder.__self__, holder.__func__]
@@ -160,25 +162,19 @@ def _unchanged(loss_fn: Any) -> Iterator[None]:
                 continue
             with suppress(ValueError):  # of a variable that is not set yet
                 used = inspect.getclosurevars(holder)
-                names.append((holder.__globals__, dict(used.globals)))
-                cells += [(cell, cell.cell_contents) for cell in holder.__closure__ or ()]
+                undo.append(partial(holder.__globals__.update, used.globals))
+                for cell in holder.__closure__ or ():
+                    undo.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
                 waiting += [*used.nonlocals.values(), *used.globals.values()]
-    values = [value for _, kept in tables for value in kept.values()]
-    tensors = [x for x in values if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-    copies = [(x, x.clone()) for x in tensors if not x.requires_grad]
     yield
-    for table, kept in tables:
-        for name in table.keys() - kept.keys():
-            del table[name]
-    for table, kept in tables + names:
-        table.update(kept)
-    for cell, value in cells:
-        cell.cell_contents = value
-    for value, items in lists:
-        value[:] = items
-    with torch.no_grad():
-        for tensor, value in copies:
-            tensor.copy_(value)
+    for restore in undo:
+        restore()
+
+
+def _refill(table: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    for name in table.keys() - kept.keys():
+        del table[name]
+    table.update(kept)
 
 
 class _Sample:

@@ -72,7 +72,8 @@ def parallelize(
         loss_fn: a function of the model's output and the targets that returns a mean over labels.
             With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
             compute_loss_func. The first steps call it a few more times, with rows of the batch, and
-            raise ValueError if it is no such mean. A loss that depends on its whole batch, such as
+            raise ValueError if it is no such mean, or trains weights that the model does not
+            have. A loss that depends on its whole batch, such as
             a contrastive one, needs the parameter: return its mean times len(targets), divided by
             it. Default: the loss of the model of transformers, which shifts labels itself.
         count_items: a function of targets that returns the number of labels in loss_fn's mean, for
@@ -98,7 +99,8 @@ def parallelize(
         TypeError: the model does not support an axis of dims, the optimizer needs whole weights, or
             an option is unknown.
         ValueError: axes or options cannot be combined, the model is on several devices, or ranks
-            have different models or options. Nothing has been changed.
+            have different models or options. Nothing has been changed. Or the optimizer has
+            parameters that are not in the model.
 
     Collective over the default group.
     """
@@ -139,7 +141,9 @@ def parallelize(
     given = {param for group in made.param_groups for param in group["params"]}
     names = REFUSED.keys() & {kind.__name__ for kind in type(made).__mro__}
     needs_whole = " and ".join(f"{name} {REFUSED[name]}" for name in names)
-    refuse(describe(model), Asked("optimizer", needs_whole, trained=given))
+    own = describe(model)
+    given -= {*whole.parameters()} - own.weights.keys()  # of other stages
+    refuse(own, Asked("optimizer", needs_whole, trained=given))
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):
