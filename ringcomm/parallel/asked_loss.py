@@ -173,14 +173,12 @@ class _Sample:
         copies = iter([x.clone() for x in leaves])  # which a loss may overwrite
         output = tree_map_only(Tensor, lambda _: next(copies), self._output)
         loss = self._loss_fn(output, targets.clone(), **more)
-        grads: Any = [None] * len(trained)
+        grads = iter(())
         if loss.requires_grad and trained:
-            grads = torch.autograd.grad(loss.sum(), trained, allow_unused=True)
-        by_leaf = iter(grads)
-        found = [next(by_leaf) if x.requires_grad else None for x in leaves]
-        zeros = [torch.zeros_like(x) for x in leaves]
-        both = zip(found, zeros, strict=True)
-        return [loss.detach().double(), *(zero if grad is None else grad for grad, zero in both)]
+            grads = iter(torch.autograd.grad(loss.sum(), trained, materialize_grads=True))
+        found = (next(grads, None) if x.requires_grad else None for x in leaves)
+        both = zip(found, leaves, strict=True)
+        return [loss.detach().double(), *(torch.zeros_like(x) if g is None else g for g, x in both)]
 
     def adds_up(self, parts: list[_Part], weights: list[float]) -> bool:
         """Whether the loss and gradient of both parts are the weighted sums of those of each."""

@@ -41,6 +41,7 @@ class Parallelized:
     ) -> None:
         self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
         self._num_microbatches, self._loss, self._runs = num_microbatches, loss, model
+        self._num_parts = 1 if pipe is None else num_microbatches  # outside of step()
         averages = stage == 0 and dims["batch"].size() > 1
         has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
         self._has_ddp = averages and pipe is None and not has_experts
@@ -134,7 +135,7 @@ class Parallelized:
 
     def evaluate(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """The loss of a batch as of step(), without gradients. Collective."""
-        batch, num_items = self._prepared(inputs, targets, self._num_parts())
+        batch, num_items = self._prepared(inputs, targets, self._num_parts)
         if self.pipeline is not None:
             return self._shared(*self._in_pipeline(batch, num_items))
         with torch.no_grad():
@@ -146,7 +147,7 @@ class Parallelized:
 
         For a model of transformers the logits, over the whole vocabulary. Collective.
         """
-        batch = self._loss.checked(make_batch(inputs, None, self._num_parts(), has_targets=False))
+        batch = self._loss.checked(make_batch(inputs, None, self._num_parts, has_targets=False))
         batch = batch.to(self._device())
         if self.pipeline is not None:
             return self._loss.result_of(self.pipeline.forward(batch.args, kwargs=batch.kwargs))
@@ -154,10 +155,6 @@ class Parallelized:
             return self._loss.result_of(self.model(*batch.args, **batch.kwargs))
 
     # ---- batches
-
-    def _num_parts(self) -> int:
-        """The number of parts of a batch outside of step()."""
-        return self._num_microbatches if self.pipeline is not None else 1
 
     def _device(self) -> torch.device:
         return next(iter(self.model.parameters())).device
