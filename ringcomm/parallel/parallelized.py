@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Parallelized:
         self._num_microbatches, self._loss, self._runs = num_microbatches, loss, model
         if dims["batch"].size() > 1:
             loss.model = model
+        self._num_parts = 1 if pipe is None else num_microbatches  # outside of step()
         averages = stage == 0 and dims["batch"].size() > 1
         has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
         self._has_ddp = averages and pipe is None and not has_experts
@@ -97,69 +99,57 @@ class Parallelized:
         """
         batch, num_items = self._prepared(inputs, targets, self._num_microbatches)
         scale = getattr(self.optimizer, "loss_scale", 1.0)
-        if self.pipeline is not None:
-            loss, problem = self._in_pipeline(batch, num_items, loss_scale=scale)
-        else:
-            loss = self._accumulate(batch, num_items, scale)
-            problem = self._loss.answer()
+        loss, problem = self._run(batch, num_items, scale)
         if self._averages:
             average_gradients(self.model, self.dims.group("batch"))
         return self._shared(loss, problem)
 
-    def _in_pipeline(
-        self, batch: Batch, num_items: float, **options: Any
+    def _run(
+        self, batch: Batch, num_items: float, scale: float | None
     ) -> tuple[Tensor, LossError | None]:
-        """The loss, with gradients for the options of Pipeline.step(), and a refusal."""
-        run = self.pipeline.step if options else self.pipeline.evaluate
-        named = {"kwargs": batch.kwargs, "num_items": num_items, **options}
-        try:
-            return run(batch.args, batch.targets, **named), None
-        except LossError as error:  # other pipelines do not know it yet
-            zero = torch.zeros((), dtype=torch.float32, device=self.pipeline.device)
-            return zero, error
-
-    def _accumulate(self, batch: Batch, num_items: float, scale: float) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=batch.targets.device)
-        parts = batch.chunk(self._num_microbatches)
+        """The loss and a refusal; with gradients of `scale` times the loss, or without any."""
+        device = batch.targets.device if self.pipeline is None else self.pipeline.device
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        if self.pipeline is not None:
+            step = partial(self.pipeline.step, loss_scale=scale)
+            run = self.pipeline.evaluate if scale is None else step
+            try:
+                named = {"kwargs": batch.kwargs, "num_items": num_items}
+                return run(batch.args, batch.targets, **named), None
+            except LossError as error:  # other pipelines do not know it yet
+                return total, error
+        parts = batch.chunk(len(self._counts))
         for idx, (part, num_own) in enumerate(zip(parts, self._counts, strict=True)):
+            numbers = part.targets, num_own, num_items
             waits = isinstance(self._runs, DistributedDataParallel) and idx < len(parts) - 1
             with self._runs.no_sync() if waits else nullcontext():
-                loss = self._loss_of(part, num_own, num_items)
-                (loss * scale).backward()
+                output = self._runs(*part.args, **part.kwargs, **self._loss.arguments(*numbers))
+                loss = self._loss(output, *numbers)
+                if scale is not None:
+                    (loss * scale).backward()
             total += loss.detach()
-        return total
-
-    def _loss_of(self, part: Batch, num_own: float, num_items: float) -> Tensor:
-        numbers = part.targets, num_own, num_items
-        output = self._runs(*part.args, **part.kwargs, **self._loss.arguments(*numbers))
-        return self._loss(output, *numbers)
+        return total, self._loss.answer()
 
     def evaluate(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """The loss of a batch as of step(), without gradients. Collective."""
-        batch, num_items = self._prepared(inputs, targets, self._num_parts())
-        if self.pipeline is not None:
-            return self._shared(*self._in_pipeline(batch, num_items))
+        batch, num_items = self._prepared(inputs, targets, self._num_parts)
         with torch.no_grad():
-            loss = self._loss_of(batch, self._counts[0], num_items)
-        return self._shared(loss, self._loss.answer())
+            found = self._run(batch, num_items, None)
+        return self._shared(*found)
 
+    @torch.no_grad()
     def __call__(self, inputs: Any) -> Any:
         """The model's output for inputs as of step(), without gradients; labels are not used.
 
         For a model of transformers the logits, over the whole vocabulary. Collective.
         """
-        batch = self._loss.checked(make_batch(inputs, None, self._num_parts(), has_targets=False))
+        batch = self._loss.checked(make_batch(inputs, None, self._num_parts, has_targets=False))
         batch = batch.to(self._device())
         if self.pipeline is not None:
             return self._loss.result_of(self.pipeline.forward(batch.args, kwargs=batch.kwargs))
-        with torch.no_grad():
-            return self._loss.result_of(self.model(*batch.args, **batch.kwargs))
+        return self._loss.result_of(self.model(*batch.args, **batch.kwargs))
 
     # ---- batches
-
-    def _num_parts(self) -> int:
-        """The number of parts of a batch outside of step()."""
-        return self._num_microbatches if self.pipeline is not None else 1
 
     def _device(self) -> torch.device:
         return next(iter(self.model.parameters())).device

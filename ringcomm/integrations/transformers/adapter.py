@@ -37,8 +37,8 @@ class Adapter:
         name: of its class, for messages.
         has_loss: whether its own loss is asked for.
         is_row: whether it is a sequence of blocks itself.
-        is_split, has_experts, is_mixtral: whether it has tensor-parallel layers, layers of
-            MixtureOfExperts, or Mixtral's own.
+        is_split, has_experts: whether it has tensor-parallel layers, or layers of MixtureOfExperts.
+        is_mixtral: whether it has experts for expert_parallelize().
         config: of a model of transformers; None for others.
         has_tensor_plan, has_pipeline_plan, has_router_loss: what that config says.
         is_peft, adds_tokens: whether PEFT has changed it, and puts learned tokens before a batch's.
@@ -55,7 +55,8 @@ class Adapter:
         kinds = {type(module) for module in described.module.modules()}
         self.is_split = any(issubclass(kind, SplitModule) for kind in kinds)
         self.has_experts = any(issubclass(kind, MixtureOfExperts) for kind in kinds)
-        self.is_mixtral = any(kind.__name__ == "MixtralSparseMoeBlock" for kind in kinds)
+        has_mixtral = any(kind.__name__ == "MixtralSparseMoeBlock" for kind in kinds)
+        self.is_mixtral = has_mixtral and hasattr(self._model, "config")
         self.systems = {axis for axis in ("tp", "pp", "ep") if getattr(dims, axis) > 1}
         self.systems |= {"Pipeline"} if dims.pp > 1 else set()
         self.systems |= {"tensor_parallelize"} if dims.tp > 1 and not self.is_split else set()
@@ -110,14 +111,12 @@ class LossInModel(PartLoss):
         self._is_shifted = is_called and is_causal_lm_loss(model.loss_function)
         # The routers' loss, which is a mean, is weighted together with that of the tokens.
         has_routers = getattr(model.config, "output_router_logits", False)
+        takes_number = bool(code.co_flags & inspect.CO_VARKEYWORDS) and not has_routers
         loss: Any = _loss_of
         if in_pipeline:
             loss = partial(model.loss_function, vocab_size=model.config.vocab_size)
-            if not self._is_shifted:  # a mean over labels that only it knows, not a sum
-                loss = partial(_called, loss)
-        elif self._is_shifted and code.co_flags & inspect.CO_VARKEYWORDS and not has_routers:
-            loss = _divided_loss_of
         super().__init__(loss, asks=not self._is_shifted)
+        self._divides = self._is_shifted and (in_pipeline or takes_number)
         self.blocks = pipeline_blocks(model) if in_pipeline else None
         head: Any = model.get_output_embeddings()
         ranges = head.splits["weight"].ranges if hasattr(head, "splits") else ()
@@ -186,16 +185,9 @@ class LossInModel(PartLoss):
         )
 
 
-def _loss_of(output: Any, _: Tensor) -> Tensor:
+def _loss_of(output: Any, *_: Any, **__: Any) -> Tensor:
+    """The loss that a model has computed itself."""
     return output.loss
-
-
-def _divided_loss_of(output: Any, _: Tensor, num_items_in_batch: float) -> Tensor:
-    return output.loss
-
-
-def _called(function: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    return function(logits, labels)
 
 
 def _check_packed(config: Any, batch: Mapping[str, Any]) -> None:

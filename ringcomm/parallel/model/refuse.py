@@ -295,51 +295,51 @@ _MODELS = (
     _Row(
         {"tp", "pp"},
         lambda _, a: a.adapter.is_peft,
-        "{kind} of PEFT has no plan for tp {asked.adapter.dims.tp} and pp {asked.adapter.dims.pp}: use dp or fsdp",
+        "{own.name} of PEFT has no plan for tp {own.dims.tp} and pp {own.dims.pp}: use dp or fsdp",
         TypeError,
     ),
     _Row(
         _CALL,
         lambda _, a: a.adapter.has_loss and a.adapter.adds_tokens,
-        "{kind} of PEFT adds tokens, whose labels are unknown: pass loss_fn",
+        "{own.name} of PEFT adds tokens, whose labels are unknown: pass loss_fn",
         TypeError,
     ),
     _Row(
         _CALL,
         lambda _, a: a.adapter.has_loss and a.adapter.config is None,
-        "{kind} is not a model of transformers and has no loss: pass loss_fn",
+        "{own.name} is not a model of transformers and has no loss: pass loss_fn",
     ),
     _Row(
         {"tp"},
         lambda _, a: not (a.adapter.is_split or a.adapter.has_tensor_plan),
-        "tp is {asked.adapter.dims.tp}, but {kind} has neither a tensor-parallel plan nor layers such as"
+        "tp is {own.dims.tp}, but {own.name} has neither a tensor-parallel plan nor layers such as"
         " ringcomm.nn.ColumnParallelLinear",
         TypeError,
     ),
     _Row(
         {"ep"},
         lambda _, a: not (a.adapter.is_mixtral or a.adapter.has_experts),
-        "ep is {asked.adapter.dims.ep}, but {kind} has neither experts of Mixtral nor layers of"
+        "ep is {own.dims.ep}, but {own.name} has neither experts of Mixtral nor layers of"
         " ringcomm.nn.MixtureOfExperts",
         TypeError,
     ),
     _Row(
         {"pp"},
         lambda _, a: not (a.adapter.is_row or a.adapter.has_loss),
-        "pp is {asked.adapter.dims.pp}, but {kind} is neither an nn.Sequential nor a dict of blocks; for a"
-        " model of transformers, which has its own loss, leave loss_fn out",
+        "pp is {own.dims.pp}, but {own.name} is neither an nn.Sequential nor a dict of blocks; for"
+        " a model of transformers, which has its own loss, leave loss_fn out",
         TypeError,
     ),
     _Row(
         {"pp"},
         lambda _, a: a.adapter.has_loss and not a.adapter.has_pipeline_plan,
-        "{kind} has no pipeline plan of its modules in its config",
+        "{own.name} has no pipeline plan of its modules in its config",
         TypeError,
     ),
     _Row(
         {"pp"},
         lambda _, a: a.adapter.problem_of_blocks(),
-        "{kind} is no chain of blocks that a pipeline can run ({found}): use pp 1",
+        "{own.name} is no chain of blocks that a pipeline can run ({found}): use pp 1",
         TypeError,
     ),
     _Row(
@@ -371,8 +371,7 @@ def refuse(model: Model, asked: Asked) -> None:
                 raise row.kind(_text_of(row, weight, asked))
     for row in _rows(_MODELS, asked):
         if found := row.is_so(model, asked):
-            kind = None if asked.adapter is None else asked.adapter.name
-            raise row.kind(row.text.format(found=found, kind=kind, asked=asked))
+            raise row.kind(row.text.format(found=found, asked=asked, own=asked.adapter))
 
 
 def _rows(table: tuple[_Row, ...], asked: Asked) -> list[_Row]:

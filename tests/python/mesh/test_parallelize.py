@@ -223,3 +223,15 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("ranks disagree on the options", {}, llama, num_microbatches=1 + rank)
     two = nn.ModuleList([Block(), Block().to("meta")])
     refused("the model is on cpu and meta: move it to one device", {"tp": 2}, two, **mse)
+    # What tensor_parallelize and Pipeline refuse is asked at the start too.
+    bert = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    refused("BertForMaskedLM has no pipeline plan in its config", {"pp": 2},
+        transformers.BertForMaskedLM(bert))  # fmt: skip
+    same = own_model()
+    same[1].up.weight.data = same[0].up.weight.data
+    refused("in the same memory, which parallelize would train", {"pp": 2}, same, **mse)
+    lazy = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(TypeError, match="run the model once before parallelize"):
+        parallelize(lazy, ParallelDims(), optimizer_of, **mse)
+    with pytest.raises(ValueError, match="ranks disagree on the problem of the model"):
+        parallelize(lazy if rank else own, ParallelDims(), optimizer_of, **mse)
