@@ -269,21 +269,20 @@ def _trace(options: argparse.Namespace) -> int:
         error("give one of: -- COMMAND, --merge FOLDER, --steps FILE")
     if not 64 <= options.events <= 1 << 24:
         error(f"--events must be 64 to {1 << 24}, got {options.events}")
-    from ringcomm.trace.command import convert_dumps, merge_folders, run_recorded
-    from ringcomm.trace.merge import steps
+    from ringcomm.trace import merge
 
     if options.steps:
-        print(steps(options.steps, options.seq))
+        print(merge.steps(options.steps, options.seq))
         return 0
     if options.format == "torch":
         if not options.merge:
             error("--format torch needs --merge FOLDER: it converts dumps of the flight recorder")
-        return convert_dumps(options.merge, options.output)
+        return merge.convert_dumps(options.merge, options.output)
     if not os.access(options.output.absolute().parent, os.W_OK) or options.output.is_dir():
         error(f"--output: cannot write {str(options.output)!r}")
     if options.merge:
-        return merge_folders(options.merge, options.output)
-    return run_recorded(command, options.events, options.output)
+        return merge.merge_folders(options.merge, options.output)
+    return merge.run_recorded(command, options.events, options.output)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> Run:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload import store_index
-from ringcomm.parallel.offload.file_engine import in_engine_thread, shared_engine
+from ringcomm.parallel.offload import store_index, transfers
 from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
 from ringcomm.parallel.offload.transfers import Transfer, aligned_size, empty_aligned, is_aligned
 
@@ -70,7 +69,7 @@ class FileStore:
                 f" {queue_depth} and {block_bytes}"
             )
         self.path = Path(path)
-        self._engine = shared_engine(queue_depth, block_bytes)
+        self._engine = transfers.shared_engine(queue_depth, block_bytes)
         store_index.make_folder(self.path)
         self._keeps = keep
         self._fd, self.is_direct = store_index.open_file(
@@ -303,7 +302,7 @@ class FileStore:
 
 def _finish(fd: int, pending: dict[str, Transfer]) -> None:
     """Closes a file after its last transfer: its descriptor may then be reused."""
-    if in_engine_thread():  # a garbage collection there; waiting would stop the transfers
+    if transfers.in_engine_thread():  # a garbage collection there; waiting would stop the transfers
         threading.Thread(target=_finish, args=(fd, pending)).start()
         return
     for transfer in pending.values():

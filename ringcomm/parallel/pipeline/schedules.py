@@ -80,24 +80,18 @@ def make_plan(
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
     default = SCHEDULES[schedule].default_stages
     per_rank = default if stages_per_rank is None else stages_per_rank
-    plan = Plan(schedule, num_ranks, per_rank, num_microbatches)
-    _check_numbers(plan)
-    return plan
-
-
-def _check_numbers(plan: Plan) -> None:
-    schedule, num, num_ranks = plan.schedule, plan.num_microbatches, plan.num_ranks
+    num = num_microbatches
     for name, value in (
         ("num_ranks", num_ranks),
         ("num_microbatches", num),
-        ("num_stages_per_rank", plan.stages_per_rank),
+        ("num_stages_per_rank", per_rank),
     ):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
-    wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, plan.stages_per_rank)
-    if plan.stages_per_rank != wanted:
+    wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, per_rank)
+    if per_rank != wanted:
         raise ValueError(
-            f"{schedule} needs num_stages_per_rank={wanted}, got {plan.stages_per_rank}: leave it"
+            f"{schedule} needs num_stages_per_rank={wanted}, got {per_rank}: leave it"
             ' out, or use schedule="interleaved"'
         )
     if schedule == "1f1b" and num < num_ranks:
@@ -110,6 +104,7 @@ def _check_numbers(plan: Plan) -> None:
             f"{schedule} over {num_ranks} ranks needs num_microbatches to be a multiple of "
             f"{num_ranks}, got {num}"
         )
+    return Plan(schedule, num_ranks, per_rank, num)
 
 
 class Action(NamedTuple):

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload import FileStore, file_engine
-from ringcomm.parallel.offload.file_engine import END_OF_FILE, FileEngine, FileTransfer
+from ringcomm.parallel.offload import FileStore, transfers
+from ringcomm.parallel.offload.transfers import END_OF_FILE, FileEngine, FileTransfer
 
 BLOCK = 4096
 
@@ -163,9 +163,9 @@ def test_fewer_threads_are_enough_and_none_are_not(
 def test_threads_are_small_and_take_no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[set[signal.Signals]] = []
     sizes: list[int] = []
-    real = file_engine._work_on
+    real = transfers._work_on
 
-    def work_on(queue: file_engine._Queue) -> None:
+    def work_on(queue: transfers._Queue) -> None:
         real(queue)
         masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))  # type: ignore[arg-type]
 
@@ -173,7 +173,7 @@ def test_threads_are_small_and_take_no_signals(monkeypatch: pytest.MonkeyPatch) 
         sizes.append(threading.stack_size())
         real(thread)
 
-    monkeypatch.setattr(file_engine, "_work_on", work_on)
+    monkeypatch.setattr(transfers, "_work_on", work_on)
     monkeypatch.setattr(threading.Thread, "start", start)
     before = threading.stack_size()
     engine = FileEngine(1, BLOCK)

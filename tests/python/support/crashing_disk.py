@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ringcomm.parallel.offload import file_store
+from ringcomm.parallel.offload import transfers
 
 PAGE = 4096
 
@@ -104,8 +104,8 @@ class Disk:
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._wrap("sync", getattr(os, name)))
-        find = file_store.shared_engine
-        monkeypatch.setattr(file_store, "shared_engine", lambda *a: RecordingEngine(self, find(*a)))
+        find = transfers.shared_engine
+        monkeypatch.setattr(transfers, "shared_engine", lambda *a: RecordingEngine(self, find(*a)))
 
     def mark(self, mark: Any) -> None:
         self._log(Op("mark", mark=mark))
