@@ -33,7 +33,6 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import ranks  # noqa: E402
 
-
 _left: list[str] = []  # behind, by ranks of the processes that run the tests
 
 

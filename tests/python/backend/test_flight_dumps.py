@@ -311,9 +311,7 @@ def test_a_signal_dumps_a_rank_that_hangs(launcher: Launcher, tmp_path: Path, ca
 
 @needs_analyser
 @pytest.mark.parametrize("case", ["stopped", "holds the GIL"])
-def test_the_doctor_dumps_ranks_that_cannot(
-    launcher: Launcher, tmp_path: Path, case: str
-) -> None:
+def test_the_doctor_dumps_ranks_that_cannot(launcher: Launcher, tmp_path: Path, case: str) -> None:
     def ask_doctor(*arguments: str) -> None:
         command = [sys.executable, "-m", "ringcomm", "doctor", "--job", str(pids[0]), "--dump"]
         done = subprocess.run(
