@@ -8,6 +8,7 @@ PYTHON ?= python3
 ARGS ?=
 RANKS ?= 2
 RACE ?=
+WORKERS ?= auto
 ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
 PREPARE := cd "$(ROOT)" && "$(PYTHON)" tools/bootstrap.py
 CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
@@ -34,9 +35,11 @@ train: check-python  ## train a small model, compare its losses with Gloo's, tim
 build: check-python  ## make the environment .venv and build the extension in it
 	@$(PREPARE) --extension
 
+# Files in order: those of the last folders are short, so that no process runs long alone at the end.
+BY_FILE := --dist=loadfile --no-loadscope-reorder
 test: check-python test-cpp  ## run the C++ tests and the Python tests that are not slow
 	@$(MAKE) --no-print-directory -C "$(ROOT)" test-python \
-	    ARGS="-m 'not slow' --numprocesses=auto --dist=loadfile"
+	    ARGS="-m 'not slow' --numprocesses=$(WORKERS) $(BY_FILE)"
 
 test-all:  ## run all tests, as every night, and record the result in tests/verified.txt
 	@"$(ROOT)/.ci/run" --all

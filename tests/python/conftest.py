@@ -39,8 +39,9 @@ _left: list[str] = []  # behind, by ranks of the processes that run the tests
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """`make test` gives options of pytest-xdist; without it this process runs the tests."""
     if not pluginmanager.hasplugin("xdist"):
-        parser.addoption("--numprocesses")
-        parser.addoption("--dist")
+        for option in ("--numprocesses", "--dist"):
+            parser.addoption(option)
+        parser.addoption("--no-loadscope-reorder", action="store_true")
 
 
 @pytest.hookimpl(optionalhook=True)

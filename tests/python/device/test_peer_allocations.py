@@ -23,9 +23,9 @@ from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 pytestmark = emulated_gpu.needs_emulated_gpu
 
 GPU = "emugpu"
-NUM_BYTES = 16 << 20  # of an allocation of its own, unlike any other
+NUM_BYTES = 8 << 20  # of an allocation of its own, unlike any other
 NUM_ELEMS = NUM_BYTES // 4
-MEMORY = 128 << 20  # of a GPU on which it is scarce
+MEMORY = 64 << 20  # of a GPU on which it is scarce
 FEW_CALLS = 4  # announced in the second, mapped in the third, used by then or in the fourth
 
 

@@ -37,8 +37,8 @@ def launch(program: list[str | Path], folder: Path) -> list[dict[str, Any]]:
     return client_runs.launch(Path(sys.executable), [*program, folder], 2, folder, limit_s=240.0)
 
 
-# More ranks than cores take long, and Trainer's loop is that of Accelerate.
-SLOW = {one.name for one in CLIENTS.values() if one.ranks > 2} | {"accelerate_loop"}
+# More ranks than cores take long. Trainer's loop is that of Accelerate, and another test has it.
+SLOW = {one.name for one in CLIENTS.values() if one.ranks > 2} | {"trainer_ddp"}
 SHORT = [
     pytest.param(one.name, marks=[pytest.mark.slow] if one.name in SLOW else [])
     for one in CLIENTS.values()

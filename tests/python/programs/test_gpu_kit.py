@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 SMI = """#!/bin/sh
 case "$*" in
 *compute_cap) echo 9.0 ;;
-*memory.free) echo "0, ${DRIVER:-590.48}, ${MODE:-Default}, ${MIG:-Disabled}, ${FREE:-140000}" ;;
+*memory.free) echo "${SEEN:-0, 590.48, Default, Disabled, 140000}" ;;
 *) exit 6 ;;
 esac
 """
@@ -148,22 +148,26 @@ def test_what_is_cut_off_is_taken_by_another_checkout(checkout: Path) -> None:
     assert "is no folder of results" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("env", "said"),
-    [
-        ({"DRIVER": "570.10"}, "driver 570.10 is older than CUDA 13, which needs 580: install"),
-        ({"MODE": "Exclusive_Process"}, "is in exclusive mode: without MPS a second rank"),
-        ({"MODE": "Prohibited"}, "takes no programs: nvidia-smi -i 0 -c DEFAULT"),
-        ({"MIG": "Enabled"}, "is cut by MIG: ranks of one group need one slice"),
-        ({"FREE": "2048"}, "has 2.0 GiB free: the large sizes need 8"),
-    ],
-)
-def test_gpus_that_do_not_serve_are_named(checkout: Path, env: dict[str, str], said: str) -> None:
+# What nvidia-smi says of a GPU after its number, and what is said of it.
+WRONG = {
+    "570.10, Default, Disabled, 140000": ": driver 570.10 is older than CUDA 13, which needs 580: "
+    "install",
+    "590.48, Exclusive_Process, Disabled, 140000": " is in exclusive mode: without MPS a second "
+    "rank",
+    "590.48, Prohibited, Disabled, 140000": " takes no programs: nvidia-smi -i 2 -c DEFAULT",
+    "590.48, Default, Enabled, 140000": " is cut by MIG: ranks of one group need one slice",
+    "590.48, Default, Disabled, 2048": " has 2.0 GiB free: the large sizes need 8",
+}
+
+
+def test_gpus_that_do_not_serve_are_named(checkout: Path) -> None:
     page = checkout / "docs" / "gpu-verification.md"
     page.write_text(page.read_text().replace("sleep 600", "true"))
-    status, text = run(checkout, "5", **env)
+    seen = "\n".join(f"{gpu}, {line}" for gpu, line in enumerate(WRONG))
+    status, text = run(checkout, "5", SEEN=seen)
     assert status == 0, text
-    assert f"GPU 0{':' if 'driver' in said else ''} {said}" in text
+    for gpu, said in enumerate(WRONG.values()):
+        assert f"GPU {gpu}{said}" in text
 
 
 def test_a_library_keeps_the_kernels_of_one_architecture(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from test_public_calls import MODULES
 
 TIMEOUT_S = 120
@@ -25,10 +24,23 @@ name = dist.group.WORLD.group_name
 """
 
 
-def output_of(program: str, *args: str) -> str:
-    """What a fresh interpreter prints; a failure shows its errors."""
+# Programs that each start as if torch had just been imported, and nothing else.
+FORKS = """
+import os, sys, torch, torch.distributed
+for program in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        exec(program)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def outputs_of(*programs: str) -> list[str]:
+    """The lines that programs print, one each; a failure shows its errors."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *args],
+        [sys.executable, "-c", FORKS, *programs],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -36,18 +48,20 @@ def output_of(program: str, *args: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("start", ["import torch, ringcomm\n", GROUP])
-def test_heavy_modules_are_not_imported(start: str) -> None:
+def test_heavy_modules_are_not_imported() -> None:
     """Modules that torch itself imports are not counted: they are what is there before."""
-    program = "import sys, torch, torch.distributed\nbefore = {*sys.modules}\n" + start
-    program += "print(*({*sys.modules} - before))"
-    found = output_of(program).split()
-    assert "ringcomm.backend" in found
-    wrong = [name for name in found if name.startswith(HEAVY)]
-    assert not wrong
+    programs = [
+        "before = {*sys.modules}\n" + start + "print(*({*sys.modules} - before))"
+        for start in ("import torch, ringcomm\n", GROUP)
+    ]
+    for line in outputs_of(*programs):
+        found = line.split()
+        assert "ringcomm.backend" in found
+        wrong = [name for name in found if name.startswith(HEAVY)]
+        assert not wrong
 
 
 def test_public_names_are_found_without_importing_their_module() -> None:
@@ -57,7 +71,7 @@ import importlib, sys, torch, ringcomm
 assert {"nn", "ops", "optim", "parallel", "planner", "integrations"} <= {*dir(ringcomm)}
 assert "ringcomm.optim" not in sys.modules
 assert {"pipeline", "zero"} <= {*dir(ringcomm.parallel)}
-for name in sys.argv[1:]:
+for name in MODULES:
     found = ringcomm
     for part in name.split(".")[1:]:
         found = getattr(found, part)
@@ -69,48 +83,48 @@ try:
 except AttributeError as error:
     print(error)
 """
-    said = output_of(program, *MODULES)
-    assert said == "module 'ringcomm' has no attribute 'optimizers'\n"
+    said = outputs_of(f"MODULES = {MODULES!r}\n{program}")
+    assert said == ["module 'ringcomm' has no attribute 'optimizers'"]
 
 
-USES = {
-    "eager": "got = direct(x)",
-    "torch.compile": "got = torch.compile(direct, backend='aot_eager', fullgraph=True)(x)",
-    "torch.compile of ringcomm.ops": """
+USES = (
+    "got = direct(x)",
+    "got = torch.compile(direct, backend='aot_eager', fullgraph=True)(x)",
+    """
 import ringcomm
 def wrapped(x):
     return ringcomm.ops.all_reduce(x) * 2
 got = torch.compile(wrapped, backend="aot_eager", fullgraph=True)(x)
 """,
-}
+)
 
 
-@pytest.mark.parametrize("use", USES)
-def test_operators_used_directly_have_their_fakes_and_gradients(use: str) -> None:
+def test_operators_used_directly_have_their_fakes_and_gradients() -> None:
     """With no import of ringcomm.ops; the namespace may have been looked up before ringcomm."""
-    program = f"""
-import torch
+    programs = [
+        f"""
 operators = torch.ops.ringcomm
 {GROUP}
 assert "ringcomm.ops" not in sys.modules
 def direct(x):
     return operators.all_reduce(x, "sum", name) * 2
 x = torch.ones(3, requires_grad=True)
-{USES[use]}
+{use}
 got.sum().backward()
 print(got.tolist(), x.grad.tolist())
 """
-    assert output_of(program) == "[2.0, 2.0, 2.0] [2.0, 2.0, 2.0]\n"
+        for use in USES
+    ]
+    assert outputs_of(*programs) == ["[2.0, 2.0, 2.0] [2.0, 2.0, 2.0]"] * len(USES)
 
 
 def test_an_exported_program_is_loaded_by_a_process_that_has_made_a_group(tmp_path: Path) -> None:
     file = str(tmp_path / "program.pt2")
-    export = """
+    export = f"""
 class Doubled(torch.nn.Module):
     def forward(self, x):
         return torch.ops.ringcomm.all_reduce(x, "sum", name) * 2
-torch.export.save(torch.export.export(Doubled(), (torch.ones(3),)), sys.argv[1])
+torch.export.save(torch.export.export(Doubled(), (torch.ones(3),)), {file!r})
 """
-    output_of(GROUP + export, file)
-    load = "print(torch.export.load(sys.argv[1]).module()(torch.ones(3)).tolist())"
-    assert output_of(GROUP + load, file) == "[2.0, 2.0, 2.0]\n"
+    load = f"print(torch.export.load({file!r}).module()(torch.ones(3)).tolist())"
+    assert outputs_of(GROUP + export, GROUP + load) == ["[2.0, 2.0, 2.0]"]
