@@ -170,14 +170,19 @@ def describe(module: nn.Module) -> Model:
 
 def unwrapped(module: Any) -> Any:
     """What is in wrappers of torch, and of PEFT."""
-    while (attribute := wrapped_attribute(type(module))) or hasattr(module, "get_base_model"):
+    while (attribute := wrapped_attribute(module)) or hasattr(module, "get_base_model"):
         module = getattr(module, attribute) if attribute else module.get_base_model()
     return module
 
 
+def wrapped_attribute(module: Any) -> str | None:
+    """Where one of torch's wrappers has the module that it is around; None for other modules."""
+    kind: Any = type(module)
+    return _wrapped_attribute_of(kind)
+
+
 @cache
-def wrapped_attribute(kind: type) -> str | None:
-    """Where a class of torch's wrappers has the module that it is around; None for others."""
+def _wrapped_attribute_of(kind: Any) -> str | None:
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
@@ -189,7 +194,7 @@ def _walk(
     if isinstance(module, LocalExperts) and module.group.size() > 1:
         experts = module
     yield prefix, module, experts
-    wrapped = wrapped_attribute(type(module))
+    wrapped = wrapped_attribute(module)
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, prefix if name == wrapped else f"{prefix}{name}.", experts)

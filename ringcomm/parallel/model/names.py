@@ -23,7 +23,7 @@ def plain_name(module: nn.Module, name: str) -> str:
     found: Any = module
     for part in name.split("."):
         is_wrapper = False
-        while not is_wrapper and (attribute := wrapped_attribute(type(found))) is not None:
+        while not is_wrapper and (attribute := wrapped_attribute(found)) is not None:
             found, is_wrapper = getattr(found, attribute), part == attribute
         if not is_wrapper:
             kept.append(part)
