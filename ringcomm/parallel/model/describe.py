@@ -187,6 +187,23 @@ def _wrapped_attribute_of(kind: Any) -> str | None:
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
 
+def plain_name(module: nn.Module, name: str) -> str:
+    """A name of a parameter or buffer, or a key of state_dict(), without the names of wrappers.
+
+    Some wrappers remove their own name from keys, so that it may be missing.
+    """
+    kept: list[str] = []
+    found: Any = module
+    for part in name.split("."):
+        is_wrapper = False
+        while not is_wrapper and (attribute := wrapped_attribute(found)) is not None:
+            found, is_wrapper = getattr(found, attribute), part == attribute
+        if not is_wrapper:
+            kept.append(part)
+            found = getattr(found, part, None)
+    return ".".join(kept)
+
+
 def _walk(
     module: nn.Module, prefix: str, experts: LocalExperts | None
 ) -> Iterator[tuple[str, nn.Module, LocalExperts | None]]:

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import all_gathered, local_of
 from ringcomm.parallel.model.cut import Box, cut_of
-from ringcomm.parallel.model.describe import Weight, describe
-from ringcomm.parallel.model.names import plain_name
+from ringcomm.parallel.model.describe import Weight, describe, plain_name
 from ringcomm.parallel.offload.optimizers import numbered_groups
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (

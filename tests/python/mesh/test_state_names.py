@@ -17,8 +17,7 @@ from torch.testing import assert_close
 
 from ringcomm.nn import ColumnParallelLinear
 from ringcomm.parallel import ParameterServer, get_state_dict, pipeline, set_state_dict, zero
-from ringcomm.parallel.model.describe import describe
-from ringcomm.parallel.model.names import plain_name
+from ringcomm.parallel.model.describe import describe, plain_name
 
 
 class Net(nn.Module):

@@ -60,8 +60,8 @@ def test_errors(rank: int) -> None:
         (model, sgd, {"stage": 2, "units": []}, ValueError, "for stage 3 only"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 3}, ValueError, "must be float32"),
         (scalar, torch.optim.SGD(scalar.parameters()), {"stage": 3}, ValueError, "no dimensions"),
-        (empty, torch.optim.SGD(empty.parameters()), {"stage": 3}, ValueError, "1 has .*no elements"),
-        (narrow, torch.optim.SGD(narrow.parameters()), {"stage": 3}, ValueError, "weight has .*no elements"),
+        (empty, torch.optim.SGD(empty.parameters()), {"stage": 3}, ValueError, "1 has .*elements"),
+        (narrow, torch.optim.SGD(narrow.parameters()), {"stage": 3}, ValueError, "no element"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 1, "param_dtype": torch.bfloat16},
          ValueError, "is torch.bfloat16"),
     ]  # fmt: skip
