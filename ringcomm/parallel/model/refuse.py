@@ -272,11 +272,19 @@ def refuse(model: Model, asked: Asked) -> None:
         for row in rows:
             if row.is_so(weight, asked):
                 raise row.kind(_text_of(row, weight, asked))
-    both = None if asked.system in _LOMO else model.in_same_memory()
+    moves = asked.system in _ZERO | _SHARDS | _TENSOR
+    both = None if asked.system in _LOMO else model.in_same_memory(with_buffers=moves)
     if both is not None:
+        buffers = [of.name for of in both if of.tensor in model.buffers]
         raise ValueError(
-            f"{both[0].name} and {both[1].name} are two parameters in the same memory, which"
-            f" {asked.name} would train as two weights: tie weights by using one parameter"
+            f"{both[0].name} and {both[1].name} are two "
+            + (
+                f"tensors in the same memory, which {asked.name} would separate: make"
+                f" {buffers[0]} from the weight in each forward, or clone() it"
+                if buffers
+                else f"parameters in the same memory, which {asked.name} would train as two"
+                " weights: tie weights by using one parameter"
+            )
         )
     if asked.system in _ZERO | _SHARDS:
         devices = {str(p.device) for p in model.weights if not p.is_meta}
