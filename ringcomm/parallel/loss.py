@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ringcomm.parallel.asked_loss import disagreement, is_integer, is_label
 from ringcomm.parallel.batches import Batch
 from ringcomm.parallel.model.describe import unwrapped
-from ringcomm.torch_names import tree_leaves
+from ringcomm.torch_names import gathered_weights, tree_leaves
 
 IGNORED = -100  # torch's default ignore_index
 Loss = Callable[..., Tensor]
@@ -160,7 +161,11 @@ class PartLoss:
         rule = f"integers other than {self._ignored}" if is_integer(targets) else "rows"
         rule = rule if self._count_items is None else "as count_items counts them"
         count = None if self._divides and self._count_items else lambda y: self.labels(y).counts[0]
-        weights = None if self.model is None else [*self.model.parameters()]
+        weights: list[Any] | None = None
+        if self.model is not None:
+            units = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+            gathered = [weight for unit in units for weight in gathered_weights(unit)]
+            weights = [*self.model.parameters(), *gathered]
         ignored = self._ignored
         problem = disagreement(self._loss_fn, kind, count, ignored, output, targets, weights)
         what = "sum divided by num_items_in_batch" if self._divides else kind

@@ -116,21 +116,27 @@ class Model:
         of_stages = [] if self.stage is None else self.stage.tensor_groups
         return list(dict.fromkeys([*tensor_groups_of([self.module]), *of_stages]))
 
-    def in_same_memory(self) -> tuple[Weight, Weight] | None:
-        """Two parameters whose memory overlaps, or None."""
-        end, before = 0, None
+    def in_same_memory(self, *, with_buffers: bool) -> tuple[Weight, Weight] | None:
+        """Two parameters whose memory overlaps, or a parameter and a buffer; None without them."""
         spans = []
-        for param, weight in self.weights.items():
-            is_there = not (param.is_meta or isinstance(param, nn.UninitializedParameter))
-            if is_there and find_shards(param) is None and param.layout == torch.strided:
-                own = local_of(param.detach())
+        buffers = self.buffers.values() if with_buffers else ()
+        for weight in (*self.weights.values(), *buffers):
+            tensor, is_weight = weight.tensor, weight.tensor in self.weights
+            is_there = not (tensor.is_meta or isinstance(tensor, nn.UninitializedParameter))
+            is_known = find_shards(tensor) is None if is_weight else type(tensor) is Tensor
+            if is_there and is_known and tensor.layout == torch.strided:
+                own = local_of(tensor.detach())
                 reach = sum((n - 1) * s for n, s in zip(own.shape, own.stride(), strict=True)) + 1
                 if own.numel():
-                    spans.append((own.data_ptr(), reach * own.element_size(), weight))
-        for begin, num_bytes, weight in sorted(spans, key=lambda span: span[:2]):
-            if before is not None and begin < end:
-                return before, weight
-            end, before = begin + num_bytes, weight
+                    spans.append((own.data_ptr(), reach * own.element_size(), is_weight, weight))
+        last: dict[bool, tuple[int, Weight]] = {}  # of buffers and of parameters
+        for begin, num_bytes, is_weight, weight in sorted(spans, key=lambda span: span[:2]):
+            for kind in (True, False) if is_weight else (True,):
+                end, before = last.get(kind, (0, weight))
+                if begin < end:
+                    return before, weight
+            if begin + num_bytes > last.get(is_weight, (0, weight))[0]:
+                last[is_weight] = begin + num_bytes, weight
         return None
 
     def axes(self) -> Axes:

@@ -278,9 +278,15 @@ def _devices(model: Model, *, with_meta: bool) -> list[str]:
 _MODELS = (
     _Row(
         (_TRAINERS - _LOMO) | _PIPELINE | _TENSOR,
-        lambda m, _: m.in_same_memory(),
+        lambda m, _: m.in_same_memory(with_buffers=False),
         "{found[0].name} and {found[1].name} are two parameters in the same memory, which"
         " {asked.name} would train as two weights: tie weights by using one parameter",
+    ),
+    _Row(
+        _ZERO | _SHARDS | _TENSOR,
+        lambda m, _: m.in_same_memory(with_buffers=True),
+        "{found[0].name} and {found[1].name} are two tensors in the same memory, which {asked.name}"
+        " would separate: make the buffer from the weight in each forward, or clone() it",
     ),
     _Row(
         _ZERO | _SHARDS,

@@ -185,3 +185,28 @@ def test_a_parameter_server_leaves_unused_weights(rank: int, kind: str) -> None:
     for (name, wanted), found in zip(alone.named_parameters(), together.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=name)
     assert torch.equal(together.never.weight, Late().never.weight)
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@in_ranks(2)
+def test_a_buffer_in_the_memory_of_a_weight(rank: int, is_persistent: bool) -> None:
+    """https://github.com/huggingface/accelerate/pull/3154: it would stay as the weight was."""
+    alone: Any = None
+    for name in ("Lomo", "parallelize", *FROM_META, "WeightShards"):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 3)
+        model.register_buffer("shown", model.weight.detach()[:1], persistent=is_persistent)
+        model.register_buffer("also", model.shown, persistent=is_persistent)
+        if name not in ("Lomo", "parallelize"):
+            with pytest.raises(ValueError, match="weight and shown are two tensors in the same"):
+                SYSTEMS[name](model)
+            continue
+        optimizer = SYSTEMS[name](model)
+        if name == "parallelize":
+            optimizer.step(torch.ones(2, 4), torch.zeros(2, 3))
+            optimizer = optimizer.optimizer
+        else:
+            nn.functional.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 3)).backward()
+        optimizer.step()
+        alone = model.weight.detach().clone() if alone is None else alone
+        torch.testing.assert_close(model.shown, alone[:1])
