@@ -151,7 +151,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("system", REFUSED)
 @in_ranks(2)
 def test_each_way_writes_what_one_process_writes(rank: int, system: str, tmp_path: Path) -> None:
-    """https://github.com/huggingface/accelerate/issues/3505"""
     _, net = made(system)
     wanted, _ = get_state_dict(net, full=True)
     for way, refused in zip(WAYS, REFUSED[system], strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import between_check
 import pytest
-from between_table import ACTIONS, BETWEEN, CUBES, MESHES, TABLES, pending_of, views_of
+from between_table import ACTIONS, BETWEEN, CUBES, MESHES, PROGRAM, TABLES, pending_of, views_of
 from pair_table import Case
 
 pytest.importorskip("transformers")
@@ -25,7 +25,13 @@ ONE = os.environ.get("RINGCOMM_LOOP", "")
 MAX_FAILURES = 20
 # Axes of one table that cases of another one have here besides.
 COMMON = {"between steps": ACTIONS, "backend": ("ringcomm", "gloo")}
-OF_SYSTEMS = {**BETWEEN.axes, **COMMON, "tied": ("no", "yes"), "used": MESHES.axes["used"]}
+OF_SYSTEMS = {
+    **BETWEEN.axes,
+    **PROGRAM.axes,
+    **COMMON,
+    "tied": ("no", "yes"),
+    "used": MESHES.axes["used"],
+}
 OF_MESHES = {**BETWEEN.axes, **MESHES.axes, **COMMON}
 del OF_MESHES["system"]
 
