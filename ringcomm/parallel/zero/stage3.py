@@ -183,12 +183,11 @@ class Zero3(ZeroOptimizer):
         """Drops zeros that fully_shard has reduced for weights without a gradient on any rank."""
         params = self.all_params()
         mine = [2 if param in self._kept else self._has_gradient(param) for param in params]
-        mine.append(not self._awaits_backward)
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
-        *found, has_passed = facts.tolist()
-        self._awaits_backward = False
-        if not has_passed and not any(found):
+        found = facts.tolist()
+        is_unreached, self._awaits_backward = self._awaits_backward, False
+        if is_unreached and not any(found):
             raise RuntimeError(
                 "no backward pass has reached the outputs of the model since its forward pass:"
                 " backward(inputs=weights) does nothing at stage 3, where gradients belong to"

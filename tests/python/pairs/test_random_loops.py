@@ -58,6 +58,11 @@ def makes_sense(case: Case) -> bool:
     has_uneven_heads = case.get("sizes") == "uneven" and "tp" in case["mesh"]
     if has_uneven_heads and case["between steps"] == "state_dict":
         return False  # refused by name: no DTensor describes them
+    is_refused = case.get("loss") in ("shifts labels", "ignore_index=-1", "class weights")
+    if is_refused and case["labels"] == "full":
+        return False  # such a loss may be the right mean then
+    if case.get("trained", "always") != "always" and case["between steps"] == "freeze":
+        return False  # both change the same layer
     if case["backend"] == "gloo" and (
         case["leaving"] != "together"
         or case.get("system") == "infinity"
