@@ -62,8 +62,9 @@ def current_node() -> Any:
 
 
 def in_transform() -> bool:
-    """Whether a transformation of torch.func, such as vmap or grad, is active."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether a transformation of torch.func, such as vmap, or forward-mode AD is active."""
+    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return is_forward_mode or torch._C._are_functorch_transforms_active()
 
 
 def keeps_graph() -> bool:

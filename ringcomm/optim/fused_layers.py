@@ -8,6 +8,7 @@ all uses in this backward pass, and writes the weight after all reads.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -75,9 +76,11 @@ class Handle:
 _handles = WeakIdKeyDictionary()
 
 
-def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
+def _handle_of(module: nn.Module, weight: Tensor, given: Tensor) -> Handle | None:
     """The handle of a fused layer's weight, if this use is recorded by autograd."""
-    if torch.compiler.is_compiling() or in_transform():  # an ordinary gradient
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
+        return None  # an ordinary gradient, as of nested and sparse inputs
+    if given.layout != torch.strided or given.is_nested:
         return None
     handle: Handle | None = _handles.get(weight)
     if handle is None or not torch.is_grad_enabled() or not weight.requires_grad:
@@ -85,6 +88,10 @@ def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
     if not weight.is_contiguous():  # the updates by factors are for rows in memory
         return None
     return handle if handle.module is module else None  # not for a layer tied to it later
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 class _Fused(torch.autograd.Function):
@@ -111,12 +118,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         given, weight = ctx.saved_tensors
         (node, _), *_ = ctx.next_functions
-        rows = grad_out.reshape(-1, grad_out.shape[-1])
+        rows = _rows_of(grad_out)
         if weight is None:
             return ctx.handle.keep(node, given.reshape(-1), rows), None, None, None
         grad_x = grad_out @ weight.to(grad_out.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        grad = ctx.handle.keep(node, given.reshape(-1, weight.shape[1]), rows)
+        grad = ctx.handle.keep(node, _rows_of(given), rows)
         return grad, grad_x, grad_bias, None
 
 
@@ -125,7 +132,7 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear."""
-        handle = _handle_of(self, self.weight)
+        handle = _handle_of(self, self.weight, input)
         if handle is None:
             return super().forward(input)
         bias: Tensor | None = self.bias
@@ -146,7 +153,7 @@ class FusedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Embedding."""
-        handle = _handle_of(self, self.weight)
+        handle = _handle_of(self, self.weight, input)
         if handle is None:
             return super().forward(input)
         return _Fused.apply(self.weight, input, None, handle)

@@ -17,7 +17,7 @@ from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
-from ringcomm.optim.slot import Groups, Slot
+from ringcomm.optim.slot import Groups, Slot, in_function
 from ringcomm.parallel.model.axes import Axes
 from ringcomm.torch_names import (
     at_end_of_backward,
@@ -45,7 +45,7 @@ class GradientPath:
     _is_checked: bool  # whether the first gradient was checked
     _is_due: bool  # whether a gradient has come, so that step() ends a step
     _has_overflow: bool
-    _open_passes: set[int]  # backward passes with a gradient that have not ended, by their ids
+    _open_passes: dict[int, bool]  # whether a backward pass with a gradient is nested, by its id
     _updated: list[str]  # weights, when the last backward pass ended
 
     def __init__(self, optimizer: Any, options: StepOptions) -> None:
@@ -78,13 +78,13 @@ class GradientPath:
     def arrived(self, slot: Slot) -> None:
         """Autograd has run all of a backward pass that leads to the parameter."""
         with exact(slot.param.device):
-            self._open_pass(slot)
+            is_nested = self._open_pass()
             slot.see_dropped()
             gradient = None if slot.handle is None else slot.handle.take(slot.name)
             is_new = slot.collect()
             if gradient is None and not is_new:
                 return  # a function has returned None, or the weight is frozen now
-            awaits_more = slot.awaits_more()
+            awaits_more = slot.awaits_more(is_nested=is_nested)
             if not awaits_more:
                 self._count(slot)
             is_last = not awaits_more and slot.num_arrived == self._num_parts
@@ -104,12 +104,11 @@ class GradientPath:
 
     def whole_arrived(self, slot: Slot) -> None:
         """Autograd has made a whole gradient, which fully_shard will reduce."""
-        if slot.is_nested and slot.num_unseen_uses > 1:
+        if self._open_pass() and slot.num_unseen_uses:
             raise RuntimeError(
                 f"{slot.name} is used by several segments of a reentrant checkpoint, and"
                 " fully_shard loses gradients of all but one: say use_reentrant=False"
             )
-        self._open_pass(slot)
         self._same[slot.peers].expect(slot)
 
     def updated(self) -> list[str]:
@@ -126,7 +125,8 @@ class GradientPath:
                 " model and its optimizer again from a checkpoint"
             )
 
-    def _open_pass(self, slot: Slot) -> None:
+    def _open_pass(self) -> bool:
+        """Notes the current backward pass; returns whether it is nested."""
         task = graph_task()
         if task not in self._open_passes:
             if clones_saved_tensors():
@@ -134,16 +134,17 @@ class GradientPath:
                     "allow_mutation_on_saved_tensors() is active in a backward pass that updates"
                     " weights, and would clone them: leave it before backward()"
                 )
-            is_nested = slot.is_nested or bool(self._open_passes)
+            is_nested = in_function("backward") or bool(self._open_passes)
             at_end_of_backward(partial(self._close_pass, task, is_nested=is_nested))
-            self._open_passes.add(task)
+            self._open_passes[task] = is_nested
+        return self._open_passes[task]
 
     def _close_pass(self, task: int, *, is_nested: bool) -> None:
         """At the end of a backward pass: expected gradients that are missing count as zeros."""
         if self.replicas is not None and not is_nested:
             with exact(self.slots[0].param.device):
                 self._take_turns(self.replicas, all_of_them=True)
-        self._open_passes.discard(task)
+        self._open_passes.pop(task, None)
         self._updated = self.updated()
         for slot in () if is_nested else self.slots:
             slot.show()
@@ -243,7 +244,7 @@ class GradientPath:
 
         Raises RuntimeError, before a write, if a gradient is not finite.
         """
-        uses = [slot.num_unseen_uses for slot in self.slots]
+        uses = [(slot.num_unseen_uses, slot.has_plain_use) for slot in self.slots]
         try:
             self._pass = "facts"
             try:
@@ -258,8 +259,9 @@ class GradientPath:
                 ) from error
             self.end_pass()
             factor = self._factor_of_facts()
-            for slot, num_unseen_uses in zip(self.slots, uses, strict=True):
-                slot.num_arrived, slot.num_unseen_uses = 0, num_unseen_uses
+            for slot, known in zip(self.slots, uses, strict=True):
+                slot.num_arrived = 0
+                slot.num_unseen_uses, slot.has_plain_use = known
             self._forget_agreements()
             if factor is not None:
                 self._pass, self._factor = "update", factor
@@ -354,5 +356,5 @@ class GradientPath:
         self._forget_agreements()
         for slot in self.slots:
             slot.forget()
-        self._facts, self._open_passes, self._updated = StepFacts(), set(), []
+        self._facts, self._open_passes, self._updated = StepFacts(), {}, []
         self._is_checked = self._is_due = self._has_overflow = self.is_scaled = False

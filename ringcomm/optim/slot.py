@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
 from ringcomm.optim.fused_layers import Handle
@@ -66,6 +68,22 @@ def _read_after_update(name: str) -> str:
     )
 
 
+def in_function(name: str) -> bool:
+    """Whether the forward or backward of a torch.autograd.Function runs in this thread.
+
+    The Function of a reentrant checkpoint calls layers in its forward without gradients, and a
+    nested backward pass in its backward. torch does not say so.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        first = code.co_varnames[:1] if code.co_name == name else ()
+        if first not in ((), ("self",)) and isinstance(frame.f_locals.get(*first), FunctionCtx):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class Slot:
     """One weight and its state in this step.
 
@@ -75,7 +93,8 @@ class Slot:
         held: its complete gradient, if that waits for step().
         arrived_in: the id of the backward pass of the last gradient.
         first_use: the sequence number of its first use by a layer in this step; 0 if not used.
-        num_unseen_uses: uses in no_grad mode; a reentrant checkpoint may have a gradient for each.
+        num_unseen_uses: uses by first runs of reentrant checkpoints, until they are recomputed.
+        has_plain_use: whether there is a use in the graph of the outer backward pass, too.
         grad_dtype: the dtype in which gradients are accumulated, and reduced over ranks.
         cut: the weight's elements on this rank.
         parts: the ranks with the others, for norms.
@@ -125,8 +144,10 @@ class Slot:
         """Resets the slot for the next step."""
         self.show()
         self.num_arrived = self.num_unseen_uses = self.first_use = 0
-        self.arrived_in = self._made_in = NO_BACKWARD
-        self.is_written = self._is_spent = self._is_marked = self._is_new = False
+        self.arrived_in = NO_BACKWARD
+        self.has_plain_use = self.is_written = self._is_spent = self._is_marked = self._is_new = (
+            False
+        )
         self.total: Tensor | None = None
         self.held: Gradient | None = None
         if self.param.grad is self.placeholder:
@@ -188,8 +209,8 @@ class Slot:
         if is_complete:
             raise RuntimeError(
                 f"{self.name} got a gradient after its update: backward() ran again before step()"
-                " (say accumulation_steps), or a weight is used in several segments of a reentrant"
-                " checkpoint (use_reentrant=False)"
+                " (say accumulation_steps), or a reentrant checkpoint uses the weight without its"
+                " layer (say use_reentrant=False)"
             )
 
     def take(self) -> Tensor:
@@ -245,9 +266,12 @@ class Slot:
             )
         if not self.first_use:
             self.first_use = next(_uses)
-        if torch.is_grad_enabled():
-            self._made_in = graph_task()
-        elif module.training:
+        if graph_task() != NO_BACKWARD:
+            if torch.is_grad_enabled() and self.num_unseen_uses and in_function("backward"):
+                self.num_unseen_uses -= 1
+        elif torch.is_grad_enabled():
+            self.has_plain_use = True
+        elif in_function("forward"):
             self.num_unseen_uses += 1
 
     @property
@@ -256,26 +280,22 @@ class Slot:
         hooks = self.param._post_accumulate_grad_hooks
         return self.shards is not None or next(reversed(hooks)) == self.hook_id
 
-    @property
-    def is_nested(self) -> bool:
-        """Whether the arriving gradient comes from the nested pass of a reentrant checkpoint."""
-        return self._made_in not in (NO_BACKWARD, graph_task())
-
-    def awaits_more(self) -> bool:
+    def awaits_more(self, *, is_nested: bool) -> bool:
         """Called when a gradient arrives: whether this backward pass will produce more of it.
 
         A reentrant checkpoint (Chen et al. 2016, the first form of torch.utils.checkpoint) runs
         each segment without gradients, then again in a nested backward pass. The gradient of a
-        weight in several segments therefore arrives several times: once per use in no_grad mode.
+        weight therefore arrives once for each segment, and once for all uses outside of segments.
         """
-        if not self.is_nested:
-            return False
-        self.num_unseen_uses -= 1
-        return self.num_unseen_uses > 0
+        if not is_nested:
+            self.has_plain_use = False
+        return self.num_unseen_uses > 0 or self.has_plain_use
 
     def will_come(self, task: int) -> bool:
         """Whether a backward pass, by torch's id, will still produce a gradient of the weight."""
-        return self.num_unseen_uses > 0 or (self.arrived_in != task and self.autograd_will_bring())
+        if self.num_unseen_uses > 0 or (self.has_plain_use and self.total is not None):
+            return True
+        return self.arrived_in != task and self.autograd_will_bring()
 
     def autograd_will_bring(self) -> bool:
         """Whether the current backward pass produces a gradient for the parameter itself."""

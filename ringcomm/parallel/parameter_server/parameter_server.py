@@ -80,6 +80,7 @@ class ParameterServer:
     Collective: makes a group, and one broadcast.
     """
 
+    @torch.inference_mode(False)  # updates must be able to write states
     def __init__(
         self,
         model: nn.Module,
@@ -196,6 +197,7 @@ class ParameterServer:
         """The loss times the loss scale, for backward(); the loss itself if there is none."""
         return loss if self._scale is None else loss * self._scale.value
 
+    @torch.inference_mode(False)  # updates must be able to write states
     def push(self) -> None:
         """Sends the gradients and clears them; does not wait for the update.
 
@@ -292,6 +294,7 @@ class ParameterServer:
         """Why a whole state by names does not fit the keys; None if it does."""
         return misfit(state, self._groups, self._keys)
 
+    @torch.inference_mode(False)  # updates must be able to write states
     def load_named(self, state: Mapping[str, Any]) -> None:
         """Loads the model's weights, and optionally a matching whole state; before step 0.
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
@@ -104,6 +104,7 @@ def test_terms_are_those_of_the_design() -> None:
     assert terms("two_shot", 2 * MIB + 4, 2) == (6, 2 + 4 / MIB)
 
 
+@settings(deadline=None)
 @given(
     world_size=st.integers(2, 64),
     alpha=st.floats(0.05, 50),
@@ -140,6 +141,7 @@ def test_cross_over() -> None:
         assert cross_over_bytes(ratios) == pytest.approx(expected, rel=0.1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
 def test_no_other_measured_size_would_choose_better(gains: list[float]) -> None:
     """The oracle tries every threshold, and counts the time lost by each as a factor."""

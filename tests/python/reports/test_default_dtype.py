@@ -1,4 +1,4 @@
-"""Another default dtype, and evaluations in inference mode: neither changes what is trained.
+"""Another default dtype or device, and inference mode: they do not change what is trained.
 
 https://github.com/pytorch/ao/pull/4915: under torch.set_default_dtype(torch.bfloat16) a step count
 ends at 256. https://github.com/pytorch/pytorch/issues/113203: what the first forward pass keeps
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +25,60 @@ from torch.nn.functional import cross_entropy, mse_loss
 from ringcomm import ops
 from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import ParallelDims, WeightShards, offload, parallelize, pipeline, zero
+from ringcomm.parallel import (
+    ParallelDims,
+    ParameterServer,
+    WeightShards,
+    get_state_dict,
+    offload,
+    parallelize,
+    pipeline,
+    zero,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
-# ---- every factory call says its dtype
+# ---- every factory call says its dtype, and its device
 
 FACTORIES = {"zeros", "ones", "empty", "full", "tensor", "rand", "randn", "eye", "linspace"}
 FACTORIES |= {"logspace", "scalar_tensor", "asarray", "empty_strided", "normal", "Tensor"}
 # Not among them: `arange`, only of integers here; `as_tensor`, only of arrays, which have a dtype.
 
 
-def without_dtype(source: str) -> Iterator[int]:
-    """The lines of factory calls whose result depends on torch.get_default_dtype()."""
+def without(keyword: str, source: str, factories: set[str]) -> Iterator[int]:
+    """The lines of factory calls whose result depends on the default dtype or device."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
         call = ast.unparse(node.func)
-        named = {keyword.arg for keyword in node.keywords}
+        named = {each.arg for each in node.keywords}
         if call == "partial" and node.args:  # the dtype may come with the call
             continue
-        if call.startswith("torch.") and call[6:] in FACTORIES and not named & {"dtype", None}:
+        if call.startswith("torch.") and call[6:] in factories and not named & {keyword, None}:
             yield node.lineno
 
 
-def test_factory_calls_say_their_dtype() -> None:
-    assert list(without_dtype("torch.zeros(3)\ntorch.ones(3, dtype=x)\nx.zeros(2)")) == [1]
+@pytest.mark.parametrize("keyword", ["dtype", "device"])
+def test_factory_calls_say_what_they_make(keyword: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/27878: packages that rely on the default device.
+
+    Only the programs in ringcomm/measure choose no device: they run on the default one.
+    """
+    source = "torch.zeros(3)\ntorch.ones(3, dtype=x, device=y)\nx.zeros(2)"
+    assert list(without(keyword, source, FACTORIES)) == [1]
     files = [path for name in ("ringcomm", "kernels") for path in (ROOT / name).rglob("*.py")]
+    factories = FACTORIES
+    if keyword == "device":
+        factories = FACTORIES | {"arange", "randint", "randperm"}
+        files = [path for path in files if path.parent.name != "measure"]
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
-        for line in without_dtype(path.read_text(encoding="utf-8"))
+        for line in without(keyword, path.read_text(encoding="utf-8"), factories)
     ]
     assert len(files) > 100
-    assert not found, "torch.set_default_dtype() changes the results of these calls: give dtype="
+    assert not found, f"torch's defaults change the results of these calls: give {keyword}="
 
 
 # ---- systems
@@ -68,19 +87,18 @@ STEPS = 3
 Parts = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], Any, Any]
 
 
+@torch.inference_mode(False)
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"dtype": F32}
+    sizes: dict[str, Any] = {"dtype": F32, "device": "cpu"}
     layers = [nn.Sequential(nn.Linear(8, 8, **sizes), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*layers, nn.Linear(8, 4, **sizes))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(4, 8, dtype=F32, generator=generator),
-        torch.randn(4, 4, dtype=F32, generator=generator),
-    )
+    how: dict[str, Any] = {"dtype": F32, "device": "cpu"}
+    how["generator"] = torch.Generator().manual_seed(step)
+    return torch.randn(4, 8, **how), torch.randn(4, 4, **how)
 
 
 def by_model(model: nn.Module, optimizer: Any) -> Parts:
@@ -182,9 +200,13 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().clone()
 
 
-def trained(name: str, first: Any = None, between: Any = None) -> list[Tensor]:
-    """Losses, and the states that the optimizer shows, after some steps."""
-    step, evaluate, optimizer, model = SYSTEMS[name]()
+def trained(name: str, first: Any = None, between: Any = None, around: Any = None) -> list[Tensor]:
+    """Losses, and the states that the optimizer shows, after some steps.
+
+    The system is made, saved and loaded in a context of `around`, if that is given.
+    """
+    with (around or nullcontext)():
+        step, evaluate, optimizer, model = SYSTEMS[name]()
     losses = []
     for idx in range(STEPS):
         if mode := first if idx == 0 else between:
@@ -195,6 +217,10 @@ def trained(name: str, first: Any = None, between: Any = None) -> list[Tensor]:
         losses.append(step(*batch(idx)))
         optimizer.step()
         optimizer.zero_grad()
+        if around is not None and idx == 0 and name != "infinity":  # its state is in files
+            with around():
+                get_state_dict(model, optimizer)
+                optimizer.load_state_dict(optimizer.state_dict())
     with torch.no_grad():
         losses.append(evaluate(*batch(9)))
     states = {} if name == "infinity" else getattr(optimizer, "state", {})  # those are outside
@@ -259,6 +285,49 @@ def test_evaluations_before_and_between_steps(rank: int) -> None:
     check_evaluations(torch.inference_mode, between=True)
     check_evaluations(torch.inference_mode, first=True, between=True)
     check_evaluations(torch.no_grad, first=True, between=True)
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")  # nothing can be computed there
+    try:
+        yield
+    finally:
+        torch.set_default_device("cpu")
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("around", [torch.inference_mode, default_device])
+def test_systems_are_made_and_loaded_in_other_surroundings(rank: int, around: Any) -> None:
+    """https://github.com/pytorch/pytorch/issues/95957 and 148874.
+
+    Layers that are made in inference mode cannot be trained in torch either.
+    """
+    for name in SYSTEMS:
+        if name not in ("tensor parallelism", "experts"):
+            right = trained(name, around=nullcontext)
+            assert_same(trained(name, around=around), right, f"{name}, {around.__name__}")
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("around", [torch.inference_mode, default_device])
+def test_a_parameter_server_in_other_surroundings(rank: int, around: Any) -> None:
+    """As above."""
+    results = []
+    for each in (nullcontext, around):
+        model = net()
+        with each():
+            server = ParameterServer(model, adamw)
+        with server:
+            for idx in range(STEPS):
+                with each():
+                    server.pull()
+                mse_loss(model(batch(2 * idx + rank)[0]), batch(idx)[1]).backward()
+                with each():
+                    server.push()
+            server.pull(fresh=True)
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert_same(results[1], results[0], around.__name__)
 
 
 # ---- the step count of AdamW

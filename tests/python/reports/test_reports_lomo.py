@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import in_ranks
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -405,6 +407,9 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("how", ["layer", "detached", "data", "number"])
 def test_segment_reads_a_weight_after_its_update(how: str, is_reentrant: bool) -> None:
     """https://github.com/pytorch/tutorials/pull/2568: weights change while the pass still runs."""
+    if how == "layer" and is_reentrant:  # a use that is seen: the update waits for the segment
+        check_same_as_sgd(steps, lambda: Gated(how, is_reentrant=True))
+        return
     model = Gated(how, is_reentrant=is_reentrant)
     opt = Lomo(model, LR)
     with pytest.raises(RuntimeError, match=r"head\.weight was read inside a backward pass"):
@@ -453,6 +458,81 @@ def test_weights_can_be_read_between_backward_and_step() -> None:
     check_same_as_sgd(loop)
 
 
+class Reused(nn.Module):
+    """Weights in reentrant segments, and beside them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.layer, self.table = how, nn.Linear(6, 6), nn.Embedding(6, 6)
+
+    def segment(self, x: Tensor) -> Tensor:
+        if self.how == "tied":
+            return torch.tanh(self.layer(x)) @ self.table.weight.t()
+        if self.how == "functional":
+            return functional.linear(torch.tanh(self.layer(x)), self.layer.weight)
+        return torch.tanh(self.layer(x))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "tied":
+            x = x + self.table(torch.arange(len(x)))
+        elif self.how == "before":
+            x = self.layer(x)
+        elif self.how == "eval":
+            self.eval()
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        x = checkpoint(self.segment, x, use_reentrant=True)
+        if self.how == "nested":
+            x = checkpoint(
+                lambda y: checkpoint(self.segment, y, use_reentrant=True), x, use_reentrant=True
+            )
+        elif self.how == "eval":
+            x = checkpoint(self.segment, x, use_reentrant=True)
+        elif self.how in ("after", "functional"):
+            x = self.layer(x)
+        return x
+
+
+REUSED = ["tied", "functional", "before", "after", "eval", "nested"]
+
+
+@both_modes
+@pytest.mark.parametrize("how", REUSED)
+def test_reentrant_segment_shares_a_weight(how: str, options: dict[str, Any]) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/988, and 81296 of pytorch."""
+    check_same_as_sgd(steps, lambda: Reused(how), **options)
+
+
+@in_ranks(2)
+def test_ranks_with_reentrant_segments_that_share_a_weight(rank: int) -> None:
+    """As above, with replicas and shards. https://github.com/pytorch/pytorch/issues/81296"""
+    for how in REUSED:
+        wanted = Reused(how)
+        steps(wanted, torch.optim.SGD(wanted.parameters(), LR))
+        for options in ({}, DEFERRED, {"clip_grad_norm": 1e6, "clip_mode": "two_pass"}):
+            model = Reused(how)
+            opt = Lomo(model, LR, group=dist.group.WORLD, **options)
+            for x in ROWS[:3]:
+                opt.backward(model(x).square().mean())
+                opt.step()
+            opt.close()
+            torch.testing.assert_close(weights(model), weights(wanted))
+
+
+def test_passes_without_gradients_in_training_mode_delay_nothing() -> None:
+    """Pseudo-labels of the model itself: gradients must not wait for step().
+
+    https://github.com/OpenLMLab/LOMO/issues/41
+    """
+    model = net()
+    opt = Lomo(model, LR)
+    with torch.no_grad():
+        wanted = model(ROWS[1])
+    (model(ROWS[0]) - wanted).square().mean().backward()
+    assert opt.held_bytes == 0
+    opt.step()
+
+
 class Looped(nn.Module):
     """A layer that runs in two segments."""
 
@@ -478,6 +558,72 @@ def test_fully_shard_with_a_layer_in_two_reentrant_segments(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"layer\.\w+ is used by several segments.*reentrant"):
         model(ROWS[0]).square().mean().backward()
     opt.close()
+
+
+# ---- uses of a layer that are not ordinary
+
+
+def first_layer(model: Any, x: Tensor) -> Tensor:
+    result: Tensor = model[0](x)
+    return result
+
+
+def nested_rows(model: Any, x: Tensor) -> Tensor:
+    rows = torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+    return first_layer(model, rows).values()
+
+
+def padded_rows(model: Any, x: Tensor) -> Tensor:
+    rows = torch.nested.nested_tensor([x[:2], x[2:]])
+    return first_layer(model, rows).to_padded_tensor(0.0)
+
+
+def dual_numbers(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        primal, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, ROWS[7])))
+    return torch.cat([primal, tangent])
+
+
+USES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "nested": nested_rows,  # https://github.com/Lightning-AI/pytorch-lightning/issues/21588
+    "padded": padded_rows,
+    "sparse": lambda model, x: model(x.relu().to_sparse()),
+    "compressed": lambda model, x: model(x.relu().to_sparse_csr()),
+    "dual": dual_numbers,  # https://github.com/pytorch/pytorch/issues/137720
+    # https://github.com/microsoft/nni/issues/5134, https://github.com/pytorch/pytorch/issues/20862
+    "traced": lambda model, x: torch.jit.trace(model, x)(x),
+}
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore")  # of prototypes, and of torch.jit
+@pytest.mark.parametrize("use", USES)
+def test_uses_that_torch_has_a_layer_for(use: str, options: dict[str, Any]) -> None:
+    """Nested and sparse inputs, forward-mode differentiation, and tracing."""
+
+    def loop(model: Any, opt: Any) -> None:
+        for x in ROWS[:2]:
+            USES[use](model, x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    check_same_as_sgd(loop, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.parametrize("options", [{}, DEFERRED, {"clip_grad_value": 9.0}])
+def test_layers_without_features(kind: Any, options: dict[str, Any]) -> None:
+    """https://github.com/pytorch/pytorch/issues/48152, https://github.com/salute-developers/GigaAM/pull/33"""
+    none, some = nn.Linear(0, 4), nn.Linear(6, 0)
+    model = nn.ModuleList([none, some])
+    bias = none.bias.detach().clone()
+    opt = kind(model, LR, **options)
+    (none(torch.ones(5, 0)).sum() + some(ROWS[0]).sum()).backward()
+    opt.step()
+    if kind is Lomo:
+        torch.testing.assert_close(none.bias.detach(), bias - LR * 5)
+    assert torch.isfinite(none.bias).all()
 
 
 # ---- parameter groups, schedulers, wrappers

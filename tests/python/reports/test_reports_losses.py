@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ringcomm import nn
 from ringcomm.ops import cross_entropy, linear_cross_entropy
+from ringcomm.torch_names import FakeTensorMode
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ROWS, HIDDEN, CLASSES = 6, 4, 10
@@ -287,6 +288,20 @@ def test_float64(options: dict[str, Any]) -> None:
         )
     with pytest.raises(IndexError, match=f"target 1 is {CLASSES}"):
         cross_entropy(LOGITS.double(), torch.tensor([0, CLASSES, 0, 0, 0, 0]), **options)
+
+
+def test_logits_without_values() -> None:
+    """https://github.com/pytorch/pytorch/issues/99250: on the meta device, in FakeTensorMode."""
+    with torch.device("meta"):
+        logits, target = torch.empty(4, CLASSES), torch.zeros(4, dtype=torch.int64)
+    for dtype in (F64, F32, BF16):
+        leaf = leaf_of(logits, dtype)
+        cross_entropy(leaf, target, label_smoothing=0.1, outputs=("lse",))[0].backward()
+        assert grad_of(leaf).is_meta
+        with FakeTensorMode():
+            fake = torch.zeros(4, CLASSES, dtype=dtype, requires_grad=True)
+            cross_entropy(fake, torch.zeros(4, dtype=torch.int64)).backward()
+            assert grad_of(fake).shape == fake.shape
 
 
 # ---- layers
