@@ -275,17 +275,17 @@ def refuse(model: Model, asked: Asked) -> None:
     moves = asked.system in _ZERO | _SHARDS | _TENSOR
     both = None if asked.system in _LOMO else model.in_same_memory(with_buffers=moves)
     if both is not None:
-        buffers = [of.name for of in both if of.tensor in model.buffers]
-        raise ValueError(
-            f"{both[0].name} and {both[1].name} are two "
-            + (
-                f"tensors in the same memory, which {asked.name} would separate: make"
-                f" {buffers[0]} from the weight in each forward, or clone() it"
-                if buffers
-                else f"parameters in the same memory, which {asked.name} would train as two"
-                " weights: tie weights by using one parameter"
-            )
+        first, second = sorted(both, key=lambda of: of.tensor in model.buffers)
+        problem = (
+            f"{first.name} and {second.name} are two parameters in the same memory, which"
+            f" {asked.name} would train as two weights: tie weights by using one parameter"
         )
+        if second.tensor in model.buffers:
+            problem = (
+                f"the buffer {second.name} is in the memory of {first.name}, and {asked.name} would"
+                " separate them: make it from the weight in each forward, or clone() it"
+            )
+        raise ValueError(problem)
     if asked.system in _ZERO | _SHARDS:
         devices = {str(p.device) for p in model.weights if not p.is_meta}
         if len(devices) > 1:
