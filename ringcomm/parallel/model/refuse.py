@@ -284,9 +284,11 @@ _MODELS = (
     ),
     _Row(
         _ZERO | _SHARDS | _TENSOR,
-        lambda m, _: m.in_same_memory(with_buffers=True),
-        "{found[0].name} and {found[1].name} are two tensors in the same memory, which {asked.name}"
-        " would separate: make the buffer from the weight in each forward, or clone() it",
+        lambda m, _: sorted(
+            m.in_same_memory(with_buffers=True) or (), key=lambda of: of.tensor in m.buffers
+        ),
+        "the buffer {found[1].name} is in the memory of {found[0].name}, and {asked.name} would"
+        " separate them: make it from the weight in each forward, or clone() it",
     ),
     _Row(
         _ZERO | _SHARDS,

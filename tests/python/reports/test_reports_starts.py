@@ -198,7 +198,9 @@ def test_a_buffer_in_the_memory_of_a_weight(rank: int, is_persistent: bool) -> N
         model.register_buffer("shown", model.weight.detach()[:1], persistent=is_persistent)
         model.register_buffer("also", model.shown, persistent=is_persistent)
         if name not in ("Lomo", "parallelize"):
-            with pytest.raises(ValueError, match="weight and shown are two tensors in the same"):
+            with pytest.raises(
+                ValueError, match=r"buffer shown is in the memory of weight|buffer also is in"
+            ):
                 SYSTEMS[name](model)
             continue
         optimizer = SYSTEMS[name](model)
