@@ -77,6 +77,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     engine.queue_callback(call)
 
 
+def clones_saved_tensors() -> bool:
+    """Whether torch.autograd.graph.allow_mutation_on_saved_tensors() is active."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 def is_traced() -> bool:
     """Whether the caller runs under torch.compile; call it in an untraced function."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)

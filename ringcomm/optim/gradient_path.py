@@ -19,7 +19,12 @@ from ringcomm.optim.gradients import Gradient, StepFacts, exact
 from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot
 from ringcomm.parallel.model.axes import Axes
-from ringcomm.torch_names import at_end_of_backward, graph_task, storage_id
+from ringcomm.torch_names import (
+    at_end_of_backward,
+    clones_saved_tensors,
+    graph_task,
+    storage_id,
+)
 
 
 class GradientPath:
@@ -124,6 +129,11 @@ class GradientPath:
     def _open_pass(self, slot: Slot) -> None:
         task = graph_task()
         if task not in self._open_passes:
+            if clones_saved_tensors():
+                raise RuntimeError(
+                    "allow_mutation_on_saved_tensors() is active in a backward pass that updates"
+                    " weights, and would clone them: leave it before backward()"
+                )
             is_nested = slot.is_nested or bool(self._open_passes)
             at_end_of_backward(partial(self._close_pass, task, is_nested=is_nested))
             self._open_passes.add(task)

@@ -2,9 +2,10 @@
 
 torch.nn.utils.clip_grad_norm_ counts the gradients that it is given, and torch.amp.GradScaler skips
 the steps in which it finds an overflow in them. Ranks with different parts of one model would clip
-by different factors and skip different steps, and replicated weights would diverge. States of
-optimizers over parts of weights would be saved as full. No module is asked in these functions. The
-check is therefore installed around them when the first such module is made.
+by different factors and skip different steps, and replicated weights would diverge; so would those
+of optimizers that need whole weights. States of optimizers over parts of weights would be saved as
+full. No module is asked in these functions. The check is therefore installed around them when the
+first such module is made.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ def _check_torch() -> None:
     _check(
         torch.amp.GradScaler,
         "_unscale_grads_",  # ShardedGradScaler, which synchronizes overflows, overrides it
-        lambda _, optimizer, *__, **___: [
-            param for group in optimizer.param_groups for param in group["params"]
-        ],
+        lambda _, optimizer, *__, **___: _params_of(optimizer),
         "torch.amp.GradScaler sees only the overflows of this rank, which has a part of the"
         " model, so ranks would skip different steps: use ShardedGradScaler of"
         " torch.distributed.fsdp.sharded_grad_scaler, the option loss_scale= of zero.shard() or"
@@ -63,6 +62,28 @@ def _check_torch() -> None:
         "torch.distributed.checkpoint.state_dict would save this rank's part of the optimizer's"
         " state as all of it: use ringcomm.parallel.get_state_dict(model, optimizer)",
     )
+    for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):
+        _check(
+            kind,
+            "step",
+            _params_of if kind is torch.optim.LBFGS else _split_params_of,
+            f"torch.optim.{kind.__name__} needs whole weights, and this rank has a part of the"
+            " model, so that ranks would make different steps: use an optimizer that updates each"
+            " element of a weight by itself, such as AdamW",
+        )
+
+
+def _params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _split_params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
+    """Those of tensor-parallel layers: a stage and experts have whole weights."""
+    layers = [
+        module for module in _modules if hasattr(module, "splits") and module.group.size() > 1
+    ]
+    split = {id(layer._parameters[name]) for layer in layers for name in layer.splits}
+    return [param for param in _params_of(optimizer) if id(param) in split]
 
 
 def _check(owner: Any, name: str, params_of: Callable[..., list[Any]], message: str) -> None:

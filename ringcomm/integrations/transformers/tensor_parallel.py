@@ -63,8 +63,9 @@ def tensor_parallelize(
         model: a model of transformers with a tensor-parallel plan in its config (Llama, Mistral,
             Qwen, ...), unsharded. It is changed in place, and starts from the weights and buffers
             of the group's rank 0. The parameters of its layers may be on the meta device, for
-            ringcomm.parallel.set_state_dict(). Make optimizers afterwards; they must update each
-            element of a weight by itself, as AdamW does and Muon does not.
+            ringcomm.parallel.set_state_dict(), and buffers until the first forward. Make optimizers
+            afterwards; they must update each element of a weight by itself, as AdamW does. Muon,
+            Adafactor and LBFGS raise at their first step.
         group: None for the default group.
         mesh: a one-dimensional DeviceMesh, instead of a group.
         sequence_parallel: shard the tokens over the ranks between sharded layers (Korthikanti
@@ -84,7 +85,8 @@ def tensor_parallelize(
             heads; or, with sequence_parallel, the model has other parts than an embedding, layers
             of blocks and norms, and a last norm. The model is unchanged.
 
-    forward() raises ValueError if it returns attentions, or hidden states of sharded tokens, and
+    forward() raises ValueError if a buffer is on the meta device, if it returns attentions, or
+    hidden states of sharded tokens, and
     without gradients if ranks have different ids. In training mode, in calls number 1, 2, 4, 8 and
     so on, it raises ValueError if ranks have different ids, labels or masks; if they draw different
     random numbers, such as for the dropout of a head; for dropout in attention and feed-forward
@@ -317,6 +319,13 @@ class _Checks:
                     f"{name} would return what this tensor-parallel rank has, a part of the heads"
                     " or tokens: leave it out"
                 )
+        if not self._num_calls and not torch.compiler.is_compiling():
+            for name, buffer in base.named_buffers():
+                if buffer.is_meta:
+                    raise ValueError(
+                        f"{name} is a buffer on the meta device, which checkpoints may not have:"
+                        " take the module around it from a model that was made on the CPU"
+                    )
         if not base.training:
             return
         if not torch.compiler.is_compiling():

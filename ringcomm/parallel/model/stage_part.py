@@ -9,22 +9,13 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from ringcomm.parallel.model.saving import refuse_part
+from ringcomm.parallel.model.saving import refuse_copy, refuse_part
 from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import tensor_groups_of
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def refuse_stage_copy(*_: Any) -> NoReturn:
-    """Raises RuntimeError for a copy of a Pipeline or its module."""
-    raise RuntimeError(
-        "a Pipeline and its module cannot be copied or pickled: they have only this rank's blocks"
-        " and refer to a process group. Take the weights by"
-        " ringcomm.parallel.get_state_dict(..., full=True)"
-    )
 
 
 class StagePart(nn.Module):
@@ -61,7 +52,7 @@ class StagePart(nn.Module):
         self.after_backward: list[Callable[[], None]] = []
         self.first_names: dict[str, str] = {}
 
-    __deepcopy__ = __reduce_ex__ = refuse_stage_copy
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RuntimeError."""

@@ -17,7 +17,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.parallel.batches import check_rows
 from ringcomm.parallel.flat_collectives import all_gathered, check_agreement, device_of, gather_ints
 from ringcomm.parallel.loss import CountItems, LossError, PartLoss, StepLoss, parameters_of
-from ringcomm.parallel.model.stage_part import refuse_stage_copy
+from ringcomm.parallel.model.saving import refuse_copy
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
@@ -169,7 +169,7 @@ class Pipeline:
 
     # ---- this rank's part
 
-    __deepcopy__ = __reduce_ex__ = refuse_stage_copy
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.gradient_placeholder import weakly
@@ -40,6 +41,7 @@ from ringcomm.torch_names import (
     graph_task,
     reduce_unused,
     root_mesh,
+    storage_id,
     untraced,
 )
 
@@ -65,7 +67,14 @@ class Zero3(ZeroOptimizer):
             self._inner = optimizer.over(self.param_groups)
         self._begun: set[int] = set()  # backward passes that have not ended
         self._is_in_forward = False  # also after a forward that has raised
+        self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
+        named = model.named_parameters()
+        self._memory = [(name, param, param.detach()) for name, param in named]
         model.register_forward_pre_hook(untraced(weakly(self._forward_begins)))
+        meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
+        for module in model.modules():
+            if not isinstance(module, FSDPModule) and module._parameters:
+                module.register_forward_pre_hook(partial(_check_gathered, meshes))
         model.register_forward_hook(untraced(weakly(self._watch_outputs)))
         refuse_moves(model)
         is_whole = given.mesh is None or root_mesh(given.mesh).size() == self.group.size()
@@ -112,16 +121,29 @@ class Zero3(ZeroOptimizer):
         self._reduced[param] = param.grad
 
     def _forward_begins(self, *_: Any) -> None:
+        self._check_memory()
         self._is_in_forward = True
+
+    def _check_memory(self) -> None:
+        """Raises RuntimeError if `param.data = x` has changed a DTensor and not its local part."""
+        for name, param, before in self._memory:
+            if storage_id(before) != storage_id(param):
+                raise RuntimeError(
+                    f"`.data` of {name} was set, as vector_to_parameters() does, which has no"
+                    " effect at stage 3: write by param.copy_() in torch.no_grad(), or"
+                    " ringcomm.parallel.set_state_dict()"
+                )
 
     def _watch_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
         self._is_in_forward = False
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
             if tensor.grad_fn is not None:
+                self._awaits_backward = True
                 tensor.grad_fn.register_prehook(weakly(self._pass_begins))
 
     def _pass_begins(self, _: tuple[Tensor, ...]) -> None:
         refuse_create_graph("stage 3 of zero.shard()")
+        self._awaits_backward = False
         task = graph_task()
         if task not in self._begun:
             self._begun.add(task)
@@ -164,6 +186,13 @@ class Zero3(ZeroOptimizer):
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
         found = facts.tolist()
+        is_unreached, self._awaits_backward = self._awaits_backward, False
+        if is_unreached and not any(found):
+            raise RuntimeError(
+                "no backward pass has reached the outputs of the model since its forward pass:"
+                " backward(inputs=weights) does nothing at stage 3, where gradients belong to"
+                " gathered weights. Leave inputs= out, and freeze other weights by requires_grad_()"
+            )
         if 2 in found:
             raise RuntimeError(
                 "gradients from no_sync() were not reduced at stage 3: run the last backward"
@@ -193,6 +222,17 @@ class Zero3(ZeroOptimizer):
         if self._is_in_forward:
             # Units that a failed forward has gathered would keep the weights from before the step.
             self._reset_units()
+        self._check_memory()
+        model = self._model()
+        units = [] if model is None else _fsdp_modules(model)
+        left = {whole for unit in units for whole in gathered_weights(unit)}
+        for name, param in model.named_parameters() if model is not None else ():
+            if param in left:
+                raise RuntimeError(
+                    f"{name} is still gathered, because several segments of a reentrant checkpoint"
+                    " use it, and fully_shard loses gradients of all but one: say"
+                    " use_reentrant=False"
+                )
         super()._check_unchanged()
         if any(param._backward_hooks for param in self.all_params()):
             raise ValueError(f"a weight {HOOK_AT_STAGE_3}")
@@ -255,6 +295,20 @@ def _shard_units(given: Given) -> None:
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
     start_equal(whole, [group], whole.buffers())
+
+
+def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
+    """Raises RuntimeError if a layer is called outside of the forward pass of its unit.
+
+    With torch's tensor parallelism gathered weights are DTensors too, of other meshes.
+    """
+    for param in () if torch.compiler.is_compiling() else module._parameters.values():
+        if isinstance(param, DTensor) and param.device_mesh in meshes:
+            raise RuntimeError(
+                f"the weights of this {type(module).__name__} are sharded outside of the model's"
+                " forward pass: call the whole model. A method beside forward gathers them after"
+                " torch.distributed.fsdp.register_fsdp_forward_method(model, its name)"
+            )
 
 
 def _keep_output(module: nn.Module, _: Any, output: Any) -> Any:

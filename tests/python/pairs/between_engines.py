@@ -84,6 +84,7 @@ class Engine:
         self.core = make_model(case, seed)
         self.model = wrapped(case, self.core)
         self.params: list[nn.Parameter] = []
+        self.losses: list[float] = []  # that step() of parallelize() has returned
 
     def made(self) -> None:
         """Called at the end of __init__."""
@@ -138,6 +139,7 @@ class Engine:
         made = type(self)(self.case, SEED_AFTER_LOADING)
         set_state_dict(made.owner, made.optimizer, *saved)
         made.scheduler.load_state_dict(self.scheduler.state_dict())
+        made.losses = self.losses
         return made
 
 
@@ -224,7 +226,7 @@ class MeshEngine(Engine):
         return self.train
 
     def run(self, ids: Tensor, labels: Tensor) -> None:
-        self.train.step(ids, targets_of(self.case, labels))
+        self.losses.append(float(self.train.step(ids, targets_of(self.case, labels))))
 
     def evaluate(self) -> float:
         use(self.case, ACTION_STEP, 0)

@@ -200,6 +200,7 @@ class Alone:
         self.model: Any = make_model(case, 0).double()
         self.optimizer = optimizer_of(case, self.model.parameters())
         self.scheduler = scheduler_of(case, self.optimizer)
+        self.losses: list[float] = []
         # Statistics of each rank's rows.
         own = {name: value.clone() for name, value in self.model.named_buffers()}
         self._buffers = [copy.deepcopy(own) for _ in range(num_data)]
@@ -220,11 +221,12 @@ class Alone:
         batches = [batch_of(self.case, step, r, self.num_data) for r in range(self.num_data)]
         total = sum(weight_of(self.case, labels) for _, labels in batches)
         raised: Exception | None = None
+        loss = 0.0
         for rank, (ids, labels) in enumerate(batches):
             use(self.case, step, rank)
             with self.as_rank(rank):
                 try:
-                    self._backward(ids, labels, total)
+                    loss += self._backward(ids, labels, total)
                 except ValueError as error:
                     raised = error
         if raised is not None:
@@ -232,6 +234,7 @@ class Alone:
                 self._step_unfinished()
             self.optimizer.zero_grad()
             raise raised
+        self.losses.append(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -242,12 +245,16 @@ class Alone:
         if isinstance(self.optimizer, AdaLomoOracle):
             self.optimizer.num_steps -= 1
 
-    def _backward(self, ids: Tensor, labels: Tensor, total: float) -> None:
+    def _backward(self, ids: Tensor, labels: Tensor, total: float) -> float:
+        """The rank's share of the loss."""
+        summed = 0.0
         for x, y in zip(ids.chunk(self.num_parts), labels.chunk(self.num_parts), strict=True):
             logits = self.model(input_ids=x).logits[:, :-1].flatten(0, 1)
             weights = class_weights(logits) if self.case.get("loss") == "class weights" else None
             loss = nn.functional.cross_entropy(logits, y[:, 1:].flatten(), weights, reduction="sum")
             (loss / total).backward()
+            summed += loss.item() / total
+        return summed
 
     def evaluate(self) -> float:
         return probed_loss(self.case, self.model)

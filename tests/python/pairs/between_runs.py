@@ -180,6 +180,8 @@ class Loop:
             seen["average"] = weights_of(self.average.module)
         with evaluating(self.engine.model):
             seen["loss in evaluation"] = self.engine.evaluate()
+        if between_engines.dims_of(self.case) is not None:
+            seen["losses of step()"] = self.engine.losses
         return seen
 
     def _eval(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import between_check
 import pytest
-from between_table import ACTIONS, BETWEEN, CUBES, MESHES, TABLES, pending_of, views_of
+from between_table import ACTIONS, BETWEEN, CUBES, MESHES, PROGRAM, TABLES, pending_of, views_of
 from pair_table import Case
 
 pytest.importorskip("transformers")
@@ -25,7 +25,13 @@ ONE = os.environ.get("RINGCOMM_LOOP", "")
 MAX_FAILURES = 20
 # Axes of one table that cases of another one have here besides.
 COMMON = {"between steps": ACTIONS, "backend": ("ringcomm", "gloo")}
-OF_SYSTEMS = {**BETWEEN.axes, **COMMON, "tied": ("no", "yes"), "used": MESHES.axes["used"]}
+OF_SYSTEMS = {
+    **BETWEEN.axes,
+    **PROGRAM.axes,
+    **COMMON,
+    "tied": ("no", "yes"),
+    "used": MESHES.axes["used"],
+}
 OF_MESHES = {**BETWEEN.axes, **MESHES.axes, **COMMON}
 del OF_MESHES["system"]
 
@@ -52,6 +58,11 @@ def makes_sense(case: Case) -> bool:
     has_uneven_heads = case.get("sizes") == "uneven" and "tp" in case["mesh"]
     if has_uneven_heads and case["between steps"] == "state_dict":
         return False  # refused by name: no DTensor describes them
+    is_refused = case.get("loss") in ("shifts labels", "ignore_index=-1", "class weights")
+    if is_refused and case["labels"] == "full":
+        return False  # such a loss may be the right mean then
+    if case.get("trained", "always") != "always" and case["between steps"] == "freeze":
+        return False  # both change the same layer
     if case["backend"] == "gloo" and (
         case["leaving"] != "together"
         or case.get("system") == "infinity"

@@ -415,6 +415,23 @@ def test_segment_reads_a_weight_after_its_update(how: str, is_reentrant: bool) -
     check_same_as_sgd(steps, lambda: Gated(how, is_reentrant=is_reentrant), **DEFERRED)
 
 
+def test_a_backward_pass_that_clones_what_is_written_is_refused() -> None:
+    """torch.autograd.graph.allow_mutation_on_saved_tensors() raises a KeyError of its own for
+    custom operators that write their arguments."""
+    model = nn.Linear(6, 2)
+    before = model.weight.detach().clone()
+    opt = Lomo(model, LR)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = model(ROWS[0]).square().mean()
+        with pytest.raises(RuntimeError, match=r"allow_mutation_on_saved_tensors\(\) is active"):
+            loss.backward()
+    assert torch.equal(model.weight, before)
+    opt.zero_grad()
+    model(ROWS[0]).square().mean().backward()
+    opt.step()
+    assert not torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @both_modes
 def test_segment_reads_shape_and_dtype(is_reentrant: bool, options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
 from ringcomm.nn import ColumnParallelLinear
-from ringcomm.parallel import get_state_dict, set_state_dict, zero
+from ringcomm.parallel import get_state_dict, pipeline, set_state_dict, zero
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -248,7 +248,7 @@ class Factors(torch.optim.Optimizer):
 @in_ranks(2)
 def test_states_in_containers_are_kept_or_refused(rank: int) -> None:
     """https://github.com/meta-pytorch/torchrec/pull/1533: nested states are lost. Those of a
-    sharded weight, and moments of rows of a part, are of one rank: they would be taken for all."""
+    sharded weight are of one rank: they would be taken for all."""
     model, other = net(), net(1)
     optimizer, resumed = Factors(model.parameters()), Factors(other.parameters())
     train(model, optimizer)
@@ -256,13 +256,34 @@ def test_states_in_containers_are_kept_or_refused(rank: int) -> None:
     train(model, optimizer)
     train(other, resumed)
     same(full(other), full(model))
-    for make, key in ((Factors, "factors"), (torch.optim.Adafactor, "row_var")):
-        part = nn.Sequential(ColumnParallelLinear(6, 4, bias=False, gather_output=True))
-        of_part: Any = make(part.parameters())
-        train(part, of_part, 1)
-        for is_full in (False, True):
-            with pytest.raises(ValueError, match=f"the state {key} of 0.weight, which is sharded"):
-                get_state_dict(part, of_part, full=is_full)
+    part = nn.Sequential(ColumnParallelLinear(6, 4, bias=False, gather_output=True))
+    of_part: Any = Factors(part.parameters())
+    train(part, of_part, 1)
+    for is_full in (False, True):
+        with pytest.raises(ValueError, match=r"the state factors of 0\.weight, which is sharded"):
+            get_state_dict(part, of_part, full=is_full)
+
+
+@in_ranks(2)
+def test_optimizers_of_whole_weights_are_refused_for_parts(rank: int) -> None:
+    """Without parallelize(), which refuses them itself. A stage of a pipeline has whole weights."""
+    model = nn.Sequential(
+        ColumnParallelLinear(6, 4, bias=False, gather_output=True), nn.Linear(4, 4, bias=False)
+    )
+    before = full(model)
+    for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer: Any = kind(model.parameters())
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} needs whole weights, and this ra"):
+            optimizer.step(lambda: torch.zeros(()))
+        same(full(model), before)
+    torch.optim.Muon(model[1].parameters()).step()
+    pipe = pipeline.Pipeline(net()[::2], lambda y, _: y.square().mean(), num_microbatches=2)
+    matrices = [param for param in pipe.parameters() if param.dim() == 2]
+    pipe.step(torch.ones(2, 6), torch.ones(2, 3))
+    torch.optim.Muon(matrices).step()
+    with pytest.raises(RuntimeError, match="LBFGS needs whole weights"):
+        torch.optim.LBFGS(matrices).step(lambda: 0.0)
 
 
 @in_ranks(2)

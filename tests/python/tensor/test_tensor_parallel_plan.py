@@ -200,8 +200,10 @@ def from_meta(rank: int, state: dict[str, Tensor]) -> list[float]:
     with torch.device("meta"):
         model = make("normed heads", attention_bias=True).requires_grad_(False)
     tensor_parallelize(model, sequence_parallel=True).requires_grad_(True)
-    model.model.rotary_emb = make("normed heads").model.rotary_emb  # no part of checkpoints
     load_full_weights(model, state)
+    with pytest.raises(ValueError, match=r"rotary_emb\.inv_freq is a buffer on the meta device"):
+        model(**batch(0))
+    model.model.rotary_emb = make("normed heads").model.rotary_emb  # no part of checkpoints
     patch_loss(model, inplace=True)
     model.gradient_checkpointing_enable()
     return train(model.train())
