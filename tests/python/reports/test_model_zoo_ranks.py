@@ -181,7 +181,7 @@ def as_named(found: Weights, wanted: Weights) -> Weights:
 def verdict(family: str, kind: str, system: str) -> tuple[str, str]:
     """compare() in two ranks, which are others after an error."""
     try:
-        found = run_ranks(2, compare, family, kind, system, timeout_s=120.0)
+        found = run_ranks(2, compare, family, kind, system, timeout_s=300.0)
     except RankFailure as error:
         return "wrong", str(error)
     return found[0] if found[0][0] == found[1][0] else ("wrong", f"ranks differ: {found}")
