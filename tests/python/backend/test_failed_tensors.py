@@ -22,6 +22,7 @@ import ringcomm
 from ringcomm import RingcommError
 from ringcomm.ops import SGDStep, reduce_scatter_update_all_gather_, shard_range
 from ringcomm.optim import Lomo
+from ringcomm.torch_names import set_timeout
 
 WORLD_SIZE = 3
 SIZES = (5, 300_001)  # elements of a rank's share
@@ -171,8 +172,11 @@ def call_until_it_fails(
 def fail(rank: int, how: str, is_shared: bool) -> Found:
     """Each call in a thread and a group of its own, until rank 1 is missing."""
     sizes = SIZES[1:] if how == "dies in the middle" else SIZES
-    timeout = datetime.timedelta(seconds=0.5 if how == "late" else 30)
+    timeout = datetime.timedelta(seconds=30)
     groups = {(name, n): dist.new_group(timeout=timeout) for name in CALLS for n in sizes}
+    for group in groups.values() if how == "late" else ():  # that have connected meanwhile
+        backend = group._get_backend(torch.device("cpu"))
+        set_timeout(backend.options, datetime.timedelta(seconds=0.5))
     dist.barrier()
     found: Found = {}
     if rank == 1 and how == "late":
