@@ -79,9 +79,8 @@ def _params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
 
 def _split_params_of(optimizer: Any, *_: Any, **__: Any) -> list[Any]:
     """Those of tensor-parallel layers: a stage and experts have whole weights."""
-    layers = [
-        module for module in _modules if hasattr(module, "splits") and module.group.size() > 1
-    ]
+    parts: list[Any] = [module for module in _modules if hasattr(module, "splits")]
+    layers = [module for module in parts if module.group.size() > 1]
     split = {id(layer._parameters[name]) for layer in layers for name in layer.splits}
     return [param for param in _params_of(optimizer) if id(param) in split]
 

@@ -320,21 +320,8 @@ def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
 
     With torch's tensor parallelism gathered weights are DTensors too, of other meshes.
     """
-    for param in () if torch.compiler.is_compiling() else module._parameters.values():
-        if isinstance(param, DTensor) and param.device_mesh in meshes:
-            raise RuntimeError(
-                f"the weights of this {type(module).__name__} are sharded outside of the model's"
-                " forward pass: call the whole model. A method beside forward gathers them after"
-                " torch.distributed.fsdp.register_fsdp_forward_method(model, its name)"
-            )
-
-
-def _check_gathered(meshes: set[Any], module: nn.Module, _: Any) -> None:
-    """Raises RuntimeError if a layer is called outside of the forward pass of its unit.
-
-    With torch's tensor parallelism gathered weights are DTensors too, of other meshes.
-    """
-    for param in () if torch.compiler.is_compiling() else module._parameters.values():
+    own: Any = () if torch.compiler.is_compiling() else module._parameters.values()
+    for param in own:
         if isinstance(param, DTensor) and param.device_mesh in meshes:
             raise RuntimeError(
                 f"the weights of this {type(module).__name__} are sharded outside of the model's"
