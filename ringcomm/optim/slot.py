@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -75,13 +75,13 @@ def in_function(name: str) -> bool:
     The Function of a reentrant checkpoint calls layers in its forward without gradients, and a
     nested backward pass in its backward. torch does not say so.
     """
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         first = code.co_varnames[:1] if code.co_name == name else ()
         if first not in ((), ("self",)) and isinstance(frame.f_locals.get(*first), FunctionCtx):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
