@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import sys
 import weakref
 from typing import Any
 
@@ -74,7 +74,7 @@ def in_function(name: str) -> bool:
     The Function of a reentrant checkpoint calls layers in its forward without gradients, and a
     nested backward pass in its backward. torch does not say so.
     """
-    frame: Any = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         first = code.co_varnames[:1] if code.co_name == name else ()

@@ -125,6 +125,7 @@ def is_reached(name: str) -> bool:
 IN_TORCH = (
     "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled",
     *FUNCTIONS,
+    "torch.autograd.forward_ad._current_level",
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._current_autograd_node",
