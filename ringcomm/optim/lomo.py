@@ -215,7 +215,7 @@ class AdaLomo(InBackwardOptimizer):
         ):
             given = own, grad_part, _along(0, box, rows), _along(1, box, columns)
             blocks.append((given, {"low": low_part, "clip_value": self.options.clip_grad_value}))
-        squares, ops = torch.zeros(2, dtype=grad.dtype, device=weight.device), _ops_for(weight)
+        squares, ops = torch.zeros(2, dtype=_wide(grad), device=weight.device), _ops_for(weight)
         for given, options in blocks:
             squares += ops.adalomo_squares(*given, factor, **options)
         mean_squares = _summed(squares, cut) / max(1, cut.shape.numel())
@@ -235,7 +235,7 @@ class AdaLomo(InBackwardOptimizer):
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
         is_matrix = len(slot.cut.shape) == 2
         num_rows, num_columns = slot.cut.shape if is_matrix else (1, grad.numel())
-        sums = grad.new_zeros(num_rows + num_columns)
+        sums = grad.new_zeros(num_rows + num_columns, dtype=_wide(grad))
         rows, columns = sums[:num_rows], sums[num_rows:]
         boxes, _ = _matrices_of(slot)
         for box, part in zip(boxes, pieces_of(grad, boxes), strict=True):

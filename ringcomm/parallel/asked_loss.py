@@ -195,7 +195,7 @@ class _Sample:
         by_sum, by_nan = (x.double().reshape(num, -1).sum(1) for x in reversed(totals))
         order = by_sum.argsort(stable=True)
         order = order[by_nan[order].argsort(stable=True)]
-        spread = torch.linspace(0, num - 1, min(num, _NUM_ROWS)).round().long()
+        spread = _spread(num)
         chosen = [int(order[0]), int(order[-1])]
         if is_integer(targets):
             if is_label(targets, ignored).any():
@@ -275,8 +275,8 @@ class _Sample:
         if not row.is_floating_point():
             return
         alike = row.isnan() if row.isnan().any() else row == row.mode().values
-        places = torch.linspace(0, len(row) - 1, min(len(row), _NUM_ROWS)).round().long()
-        for where in (alike, *torch.eye(len(row), dtype=torch.bool)[places]):
+        each = torch.eye(len(row), dtype=torch.bool, device="cpu")
+        for where in (alike, *each[_spread(len(row))]):
             # 0 and 1 are classes, probabilities and weights of any loss.
             other = row.where(~where.to(row.device), (row != 1).to(row.dtype))
             yield ([0], self._targets[0]), ([1], other.view_as(self._targets[0]))
@@ -387,3 +387,9 @@ def _num_classes(values: Tensor, targets: Tensor) -> int:
         return shape[-1]
     is_second = len(shape) > 2 and (shape[0], *shape[2:]) == tuple(targets.shape)
     return shape[1] if is_second else 0
+
+
+def _spread(num: int) -> Tensor:
+    """Some of `num` indices, from the first to the last."""
+    at = torch.linspace(0, num - 1, min(num, _NUM_ROWS), dtype=torch.float64, device="cpu")
+    return at.round().long()

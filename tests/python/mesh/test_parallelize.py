@@ -225,7 +225,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     refused("the model is on cpu and meta: move it to one device", {"tp": 2}, two, **mse)
     # What tensor_parallelize and Pipeline refuse is asked at the start too.
     bert = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
-    refused("BertForMaskedLM has no pipeline plan in its config", {"pp": 2},
+    refused("BertForMaskedLM has no pipeline plan of its modules in its config", {"pp": 2},
         transformers.BertForMaskedLM(bert))  # fmt: skip
     same = own_model()
     same[1].up.weight.data = same[0].up.weight.data

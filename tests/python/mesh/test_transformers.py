@@ -109,7 +109,7 @@ def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
     """The blocks are asked for logits, and the model stays as it was."""
     model = make_model("llama", torch.float32).train()
     before = [(name, *vars(module)) for name, module in model.named_modules()]
-    assert problem_of_blocks(model) is None
+    assert problem_of_blocks(model) == ""
     assert model.training
     assert before == [(name, *vars(module)) for name, module in model.named_modules()]
 
@@ -117,5 +117,4 @@ def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
         output.last_hidden_state = output.last_hidden_state + 1
 
     model.model.register_forward_hook(change)  # no block does that
-    assert "other logits" in str(problem_of_blocks(model))
-    assert "no pipeline plan" in str(problem_of_blocks(make_model("gpt2", torch.float32)))
+    assert "other logits" in problem_of_blocks(model)
