@@ -26,7 +26,7 @@ def refuse_saving(value: Tensor, name: str) -> None:
 
     torch.save asks a tensor how to pickle it. safetensors and huggingface_hub ask for its storage,
     whether it is contiguous, or for its parts. torch.distributed.checkpoint asks for the storages
-    of plain tensors only. Copies by copy.deepcopy() raise too; load_state_dict() takes all.
+    of plain tensors only. copy.deepcopy() of the value works; a file of the copy raises, too.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:  # a function, which copies of the tensor share

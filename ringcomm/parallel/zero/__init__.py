@@ -56,8 +56,8 @@ def shard(
     predict_memory() and predict_traffic() predict the cost. Gradients are averaged over the ranks.
     Weights and buffers start from rank 0's; weights stay bitwise equal on all ranks. Buffers that
     the forward pass changes, such as BatchNorm's running statistics, then differ between ranks;
-    DistributedDataParallel would broadcast rank 0's before each forward. Use SyncBatchNorm, or
-    broadcast model.buffers() before evaluating and saving.
+    DistributedDataParallel would broadcast rank 0's before each forward. Broadcast model.buffers()
+    before evaluating and saving; on GPUs there is also nn.SyncBatchNorm.
 
     At stages 1 and 2 gradients are in the optimizer, and operators on `param.grad` raise: clip by
     optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. Ranks may use
