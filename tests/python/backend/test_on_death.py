@@ -119,7 +119,8 @@ for how, rank in [(how, rank) for how in sys.argv[2:] for rank in (0, 1)]:
         break
     pids.append(pid)
 else:
-    print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(*codes, flush=True)
     os._exit(0)
 os.dup2(os.open(f"{folder}/{how}-{rank}", os.O_WRONLY | os.O_CREAT), 1)
 store = dist.FileStore(f"{folder}/store-{how}", 2)
