@@ -351,9 +351,9 @@ def test_batches_that_cannot_be_used(rank: int) -> None:
     x, y = own_batch()
     assert listed.evaluate([x[4:]], y[4:]).equal(listed.evaluate(x[4:], y[4:]))
     # A rank without labels, and a model whose loss is float64.
-    own = nn.Sequential(nn.Linear(4, 3)).double()
+    module = nn.Sequential(nn.Linear(4, 3)).double()
     double = parallelize(
-        own, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=nn.CrossEntropyLoss()
+        module, ParallelDims(dp=2), lambda p: torch.optim.SGD(p, LR), loss_fn=nn.CrossEntropyLoss()
     )
     x, y = torch.randn(4, 4, dtype=torch.float64), torch.full((4,), rank - 100 * (1 - rank))
     assert double.evaluate(x, y).dtype == torch.float32

@@ -189,7 +189,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
 
     llama, own = make("Llama"), own_model()
     fsdp = {"dp": 1, "fsdp": 2}
-    mse = {"loss_fn": nn.functional.mse_loss}
+    mse: dict[str, Any] = {"loss_fn": nn.functional.mse_loss}
     refused("ep is 2, but LlamaForCausalLM has neither experts of Mixtral", {"ep": 2}, llama)
     refused("tp is 2, but Sequential has neither a tensor-parallel plan", {"tp": 2}, own, **mse)
     refused("pp is 2, but Block is neither an nn.Sequential", {"pp": 2}, Block(), **mse)
@@ -227,7 +227,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks(rank: int) -> None:
     bert = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
     refused("BertForMaskedLM has no pipeline plan of its modules in its config", {"pp": 2},
         transformers.BertForMaskedLM(bert))  # fmt: skip
-    same = own_model()
+    same: Any = own_model()
     same[1].up.weight.data = same[0].up.weight.data
     refused("in the same memory, which parallelize would train", {"pp": 2}, same, **mse)
     lazy = nn.Sequential(nn.LazyLinear(4))

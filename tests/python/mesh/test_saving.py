@@ -50,7 +50,7 @@ class Around(nn.Module):
         return self.net(x)
 
 
-def made(system: str) -> tuple[Any, Net]:
+def made(system: str) -> tuple[Any, Any]:
     """What is sharded, and the model in it, after a step."""
     around: Any = Around() if system == "zero 3" else Net()
     net = around.net if system == "zero 3" else around
@@ -182,7 +182,9 @@ def checkpointed(net: Net, wanted: dict[str, Tensor], folder: Path) -> None:
     """torch.distributed.checkpoint writes what state_dict() has, now and in the background."""
     dcp.save(net.state_dict(), checkpoint_id=folder / "now")
     group = dist.new_group(backend="gloo")
-    dcp.async_save(net.state_dict(), checkpoint_id=folder / "later", process_group=group).result()
+    later: Any = folder / "later"
+    saving: Any = dcp.async_save(net.state_dict(), checkpoint_id=later, process_group=group)
+    saving.result()
     for name in ("now", "later"):
         found = {key: torch.zeros_like(value) for key, value in wanted.items()}
         dcp.load(found, checkpoint_id=folder / name, no_dist=True)
@@ -270,7 +272,7 @@ def test_transformers_and_peft_save_sharded_models(rank: int, tmp_path: Path) ->
 
     for system in ("zero 3", "WeightShards"):
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
+        model: Any = transformers.LlamaForCausalLM(config)
         sharded(system, model)
         wanted, _ = get_state_dict(model, full=True)
         model.save_pretrained(folder := tmp_path / system)

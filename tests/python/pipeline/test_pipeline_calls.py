@@ -306,6 +306,9 @@ def test_evaluation_and_odd_blocks(schedule: str) -> None:
 class Counts(nn.Module):
     """Counts its forward passes as BatchNorm does, and the rows of all."""
 
+    num_calls: Tensor
+    num_rows: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(8)

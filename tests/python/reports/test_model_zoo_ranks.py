@@ -82,7 +82,8 @@ def lomo(model: Any) -> Trained:
 
 
 def on_mesh(axis: str, model: Any) -> Trained:
-    dims = ParallelDims(**{axis: 2})
+    sizes: dict[str, Any] = {axis: 2}
+    dims = ParallelDims(**sizes)
     made = parallelize(model, dims, sgd, num_microbatches=1 if axis == "dp" else 2)
     owner = made.pipeline or made.model
 

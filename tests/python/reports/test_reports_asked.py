@@ -37,8 +37,9 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 5, generator=random), torch.randn(ROWS, CLASSES, generator=random)
 
 
-def trained(rank: int, model: nn.Module, x: Tensor, y: Tensor, loss_fn: Any, **options: Any) -> Any:
+def trained(rank: int, model: nn.Module, batch: Any, loss_fn: Any, **options: Any) -> Any:
     """A model on two ranks, which have a quarter of the rows and the others."""
+    x, y = batch
     cut = len(x) // 4 or 1
     mine = slice(0, cut) if rank == 0 else slice(cut, None)
     train = parallelize(model, ParallelDims(dp=2), sgd, loss_fn=loss_fn, **options)
@@ -50,7 +51,7 @@ def check(
 ) -> None:
     """Three steps are those of one process. Both have their own `expected`."""
     alone, expected = copy.deepcopy(model), expected or loss_fn
-    train, x, y = trained(rank, model, *batch, loss_fn, **options)
+    train, x, y = trained(rank, model, batch, loss_fn, **options)
     optimizer = sgd(alone.parameters())
     for step in range(3):
         loss = train.step(x, y)
@@ -68,7 +69,7 @@ def check(
 
 def refused(rank: int, text: str, model: nn.Module, batch: Any, loss_fn: Any, **more: Any) -> None:
     """Every rank raises before a weight is written."""
-    train, x, y = trained(rank, model, *batch, loss_fn, **more)
+    train, x, y = trained(rank, model, batch, loss_fn, **more)
     with pytest.raises(ValueError, match=rf"{text}|{OF_ANOTHER}"):
         train.step(x, y)
 
@@ -103,7 +104,7 @@ def test_values_that_are_missing(rank: int) -> None:
     count = lambda y: (~y.isnan()).sum()  # noqa: E731
     check(rank, linear(), (x, y), mean_of_known, count_items=count, num_microbatches=2)
     check(rank, linear(), (x, labels.gt(0)), lambda out, y: mean_of_labelled(out, y.float()))
-    train, mine, _ = trained(rank, linear(), x, y, mean_of_known)
+    train, mine, _ = trained(rank, linear(), (x, y), mean_of_known)
     train.step(mine, mine[:, :3])  # nothing is missing yet
     with pytest.raises(ValueError, match=rf"Pass count_items=|{OF_ANOTHER}"):
         train.step(mine, y[: len(mine)] if rank == 0 else y[-len(mine) :])
@@ -199,7 +200,7 @@ def test_a_loss_with_weights_of_its_own(rank: int) -> None:
     def with_penalty(penalty: Callable[[], Any], out: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(out, y) + 0.1 * penalty()
 
-    train, x, y = trained(rank, model, *batch, partial(with_penalty, penalty))
+    train, x, y = trained(rank, model, batch, partial(with_penalty, penalty))
     train.step(x, y)
     with_penalty(own, alone(batch[0]), batch[1]).backward()
     for param, other in zip(model.parameters(), alone.parameters(), strict=True):
@@ -208,6 +209,8 @@ def test_a_loss_with_weights_of_its_own(rank: int) -> None:
 
 class Annealed(nn.Module):
     """Counts its calls in an attribute, a list and a buffer."""
+
+    total: Tensor
 
     def __init__(self) -> None:
         super().__init__()
