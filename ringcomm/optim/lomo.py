@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -206,16 +206,17 @@ class AdaLomo(InBackwardOptimizer):
         # Row by row, whatever the order in memory.
         weight, grad = local.contiguous(), gradient.dense(_wide(local)).contiguous()
         low_rows = None if low is None else low.contiguous()
-        rows, columns = self._factors(slot, grad, factor)
         boxes, firsts = _matrices_of(slot)
+        grads = pieces_of(grad, boxes)
+        rows, columns = self._factors(slot, boxes, grads, factor)
         lows = [None] * len(boxes) if low_rows is None else pieces_of(low_rows, boxes)
         blocks: list[tuple[Any, dict[str, Any]]] = []
         for box, own, grad_part, low_part in zip(
-            boxes, pieces_of(weight, boxes), pieces_of(grad, boxes), lows, strict=True
+            boxes, pieces_of(weight, boxes), grads, lows, strict=True
         ):
             given = own, grad_part, _along(0, box, rows), _along(1, box, columns)
             blocks.append((given, {"low": low_part, "clip_value": self.options.clip_grad_value}))
-        squares, ops = torch.zeros(2, dtype=_wide(grad), device=weight.device), _ops_for(weight)
+        squares, ops = weight.new_zeros(2, dtype=_wide(weight)), _ops_for(weight)
         for given, options in blocks:
             squares += ops.adalomo_squares(*given, factor, **options)
         mean_squares = _summed(squares, cut) / max(1, cut.shape.numel())
@@ -229,18 +230,22 @@ class AdaLomo(InBackwardOptimizer):
         if low is not None and low_rows is not None:
             low.copy_(low_rows)
 
-    def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        """Updates the moments; returns the factors of the rows and columns of G that make U."""
-        group, state = self._group_of(slot), self._state_of(slot)
+    def _factors(
+        self, slot: Slot, boxes: Sequence[Box], grads: Sequence[Tensor], factor: float
+    ) -> tuple[Tensor, Tensor]:
+        """Updates the moments; returns the factors of the rows and columns of G that make U.
+
+        `grads` has the boxes of G.
+        """
+        group, state, local = self._group_of(slot), self._state_of(slot), slot.local
         eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
         is_matrix = len(slot.cut.shape) == 2
-        num_rows, num_columns = slot.cut.shape if is_matrix else (1, grad.numel())
-        sums = grad.new_zeros(num_rows + num_columns, dtype=_wide(grad))
+        num_rows, num_columns = slot.cut.shape if is_matrix else (1, local.numel())
+        sums = local.new_zeros(num_rows + num_columns, dtype=_wide(local))
         rows, columns = sums[:num_rows], sums[num_rows:]
-        boxes, _ = _matrices_of(slot)
-        for box, part in zip(boxes, pieces_of(grad, boxes), strict=True):
-            clip_value = self.options.clip_grad_value
-            found = _ops_for(grad).square_sums(part, factor, clip_value=clip_value)
+        ops, clip_value = _ops_for(local), self.options.clip_grad_value
+        for box, part in zip(boxes, grads, strict=True):
+            found = ops.square_sums(part, factor, clip_value=clip_value)
             for dim, sums_of_dim in enumerate((rows, columns)):
                 _along(dim, box, sums_of_dim).add_(found[dim])
         if not is_matrix:
