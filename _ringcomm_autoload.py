@@ -35,10 +35,7 @@ def register() -> None:
         dist.Backend.register_backend(
             "ringcomm", _create, extended_api=True, devices=["cpu", "cuda"]
         )
-        as_gloo = os.environ.get("RINGCOMM_AS_GLOO") or "0"
-        if as_gloo not in ("0", "1"):
-            raise ValueError(f"RINGCOMM_AS_GLOO must be 0 or 1, got {as_gloo!r}")
-        if as_gloo == "1":
+        if (os.environ.get("RINGCOMM_AS_GLOO") or "0") != "0":
             _serve_gloo(dist.distributed_c10d)
         if sys.version_info >= (3, 11):
             from torch.distributed.c10d_logger import _c10d_logger
@@ -115,18 +112,21 @@ def _serve_gloo(c10d: Any) -> None:
     Patches the private function of torch that makes all groups: other modules have imported the
     public ones by name before this module runs. Groups still report "gloo" as their backend.
     ringcomm's own messages between hosts come from the class ProcessGroupGloo, and stay Gloo's.
+    Another value than 1 is an error of the first group: `import torch` must not fail.
     """
     make_group = c10d._new_process_group_helper
     signature = inspect.signature(make_group)
 
     @functools.wraps(make_group)
     def make(*args: Any, **kwargs: Any) -> Any:
+        if (value := os.environ.get("RINGCOMM_AS_GLOO") or "0") not in ("0", "1"):
+            raise ValueError(f"RINGCOMM_AS_GLOO must be 0 or 1, got {value!r}")
         call = signature.bind(*args, **kwargs)
         asked = call.arguments["backend"]
         served = _in_place_of(str(asked).lower())
         if served is None:
             return make_group(*args, **kwargs)
-        from ringcomm.as_gloo import add_names
+        from ringcomm.as_gloo import add_names, say_once
 
         add_names()
         call.arguments["backend"] = served
@@ -134,6 +134,8 @@ def _serve_gloo(c10d: Any) -> None:
         group, store = make_group(*call.args, **call.kwargs)
         if store is not None:
             c10d._world.pg_map[group] = (asked, store)
+            if group.rank() == 0:
+                say_once()
         return group, store
 
     c10d._new_process_group_helper = make

@@ -129,7 +129,9 @@ def embedding_kernel(
                 is_token = idx + k < end
                 token = tl.load(order + idx + k, mask=is_token, other=0)
                 at = grad_out + token * width + column
-                total += tl.load(at, mask=mask & is_token, other=0.0).to(tl.float32)
+                # Not mask & is_token: Triton 3.9 interprets a block with a scalar as integers.
+                here = column < tl.where(is_token, width, 0)
+                total += tl.load(at, mask=here, other=0.0).to(tl.float32)
         elem = row * width + column
         low_at = None
         if low is not None:

@@ -4,6 +4,7 @@ It is not an instance of torch.distributed.ProcessGroupGloo; docs/design/archite
 """
 
 import functools
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +31,15 @@ def add_names() -> None:
     )
     for name in torch_names.GLOO_OPTIONS:
         setattr(_C.GroupOptions, name, property(*(functools.partial(_refuse, name),) * 2))
+
+
+@functools.cache
+def say_once() -> None:
+    """Writes to stderr that ringcomm is in the place of Gloo, which no name of a group shows."""
+    sys.stderr.write(
+        "ringcomm: RINGCOMM_AS_GLOO=1: ringcomm serves the CPU tensors of groups that ask for gloo"
+        ' (get_backend() still returns "gloo")\n'
+    )
 
 
 def _refuse(name: str, *unused: Any) -> None:

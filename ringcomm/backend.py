@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.errors import RingcommError
-from ringcomm.options import Options, warn_of_unknown_variables
+from ringcomm.options import Options, timeout_of, warn_of_unknown_variables
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
 from ringcomm.trace import dumps, flight
 
@@ -41,7 +41,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         options = copy.deepcopy(pg_options)
     else:
         options = _engine_options(pg_options, size)
-    set_timeout(options, dist_backend_opts.timeout)
+    set_timeout(options, timeout_of(dist_backend_opts.timeout))
     options.group_name = str(dist_backend_opts.group_id)
     # Empty for the default group, which has all ranks.
     global_ranks = list(dist_backend_opts.global_ranks_in_group or range(size))

@@ -5,11 +5,13 @@ import functools
 import os
 import warnings
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from typing import Any, Literal
 
 # Read by csrc/, losses, recordings and the build; each of the others stands for a field of Options.
 _OTHER_VARIABLES = (
-    *("RINGCOMM_AS_GLOO", "RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
+    *("RINGCOMM_AS_GLOO", "RINGCOMM_TIMEOUT", "RINGCOMM_HOST_ID"),
+    *("RINGCOMM_SIMD", "RINGCOMM_CHECK_TARGETS"),
     *("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS", "RINGCOMM_CUDA_DRIVER", "RINGCOMM_CUDA_IMAGE"),
     *("RINGCOMM_TRACE", "RINGCOMM_TRACE_EVENTS", "RINGCOMM_FLIGHT_DUMP"),
     *("RINGCOMM_PREBUILT", "RINGCOMM_USE_ENV", "RINGCOMM_TORCH", "RINGCOMM_TORCH_INDEX"),
@@ -80,6 +82,23 @@ def flag(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"the environment variable {name} must be 0 or 1, got {text!r}")
     return text == "1"
+
+
+def timeout_of(asked: timedelta) -> timedelta:
+    """The timeout of a group whose program asks for `asked`: RINGCOMM_TIMEOUT seconds, if set.
+
+    Raises ValueError unless the variable is a number of seconds, at least 0.001.
+    """
+    text = os.environ.get("RINGCOMM_TIMEOUT")
+    if not text:
+        return asked
+    try:
+        seconds = float(text)
+        if seconds >= 0.001:
+            return timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"RINGCOMM_TIMEOUT must be a number of seconds such as 60, got {text!r}")
 
 
 def known_variables() -> set[str]:

@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -259,7 +260,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
   // A copy: c10d hands the same options to every split.
   const auto* given = dynamic_cast<const GroupOptions*>(opts.get());
   auto options = c10::make_intrusive<GroupOptions>(given != nullptr ? *given : *options_);
-  options->timeout = opts->timeout;
+  // The variable holds for all groups, so it has set this one's.
+  if (std::getenv("RINGCOMM_TIMEOUT") == nullptr) options->timeout = opts->timeout;
   options->group_name = opts->group_name;
   options->global_ranks_in_group.clear();
   for (const int rank : ranks)

@@ -188,11 +188,17 @@ class EngineWork final : public c10d::Work {
   bool is_future_marked_ = false;  // or about to be
 };
 
-// Runs collectives to their end, within the event that torch's works record.
+// Runs collectives to their end, within the event that torch's works record: an asynchronous one,
+// for profilers tell a backend's calls by that.
 void run(Communicator& communicator, const char* title, std::chrono::milliseconds timeout,
          std::vector<TensorCall>& calls) {
-  const Tensors profiled = take_profiled(calls);
-  RECORD_USER_SCOPE_WITH_INPUTS(title, std::vector<c10::IValue>(profiled.begin(), profiled.end()));
+  std::vector<c10::IValue> inputs;
+  at::RecordFunction event(at::RecordScope::USER_SCOPE);
+  if (event.isActive()) {
+    event._setAsync();
+    for (const at::Tensor& tensor : take_profiled(calls)) inputs.emplace_back(tensor);
+    event.before(title, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+  }
   const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   with_python_errors([&] {
     for (TensorCall& item : calls) {

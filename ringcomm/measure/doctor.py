@@ -148,6 +148,12 @@ def _problems(report: dict[str, Any], world_size: int) -> Iterator[tuple[str, st
     for name, near in unknown_variables().items():
         text = f"{name} is set, but ringcomm has no such variable"
         yield "environment", text, f"did you mean {near}?" if near else f"unset {name}"
+    as_gloo = variables.get("RINGCOMM_AS_GLOO") or "0"
+    if as_gloo not in ("0", "1"):
+        yield "environment", f"RINGCOMM_AS_GLOO is {as_gloo!r}", "set it to 1 or 0"
+    if as_gloo == "1" and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        text = "RINGCOMM_AS_GLOO has no effect, because TORCH_DEVICE_BACKEND_AUTOLOAD is 0"
+        yield "environment", text, "unset it, or write `import ringcomm` in the program"
     if (path := variables.get("RINGCOMM_TUNING")) is None:
         return
     fix = f"ringcomm tune --world-sizes {world_size} --json {path}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
 
 import known
 import suites
@@ -11,10 +14,13 @@ from outcomes import FAIL, PASS, SKIP, GlooResults, Outcome, cause
 
 __all__ = ["render"]
 
+HERE = Path(__file__).parent
+
 INTRODUCTION = """\
 # PyTorch's own tests on ringcomm
 
-Written by `make test-torch ARGS="--write docs/torch-tests.md"`, with torch {version}.
+Written by `make test-torch ARGS="--write docs/torch-tests.md"`, with torch {version}, {date},
+commit {commit}. `make test-all` writes it again where the code has changed.
 
 The tests are part of torch's wheel (`torch.testing._internal.distributed`). They are imported, not
 copied. Each runs with its own ranks, under a time limit. A mode is the backend name under which
@@ -43,7 +49,9 @@ def render(outcomes: list[Outcome], gloo: GlooResults, torch_version: str) -> st
         if outcome.status == PASS and gloo.get(outcome.key, ("", ""))[0] == FAIL
     ]
     sections = [
-        INTRODUCTION.format(version=".".join(torch_version.split(".")[:2])),
+        INTRODUCTION.format(
+            version=".".join(torch_version.split(".")[:2]), date=date.today(), commit=_commit()
+        ),
         _table(
             ("mode", "what", "tests", "backend", "pass", "skip", "fail"), _counts(outcomes, gloo)
         ),
@@ -56,6 +64,12 @@ def render(outcomes: list[Outcome], gloo: GlooResults, torch_version: str) -> st
         _table(("reason", "modes", "tests"), _skips(outcomes)),
     ]
     return "\n".join(sections)
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty= + changes"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def _failure(outcome: Outcome) -> str:

@@ -6,9 +6,12 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
+from ringcomm.options import timeout_of
 
 ROOT = Path(__file__).parents[3]
 IS_INSTALLED = "ringcomm" in [
@@ -57,7 +60,16 @@ def run(rank, number, backend, as_gloo, real, other_host):
     assert dist.Backend.default_device_backend_map["cuda"] == "nccl"
     os.environ["RINGCOMM_HOST_ID"] = ("here", other_host)[rank]
     store = dist.FileStore({folder!r} + "/store" + str(number), 2)
+    if real == "refused":
+        try:
+            return dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+        except ValueError as error:
+            sys.exit(str(error) != f"RINGCOMM_AS_GLOO must be 0 or 1, got '{{as_gloo}}'")
+    os.environ["RINGCOMM_TIMEOUT"] = "45.5"
     dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    if real == "ringcomm":
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        assert timeout == timedelta(seconds=45.5), timeout
     name = "gloo" if as_gloo else "ringcomm"
     for group in (dist.group.WORLD, dist.new_group(), dist.new_group([0, 1], backend=name)):
         tensor = torch.ones(5)
@@ -92,7 +104,7 @@ CASES = [
     (None, "1", "ringcomm", "here"),
     ("gloo", "1", "ringcomm", "there"),
     ("gloo", "0", "gloo", "here"),
-    ("gloo", "yes", "gloo", "here"),
+    ("gloo", "true", "refused", "here"),
 ]
 
 
@@ -117,4 +129,12 @@ def test_programs(as_gloo: bool, tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "fine\n", done.stderr
-    assert ("RINGCOMM_AS_GLOO must be 0 or 1, got 'yes'" in done.stderr) == as_gloo
+    said = done.stderr.count("ringcomm serves the CPU tensors of groups that ask for gloo")
+    assert said == (3 if as_gloo else 0), done.stderr  # by rank 0 of each case that ringcomm serves
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
+def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGCOMM_TIMEOUT", text)
+    with pytest.raises(ValueError, match=f"must be a number of seconds such as 60, got '{text}'"):
+        timeout_of(timedelta(seconds=3))

@@ -193,6 +193,7 @@ def test_doctor_says_why_a_group_cannot_be_made() -> None:
 def test_doctor_prints_a_line_for_each_check() -> None:
     """✓ with units that people read, ✗ with one fix."""
     env = {"RINGCOMM_TRANSPRT": "shm", "RINGCOMM_ALGORITHM": "two_shot"}
+    env |= {"RINGCOMM_AS_GLOO": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     status, out, err = run("doctor", "--world-size", "2", "--seconds", "0", **env)
     assert (status, err) == (EXIT_OK, "")
     lines = [line for line in out.splitlines() if line]
@@ -204,6 +205,7 @@ def test_doctor_prints_a_line_for_each_check() -> None:
     assert lines[-1] == f"{counted(len(wrong), 'problem')} found"
     named = lines.index("  ✗ RINGCOMM_TRANSPRT is set, but ringcomm has no such variable")
     assert lines[named + 1] == "    fix: did you mean RINGCOMM_TRANSPORT?"
+    assert "  ✗ RINGCOMM_AS_GLOO has no effect, because TORCH_DEVICE_BACKEND_AUTOLOAD is 0" in lines
     time_, rate = r"[\d.,]+ (µs|ms|s)", r"[\d.e+]+ GB/s"
     for pattern in (
         r"  ✓ [\d.,]+ [GM]iB of memory, [\d.,]+ [GM]iB available",
