@@ -1,0 +1,262 @@
+"""Groups in which one rank's system calls fail: a program, with failing_calls.cc preloaded.
+
+Usage: LD_PRELOAD=failing_calls.so python failing_calls.py SHARE OF   prints a JSON line per case
+
+The cases are of every call that the extension makes in a phase, each errno that the call may set,
+and the first, the third and all calls; every OF-th of them, from number SHARE on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import errno
+import itertools
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringcomm
+
+PHASES = ("init", "first use", "steady", "destroy")
+FAILING_RANK = 1
+# Of a group: longer than a case may take, so that what only the timeout ends is a hang.
+TIMEOUT_S = 90
+LIMIT_S = 20.0
+# The errors of a call; EINTR and EAGAIN are those that a caller tries again.
+ERRORS = {
+    "accept4": (errno.EMFILE, errno.ECONNABORTED, errno.EPERM),
+    "bind": (errno.EADDRINUSE, errno.EPERM),
+    "connect": (errno.EINTR, errno.EAGAIN, errno.EPERM, errno.ETIMEDOUT),
+    "dup": (errno.EMFILE,),
+    "eventfd": (errno.EMFILE, errno.ENOMEM),
+    "fcntl": (errno.EPERM, errno.EMFILE),
+    "fstat": (errno.EIO,),
+    "ftruncate": (errno.ENOSPC, errno.EFBIG, errno.EINTR),
+    "getrandom": (errno.ENOSYS, errno.EINTR),
+    "getsockopt": (errno.EPERM,),
+    "ioctl": (errno.ENOTTY,),
+    "listen": (errno.EPERM,),
+    "madvise": (errno.ENOMEM, errno.EINVAL),
+    "memfd_create": (errno.EMFILE, errno.ENOMEM),
+    "mmap": (errno.ENOMEM, errno.EPERM),
+    "open": (errno.EMFILE, errno.EACCES),
+    "poll": (errno.EINTR, errno.ENOMEM),
+    "pthread_create": (errno.EAGAIN,),
+    "recvmsg": (errno.EINTR, errno.ENOBUFS, errno.EPERM),
+    "sched_getaffinity": (errno.EINVAL,),
+    "sched_setaffinity": (errno.EPERM,),
+    "send": (errno.EPERM, errno.EAGAIN),
+    "sendmsg": (errno.EINTR, errno.ENOBUFS, errno.EPERM),
+    "socket": (errno.EMFILE, errno.EPERM),
+    "stat": (errno.EACCES,),
+    "syscall": (errno.EPERM, errno.ENOSYS),
+    "write": (errno.EPIPE, errno.ENOSPC),
+}
+WHEN = ((1, False), (3, False), (1, True))  # the first call, the third, all
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How the ranks of a group exchange data; a letter of `hosts` for each rank."""
+
+    hosts: str
+    option: str | None = None
+
+
+TRANSPORTS = {
+    "memory": Transport("aa"),
+    "messages": Transport("aa", "p2p"),
+    "hosts": Transport("aab"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rank's call fails in a phase; its process then ends, or lives on."""
+
+    transport: str
+    phase: str
+    call: str | None = None
+    error: int = 0
+    first: int = 1
+    onwards: bool = False
+    lives_on: bool = False
+
+
+# ---- a rank
+
+
+def use(rank: int, world_size: int) -> None:
+    """Makes calls of all kinds; raises AssertionError for a wrong result."""
+    for num_elems in (256, 1 << 19):
+        tensor = torch.ones(num_elems)
+        dist.all_reduce(tensor)
+        assert bool((tensor == world_size).all()), "WRONG sum"
+        if rank == 0:
+            dist.send(tensor, 1)
+        elif rank == 1:
+            dist.recv(tensor.zero_(), 0)
+            assert bool((tensor == world_size).all()), "WRONG message"
+    work: Any = dist.all_reduce(tensor.fill_(1), async_op=True)
+    work.wait()
+    try:
+        shared = ringcomm.empty_shared(1 << 16).fill_(1)
+    except torch.OutOfMemoryError:  # of this rank alone, which goes on without
+        shared = torch.ones(1 << 16)
+    dist.all_reduce(shared)
+    dist.barrier()  # a rank that failed says so in this group, and not in the next one
+    group = dist.new_group(list(range(world_size)))
+    dist.all_reduce(shared, group=group)
+    assert bool((shared == world_size**2).all()), "WRONG sum of shared buffers"
+    if rank == 0:
+        time.sleep(0.05)  # the others wait long enough to sleep
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def run_phase(phase: str, rank: int, world_size: int, transport: Transport, store: str) -> None:
+    if phase == "init":
+        os.environ["RINGCOMM_HOST_ID"] = transport.hosts[rank]
+        dist.init_process_group(
+            "ringcomm",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=TIMEOUT_S),
+            pg_options=ringcomm.Options(transport=transport.option, says_waits=False),  # type: ignore[arg-type]
+        )
+    elif phase == "destroy":
+        dist.destroy_process_group()
+    else:
+        use(rank, world_size)
+
+
+def run_rank(rank: int, fault: Fault, store: str) -> dict[str, Any]:
+    """The phase that raised and what it said; how often the phase makes each call."""
+    transport = TRANSPORTS[fault.transport]
+    shim = ctypes.CDLL(None)
+    said = {"phase": "the end", "text": "", "counts": {}}
+    for phase in PHASES:
+        if rank == FAILING_RANK:
+            name = fault.call.encode() if fault.call and phase == fault.phase else None
+            shim.fail_calls(name, fault.error, fault.first, fault.onwards)
+        try:
+            run_phase(phase, rank, len(transport.hosts), transport, store)
+        except BaseException as error:
+            said |= {"phase": phase, "text": f"{type(error).__name__}: {error}".partition("\n")[0]}
+            break
+        finally:
+            said["counts"][phase] = {name: shim.count_calls(name.encode()) for name in ERRORS}
+    return {**said, "at": time.monotonic()}
+
+
+# ---- the ranks of a case
+
+
+def fork_rank(rank: int, fault: Fault, folder: str, answers: int) -> int:
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    signal.alarm(int(LIMIT_S) + 5)
+    log = os.open(f"{folder}/log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    said = run_rank(rank, fault, f"{folder}/store")
+    os.write(answers, json.dumps([rank, said]).encode() + b"\n")
+    if fault.lives_on:
+        signal.pause()
+    os._exit(0)
+
+
+def run_case(fault: Fault) -> tuple[list[dict[str, Any] | None], str]:
+    """What each rank says, None of one that is silent; and what all wrote."""
+    world_size = len(TRANSPORTS[fault.transport].hosts)
+    found: list[dict[str, Any] | None] = [None] * world_size
+    with tempfile.TemporaryDirectory(prefix="ringcomm-failing-") as folder:
+        reader, writer = os.pipe()
+        pids = [fork_rank(rank, fault, folder, writer) for rank in range(world_size)]
+        os.close(writer)
+        text, deadline = b"", time.monotonic() + LIMIT_S
+        while text.count(b"\n") < world_size:
+            if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                break
+            part = os.read(reader, 1 << 16)
+            if not part:  # all have ended
+                break
+            text += part
+        os.close(reader)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for line in text.splitlines():
+            rank, said = json.loads(line)
+            found[rank] = said
+        with open(f"{folder}/log", errors="replace") as log:
+            return found, log.read()
+
+
+def problem_of(fault: Fault, found: list[dict[str, Any] | None], log: str) -> str:
+    """What is wrong with the case; empty if nothing is."""
+    silent = [rank for rank, said in enumerate(found) if said is None]
+    if silent:
+        return f"ranks {silent} hang or were killed; {log[-300:]}"
+    texts = [said["text"] for said in found if said is not None]
+    if any("WRONG" in text for text in texts):
+        return "a wrong result"
+    if any("Timeout" in text for text in texts):
+        return "found by a time-out only"
+    if any(texts) and not all(texts) and fault.phase != "destroy":
+        return "one rank goes on and another raises"
+    reasons = (os.strerror(fault.error), f"rank {FAILING_RANK}", "EINTR")
+    others = [text for rank, text in enumerate(texts) if rank != FAILING_RANK and text]
+    if any(not any(reason in text for reason in reasons) for text in others):
+        return "a rank names neither the reason nor the rank"
+    return ""
+
+
+def cases() -> Iterator[Fault]:
+    """Of each transport and phase: of the calls that the phase makes."""
+    for transport in TRANSPORTS:
+        found, log = run_case(Fault(transport, "init"))
+        said = found[FAILING_RANK]
+        assert said is not None, log
+        assert not said["text"], (found, log)
+        for phase, call in itertools.product(PHASES, ERRORS):
+            count = said["counts"][phase][call]
+            for number, (first, onwards) in itertools.product(ERRORS[call], WHEN):
+                for lives_on in (False, True):
+                    if count >= first:
+                        yield Fault(transport, phase, call, number, first, onwards, lives_on)
+
+
+def main(share: int, of: int) -> None:
+    torch.set_num_threads(1)
+    for number, fault in enumerate(cases()):
+        if number % of != share:
+            continue
+        found, log = run_case(fault)
+        problem = problem_of(fault, found, log)
+        times = [said["at"] for said in found if said is not None]
+        said = [f"{one['phase']}: {one['text']}" if one else "-" for one in found]
+        apart_s = round(max(times, default=0.0) - min(times, default=0.0), 2)
+        print(
+            json.dumps({**asdict(fault), "problem": problem, "apart_s": apart_s, "said": said}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
