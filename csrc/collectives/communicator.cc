@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 #include <tuple>
 #include <utility>
 
@@ -124,7 +125,9 @@ void Communicator::run(const Collective& call, const WaitLimits& limits, const S
   const auto poll = [&] { abort_if(limits.is_interrupted); };
   try {
     queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
-  } catch (...) {                                // it is not in the queue, and so was not called
+  } catch (const std::system_error& no_thread) {
+    end_without(no_thread, call);
+  } catch (...) {  // it is not in the queue, and so was not called
     num_issued_.fetch_sub(1, std::memory_order_relaxed);
     throw;
   }
@@ -135,13 +138,21 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
                                           Done done, Sequence sequence) {
   if (!sequence) validate(call);
   failure_->rethrow_if_any();
-  auto ticket =
-      queue_.submit([this, call, limits, done = std::move(done), sequence = std::move(sequence)] {
-        done(error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); }));
-      });
-  // Counted after it is queued: if its thread cannot be started, the call did not happen.
   num_issued_.fetch_add(1, std::memory_order_relaxed);
-  return ticket;
+  try {
+    return queue_.submit([this, call, limits, done = std::move(done),
+                          sequence = std::move(sequence)] {
+      done(error_of([&] { sequence ? execute_steps(sequence, limits) : execute(call, limits); }));
+    });
+  } catch (const std::system_error& no_thread) {
+    end_without(no_thread, call);
+  }
+}
+
+// The other ranks have continued, so the group ends: this rank's process may live on.
+void Communicator::end_without(const std::system_error& no_thread, const Collective& call) {
+  failure_->abort(std::string(name_of(call.op)) + ": " + no_thread.what());
+  throw no_thread;
 }
 
 void Communicator::validate(const Collective& call) const {

@@ -114,6 +114,7 @@ class Communicator {
  private:
   void validate(const Collective& call) const;
   void execute(const Collective& call, const WaitLimits& limits);
+  [[noreturn]] void end_without(const std::system_error& no_thread, const Collective& call);
   void execute_steps(const Sequence& sequence, const WaitLimits& limits);
   CallHeader planned(const Collective& call);
 

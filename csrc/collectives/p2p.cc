@@ -3,6 +3,7 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "transport/process.h"
@@ -27,6 +28,10 @@ void PointToPoint::post(const P2pOpPtr& op) {
   if (trace_group_ != trace::kNoGroup) trace_begin(*op);
   try {
     start(op);
+  } catch (const std::system_error& no_thread) {
+    record_end(*op);
+    failure_.abort(activity_of(*op).description + ": " + no_thread.what());
+    throw;
   } catch (...) {
     record_end(*op);
     throw;
