@@ -7,10 +7,11 @@ name; its environment variable GLOO_SOCKET_IFNAME selects another one.
 """
 
 import datetime
+import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +22,8 @@ from ringcomm.torch_names import backend_plugins, new_backend_options, set_timeo
 # The first line of what a rank writes to the store after it has made its backend, before its
 # contact; any other text is an error.
 _MADE = "made"
+
+_Answer = TypeVar("_Answer")
 
 
 def checked(name: str) -> str:
@@ -73,13 +76,39 @@ def make(
     otherwise a rank that leaves the group at once would close connections that others are still
     making. Raises RuntimeError if a rank could not make its backend, or did not arrive.
     """
-    # A prefix of the store that no earlier group has used: programs destroy and make groups over
-    # one store, and backends leave their addresses there. Each rank counts its calls; all ranks of
-    # a group call equally often.
-    generation = store.add(f"ringcomm/message_backend/{rank}", 1)
-    store = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
+    missing = [(rank + 1 + i) % size for i in range(size)]
+
+    def in_time(ask: Callable[[], _Answer]) -> _Answer:
+        """What `ask` returns, in a thread: the store may not answer."""
+        outcome: list[Callable[[], _Answer]] = []
+
+        def run() -> None:
+            try:
+                answer = ask()
+                outcome.append(lambda: answer)
+            except Exception as error:
+                outcome.append(functools.partial(_raise, error))
+
+        asking = threading.Thread(target=run, name="ringcomm-connect", daemon=True)
+        asking.start()
+        while not outcome:
+            asking.join(0.05)
+            if not outcome and not goes_on(missing):
+                raise RuntimeError("the group's store does not answer")
+        return outcome[0]()
+
+    def new_store() -> dist.Store:
+        # A prefix of the store that no earlier group has used: programs destroy and make groups
+        # over one store, and backends leave their addresses there. Each rank counts its calls; all
+        # ranks of a group call equally often.
+        generation = store.add(f"ringcomm/message_backend/{rank}", 1)
+        place = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
+        place.set(f"here/{rank}", "")
+        return place
+
+    own = in_time(new_store)
     # A separate store connection: a blocking wait in one may block other lookups.
-    own_store = store.clone()  # type: ignore[attr-defined]
+    own_store = in_time(own.clone)  # type: ignore[attr-defined]
     opts = new_backend_options()
     opts.store = own_store
     opts.group_rank = rank
@@ -99,21 +128,19 @@ def make(
             told = str(error) or type(error).__name__
         own_store.set(f"made/{rank}", told)
 
-    store.set(f"here/{rank}", "")
     if name == "gloo":
         # Gloo's connect ends only at its own timeout. If this rank fails earlier, the thread is
         # left running until then.
         threading.Thread(target=make_own, name="ringcomm-connect", daemon=True).start()
     else:
         make_own()
-    missing = [(rank + 1 + i) % size for i in range(size)]
 
     def has_all() -> bool:
         """Errors of peers take precedence."""
         for other in tuple(missing):
-            if not store.check([f"made/{other}"]):
+            if not own.check([f"made/{other}"]):
                 continue
-            told, _, contact = store.get(f"made/{other}").decode().partition("\n")
+            told, _, contact = own.get(f"made/{other}").decode().partition("\n")
             if told != _MADE:
                 raise ends[0] if other == rank else RuntimeError(f"rank {other}: {told}")
             missing.remove(other)
@@ -124,16 +151,21 @@ def make(
 
     def late() -> list[int]:
         """The ranks that are not here. Without them no other rank can make its backend."""
-        absent[:] = [other for other in absent if not store.check([f"here/{other}"])]
+        absent[:] = [other for other in absent if not own.check([f"here/{other}"])]
         return absent or missing
 
     pause_s = 0.001
-    while not has_all():
-        if not goes_on(late()) and not has_all():  # a rank may arrive and then end
-            raise RuntimeError(f"ranks did not arrive: {late()}")
+    while not in_time(has_all):
+        # A rank may arrive and then end.
+        if not goes_on(in_time(late)) and not in_time(has_all):
+            raise RuntimeError(f"ranks did not arrive: {absent or missing}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
     return ends[0], contacts
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _make_own(name: str, opts: Any) -> Any:

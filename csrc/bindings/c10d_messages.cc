@@ -163,6 +163,7 @@ std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_mes
   std::exception_ptr in_vain;
   const py::cpp_function goes_on([&](const std::vector<int>& missing) {
     try {
+      const py::gil_scoped_release released;  // the store, which may be Python's, is asked
       look(missing);
     } catch (...) {
       in_vain = std::current_exception();

@@ -13,6 +13,7 @@
 #include "bindings/python_errors.h"
 #include "core/errors.h"
 #include "transport/process.h"
+#include "transport/timed_store.h"
 
 namespace ringcomm {
 namespace {
@@ -20,36 +21,45 @@ namespace {
 // torch's store (TCPStore, FileStore, HashStore, prefixed) as the rendezvous knows stores.
 class StoreAdapter final : public KeyValueStore {
  public:
-  /// `is_abandoned`: whether nobody needs the group any more; may be empty.
-  StoreAdapter(c10::intrusive_ptr<c10d::Store> store, std::function<bool()> is_abandoned)
-      : store_(std::move(store)), is_abandoned_(std::move(is_abandoned)) {}
+  /// `is_abandoned`: whether nobody needs the group any more; may be empty. With `is_shared` the
+  /// first call clones the store, which may wait for its server.
+  StoreAdapter(c10::intrusive_ptr<c10d::Store> store, std::function<bool()> is_abandoned,
+               bool is_shared = false)
+      : store_(std::move(store)), is_abandoned_(std::move(is_abandoned)), is_shared_(is_shared) {}
 
-  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  void set(const std::string& key, const std::string& value) override { own().set(key, value); }
   bool is_interrupted() override {
     return ringcomm::is_interrupted() || (is_abandoned_ && is_abandoned_());
   }
   bool try_get(const std::string& key, std::string& value) override {
-    if (!store_->check({key})) return false;
-    value = store_->get_to_str(key);
+    if (!own().check({key})) return false;
+    value = own().get_to_str(key);
     return true;
   }
   std::int64_t add(const std::string& key, std::int64_t number) override {
-    return store_->add(key, number);
+    return own().add(key, number);
   }
   void set_first(const std::string& key, const std::string& value) override {
     try {
-      store_->compareSet(key, "", value);
+      own().compareSet(key, "", value);
     } catch (const std::exception&) {  // a store, also of Python's, that has no such operation
-      store_->set(key, value);
+      own().set(key, value);
     }
   }
   std::unique_ptr<KeyValueStore> clone() override {
-    return std::make_unique<StoreAdapter>(store_->clone(), is_abandoned_);
+    return std::make_unique<StoreAdapter>(store_, is_abandoned_, /*is_shared=*/true);
   }
 
  private:
+  c10d::Store& own() {
+    if (is_shared_) store_ = store_->clone();
+    is_shared_ = false;
+    return *store_;
+  }
+
   c10::intrusive_ptr<c10d::Store> store_;
   std::function<bool()> is_abandoned_;
+  bool is_shared_;
 };
 
 constexpr const char* kDestroyed =
@@ -121,7 +131,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
       options_(std::move(options)),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   const World world = world_over(store);
-  StoreAdapter adapter(store, world.is_abandoned);
+  const auto timeout = std::min(options_->timeout, kLongestTimeout);
   const MakeMessages make_messages = [&](const LookForRanks& look) {
     auto [backend, contacts] = make_message_backend(options_->engine.p2p_backend, store, rank, size,
                                                     *options_, look, "the group's messages");
@@ -129,8 +139,10 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
     return messages_over(std::move(backend));
   };
   with_python_errors([&] {
+    TimedStore timed(std::make_shared<StoreAdapter>(store, world.is_abandoned),
+                     deadline_after(timeout));
     communicator_ = std::make_shared<Communicator>(
-        adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
+        timed, rank, size, options_->engine, timeout,
         options_->engine.p2p_backend.empty() ? MakeMessages{} : make_messages,
         ask_world(world, options_->global_ranks_in_group));
   });
@@ -184,9 +196,15 @@ std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
 }
 
 void ProcessGroupRingcomm::abort() {
-  const std::lock_guard lock(mutex_);
-  if (communicator_ != nullptr) communicator_->abort("the process group was aborted");
-  if (devices_ != nullptr) devices_->abort();
+  std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<Devices> devices;
+  {
+    const std::lock_guard lock(mutex_);
+    communicator = communicator_;
+    devices = devices_;
+  }
+  if (communicator != nullptr) communicator->abort("the process group was aborted");
+  if (devices != nullptr) devices->abort();
 }
 
 void ProcessGroupRingcomm::leave(bool is_asked) {
@@ -252,11 +270,11 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
     const c10::intrusive_ptr<Options>& opts) {
   const auto own = std::find(ranks.begin(), ranks.end(), getRank());
   if (own == ranks.end()) return nullptr;
-  {
+  const auto last = [this] {
     const std::lock_guard lock(mutex_);
-    const auto last = last_split_.lock();
-    if (last != nullptr && last->getBackendOptions()->group_name == opts->group_name) return last;
-  }
+    return last_split_.lock();
+  }();
+  if (last != nullptr && last->getBackendOptions()->group_name == opts->group_name) return last;
   // A copy: c10d hands the same options to every split.
   const auto* given = dynamic_cast<const GroupOptions*>(opts.get());
   auto options = c10::make_intrusive<GroupOptions>(given != nullptr ? *given : *options_);

@@ -165,7 +165,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   c10::intrusive_ptr<GroupOptions> options_;
   std::atomic<std::uint64_t> num_monitored_barriers_ = 0;
 
-  mutable std::mutex mutex_;  // guards all below, which several threads may use
+  // Guards all below, which several threads may use, some with the GIL: nothing that may wait, or
+  // take the GIL as the end of a tensor does, happens with it.
+  mutable std::mutex mutex_;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<PyObject> contacts_;
   std::shared_ptr<Devices> devices_;  // null without ringcomm._cuda

@@ -142,10 +142,12 @@ WorkPtr ProcessGroupRingcomm::profiled(c10::Device device, const CallInfo& info,
 bool ProcessGroupRingcomm::supportsCoalescing() const { return at::getAccelerator().has_value(); }
 
 void ProcessGroupRingcomm::startCoalescing() {
+  std::vector<WorkPtr> works;  // of a block that an exception left, as the next ones
+  std::vector<DeviceMessage> messages;
   const std::lock_guard lock(mutex_);
   is_coalescing_ = true;
-  coalesced_works_.clear();  // of a block that an exception left
-  coalesced_messages_.clear();
+  works.swap(coalesced_works_);
+  messages.swap(coalesced_messages_);
 }
 
 WorkPtr ProcessGroupRingcomm::endCoalescing() {
@@ -167,12 +169,17 @@ WorkPtr ProcessGroupRingcomm::endCoalescing() {
 }
 
 WorkPtr ProcessGroupRingcomm::coalesced(WorkPtr work) {
+  std::vector<WorkPtr> finished;
   const std::lock_guard lock(mutex_);
   if (!is_coalescing_ || work == nullptr) return work;
   // A block that an exception has left open must not keep all later works.
-  if (coalesced_works_.size() >= kMaxFinishedWorks)
-    std::erase_if(coalesced_works_,
-                  [](const WorkPtr& other) { return other->isCompleted() && other->isSuccess(); });
+  if (coalesced_works_.size() >= kMaxFinishedWorks) {
+    const auto kept = std::ranges::stable_partition(coalesced_works_, [](const WorkPtr& other) {
+      return other->isCompleted() && other->isSuccess();
+    });
+    finished.assign(coalesced_works_.begin(), kept.begin());
+    coalesced_works_.erase(coalesced_works_.begin(), kept.begin());
+  }
   coalesced_works_.push_back(work);
   return work;
 }

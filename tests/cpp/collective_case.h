@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -37,7 +38,7 @@ struct Case {
   bool is_random = false;  ///< floats of any size, where small integers make results exact else
   std::uint32_t salt = 0;  ///< other data in every call
   bool is_uneven = false;  ///< shares of 0 to 2 num_elems
-  std::size_t (*elems_of)(int from, int to) = nullptr;  ///< the sizes of uneven shares instead
+  std::function<std::size_t(int from, int to)> elems_of = {};  ///< instead, of uneven shares
 
   std::string to_text() const {
     std::ostringstream text;
@@ -154,7 +155,7 @@ inline std::size_t share_elems(const Case& c, int from, int to) {
   if (!c.is_uneven) return c.num_elems;
   const bool is_of_source = c.op == OpKind::kAllGather || c.op == OpKind::kGather;
   const bool is_of_target = c.op == OpKind::kReduceScatter || c.op == OpKind::kScatter;
-  if (c.elems_of != nullptr) return c.elems_of(is_of_target ? 0 : from, is_of_source ? 0 : to);
+  if (c.elems_of) return c.elems_of(is_of_target ? 0 : from, is_of_source ? 0 : to);
   const auto key = static_cast<std::uint32_t>(is_of_source   ? from
                                               : is_of_target ? to
                                                              : from * 64 + to);

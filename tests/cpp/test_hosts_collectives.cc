@@ -2,10 +2,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "collective_case.h"
+#include "collectives/messages/engine.h"
 #include "hosts_ranks.h"
 #include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
@@ -99,6 +102,68 @@ TEST_CASE("hosts: large buffers in pieces" * doctest::skip(testing::kHasThreadSa
       run_case(communicator, c);
     }
   });
+}
+
+// The limits at which the code takes another way, in bytes: what an envelope carries, what is
+// received before the next share is sent, what has a tag of its size, what goes through leaders of
+// two and of three hosts, and what is staged at a time in groups of 3 to 6 ranks.
+constexpr std::size_t kLimits[] = {sizeof(MessageEnvelope::data), std::size_t{256} << 10,
+                                   MessageTags::kMaxSized,        (std::size_t{2} << 20) / 3,
+                                   (std::size_t{4} << 20) / 3,    (std::size_t{4} << 20) / 5,
+                                   (std::size_t{4} << 20) / 6};
+constexpr std::size_t kWord = sizeof(std::int64_t);
+
+// Nothing, little, or one side or the other of a limit: for each pair something else.
+std::size_t mixed_elems(std::uint32_t salt, int from, int to) {
+  const std::uint32_t random =
+      testing::mixed(salt * 64U + static_cast<std::uint32_t>(from * 8 + to));
+  if (random % 4 == 0) return random / 4 % 2;
+  return kLimits[1 + random % 2] / kWord + random / 8 % 2;
+}
+
+// With a share over 1 MiB carriers of two hosts waited for each other in a circle. How often each
+// layout gets other shares: RINGCOMM_HOSTS_ROUNDS (`make stress`).
+TEST_CASE("hosts: shares on both sides of every limit end on every layout" *
+          doctest::skip(testing::kHasThreadSanitizer)) {
+  const char* asked = std::getenv("RINGCOMM_HOSTS_ROUNDS");
+  const auto num_rounds = static_cast<std::uint32_t>(asked != nullptr ? std::atoi(asked) : 1);
+  for (const std::string placement : {"aaab", "aaba", "aaabbb", "aabb", "aab", "aaaab", "aabbcc"}) {
+    CAPTURE(placement);
+    const auto world_size = static_cast<int>(placement.size());
+    MemoryNetwork network(world_size);
+    run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+      for (std::uint32_t salt = 0; salt < num_rounds; ++salt) {
+        for (const bool is_in_place : {false, true})
+          run_case(communicator, {.op = OpKind::kAllToAll,
+                                  .dtype = DType::kInt64,
+                                  .num_elems = MessageTags::kMaxSized / kWord + 1,
+                                  .is_in_place = is_in_place,
+                                  .salt = salt});
+        for (std::uint32_t idx = 0; idx < 3; ++idx)
+          run_case(communicator, {.op = OpKind::kAllToAll,
+                                  .dtype = DType::kInt64,
+                                  .is_in_place = idx % 2 == 1,
+                                  .salt = 3 * salt + idx,
+                                  .is_uneven = true,
+                                  .elems_of = [&](int from, int to) {
+                                    return mixed_elems(3 * salt + idx, from, to);
+                                  }});
+        for (const OpKind op : kOps)
+          for (std::size_t idx = 0; idx < std::size(kLimits); ++idx) {
+            // All of them, or for each operation another.
+            if (num_rounds == 1 && idx != static_cast<std::size_t>(op) % std::size(kLimits))
+              continue;
+            for (const std::size_t more : {0U, 1U}) {
+              Case c = case_of(op, salt + static_cast<std::uint32_t>(more),
+                               kLimits[idx] / kWord + more, world_size);
+              c.dtype = DType::kInt64;
+              run_case(communicator, c);
+            }
+          }
+      }
+    });
+    CHECK(network.num_misfits() == 0);
+  }
 }
 
 TEST_CASE("hosts: random floats have the same bits on all ranks, short and long") {

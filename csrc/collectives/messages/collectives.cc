@@ -358,6 +358,10 @@ class HostsCollective {
   }
 
   // gather, scatter and all_to_all: in step d to the rank d places on.
+  //
+  // Why no circle is left: an all_to_all waits for messages in the loop, and after its part in the
+  // host only for those. The rank in the lowest step waits for ranks that have posted that step. The
+  // others wait for nothing before their part in the host (docs/design/messages.md).
   void move() {
     std::vector<std::optional<CallPart>> given;
     for (int peer = 0; peer < world_size_; ++peer) {
@@ -368,8 +372,10 @@ class HostsCollective {
         part->data = std::memcpy(messages_.stage(bytes(part->num_elems)), part->data,
                                  bytes(part->num_elems));
     }
+    const bool is_all_to_all = call_.root < 0;
+    if (is_all_to_all) move_inside();
     MessageExchange exchange(messages_, header_);
-    if (call_.root >= 0)
+    if (!is_all_to_all)
       greet(exchange, of(given, leader_at(1)).has_value(),
             part_taken(call_, rank_, previous_leader()).has_value());
     std::size_t num_sent = 0;
@@ -380,12 +386,12 @@ class HostsCollective {
       num_sent = 0;
       if (const auto& part = of(given, to); is_elsewhere(to) && part) {
         send(exchange, to, part->data, part->num_elems);
-        if (call_.root < 0) num_sent = bytes(part->num_elems);
+        if (is_all_to_all) num_sent = bytes(part->num_elems);
       }
       if (const auto taken = part_taken(call_, rank_, from); is_elsewhere(from) && taken)
         recv(exchange, from, taken->data, taken->num_elems);
     }
-    if (call_.root < 0 || hosts_.table.host_of(call_.root) == hosts_.host) move_inside();
+    if (!is_all_to_all && hosts_.table.host_of(call_.root) == hosts_.host) move_inside();
     exchange.finish();
   }
 

@@ -25,24 +25,27 @@ constexpr std::chrono::milliseconds kReasonGrace{2000};
 }  // namespace
 
 MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
-    : rank_(ranks.rank()), store_(store.clone()), address_(ranks.mine().bootstrap_address) {
+    : rank_(ranks.rank()),
+      store_(store.clone(), ranks.deadline()),
+      address_(ranks.mine().bootstrap_address) {
   processes_ = ranks.processes();
   // How often this rank has made a group over this store: the same on all ranks, and what tells
   // this group's keys from those of one that was destroyed before.
   const std::int64_t generation =
-      store.add("ringcomm/messages/generation/" + std::to_string(rank_), 1);
+      store_.add("ringcomm/messages/generation/" + std::to_string(rank_), 1);
   prefix_ = "ringcomm/messages/" + std::to_string(generation) + "/";
   const std::string key = prefix_ + "rank/";
-  store.set(key + std::to_string(rank_), "");
+  store_.set(key + std::to_string(rank_), "");
   std::string ignored;
-  ranks.wait_for_all([&](int peer) { return store.try_get(key + std::to_string(peer), ignored); });
+  ranks.wait_for_all([&](int peer) { return store_.try_get(key + std::to_string(peer), ignored); });
+  store_.forget_deadline();
 }
 
 void MessageMembers::leave() {
   watch_.reset();
   if (state_of(rank_) == Stop::kAborted) return;  // they know, and the store may be lost
   try {
-    store_->set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
+    store_.set(prefix_ + "left/" + std::to_string(rank_), std::to_string(num_calls_.load()));
   } catch (const std::exception&) {
     // The store is lost, and most likely the program with it.
   }
@@ -63,7 +66,7 @@ bool MessageMembers::is_alive(int rank) const {
 // Whether `rank` has destroyed its side of the group.
 bool MessageMembers::ask_left(int rank) {
   std::string text;
-  if (!store_->try_get(prefix_ + "left/" + std::to_string(rank), text)) return false;
+  if (!store_.try_get(prefix_ + "left/" + std::to_string(rank), text)) return false;
   const std::lock_guard lock(mutex_);
   num_calls_of_[rank] = std::strtoll(text.c_str(), nullptr, 10);
   return true;
@@ -82,7 +85,7 @@ void MessageMembers::abort(const AbortReason& reason) {
   // This rank's waits end first, because the store may be slow or lost.
   keep(reason);
   try {
-    store_->set_first(prefix_ + "abort", reason.to_text());
+    store_.set_first(prefix_ + "abort", reason.to_text());
   } catch (const std::exception&) {
     // The other ranks notice the failure themselves.
   }
@@ -111,18 +114,20 @@ AbortReason MessageMembers::abort_reason() const {
 
 bool MessageMembers::is_given_up(bool asks) noexcept {
   try {
-    if (asks) return look();
+    if (asks) return look(/*waits=*/false);
   } catch (const std::exception&) {
     // No store, no news.
   }
   return state_of(rank_) == Stop::kAborted;
 }
 
-// Looks in the store. Whether the group has ended; throws what the store does.
-bool MessageMembers::look() {
+// Looks in the store, or at its last answer. Whether the group has ended; throws what the store
+// does.
+bool MessageMembers::look(bool waits) {
   if (state_of(rank_) == Stop::kAborted) return true;
+  const std::string key = prefix_ + "abort";
   std::string text;
-  if (!store_->try_get(prefix_ + "abort", text)) return false;
+  if (!(waits ? store_.try_get(key, text) : store_.peek(key, text))) return false;
   keep(AbortReason::from_text(text));
   return true;
 }
@@ -169,12 +174,12 @@ Stop MessageMembers::Operation::stop_of(MessageEnd end, int peer) {
   try {
     for (Backoff backoff;; backoff.sleep()) {
       const bool may_say_why = peer >= 0 && members_.is_alive(peer) && Clock::now() < deadline;
-      if (members_.look()) return Stop::kAborted;
+      if (members_.look(/*waits=*/true)) return Stop::kAborted;
       if (peer >= 0 && members_.ask_left(peer)) return Stop::kPeerLeft;
       if (!may_say_why) break;
     }
   } catch (const std::exception&) {
-    // No store: its host may be the peer that died.
+    // No store, or none that answers: its host may be the peer that died.
   }
   return Stop::kPeerDied;
 }
@@ -210,7 +215,7 @@ void MessageMembers::watch_operations() {
 
 void MessageMembers::look_patiently() {
   try {
-    look();  // not at the store of a group that has ended
+    look(/*waits=*/false);  // not at the store of a group that has ended
     store_fails_since_ = Clock::time_point::max();
   } catch (const std::exception& error) {
     store_fails_since_ = std::min(store_fails_since_, Clock::now());

@@ -18,14 +18,17 @@
 #include "transport/messages/message_transport.h"
 #include "transport/process.h"
 #include "transport/shm/rendezvous.h"
+#include "transport/timed_store.h"
 
 namespace ringcomm {
 
 /// The membership of a group that exchanges messages, and the watchdog of their waits.
 ///
-/// The abort state is in the group's store. The watchdog ends the waits that nothing else would
-/// end: at an operation's deadline, when another rank aborts the group, and when the peer's process
-/// has ended without closing the connection (exec() may pass it on). It sleeps without operations.
+/// The abort state is in the group's store. Deadlines and deaths are judged without it, because it
+/// may not answer: a rank that needs its answer waits for a second. The watchdog ends the waits
+/// that nothing else would end: at an operation's deadline, when another rank aborts the group, and
+/// when the peer's process has ended without closing the connection (exec() may pass it on). It
+/// sleeps without operations.
 class MessageMembers final : public Membership {
  public:
   using Clock = std::chrono::steady_clock;
@@ -48,7 +51,7 @@ class MessageMembers final : public Membership {
   /// close. After the last operation.
   void leave();
 
-  /// Others are in the store, which takes its time.
+  /// Others are in the store.
   Stop state_of(int rank) const override;
   bool has_left(int rank) const override { return num_calls_of(rank) >= 0; }
   /// Known once a wait for the rank has ended because it has left.
@@ -92,14 +95,14 @@ class MessageMembers final : public Membership {
   void keep(const AbortReason& reason);
   bool is_alive(int rank) const;
   bool ask_left(int rank);
-  bool look();
+  bool look(bool waits);
   void look_patiently();
   bool is_gone(int peer) const;
   bool must_end(Operation& operation) const;
   void watch_operations();
 
   int rank_;
-  std::unique_ptr<KeyValueStore> store_;
+  TimedStore store_;
   std::string address_;  // of this rank's process
   std::string prefix_;   // of this group's keys: the store may hold those of an earlier group
   std::function<void()> on_abort_;

@@ -157,7 +157,9 @@ int Group::writer_of(std::uint32_t abort_state) const {
 Stop Group::state_of(int peer) const {
   const std::uint32_t state = load_acquire(abort_record().state);
   if (state == AbortRecord::kWritten) return Stop::kAborted;
-  if (const int writer = writer_of(state); writer >= 0 && has_died(writer)) return Stop::kAborted;
+  // Until the reason is written, it is not known that ranks which have left knew of it.
+  if (const int writer = writer_of(state); writer >= 0)
+    return has_died(writer) ? Stop::kAborted : Stop::kNone;
   if (peer == rank_) return Stop::kNone;
   if (has_left(peer)) return Stop::kPeerLeft;
   return has_died(peer) ? Stop::kPeerDied : Stop::kNone;
@@ -232,7 +234,16 @@ void Group::abort(const AbortReason& reason) {
 
 AbortReason Group::abort_reason() const {
   const AbortRecord& record = abort_record();
-  if (const int writer = writer_of(load_acquire(record.state)); writer >= 0)
+  // A rank that lives writes it in a moment.
+  int writer = -1;
+  const auto is_writing = [&] {
+    writer = writer_of(load_acquire(record.state));
+    return writer >= 0 && !has_died(writer);
+  };
+  const auto deadline = deadline_after(std::chrono::seconds(1));
+  for (Backoff backoff; is_writing() && std::chrono::steady_clock::now() < deadline;)
+    backoff.sleep();
+  if (writer >= 0)
     return {.kind = ErrorKind::kPeerDied,
             .origin = whole_rank(writer),
             .culprit = whole_rank(writer),

@@ -65,6 +65,7 @@ class Rendezvous {
 
   int rank() const { return terms_.rank; }
   int world_size() const { return terms_.world_size; }
+  std::chrono::steady_clock::time_point deadline() const { return deadline_; }
   const RankRecord& mine() const { return mine_; }
   const PeerProcesses& processes() const { return processes_; }
 

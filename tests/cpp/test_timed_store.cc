@@ -1,0 +1,101 @@
+// A store that does not answer: who asks it goes on.
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "core/errors.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+#include "transport/timed_store.h"
+
+namespace {
+
+using namespace ringcomm;
+using Clock = std::chrono::steady_clock;
+
+// Answers unless its gate is locked.
+class GatedStore final : public KeyValueStore {
+ public:
+  GatedStore(std::shared_ptr<std::mutex> gate, testing::MemoryStore& store)
+      : gate_(std::move(gate)), store_(store) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    const std::lock_guard lock(*gate_);
+    store_.set(key, value);
+  }
+  bool try_get(const std::string& key, std::string& value) override {
+    const std::lock_guard lock(*gate_);
+    if (key == "broken") throw std::runtime_error("no store");
+    return store_.try_get(key, value);
+  }
+  std::int64_t add(const std::string& key, std::int64_t number) override {
+    const std::lock_guard lock(*gate_);
+    return store_.add(key, number);
+  }
+  void set_first(const std::string& key, const std::string& value) override { set(key, value); }
+  std::unique_ptr<KeyValueStore> clone() override { return store_.clone(); }
+
+ private:
+  std::shared_ptr<std::mutex> gate_;
+  testing::MemoryStore& store_;
+};
+
+bool eventually(const std::function<bool()>& is_true) {
+  const auto deadline = Clock::now() + testing::kBound;
+  while (!is_true() && Clock::now() < deadline) Backoff().sleep();
+  return is_true();
+}
+
+TEST_CASE("store: answers and errors come back") {
+  testing::MemoryStore memory;
+  TimedStore store(std::make_shared<GatedStore>(std::make_shared<std::mutex>(), memory));
+  std::string value;
+  CHECK(store.add("number", 2) == 2);
+  CHECK_FALSE(store.try_get("key", value));
+  store.set("key", "text");
+  CHECK(store.try_get("key", value));
+  CHECK(value == "text");
+  CHECK_THROWS_WITH_AS(store.try_get("broken", value), "no store", std::runtime_error);
+  value.clear();
+  CHECK(eventually([&] { return store.peek("key", value); }));
+  CHECK(value == "text");
+}
+
+TEST_CASE("store: one that is silent costs its callers a second together, and its object's end") {
+  testing::MemoryStore memory;  // outlives the thread that is left behind
+  const auto gate = std::make_shared<std::mutex>();
+  const auto asked = std::make_shared<GatedStore>(gate, memory);
+  std::unique_lock silence(*gate);
+  {
+    TimedStore store(asked);
+    std::string value;
+    const auto begin = Clock::now();
+    CHECK_FALSE(store.peek("key", value));
+    for (int i = 0; i < 3; ++i) CHECK_THROWS_AS(store.try_get("key", value), Error);
+    CHECK_THROWS_AS(store.set("late", "written"), Error);
+    CHECK(Clock::now() - begin < testing::kBound);
+  }
+  std::string value;
+  CHECK_FALSE(memory.try_get("late", value));
+  silence.unlock();
+  CHECK(eventually([&] { return memory.try_get("late", value); }));
+  CHECK(value == "written");
+  CHECK(eventually([&] { return asked.use_count() == 1; }));
+}
+
+TEST_CASE("store: until its deadline a call waits longer") {
+  testing::MemoryStore memory;
+  const auto gate = std::make_shared<std::mutex>();
+  std::unique_lock silence(*gate);
+  TimedStore store(std::make_shared<GatedStore>(gate, memory), deadline_after(testing::kBound));
+  std::thread opener([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+    silence.unlock();
+  });
+  CHECK(store.add("number", 1) == 1);
+  opener.join();
+}
+
+}  // namespace
