@@ -11,6 +11,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/communicator.h"
@@ -155,6 +156,8 @@ inline std::size_t share_elems(const Case& c, int from, int to) {
   if (!c.is_uneven) return c.num_elems;
   const bool is_of_source = c.op == OpKind::kAllGather || c.op == OpKind::kGather;
   const bool is_of_target = c.op == OpKind::kReduceScatter || c.op == OpKind::kScatter;
+  // In place, two ranks have as much for each other.
+  if (c.op == OpKind::kAllToAll && c.is_in_place && from > to) std::swap(from, to);
   if (c.elems_of) return c.elems_of(is_of_target ? 0 : from, is_of_source ? 0 : to);
   const auto key = static_cast<std::uint32_t>(is_of_source   ? from
                                               : is_of_target ? to
@@ -277,7 +280,7 @@ class CaseBuffers {
   // The input that is also output `share`, or -1.
   int input_below(int share) const {
     if (!case_.is_in_place || num_inputs() == 0) return -1;
-    if (case_.op == OpKind::kAllToAll && !case_.is_uneven) return share;
+    if (case_.op == OpKind::kAllToAll) return share;
     if (num_outputs() > 1 && share != rank_) return -1;
     return num_inputs() == 1 ? 0 : rank_;
   }

@@ -48,6 +48,30 @@ TEST_CASE("uneven shares in several pieces" * doctest::skip(testing::kHasThreadS
   });
 }
 
+// A peer that sends less in all has fewer pieces, and so longer slices of its share.
+TEST_CASE("uneven shares in place: ranks with one, two and many pieces" *
+          doctest::skip(testing::kHasThreadSanitizer)) {
+  static constexpr std::size_t kRoomElems = (kPhaseBytes - kLineBytes) / sizeof(std::int32_t);
+  static std::size_t large_elems;  // of ranks 0 and 2; rank 1 has a fifth of a piece for each
+  run_ranks(3, [&](Communicator& communicator) {
+    std::uint32_t salt = 0;
+    for (const std::size_t elems : {std::size_t{1000}, kRoomElems - kRoomElems / 5 - 1,
+                                    kRoomElems - kRoomElems / 5, kRoomElems, 5 * kRoomElems + 3}) {
+      if (communicator.rank() == 0) large_elems = elems;
+      testing::barrier(communicator);
+      run_case(communicator, {.op = OpKind::kAllToAll,
+                              .dtype = DType::kInt32,
+                              .is_in_place = true,
+                              .salt = ++salt,
+                              .is_uneven = true,
+                              .elems_of = [](int from, int to) {
+                                return from == 0 && to == 2 ? large_elems : kRoomElems / 5;
+                              }});
+      testing::barrier(communicator);
+    }
+  });
+}
+
 TEST_CASE("uneven shares are counted, whatever their size") {
   run_ranks(3, [&](Communicator& communicator) {
     const int rank = communicator.rank();

@@ -55,6 +55,7 @@ class ShareExchange {
         compare_sizes();
         for (int from = 0; from < world_size_; ++from) count_pieces(from);
         num_pieces = *std::ranges::max_element(num_pieces_);
+        keep_inputs();
       }
       if (is_reduction(call_.op))
         reduce(piece_idx);
@@ -177,7 +178,24 @@ class ShareExchange {
     return elems;
   }
 
+  // A rank with fewer pieces sends longer slices, which would overwrite what this rank has yet to
+  // stage for it in the same buffer. Such an input is copied: pieces of one number on all ranks
+  // would take a phase more in every uneven call, because the first one has data before they know.
+  void keep_inputs() {
+    const std::size_t own_pieces = num_pieces_[static_cast<std::size_t>(rank_)];
+    for (int peer = 0; peer < world_size_ && call_.op == OpKind::kAllToAll; ++peer) {
+      const auto idx = static_cast<std::size_t>(peer);
+      if (peer == rank_ || call_.inputs[peer] != call_.outputs[peer]) continue;
+      if (num_pieces_[idx] >= own_pieces && elems(peer, rank_) == elems(rank_, peer)) continue;
+      const auto* input = static_cast<const std::byte*>(call_.inputs[peer]);
+      kept_.resize(regions_.size());
+      kept_[idx].assign(input, input + elems(rank_, peer) * element_bytes_);
+    }
+  }
+
   const void* input(int to) const {
+    const auto idx = static_cast<std::size_t>(to);
+    if (!kept_.empty() && !kept_[idx].empty()) return kept_[idx].data();
     const bool has_one = is_multicast() || call_.op == OpKind::kGather;
     return call_.inputs[has_one ? 0 : to];
   }
@@ -244,12 +262,13 @@ class ShareExchange {
   int rank_;
   int world_size_;
   std::size_t element_bytes_;
-  std::size_t table_bytes_;                // of one
-  std::size_t tables_bytes_;               // of the room for all
-  std::vector<CallHeader> headers_;        // by rank
-  std::vector<const std::byte*> regions_;  // by rank: where the tables of the first phase are
-  std::vector<std::size_t> elems_;         // see elems()
-  std::vector<std::size_t> num_pieces_;    // by rank: of what it sends
+  std::size_t table_bytes_;                   // of one
+  std::size_t tables_bytes_;                  // of the room for all
+  std::vector<CallHeader> headers_;           // by rank
+  std::vector<const std::byte*> regions_;     // by rank: where the tables of the first phase are
+  std::vector<std::size_t> elems_;            // see elems()
+  std::vector<std::size_t> num_pieces_;       // by rank: of what it sends
+  std::vector<std::vector<std::byte>> kept_;  // by rank, if any: see keep_inputs()
   bool is_first_ = true;
 };
 
