@@ -263,6 +263,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return names;
   });
   m.def("flight_clock", [] { return std::tuple(flight::ticks(), flight::monotonic_ns()); });
+  m.def("running_s", [] {
+    return std::chrono::duration<double>(RunningClock::now().time_since_epoch()).count();
+  });
   m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
   m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);
   m.def("is_shared", &is_shared, "tensor"_a);

@@ -14,6 +14,7 @@
 #include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "collectives/trace.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 
@@ -36,7 +37,7 @@ struct P2pOp {
   /// Called once, on any thread and without locks, when `is_done` has become true.
   std::function<void()> done = {};
 
-  std::chrono::steady_clock::time_point deadline = {};
+  RunningClock::time_point deadline = {};
   std::size_t moved_bytes = 0;
   bool is_done = false;
   std::exception_ptr error = {};
@@ -52,7 +53,7 @@ using P2pOpPtr = std::shared_ptr<P2pOp>;
 /// All functions may be called from any thread.
 class PointToPoint {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
   using Interrupted = std::function<bool()>;
 
   virtual ~PointToPoint() = default;

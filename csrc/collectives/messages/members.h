@@ -28,7 +28,7 @@ namespace ringcomm {
 /// has ended without closing the connection (exec() may pass it on). It sleeps without operations.
 class MessageMembers final : public Membership {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
 
   /// Collective, after `ranks` has found them: returns when all have come to this very group.
   /// Throws what `ranks` does.
