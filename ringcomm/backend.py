@@ -5,7 +5,10 @@ import contextlib
 import copy
 import functools
 import logging
+import multiprocessing.util
+import os
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +23,7 @@ from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_ti
 from ringcomm.trace import dumps, flight
 
 _log = logging.getLogger("ringcomm")
+_TOLD_S = 0.05  # until the peers have read it, and before they see that this rank has left
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -31,7 +35,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     of RINGCOMM_TRACE cannot be written, and RingcommError if a rank did not join, or has other
     options or another world size.
     """
-    _tell_peers_of_the_end()
+    _tell_peers_of_the_end(os.getpid())
     flight.offer_stacks()
     dumps.start()
     trace.start()
@@ -68,18 +72,43 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
 
 @functools.cache
-def _tell_peers_of_the_end() -> None:
+def _tell_peers_of_the_end(_pid: int) -> None:
     """Makes peers say in their errors whether this process exited, or which exception ended it."""
     atexit.register(_C.say_exit)
     show = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        with contextlib.suppress(Exception):
-            text = f"{kind.__name__}: {error}".partition("\n")[0]
-            _C.say_last_words(text.encode("ascii", "backslashreplace").decode())
+        _tell_exception(error)
         show(kind, error, trace)
 
     sys.excepthook = tell_and_show
+    # A process of multiprocessing catches what ends it: its finalizers run while it handles that.
+    multiprocessing.util.Finalize(
+        None, lambda: _tell_exception(sys.exc_info()[1]), exitpriority=100
+    )
+
+
+def _tell_exception(error: BaseException | None) -> None:
+    """Tells the peers the first line of what ends this process; an exit code they know."""
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        error = error.__context__ if error.code else None  # torch.multiprocessing.spawn's
+    if error is None:
+        return
+    with contextlib.suppress(Exception):
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        _C.say_last_words(text.encode("ascii", "backslashreplace").decode())
+
+
+def tell_handled_exception() -> None:
+    """Before this rank leaves a group, tells its peers which exception it handles; for the engine.
+
+    They already know an error of ringcomm, or wait for nothing.
+    """
+    error = sys.exc_info()[1]
+    if error is None or isinstance(error, RingcommError):
+        return
+    _tell_exception(error)
+    time.sleep(_TOLD_S)
 
 
 def _engine_options(pg_options: Any, world_size: int) -> _C.GroupOptions:
