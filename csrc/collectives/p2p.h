@@ -46,6 +46,8 @@ struct P2pOp {
   int awaited = flight::kAnyRank;  ///< `peer` as it was given; that of any source is set later
 
   bool is_send() const { return kind == Kind::kSend; }
+  /// Not one of the library's own, whose tags are above the users' 32 bits.
+  bool is_users() const { return tag >> 32U == 0; }
 };
 using P2pOpPtr = std::shared_ptr<P2pOp>;
 
@@ -108,6 +110,7 @@ class PointToPoint {
   bool is_stopping_ = false;
 
  private:
+  flight::Call record(const P2pOp& op) const;
   void trace_begin(P2pOp& op) const;
   static void record_end(const P2pOp& op);
 
