@@ -8,6 +8,7 @@ import argparse
 import inspect
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -27,6 +28,7 @@ from ringcomm.measure.screen import (
 )
 
 Run = Callable[[argparse.Namespace], int]
+VERDICT_S = 30
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # Packages that collectives do not need: what needs them, and their names for pip.
 _WANTED_FOR = {
@@ -109,6 +111,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     add("--world-size", type=int, default=num_ranks, help=about)
     add("--seconds", type=float, default=0.3, help="seconds of measurement per size")
     add("--json", action="store_true", help="print the report as one JSON object")
+    add("--verdict", action="store_true", help="with --job: print one line, the cause of a hang")
     add("--dump", type=Path, metavar="FOLDER", help="with --job: also write a dump of each rank")
     about = "of the dumps: torch is for torch's analyser torchfrtrace, as FOLDER/rank0"
     add("--format", choices=("json", "torch"), default="json", help=about)
@@ -119,8 +122,8 @@ def _doctor(options: argparse.Namespace) -> int:
     error = options.parser.error
     if options.job is not None:
         return _doctor_of_job(options)
-    if options.dump is not None:
-        error("--dump needs --job PID")
+    if options.dump is not None or options.verdict:
+        error(f"{'--verdict' if options.verdict else '--dump'} needs --job PID")
     if not 1 <= options.world_size <= tuning.MAX_WORLD_SIZE:
         error(f"--world-size must be 1 to {tuning.MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
@@ -140,6 +143,8 @@ def _doctor(options: argparse.Namespace) -> int:
 def _doctor_of_job(options: argparse.Namespace) -> int:
     from ringcomm.measure import job
 
+    if options.verdict:
+        signal.alarm(VERDICT_S)  # the job's own question: nobody may wait for a blocked output
     try:
         report = job.examine(options.job, options.dump, options.format)
     except (job.JobError, OSError) as error:
@@ -147,6 +152,8 @@ def _doctor_of_job(options: argparse.Namespace) -> int:
         return 1
     if options.json:
         print(json.dumps(report, allow_nan=False))
+    elif options.verdict:
+        print(f"ringcomm doctor: {report['verdict']}")
     else:
         job.print_report(report)
     return 0

@@ -11,8 +11,9 @@ def report(
     name: str, ranks: Sequence[int], num_calls: int, views: Sequence[Sequence[dict[str, Any]]]
 ) -> None:
     """Writes text() to stderr; the engine calls it on one rank when its group ends."""
-    sys.stderr.write(text(name, ranks, num_calls, views))
-    sys.stderr.flush()
+    if sys.stderr is not None:  # as it is where a daemon has closed it
+        sys.stderr.write(text(name, ranks, num_calls, views))
+        sys.stderr.flush()
 
 
 def text(

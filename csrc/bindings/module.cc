@@ -7,6 +7,7 @@
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
 #include "collectives/collective.h"
+#include "collectives/long_waits.h"
 #include "collectives/trace.h"
 #include "reduce/reduce_op.h"
 #include "transport/process.h"
@@ -263,6 +264,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return names;
   });
   m.def("flight_clock", [] { return std::tuple(flight::ticks(), flight::monotonic_ns()); });
+  m.def("running_s", [] {
+    return std::chrono::duration<double>(RunningClock::now().time_since_epoch()).count();
+  });
+  m.def("set_doctor", &flight::set_doctor, "command"_a);
   m.def("start_trace", &trace::start, "events_fd"_a, "log_fd"_a, "num_events"_a);
   m.def("empty_shared", &empty_shared, "sizes"_a, "dtype"_a);
   m.def("is_shared", &is_shared, "tensor"_a);

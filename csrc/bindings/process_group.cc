@@ -235,7 +235,10 @@ void ProcessGroupRingcomm::leave(bool is_asked) {
     devices.reset();
     communicator.reset();
   };
-  with_python_errors([&] { without_gil(end); });
+  with_python_errors([&] {
+    if (is_asked) tell_handled_exception();
+    without_gil(end);
+  });
 }
 
 void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {

@@ -229,8 +229,8 @@ class CoalescedWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     const auto deadline = deadline_after(timeout);
     for (const auto& work : works_) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-          deadline - std::chrono::steady_clock::now());
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - RunningClock::now());
       // At least 1 ms, because 0 is kNoTimeout.
       work->wait(timeout == kNoTimeout ? kNoTimeout : std::max(left, std::chrono::milliseconds(1)));
     }

@@ -42,16 +42,19 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
     }
     case Stop::kPeerDied:
     case Stop::kPeerLeft: {
-      const std::string words = peer >= 0 ? members_->process_of(peer).last_words() : std::string();
-      const bool has_exited = peer >= 0 && members_->process_of(peer).has_exited;
+      if (peer < 0) raise(ErrorKind::kPeerDied, peer, name + " died", activity);
+      const PeerProcess& process = members_->process_of(peer);
+      // Of a rank that has failed the number of its calls is no news.
+      const bool is_clean = process.wait_status == 0;
+      const bool has_left = stop == Stop::kPeerLeft && !process.has_exited;
       std::string text;
-      if (words.empty() && (has_exited || stop == Stop::kPeerLeft))
-        text = (has_exited ? " has exited" : " has destroyed the group or exited") +
+      if (process.last_words().empty() && (is_clean || has_left))
+        text = (is_clean ? " has exited" : " has destroyed the group or exited") +
                calls_missed(peer, activity);
       else
-        text = " died" +
-               (stop == Stop::kPeerDied && !detail.empty() ? " (" + detail + ")" : std::string()) +
-               why_it_ended(words);
+        text = has_left && !process.is_dead
+                   ? " has destroyed the group in an exception: " + process.last_words()
+                   : process.how_it_ended({}, stop == Stop::kPeerDied ? detail : std::string());
       raise(ErrorKind::kPeerDied, peer, name + text, activity);
     }
     case Stop::kAborted: {
@@ -110,7 +113,7 @@ std::exception_ptr Failure::keep(const ErrorInfo& info, const std::string& text)
 
 // Of a rank that left by itself: which calls it has not made.
 std::string Failure::calls_missed(int peer, const Activity& activity) const {
-  const std::int64_t made = peer >= 0 ? members_->num_calls_of(peer) : -1;
+  const std::int64_t made = members_->num_calls_of(peer);
   if (made < 0 || made >= activity.num_calls)
     return "; did the ranks make different numbers of calls?";
   const std::int64_t missed = activity.num_calls - made;

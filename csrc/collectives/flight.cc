@@ -7,11 +7,11 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
-#include <map>
 #include <optional>
 #include <set>
 #include <thread>
 
+#include "collectives/long_waits.h"
 #include "core/errors.h"
 #include "transport/process.h"
 #include "transport/shm/bootstrap.h"
@@ -22,9 +22,6 @@
 
 namespace ringcomm::flight {
 namespace {
-
-// When a wait is said, in seconds since the call began.
-constexpr std::uint64_t kSaidAfter_s[] = {10, 60, 300};
 
 // A closed connection tells of a death before the process has ended.
 constexpr std::uint64_t kDeathGrace_ns = 1'000'000'000;
@@ -46,38 +43,10 @@ std::uint64_t id_of(const std::string& name, const std::vector<std::uint64_t>& g
   return id;
 }
 
-// "4 MiB", "1.5 KiB", "12 bytes"
-std::string size_text(std::uint64_t num_bytes) {
-  static constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB"};
-  auto size = static_cast<double>(num_bytes);
-  std::size_t unit = 0;
-  for (; size >= 1024 && unit + 1 < std::size(kUnits); ++unit) size /= 1024;
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g %s", size, kUnits[unit]);
-  return text;
-}
-
-std::string call_text(const Event& event) {
-  const bool is_message = event.op == OpKind::kSend || event.op == OpKind::kRecv;
-  const std::string number =
-      is_message ? " with tag " + std::to_string(event.seq) : " #" + std::to_string(event.seq);
-  return name_of(event.op) + number + " (" + size_text(event.num_bytes) + ")";
-}
-
 // An event is copied word by word, so that a reader in another thread races with nothing; the first
 // word is its number.
 constexpr std::size_t kNumWords = sizeof(Event) / sizeof(std::uint64_t);
 using Words = std::array<std::uint64_t, kNumWords>;
-
-// A consistent copy, unless it is just being replaced: the acquires keep the last look behind them.
-std::optional<Event> read(const Event& from) {
-  const auto* words = reinterpret_cast<const std::uint64_t*>(&from);
-  Words copy;
-  for (std::size_t i = 0; i < kNumWords; ++i)
-    copy[i] = __atomic_load_n(&words[i], __ATOMIC_ACQUIRE);
-  if (copy[0] == 0 || __atomic_load_n(&words[0], __ATOMIC_RELAXED) != copy[0]) return std::nullopt;
-  return std::bit_cast<Event>(copy);
-}
 
 // The releases keep the number 0 before what is replaced, and the number behind it.
 void write(Event& to, const Event& event) {
@@ -93,30 +62,17 @@ void add(std::uint64_t& word, std::uint64_t number) {
   __atomic_fetch_add(&word, number, __ATOMIC_RELAXED);
 }
 
-/// Turns ticks of this machine into durations.
-class Clock {
- public:
-  explicit Clock(const Header& header) : now_(ticks()) {
-    const std::uint64_t passed_ns = monotonic_ns() - header.anchor_ns;
-    const std::uint64_t passed = now_ - header.anchor_ticks;
-    ns_per_tick_ = passed > 0 ? static_cast<double>(passed_ns) / static_cast<double>(passed) : 1;
-  }
-  std::uint64_t seconds_since(std::uint64_t then) const {
-    return then >= now_ ? 0 : ns_of(now_ - then) / 1'000'000'000;
-  }
-  std::uint64_t ns_of(std::uint64_t ticks) const {
-    return static_cast<std::uint64_t>(static_cast<double>(ticks) * ns_per_tick_);
-  }
-  std::uint64_t ticks_of(std::uint64_t ns) const {
-    return static_cast<std::uint64_t>(static_cast<double>(ns) / ns_per_tick_);
-  }
-
- private:
-  std::uint64_t now_;
-  double ns_per_tick_;
-};
-
 }  // namespace
+
+// A consistent copy, unless it is just being replaced: the acquires keep the last look behind them.
+std::optional<Event> read(const Event& from) {
+  const auto* words = reinterpret_cast<const std::uint64_t*>(&from);
+  Words copy;
+  for (std::size_t i = 0; i < kNumWords; ++i)
+    copy[i] = __atomic_load_n(&words[i], __ATOMIC_ACQUIRE);
+  if (copy[0] == 0 || __atomic_load_n(&words[0], __ATOMIC_RELAXED) != copy[0]) return std::nullopt;
+  return std::bit_cast<Event>(copy);
+}
 
 class Recorder {
  public:
@@ -146,6 +102,7 @@ class Recorder {
   int fd() const { return fd_.get(); }
   Memory memory() const { return Memory(mapped_.data()); }
 
+  /// kNumGroups if no group has ended.
   std::uint32_t take_place() {
     const std::lock_guard lock(mutex_);
     const GroupEntry* groups = memory().groups();
@@ -153,8 +110,8 @@ class Recorder {
       return groups[place].state == GroupEntry::kUnused || groups[place].state == GroupEntry::kLeft;
     };
     std::uint32_t place = next_place_;
-    for (std::size_t i = 0; i < kNumGroups && !is_free(place); ++i)
-      place = (place + 1) % kNumGroups;
+    for (std::size_t i = 0; !is_free(place); place = (place + 1) % kNumGroups)
+      if (++i == kNumGroups) return kNumGroups;
     next_place_ = (place + 1) % kNumGroups;
     GroupEntry& entry = memory().groups()[place];
     if (entry.state != GroupEntry::kUnused) {  // an untouched page stays without memory
@@ -174,62 +131,9 @@ class Recorder {
   }
 
  private:
-  // On the bootstrap's thread, every few seconds.
   void say_waits() {
     const std::lock_guard lock(mutex_);
-    if (logs_.empty()) return;
-    const Clock clock(memory().header());
-    std::map<std::uint64_t, std::size_t> still;
-    for (std::size_t i = 0; i < kNumEvents; ++i) {
-      const std::optional<Event> event = read(memory().events()[i]);
-      if (!event || event->end_ticks != 0 || event->waits_for == kNobody) continue;
-      const auto log = std::ranges::find_if(
-          logs_, [&](const Log* each) { return each->place_ == event->group; });
-      if (log == logs_.end() || !(*log)->says_waits_) continue;
-      const std::uint64_t waited_s = clock.seconds_since(event->begin_ticks);
-      std::size_t& num_said = still[event->number] = num_said_[event->number];
-      if (num_said == std::size(kSaidAfter_s) || waited_s < kSaidAfter_s[num_said]) continue;
-      while (num_said < std::size(kSaidAfter_s) && waited_s >= kSaidAfter_s[num_said]) ++num_said;
-      say(**log, *event, clock);
-    }
-    num_said_ = std::move(still);
-  }
-
-  void say(const Log& log, const Event& event, const Clock& clock) const {
-    std::string line = log.prefix_ + call_text(event) + " waits for ";
-    const auto idx = static_cast<std::size_t>(event.waits_for);
-    if (event.waits_for < 0 || idx >= log.processes_.size()) {
-      line += "any rank";
-    } else {
-      const PeerProcess& peer = *log.processes_[idx];
-      line += "rank " + std::to_string(event.waits_for) + " (pid " + std::to_string(peer.pid) +
-              " on " + peer.host;
-      if (!peer.bootstrap_address.empty())
-        line += peer.is_dead ? ", ended" : peer.is_stopped() ? ", stopped" : ", running";
-      line += last_call_of(peer, log.id_, clock) + ")";
-    }
-    line += " for " + std::to_string(clock.seconds_since(event.begin_ticks)) +
-            " s; `ringcomm doctor --job " + std::to_string(::getpid()) + "` shows all ranks\n";
-    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
-  }
-
-  // The last one in the group `id`.
-  static std::string last_call_of(const PeerProcess& peer, std::uint64_t id, const Clock& clock) {
-    const auto mapped = peer.flight();
-    if (mapped == nullptr || mapped->num_bytes() < Memory::kNumBytes) return {};
-    const Memory memory(mapped->data());
-    std::optional<Event> last;
-    for (std::size_t i = 0; i < kNumEvents; ++i) {
-      const std::optional<Event> event = read(memory.events()[i]);
-      if (!event || event->group >= kNumGroups || memory.groups()[event->group].id != id) continue;
-      if (!last || event->number > last->number) last = event;
-    }
-    if (!last) return ", no call yet";
-    const std::uint64_t end = last->end_ticks;
-    const bool is_over = end != 0 || last->on_device != 0;
-    const std::uint64_t since = clock.seconds_since(end != 0 ? end : last->begin_ticks);
-    return (is_over ? ", last call: " : ", in ") + call_text(*last) + " " + std::to_string(since) +
-           (is_over ? " s ago" : " s");
+    waits_.look(memory(), logs_);
   }
 
   shm::UniqueFd fd_;
@@ -238,7 +142,7 @@ class Recorder {
   bool is_opened_ = false;
   std::uint32_t next_place_ = 0, num_groups_ = 0;
   std::set<Log*> logs_;
-  std::map<std::uint64_t, std::size_t> num_said_;  // of the calls that wait, by their numbers
+  LongWaits waits_;
 };
 
 constinit PerProcess<Recorder> Recorder::of_process;
@@ -269,15 +173,17 @@ std::unique_ptr<Log> Log::make(const std::string& name, int rank,
                                bool says_waits) {
   if (descriptor() < 0) return nullptr;
   Recorder* recorder = Recorder::of_process.find();
-  std::unique_ptr<Log> log(new Log(*recorder, recorder->take_place()));
+  const std::uint32_t place = recorder->take_place();
+  if (place == kNumGroups) return nullptr;
+  std::unique_ptr<Log> log(new Log(*recorder, place));
   const std::size_t world_size = members.processes().size();
   log->id_ = id_of(name, global_ranks);
   log->rank_ = rank;
   if (world_size > kNumMembers) log->own_counts_.resize(world_size);
   log->counts_ =
       world_size > kNumMembers ? log->own_counts_.data() : recorder->memory().counts(log->place_);
-  long_wait_ticks = Clock(recorder->memory().header()).ticks_of(kLongWait_us * 1000);
-  log->prefix_ = "ringcomm rank " + std::to_string(rank) + "/" + std::to_string(world_size) + ": ";
+  long_wait_ticks =
+      static_cast<std::int64_t>(Clock(recorder->memory().header()).ticks_of(kLongWait_us * 1000));
   log->processes_ = members.processes();
   log->says_waits_ = says_waits;
   GroupEntry& entry = recorder->memory().groups()[log->place_];
@@ -323,19 +229,19 @@ Event event_of(const Collective& call, const CallHeader& header) {
 Call Log::begin(const Event& described) {
   const Memory memory = recorder_.memory();
   Event event = described;
-  event.number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
+  Event* place = nullptr;
+  for (std::size_t i = 0; i < kNumEvents && (i == 0 || place->is_waiting()); ++i) {
+    event.number = __atomic_add_fetch(&memory.header().num_calls, 1, __ATOMIC_RELAXED);
+    place = &memory.events()[event.number % kNumEvents];
+  }
   event.group = static_cast<std::uint16_t>(place_);
   event.begin_ticks = ticks();
-  Event& place = memory.events()[event.number % kNumEvents];
-  write(place, event);
-  return {&place, event.number};
+  write(*place, event);
+  return {place, event.number};
 }
 
 void Log::end(const Call& call) {
-  if (call.event == nullptr ||
-      __atomic_load_n(&call.event->number, __ATOMIC_RELAXED) != call.number)
-    return;
-  __atomic_store_n(&call.event->end_ticks, ticks(), __ATOMIC_RELAXED);
+  if (call.is_there()) __atomic_store_n(&call.event->end_ticks, ticks(), __ATOMIC_RELAXED);
 }
 
 void Log::end_running() {

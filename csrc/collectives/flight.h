@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,8 +22,9 @@
 namespace ringcomm::flight {
 
 inline constexpr std::size_t kNumEvents = 1024;  // the last ones
-inline constexpr std::size_t kNumGroups = 128;   // a group takes the place of the oldest that ended
-inline constexpr std::size_t kNumMembers = 64;   // the first ranks of a group
+inline constexpr std::size_t kNumGroups =
+    128;  // a group takes the place of one that ended; none records nothing
+inline constexpr std::size_t kNumMembers = 64;  // the first ranks of a group
 inline constexpr std::int32_t kNobody = -1, kAnyRank = -2;
 
 /// A collective, from the start of its run, or a message, from the call: a line of its own. Written
@@ -43,6 +45,13 @@ struct Event {
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
   CallStep step = {};  ///< that the long wait is in
+
+  /// Of a live event, too.
+  bool is_waiting() const {
+    return __atomic_load_n(&number, __ATOMIC_RELAXED) != 0 &&
+           __atomic_load_n(&waits_for, __ATOMIC_RELAXED) != kNobody &&
+           __atomic_load_n(&end_ticks, __ATOMIC_RELAXED) == 0;
+  }
 };
 static_assert(sizeof(Event) == 64);
 
@@ -129,20 +138,54 @@ inline std::uint64_t ticks() {
   return monotonic_ns();
 }
 /// kLongWait_us in ticks, once there is a group.
-inline std::atomic<std::uint64_t> long_wait_ticks = ~std::uint64_t{0};
+inline std::atomic<std::int64_t> long_wait_ticks = std::numeric_limits<std::int64_t>::max();
+/// `waited` ticks if that is long, else 0; negative where the counters of two sockets differ.
+constexpr std::uint64_t if_long(std::int64_t waited, std::int64_t least) {
+  return waited >= least ? static_cast<std::uint64_t>(waited) : 0;
+}
 /// The ticks since a wait began if it was long, else 0.
 inline std::uint64_t long_wait_since(std::uint64_t begin) {
-  const std::uint64_t waited = ticks() - begin;
-  return waited >= long_wait_ticks.load(std::memory_order_relaxed) ? waited : 0;
+  return if_long(static_cast<std::int64_t>(ticks() - begin),
+                 long_wait_ticks.load(std::memory_order_relaxed));
 }
+
+/// A consistent copy of an event, unless it is just being replaced.
+std::optional<Event> read(const Event& from);
+
+/// Turns ticks of this machine into durations.
+class Clock {
+ public:
+  explicit Clock(const Header& header) : now_(ticks()) {
+    const std::uint64_t passed_ns = monotonic_ns() - header.anchor_ns;
+    const std::uint64_t passed = now_ - header.anchor_ticks;
+    ns_per_tick_ = passed > 0 ? static_cast<double>(passed_ns) / static_cast<double>(passed) : 1;
+  }
+  std::uint64_t seconds_since(std::uint64_t then) const {
+    return then >= now_ ? 0 : ns_of(now_ - then) / 1'000'000'000;
+  }
+  std::uint64_t ns_of(std::uint64_t ticks) const {
+    return static_cast<std::uint64_t>(static_cast<double>(ticks) * ns_per_tick_);
+  }
+  std::uint64_t ticks_of(std::uint64_t ns) const {
+    return static_cast<std::uint64_t>(static_cast<double>(ns) / ns_per_tick_);
+  }
+
+ private:
+  std::uint64_t now_;
+  double ns_per_tick_;
+};
 
 /// A call that has begun. Of nothing if there is no recorder.
 struct Call {
   Event* event = nullptr;
   std::uint64_t number = 0;
 
+  /// False where a later call has taken its place.
+  bool is_there() const {
+    return event != nullptr && __atomic_load_n(&event->number, __ATOMIC_RELAXED) == number;
+  }
   void note_wait(std::int32_t peer, CallStep step = {}) const {
-    if (event == nullptr) return;
+    if (!is_there()) return;
     __atomic_store_n(&event->waits_for, peer, __ATOMIC_RELAXED);
     __atomic_store(&event->step, &step, __ATOMIC_RELAXED);
   }
@@ -151,7 +194,8 @@ struct Call {
 /// This rank's side of a group in the recorder. Its calls may begin and end in any thread.
 class Log {
  public:
-  /// Null if there is no recorder. `says_waits`: long waits are written to stderr.
+  /// Null if there is no recorder, or no place for another group. `says_waits`: long waits are
+  /// written to stderr.
   static std::unique_ptr<Log> make(const std::string& name, int rank,
                                    const std::vector<std::uint64_t>& global_ranks,
                                    const std::string& transport, const Membership& members,
@@ -161,6 +205,7 @@ class Log {
   Log(const Log&) = delete;
   Log& operator=(const Log&) = delete;
 
+  /// Takes the place of the oldest call for which nobody waits.
   Call begin(const Event& described);
   static void end(const Call& call);
   void fail(const std::string& why, int culprit);
@@ -179,6 +224,7 @@ class Log {
 
  private:
   friend class Recorder;
+  friend class LongWaits;
   friend class Run;
   void end_running();
   Log(class Recorder& recorder, std::uint32_t place);
@@ -192,9 +238,9 @@ class Log {
   PeerCounts* counts_ = nullptr;        // these, or the entry's
   int last_late_ = kNobody;             // in the collective that runs
   std::atomic<std::uint64_t> num_calls_ = 0;
-  std::string prefix_;  // of what is said
   PeerProcesses processes_;
   bool says_waits_ = false;
+  bool has_said_idle_ = false, has_asked_idle_ = false;  // LongWaits'
   Call running_;
 };
 

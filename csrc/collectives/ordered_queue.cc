@@ -101,6 +101,7 @@ void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
 
 void OrderedQueue::run(const Task& task, const Poll& poll) {
   if (is_left_to_thread_) {
+    check_not_in_task();  // before a reference to this caller's stack is in the queue
     wait(submit(task), poll);
     return;
   }

@@ -19,7 +19,7 @@ namespace ringcomm {
 /// the caller of wait(), or a progress thread, which the first submit() starts.
 class OrderedQueue {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
   using Task = std::function<void()>;  ///< must not throw
   /// Called every 50 ms by a thread that waits while another one runs its task; must not throw.
   using Poll = std::function<void()>;

@@ -1,12 +1,11 @@
 #include "collectives/p2p.h"
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
-
-#include "transport/process.h"
 
 namespace ringcomm {
 
@@ -19,12 +18,7 @@ void PointToPoint::post(const P2pOpPtr& op) {
   failure_.check_not_inherited();  // before a lock that may have been held at the fork
   op->deadline = deadline_after(op->timeout);
   if (op->peer >= 0) op->awaited = op->peer;
-  // The engine's own messages have tags above the users' 32 bits.
-  if (log_ != nullptr && op->tag >> 32U == 0)
-    op->recorded = log_->begin({.seq = op->tag,
-                                .num_bytes = op->num_bytes,
-                                .peer = op->peer,
-                                .op = op->is_send() ? OpKind::kSend : OpKind::kRecv});
+  op->recorded = record(*op);
   if (trace_group_ != trace::kNoGroup) trace_begin(*op);
   try {
     start(op);
@@ -38,6 +32,14 @@ void PointToPoint::post(const P2pOpPtr& op) {
   }
 }
 
+flight::Call PointToPoint::record(const P2pOp& op) const {
+  if (log_ == nullptr || !op.is_users()) return {};
+  return log_->begin({.seq = op.tag,
+                      .num_bytes = op.num_bytes,
+                      .peer = std::max(op.awaited, -1),
+                      .op = op.is_send() ? OpKind::kSend : OpKind::kRecv});
+}
+
 void PointToPoint::trace_begin(P2pOp& op) const {
   static std::atomic<std::uint64_t> num_messages = 0;
   op.traced = {.begin_ns = trace::now_ns(),
@@ -46,7 +48,7 @@ void PointToPoint::trace_begin(P2pOp& op) const {
                .group = trace_group_,
                .to = op.is_send() ? op.peer : -1,
                .from = op.is_send() ? -1 : op.peer,
-               .chunk = op.tag >> 32U != 0 ? -1 : static_cast<std::int32_t>(op.tag),
+               .chunk = op.is_users() ? static_cast<std::int32_t>(op.tag) : -1,
                .kind = trace::Kind::kMessage,
                .name = trace::name_number(op.is_send() ? "send" : "recv")};
   trace::add(op.traced);  // without an end: of a process that is killed there is nothing else
@@ -64,7 +66,9 @@ void PointToPoint::record_end(const P2pOp& op) {
 bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
                         const Interrupted& is_interrupted) {
   failure_.check_not_inherited();
-  op->recorded.note_wait(op->awaited);
+  // Later calls may have taken its place since it was posted.
+  const flight::Call shown = op->recorded.is_there() ? op->recorded : record(*op);
+  shown.note_wait(op->awaited);
   const trace::Span waits([&] {
     return trace::Event{.group = trace_group_,
                         .from = op->is_send() ? op->peer : op->traced.from,
@@ -73,6 +77,8 @@ bool PointToPoint::wait(const P2pOpPtr& op, Clock::time_point deadline,
   });
   const std::uint64_t begin = flight::ticks();
   const bool is_done = await(op, deadline, is_interrupted);
+  if (!is_done) shown.note_wait(flight::kNobody);
+  if (shown.number != op->recorded.number) flight::Log::end(shown);
   // Once it is done, no other thread sets the peer.
   if (log_ != nullptr)
     log_->count_wait(is_done ? op->peer : op->awaited, flight::long_wait_since(begin));
@@ -93,7 +99,7 @@ void PointToPoint::abort_if(Lock& lock, const Interrupted& is_interrupted) {
 
 void PointToPoint::conclude(Lock& lock, std::span<const P2pOpPtr> ops) {
   for (const P2pOpPtr& op : ops) {
-    if (op->error != nullptr) continue;
+    if (op->error != nullptr || !op->is_users()) continue;
     const std::uint64_t sent = op->is_send() ? op->num_bytes : 0;
     stats_.count(op->is_send() ? OpKind::kSend : OpKind::kRecv, {.sent_bytes = sent});
     if (log_ != nullptr) log_->count_bytes(op->peer, sent, op->num_bytes - sent);

@@ -14,6 +14,7 @@
 #include "collectives/failure.h"
 #include "collectives/flight.h"
 #include "collectives/trace.h"
+#include "transport/process.h"
 
 namespace ringcomm {
 
@@ -36,7 +37,7 @@ struct P2pOp {
   /// Called once, on any thread and without locks, when `is_done` has become true.
   std::function<void()> done = {};
 
-  std::chrono::steady_clock::time_point deadline = {};
+  RunningClock::time_point deadline = {};
   std::size_t moved_bytes = 0;
   bool is_done = false;
   std::exception_ptr error = {};
@@ -45,6 +46,8 @@ struct P2pOp {
   int awaited = flight::kAnyRank;  ///< `peer` as it was given; that of any source is set later
 
   bool is_send() const { return kind == Kind::kSend; }
+  /// Not one of the library's own, whose tags are above the users' 32 bits.
+  bool is_users() const { return tag >> 32U == 0; }
 };
 using P2pOpPtr = std::shared_ptr<P2pOp>;
 
@@ -52,7 +55,7 @@ using P2pOpPtr = std::shared_ptr<P2pOp>;
 /// All functions may be called from any thread.
 class PointToPoint {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
   using Interrupted = std::function<bool()>;
 
   virtual ~PointToPoint() = default;
@@ -107,6 +110,7 @@ class PointToPoint {
   bool is_stopping_ = false;
 
  private:
+  flight::Call record(const P2pOp& op) const;
   void trace_begin(P2pOp& op) const;
   static void record_end(const P2pOp& op);
 

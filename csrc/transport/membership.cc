@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <initializer_list>
 #include <iterator>
@@ -113,6 +114,16 @@ bool PeerProcess::is_stopped() const {
   return !fields.empty() && (fields[0] == "T" || fields[0] == "t");
 }
 
+std::optional<std::uint64_t> PeerProcess::cpu_ms() const {
+  constexpr std::size_t kUserTime = 11, kSystemTime = 12;  // behind the state
+  if (bootstrap_address.empty() || is_pid_hidden || is_dead) return {};
+  const std::vector<std::string> fields = stat_of(pid);
+  if (fields.size() <= kSystemTime) return {};
+  const auto ticks = std::strtoull(fields[kUserTime].c_str(), nullptr, 10) +
+                     std::strtoull(fields[kSystemTime].c_str(), nullptr, 10);
+  return 1000 * ticks / static_cast<std::uint64_t>(::sysconf(_SC_CLK_TCK));
+}
+
 std::string PeerProcess::last_words() const {
   const std::lock_guard lock(mutex_);
   return last_words_;
@@ -131,11 +142,31 @@ void PeerProcess::end(int pidfd) {
     // Its parent may reap it between the two questions, but not a second time.
     std::optional<int> status = status_of_ending(pid);
     if (!status) status = status_of_reaped(pidfd);
+    if (status) wait_status = *status;
     if (status && WIFEXITED(*status)) has_exited = true;
   }
   is_dead = true;
   num_ended.fetch_add(1);
   if (const int event = death_event; event >= 0) ::eventfd_write(event, 1);
+}
+
+std::string PeerProcess::how_it_ended(const std::string& when, const std::string& detail) const {
+  const std::string words = last_words();
+  const int status = wait_status;
+  std::string text;
+  if (words.empty() && has_exited) {
+    const bool is_known = status >= 0 && WIFEXITED(status);
+    text = " has exited" +
+           (is_known ? " with code " + std::to_string(WEXITSTATUS(status)) : std::string()) + when;
+  } else {
+    text = " died" + when;
+    if (status >= 0 && WIFSIGNALED(status))
+      text += " (signal " + std::to_string(WTERMSIG(status)) + ", " +
+              ::strsignal(WTERMSIG(status)) + ")";
+    else if (!detail.empty())
+      text += " (" + detail + ")";
+  }
+  return text + (words.empty() ? "; read the end of its output" : ": " + words);
 }
 
 std::shared_ptr<const shm::SharedMemory> PeerProcess::flight() const {
@@ -160,10 +191,6 @@ std::string name_of_process(int rank, const PeerProcess& process) {
   if (process.pid < 0) return "rank " + std::to_string(rank);
   return "rank " + std::to_string(rank) + " (pid " + std::to_string(process.pid) +
          (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + process.host + ")";
-}
-
-std::string why_it_ended(const std::string& last_words) {
-  return last_words.empty() ? "; read the end of its output" : ": " + last_words;
 }
 
 AbortReason AbortReason::of(const std::exception& error, int origin) {

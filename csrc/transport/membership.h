@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,16 +59,23 @@ struct PeerProcess {
   static std::atomic<std::uint64_t> num_ended;
   /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.
   static std::atomic<int> death_event;
-  /// By itself, as far as it or the kernel has told; known before is_dead is set.
+  /// By itself, as far as it or the kernel has told; known before is_dead is set, as the next.
   std::atomic<bool> has_exited = false;
+  /// As wait() gives it; -1 if the kernel does not tell.
+  std::atomic<int> wait_status = -1;
 
   /// Whether it is stopped by SIGSTOP or a debugger; false if the kernel does not tell.
   bool is_stopped() const;
+  /// The CPU time that it has taken; none if the kernel does not tell.
+  std::optional<std::uint64_t> cpu_ms() const;
   /// Its last report of why it ends, such as an uncaught exception; printable, and may be empty.
   std::string last_words() const;
   void keep_last_words(std::string words);
   /// It has ended: asks the kernel how. `pidfd` may be -1.
   void end(int pidfd);
+  /// The end of an error message about it: " died (signal 9, Killed); read the end of its output".
+  /// `when` and `detail` may be empty.
+  std::string how_it_ended(const std::string& when, const std::string& detail) const;
   /// Its flight recorder, as this process maps it, also after its end; null if it has sent none.
   std::shared_ptr<const shm::SharedMemory> flight() const;
   void keep_flight(int fd);
@@ -86,8 +94,6 @@ using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
 /// A process in error messages: "rank 1 (pid 12 on host)", or "rank 1" if it was never found.
 std::string name_of_process(int rank, const PeerProcess& process);
-/// The end of an error message about a process that has ended.
-std::string why_it_ended(const std::string& last_words);
 
 /// Why a group is no more.
 struct AbortReason {

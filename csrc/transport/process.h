@@ -151,10 +151,24 @@ struct WaitLimits {
 /// whether all have arrived, because one may have arrived and ended since.
 using LookForRanks = std::function<void(const std::vector<int>& missing)>;
 
+/// The clock of deadlines. Each wait reads it about every kLookInterval; where nobody has for
+/// longer than kLongestStop, the process did not run (SIGSTOP, a frozen container), and no more of
+/// that counts: a job that was stopped as a whole is not late.
+struct RunningClock {
+  using duration = std::chrono::steady_clock::duration;
+  using rep = duration::rep;
+  using period = duration::period;
+  using time_point = std::chrono::time_point<RunningClock>;
+  static constexpr bool is_steady = true;
+  static constexpr std::chrono::seconds kLongestStop{1};
+
+  static time_point now();
+};
+
 /// `timeout` from now; the end of time where the clock does not count that far.
-inline std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout) {
-  using TimePoint = std::chrono::steady_clock::time_point;
-  const TimePoint now = std::chrono::steady_clock::now();
+inline RunningClock::time_point deadline_after(std::chrono::milliseconds timeout) {
+  using TimePoint = RunningClock::time_point;
+  const TimePoint now = RunningClock::now();
   // Compared in milliseconds: the clock's nanoseconds would overflow first.
   const auto countable = std::chrono::floor<std::chrono::milliseconds>(TimePoint::max() - now);
   return timeout < countable ? now + timeout : TimePoint::max();

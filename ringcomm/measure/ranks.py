@@ -5,6 +5,7 @@ fresh interpreter with torch 3 to 14 s. It is safe because the parent has not co
 threads before: numpy's BLAS ends its own threads at a fork.
 """
 
+import contextlib
 import io
 import itertools
 import logging
@@ -186,6 +187,13 @@ def run_main(name: str, main: Callable[[list[str]], int]) -> int:
     def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
+    for number in range(3):  # a closed one would be the number of the next file
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # a terminal without × and µs gets question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

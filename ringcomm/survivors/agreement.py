@@ -6,12 +6,12 @@ import secrets
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ringcomm import _C
 from ringcomm.contacts import Connection, Contacts
 from ringcomm.errors import RingcommError
 from ringcomm.survivors.meeting import LEAST_S, LOOK_S, Known, Meeting, left_out, wait
@@ -178,7 +178,7 @@ class Agreement:
         return num > len(possible) or (num == len(possible) and min(possible) in ranks)
 
     def _wait_for_members(self) -> bool:
-        deadline = time.monotonic() + self._limit_s
+        deadline = _C.running_s() + self._limit_s
         pinged = 0.0
         waiting = dict(self._members)
         while waiting:
@@ -189,7 +189,7 @@ class Agreement:
                     del waiting[rank]
                 elif told or member.is_over:
                     return False
-            now = time.monotonic()
+            now = _C.running_s()
             if now > deadline:
                 return False
             if now >= pinged + self._known.ping_s:
@@ -202,12 +202,12 @@ class Agreement:
 
     def _wait_for_decision(self, coordinator: Connection) -> bool:
         """As a rank that has made its part of the group."""
-        deadline = time.monotonic() + self._limit_s
-        while not coordinator.is_over and time.monotonic() < deadline:
+        deadline = _C.running_s() + self._limit_s
+        while not coordinator.is_over and _C.running_s() < deadline:
             coordinator.pump()
             while coordinator.inbox:
                 message = coordinator.inbox.pop(0)
-                deadline = time.monotonic() + self._limit_s
+                deadline = _C.running_s() + self._limit_s
                 if "all_made" in message:
                     return bool(message["all_made"])
             wait([coordinator], LOOK_S)
@@ -239,9 +239,9 @@ def answer_late_ranks(contacts: Contacts, proposal: Proposal) -> None:
                 select.select([contacts.listener], [], [])
                 if (connection := contacts.accept()) is None:
                     continue
-                deadline = time.monotonic() + LEAST_S
+                deadline = _C.running_s() + LEAST_S
                 while connection.rank is None and not connection.is_over:
-                    if (left_s := deadline - time.monotonic()) <= 0:
+                    if (left_s := deadline - _C.running_s()) <= 0:
                         break
                     wait([connection], left_s)
                     connection.pump()

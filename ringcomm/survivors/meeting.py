@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ringcomm import _C
 from ringcomm.contacts import Connection, Contacts
 from ringcomm.errors import RingcommError
 
@@ -65,7 +65,7 @@ class Meeting:
         self._silent: set[int] = set()
         self._is_coordinator = False
         self._ends_at = 0.0  # the coordinator's wait
-        self._begin = self._pinged = self._looked = time.monotonic()
+        self._begin = self._pinged = self._looked = _C.running_s()
         self._heard = dict.fromkeys(known.asked, self._begin)  # when last, by rank
         self._may_connect: dict[int, float] = {}
 
@@ -111,7 +111,7 @@ class Meeting:
     def run(self) -> dict[str, Any] | None:
         """The coordinator's message; None if this rank coordinates, and all that answer joined."""
         while True:
-            now = time.monotonic()
+            now = _C.running_s()
             self._look_at_processes(now)
             self._connect(now)
             while (connection := self._own.contacts.accept()) is not None:

@@ -65,8 +65,14 @@ def shrink(
     agreement: Any = _C.begin_shrink(backend, limit)
     if agreement is None:
         agreement = Agreement(backend.contacts, lambda: _C.health(backend)["ranks"], limit)
+    error = None
     while True:
-        survivors = agreement.agree()
+        try:
+            survivors = agreement.agree()
+        except RingcommError as end:
+            if error is not None:
+                end.args = (f"{end}; the last attempt failed on this rank: {error}",)
+            raise
         new = error = None
         try:
             new = _make(old, backend, survivors, agreement, min(limit, own_timeout))

@@ -5,10 +5,12 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "collectives/ordered_queue.h"
+#include "core/errors.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -48,6 +50,28 @@ TEST_CASE("run with nothing before it runs in the caller's thread") {
   std::thread::id runner;
   queue.run([&] { runner = std::this_thread::get_id(); }, {});
   CHECK(runner == std::this_thread::get_id());
+}
+
+TEST_CASE("a call inside a task is refused before it is in the queue") {
+  for (const bool is_left_to_thread : {false, true}) {
+    OrderedQueue queue;
+    if (is_left_to_thread) queue.leave_to_thread();
+    std::string text;
+    int num_runs = 0;
+    queue.run(
+        [&] {
+          ++num_runs;
+          try {
+            queue.run([&] { ++num_runs; }, {});
+          } catch (const Error& error) {
+            text = error.what();
+          }
+        },
+        {});
+    queue.drain({});
+    CHECK(text.find("inside another one") != std::string::npos);
+    CHECK(num_runs == 1);
+  }
 }
 
 TEST_CASE("tasks run one at a time and in order, whichever threads submit or wait") {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -98,6 +99,30 @@ TEST_CASE("peer counts: over messages with their bytes, and on two hosts") {
       expect(sent == (placement == "abc" ? 2 * kBytes : has_messages ? kBytes : 0), "its bytes");
     });
   }
+}
+
+TEST_CASE("peer counts: counters that differ between sockets make no wait") {
+  CHECK(flight::if_long(-5, 100) == 0);
+  CHECK(flight::if_long(99, 100) == 0);
+  CHECK(flight::if_long(100, 100) == 100);
+}
+
+TEST_CASE("peer counts: a group for which there is no place records nothing") {
+  testing::run_ranks(2, [](Communicator& communicator) {
+    communicator.record_as("a test", {0, 1});
+    if (communicator.rank() != 0) return testing::barrier(communicator);
+    const Membership& members = *communicator.members();
+    std::vector<std::unique_ptr<flight::Log>> logs;
+    while (logs.empty() || logs.back() != nullptr) {
+      logs.push_back(flight::Log::make("another test", 0, {0, 1}, "shm", members, false));
+      expect(logs.size() <= flight::kNumGroups, "no more groups than places");
+    }
+    logs.pop_back();
+    logs.pop_back();  // one has ended
+    logs.push_back(flight::Log::make("another test", 0, {0, 1}, "shm", members, false));
+    expect(logs.back() != nullptr, "the place of a group that has ended");
+    testing::barrier(communicator);
+  });
 }
 
 TEST_CASE("peer counts: nobody is late where nobody waits long") {

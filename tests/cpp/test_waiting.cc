@@ -1,11 +1,14 @@
 // How a rank waits: its actions before it sleeps, and its processor afterwards.
 #include <sched.h>
 
+#include <chrono>
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 #include "core/wait_policy.h"
 #include "third_party/doctest/doctest.h"
+#include "transport/process.h"
 #include "transport/shm/host_arch.h"
 
 namespace {
@@ -114,6 +117,12 @@ TEST_CASE("a rank woken on its waker's core leaves it, if there are enough cores
   const cpu_set_t pinned = allowed_cores();
   CHECK(CPU_EQUAL(&pinned, &only_core));
   pin_to(allowed);
+}
+
+TEST_CASE("the clock of waits: time in which nobody reads it counts a second") {
+  const auto begin = RunningClock::now();
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  CHECK(RunningClock::now() - begin <= std::chrono::seconds(1));
 }
 
 }  // namespace

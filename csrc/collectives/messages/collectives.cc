@@ -559,8 +559,7 @@ class HostsCollective {
     if (local_ == nullptr) return;
     CallHeader header = header_of(call, header_.seq, local_size());
     local_->plan(call, header);
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - RunningClock::now());
     const WaitLimits limits{
         .timeout = std::clamp(left, std::chrono::milliseconds(1), limits_.timeout),
         .is_interrupted = limits_.is_interrupted};
@@ -590,7 +589,7 @@ class HostsCollective {
   const Collective& call_;
   const CallHeader& header_;
   const WaitLimits& limits_;
-  std::chrono::steady_clock::time_point deadline_;
+  RunningClock::time_point deadline_;
   int rank_;
   int world_size_;
   std::size_t element_bytes_;

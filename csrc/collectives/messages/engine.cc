@@ -39,7 +39,8 @@ void MessageEngine::wait(Handle message, bool is_arrival) {
   if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
     operation_->members().note(
         {message->peer, waited,
-         is_arrival && is_arriving_ && waited >= kLateTimes * flight::long_wait_ticks});
+         is_arrival && is_arriving_ &&
+             waited >= kLateTimes * static_cast<std::uint64_t>(flight::long_wait_ticks)});
   if (end != MessageEnd::kDone)
     throw Stopped{.stop = operation_->stop_of(end, message->peer),
                   .peer = message->peer,

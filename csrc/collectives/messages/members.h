@@ -31,7 +31,7 @@ namespace ringcomm {
 /// sleeps without operations.
 class MessageMembers final : public Membership {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
 
   /// Collective, after `ranks` has found them: returns when all have come to this very group.
   /// Throws what `ranks` does.

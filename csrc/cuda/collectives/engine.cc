@@ -174,10 +174,10 @@ std::uint64_t Engine::meet(std::uint64_t value) {
 }
 
 // Throws if the rank that this host waits for cannot arrive.
-void Engine::look_at_peer(int peer, std::chrono::steady_clock::time_point deadline) {
+void Engine::look_at_peer(int peer, RunningClock::time_point deadline) {
   check_alive();
   const Stop state = communicator_.members()->state_of(peer);
-  const bool is_late = std::chrono::steady_clock::now() >= deadline;
+  const bool is_late = RunningClock::now() >= deadline;
   if (state != Stop::kNone || is_late)
     communicator_.failure().raise_stopped(state != Stop::kNone ? state : Stop::kTimeout, peer,
                                           watch_.last_activity());

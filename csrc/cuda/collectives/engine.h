@@ -13,6 +13,7 @@
 #include "cuda/collectives/device_group.h"
 #include "cuda/collectives/device_watch.h"
 #include "cuda/collectives/kernels.h"
+#include "transport/process.h"
 
 namespace ringcomm::cuda {
 
@@ -72,7 +73,7 @@ class Engine final : public DeviceCarrier {
   std::uint64_t meet(std::uint64_t value);
   unsigned places_of_messages(int peer);
   bool has_no_messages() const;
-  void look_at_peer(int peer, std::chrono::steady_clock::time_point deadline);
+  void look_at_peer(int peer, RunningClock::time_point deadline);
   void check_alive();
   /// Throws std::invalid_argument where ranks take turns.
   void refuse_turns(const char* what) const;

@@ -185,7 +185,7 @@ LookForRanks look_for(Communicator& communicator, const GroupOptions& options, c
         communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
     if (is_interrupted())
       communicator.failure().raise_stopped(Stop::kInterrupted, missing.front(), activity);
-    if (std::chrono::steady_clock::now() >= deadline)
+    if (RunningClock::now() >= deadline)
       communicator.failure().raise_stopped(Stop::kTimeout, missing.front(), activity);
   };
 }

@@ -161,7 +161,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
   const auto deadline = deadline_after(timeout);
   while (!is_readable(socket.get(), std::min(timeout, kLookInterval))) {
     if (look) look();
-    if (std::chrono::steady_clock::now() >= deadline) return UniqueFd();
+    if (RunningClock::now() >= deadline) return UniqueFd();
   }
   RINGCOMM_STEP("before memory is received");
   return std::move(recv_message(socket.get(), kNow)->fd);

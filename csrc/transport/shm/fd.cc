@@ -62,7 +62,9 @@ struct Envelope {
 std::string remedy_of(int code) {
   if (code == EMFILE) return "; raise the limit of open files (ulimit -n)";
   if (code == ENOMEM) return "; free memory, or raise the limit of address space (ulimit -v)";
-  if (code == EPERM || code == ENOSYS) return "; allow this call in the container's seccomp filter";
+  if (code == EFBIG) return "; raise the limit of file sizes (ulimit -f)";
+  if (code == EPERM || code == EACCES || code == ENOSYS)
+    return "; allow this call in the container's seccomp filter or sandbox (Landlock, AppArmor)";
   return "";
 }
 

@@ -184,7 +184,7 @@ class Group final : public Membership {
 /// The limits of the current operation, for the waits of its protocols.
 class WaitScope final : public StopSource {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
 
   explicit WaitScope(const Group& group) : group_(group) {}
 

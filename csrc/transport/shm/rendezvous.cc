@@ -303,11 +303,8 @@ void Rendezvous::throw_died(int peer) const {
   if (const AbortReason& failure = peer_of(peer).record.failure; !failure.text.empty())
     throw_told(failure);
   const PeerProcess& process = process_of(peer);
-  const std::string words = process.last_words();
   fail(ErrorKind::kPeerDied, peer,
-       name_of_process(peer, process) +
-           (words.empty() && process.has_exited ? " has exited" : " died") +
-           " while the group was made" + why_it_ended(words));
+       name_of_process(peer, process) + process.how_it_ended(" while the group was made", {}));
 }
 
 void Rendezvous::throw_told(const AbortReason& reason) const {

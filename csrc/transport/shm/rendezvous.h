@@ -9,6 +9,7 @@
 
 #include "core/errors.h"
 #include "transport/membership.h"
+#include "transport/process.h"
 #include "transport/shm/bootstrap.h"
 #include "transport/shm/fd.h"
 
@@ -70,7 +71,7 @@ class Rendezvous {
   const PeerProcesses& processes() const { return processes_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
 
   struct Peer {
     std::string text = {};  // its record, once it is accepted

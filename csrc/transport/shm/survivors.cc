@@ -142,7 +142,7 @@ Stop Survivors::stopped(int peer) {
   if (arch_.load_acquire(*ends_wait_) != 0) return Stop::kAborted;
   if (group_.has_left(peer)) return Stop::kPeerLeft;
   if (group_.has_died(peer)) return Stop::kPeerDied;
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = RunningClock::now();
   if (now >= deadline_) return Stop::kTimeout;
   if (!limits_.is_interrupted || now < next_look_) return Stop::kNone;
   next_look_ = now + kLookInterval;

@@ -53,8 +53,8 @@ class Survivors final : public StopSource {
   RankSet set_;
   std::string store_key_;               // of the offer, on the rank that made it
   std::uint64_t* ends_wait_ = nullptr;  // the choice that makes the current wait unnecessary
-  std::chrono::steady_clock::time_point deadline_;
-  std::chrono::steady_clock::time_point next_look_;
+  RunningClock::time_point deadline_;
+  RunningClock::time_point next_look_;
 };
 
 }  // namespace ringcomm::shm

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,9 @@ def sync_folder(folder: Path) -> None:
 
 def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
     """Opens a file, or an unnamed one in a folder; returns whether it bypasses the page cache."""
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if keep else os.O_TMPFILE)
     if direct is not False:
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
+            return _open(path, keep, os.O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -48,7 +48,25 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
                     errno.EINVAL,
                     f"the file system of {path} does not support O_DIRECT: use direct=False",
                 ) from error
-    return os.open(path, flags, 0o600), False
+    return _open(path, keep, 0), False
+
+
+def _open(path: Path, keep: bool, more_flags: int) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC | more_flags
+    if keep:
+        return os.open(path, flags | os.O_CREAT, 0o600)
+    try:
+        return os.open(path, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    # NFS and FUSE have no unnamed files. An open that is refused O_DIRECT may have made this one.
+    name = path / f"ringcomm-{secrets.token_hex(8)}"
+    try:
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
 
 
 def lock_file(fd: int, path: Path) -> None:

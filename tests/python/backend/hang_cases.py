@@ -216,6 +216,23 @@ def late(job: Job) -> None:
         time.sleep(14)
 
 
+def evaluates(job: Job) -> None:
+    """The last rank never comes back."""
+    if job.is_last:
+        evaluate()
+
+
+def old_receive(job: Job) -> None:
+    """Rank 0 waits for a message that it has asked for more calls ago than are recorded."""
+    if job.rank == 0:
+        work = dist.irecv(torch.ones(4), 1, tag=5)
+    for _ in range(1100):
+        dist.barrier()
+    if job.rank == 0:
+        work.wait()
+    evaluate()
+
+
 @dataclass(frozen=True)
 class Case:
     """A job that hangs, and its verdict: the rank that is the cause, and words of the reason."""
@@ -314,5 +331,9 @@ CASES = {
         "a host that is gone",
     ),
     "late": Case(late, 2, ()),
+    "evaluates": Case(evaluates, 2, ()),
+    "old receive": Case(
+        old_receive, 1, _of(1, "evaluate", "Rank 0 waits for it in recv with tag 5"), settle_s=6.0
+    ),
     "many calls": Case(many_calls, 2, _of(2, "is stopped")),
 }

@@ -5,14 +5,17 @@ At every step of a late rank, without torch: tests/cpp/test_deaths.cc.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import json
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +123,8 @@ def end_early(rank: int, how: str) -> dict[str, Any]:
         dist.all_reduce(torch.ones(4))
     if rank == 1:
         time.sleep(0.2)
-        if how == "_exit":
-            os._exit(3)
+        if how.startswith("_exit"):
+            os._exit(int(how[5:]))
         if how == "note":  # as at the end of Python, though the kernel cannot tell
             _C.say_exit()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -129,15 +132,83 @@ def end_early(rank: int, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("env", TRANSPORTS)
-@pytest.mark.parametrize("how", ["note", "_exit", "kill"])
+@pytest.mark.parametrize("how", ["note", "_exit0", "_exit3", "kill"])
 def test_an_exit_is_told_apart_from_a_kill(env: str, how: str) -> None:
     options: dict[str, Any] = {"fresh": True, "may_die": [1], "env": TRANSPORTS[env]}
     for error in run_ranks(3, end_early, how, **options)[::2]:
         assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
         text = error["text"]
         assert (" died" in text, " has exited" in text) == (how == "kill", how != "kill"), text
-        if how != "kill" and env == "shm":  # over messages it has not said how many
+        if how == "_exit0" and env == "shm":  # over messages it has not said how many
             assert "it made 1 call fewer: let all ranks make the same calls" in text
+        if how != "_exit0":
+            assert "call" not in text.partition(" has exited")[2], text
+        words = {"_exit3": "has exited with code 3; read", "kill": "died (signal 9, Killed); read"}
+        assert words.get(how, "") in text, text
+
+
+def exit_as_torch_does() -> None:
+    """torch.multiprocessing.spawn ends a process so, whose function has raised."""
+    try:
+        raise ValueError("no row 7")
+    except Exception:
+        sys.exit(1)
+
+
+# What ends a process of multiprocessing, and what the others are told.
+ENDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "exception": (lambda: {}["lr"], " died: KeyError: 'lr'"),
+    "message": (lambda: sys.exit("no key lr"), " died: SystemExit: no key lr"),
+    "code": (lambda: sys.exit(3), " has exited with code 3; read the end of its output"),
+    "spawn": (exit_as_torch_does, " died: ValueError: no row 7"),
+    "abort": (os.abort, " died (signal 6, Aborted); read the end of its output"),
+}
+
+
+def end_by_itself(rank: int, path: str, how: str) -> None:
+    init_group(rank, f"{path}/store-{how}", 2)
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        ENDS[how][0]()
+    error = caught(lambda: [dist.all_reduce(torch.ones(4)) for _ in range(2)])
+    Path(path, how).write_text(error.get("text", "no error"))
+
+
+def start_processes(rank: int, path: str) -> None:
+    for how in ENDS:
+        process = get_context("fork").Process(target=end_by_itself, args=(rank, path, how))
+        process.start()
+        process.join(30)
+        assert not process.is_alive()
+
+
+def test_what_ends_a_process_of_multiprocessing_is_told(tmp_path: Path) -> None:
+    """The others' errors named no cause: https://github.com/pytorch/pytorch/issues/75512"""
+    run_ranks(2, start_processes, str(tmp_path), backend=None)
+    for how, (_, words) in ENDS.items():
+        text = (tmp_path / how).read_text()
+        assert words in text, (how, text)
+
+
+def destroy_in_finally(rank: int) -> dict[str, Any]:
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        with contextlib.suppress(ValueError):
+            try:
+                raise ValueError("no row 7\nbut 8")
+            finally:
+                dist.destroy_process_group()
+        time.sleep(2)
+        return {}
+    return caught(lambda: dist.all_reduce(torch.ones(4)))
+
+
+@pytest.mark.parametrize("env", TRANSPORTS)
+def test_an_exception_that_destroys_the_group_is_told(env: str) -> None:
+    """It was hidden by its own clean-up: https://github.com/sgl-project/SpecForge/pull/781"""
+    error, _ = run_ranks(2, destroy_in_finally, fresh=True, env=TRANSPORTS[env])
+    assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
+    assert "has destroyed the group in an exception: ValueError: no row 7" in error["text"], error
 
 
 def fail_alone(rank: int, path: str) -> dict[str, Any]:

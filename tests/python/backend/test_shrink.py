@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import signal
 import sys
 import time
@@ -138,6 +139,30 @@ def test_no_rank_is_lost(what: str) -> None:
         assert result["error"]["type"] == (
             "ValueError" if what == "exception" and rank == 1 else kind
         )
+
+
+def shrink_without_descriptors(rank: int) -> dict[str, Any]:
+    if rank == 2:
+        die()
+    fail()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 0:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    error = caught(ringcomm.shrink)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return error
+
+
+def test_a_survivor_that_is_out_of_descriptors_says_so() -> None:
+    errors = run_ranks(3, shrink_without_descriptors, fresh=True, may_die=[2])[:2]
+    for error, words in zip(
+        errors, ("ulimit -n", "rank 0 did not make the new store"), strict=True
+    ):
+        assert "shrink failed 8 times" in error["text"], errors
+        assert "the last attempt failed on this rank: " in error["text"], errors
+        assert words in error["text"], errors
 
 
 def leave(rank: int) -> dict[str, Any]:

@@ -52,6 +52,32 @@ def test_what_was_put_is_got(direct: bool, keep: bool, tmp_path: Path) -> None:
     assert (tmp_path / "data").exists() == keep
 
 
+@pytest.mark.parametrize("refusal", [errno.EOPNOTSUPP, errno.EISDIR])
+@pytest.mark.parametrize("refuses_direct", [False, True])
+def test_a_file_system_without_unnamed_files(
+    refusal: int, refuses_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS and FUSE are: https://github.com/maxkuminov/obsidian-mcp/issues/103"""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(refusal, os.strerror(refusal))
+        fd = real(path, flags, *mode)
+        if refuses_direct and flags & os.O_DIRECT:  # after it has made the file, as Linux does
+            os.close(fd)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return fd
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = FileStore(tmp_path, block_bytes=BLOCK)
+    assert store.is_direct != refuses_direct
+    assert not list(tmp_path.rglob("ringcomm-*"))
+    store.put("x", values(3 * BLOCK))
+    assert torch.equal(read(store, "x"), values(3 * BLOCK))
+    store.close()
+
+
 def test_shapes_dtypes_and_strides(tmp_path: Path) -> None:
     tensors = [
         torch.tensor(3.5),

@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -280,6 +281,19 @@ def test_ctrl_c_keeps_numbers_of_ranks_that_are_tuned(
 
 
 LLAMA = "plan --model llama-7b --gpus 8"
+
+
+def test_output_that_is_closed_from_the_start() -> None:
+    """As a service manager may start it: https://github.com/bmc/daemonize/issues/34"""
+    command = shlex.join([*COMMAND, "doctor", "--job", "0"])
+    done = subprocess.run(
+        ["sh", "-c", f"{command} >&-"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "ringcomm doctor: there is no process 0\n")
 
 
 def test_output_to_a_pipe_that_closes_and_to_a_terminal_of_ascii() -> None:
