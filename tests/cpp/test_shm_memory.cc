@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -107,6 +108,25 @@ TEST_CASE("UniqueFd closes what it owns, once") {
   moved.reset();
   CHECK_FALSE(is_open(number));
   CHECK_FALSE(static_cast<bool>(moved));
+}
+
+// Where the program has closed its standard output, the first descriptor that is free is 1.
+TEST_CASE("a descriptor of ours is never a standard one") {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    for (int fd = 0; fd < 3; ++fd) ::close(fd);
+    int failures = 0;
+    const UniqueFd memory = create_memfd(4096);
+    UniqueFd file(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    file.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    failures += memory.get() < 3 || file.get() < 3;
+    for (int fd = 0; fd < 3; ++fd) failures += is_open(fd);
+    failures += (::fcntl(file.get(), F_GETFD) & FD_CLOEXEC) == 0;
+    ::_exit(failures);
+  }
+  int status = 0;
+  CHECK(::waitpid(pid, &status, 0) == pid);
+  CHECK(status == 0);
 }
 
 struct Connection {

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -18,11 +20,23 @@ namespace ringcomm::shm {
 /// Throws for the system call `what`, which has just failed and set errno.
 [[noreturn]] void throw_errno(const std::string& what);
 
-/// Owns a file descriptor.
+/// The same file at a descriptor from 3 on, and `fd` closed if it was another. Below are the
+/// standard ones: where a program has closed its error output, lines of text would be written into
+/// our file. -1, and errno, if there is no descriptor; -1 stays -1.
+inline int above_standard(int fd) {
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int code = errno;
+  ::close(fd);
+  errno = code;
+  return moved;
+}
+
+/// Owns a file descriptor, which is 3 or more.
 class UniqueFd {
  public:
   UniqueFd() = default;
-  explicit UniqueFd(int fd) : fd_(fd) {}
+  explicit UniqueFd(int fd) : fd_(above_standard(fd)) {}
   UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   UniqueFd& operator=(UniqueFd&& other) noexcept {
     if (this != &other) reset(std::exchange(other.fd_, -1));
@@ -35,7 +49,7 @@ class UniqueFd {
   explicit operator bool() const { return fd_ >= 0; }
   void reset(int fd = -1) {
     if (fd_ >= 0) ::close(fd_);
-    fd_ = fd;
+    fd_ = above_standard(fd);
   }
 
  private:

@@ -1,5 +1,6 @@
 #include "transport/shm/survivors.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <atomic>
@@ -99,7 +100,7 @@ int Survivors::take_store() {
   if (first == group_.rank()) {
     // Not sealed: torch's FileStore appends to it.
     UniqueFd fd(::memfd_create("ringcomm-store", MFD_CLOEXEC));
-    UniqueFd offered(fd ? ::dup(fd.get()) : -1);
+    UniqueFd offered(fd ? ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0) : -1);
     if (!fd || !offered) throw_errno("memfd_create");
     number = num_stores++;
     store_key_ = key_of(number);

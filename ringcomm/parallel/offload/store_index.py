@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ringcomm.descriptors import open_above
+
 _LOCK_WAIT_S = 5.0
 
 
@@ -39,7 +41,7 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if keep else os.O_TMPFILE)
     if direct is not False:
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
+            return open_above(path, flags | os.O_DIRECT, 0o600), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -48,7 +50,7 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
                     errno.EINVAL,
                     f"the file system of {path} does not support O_DIRECT: use direct=False",
                 ) from error
-    return os.open(path, flags, 0o600), False
+    return open_above(path, flags, 0o600), False
 
 
 def lock_file(fd: int, path: Path) -> None:
@@ -142,7 +144,7 @@ class IndexFiles:
     def write(self, index: Index) -> None:
         """Makes an index the last one: survives a kill, and after sync() a power failure."""
         text = memoryview(index.to_json().encode())
-        fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = open_above(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             while text:
                 text = text[os.write(fd, text) :]
