@@ -247,7 +247,7 @@ def _own_addresses() -> Iterator[tuple[int, str]]:
     for name in names.split(",") if names else ():
         yield from _addresses_of(name.strip())
     if not names:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # a name that cannot be resolved, or asked
             for family, _, _, _, place in socket.getaddrinfo(
                 socket.gethostname(), None, type=socket.SOCK_STREAM
             ):

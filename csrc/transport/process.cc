@@ -1,5 +1,7 @@
 #include "transport/process.h"
 
+#include <poll.h>
+
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -123,6 +125,12 @@ void WatchThread::run() {
     lock.unlock();
     goes_on = look_();
   }
+}
+
+void say_line(const std::string& line) noexcept {
+  pollfd entry{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
+  if (::poll(&entry, 1, 0) <= 0 || (entry.revents & POLLOUT) == 0) return;
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
 }
 
 CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups) {

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,7 +18,9 @@
 
 namespace ringcomm::shm {
 
-/// Throws for the system call `what`, which has just failed and set errno.
+/// That the system call `what` has failed with the error `code`, and what to do about it.
+std::string describe_errno(const std::string& what, int code);
+/// Throws that of `what`, which has just failed and set errno.
 [[noreturn]] void throw_errno(const std::string& what);
 
 /// The same file at a descriptor from 3 on, and `fd` closed if it was another. Below are the
@@ -92,23 +95,32 @@ void reserve_pages(std::byte* begin, std::size_t num_bytes);
 
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);
-/// A socket connected to `name`; none when no process listens there. Throws for another user's.
+/// A socket connected to `name`. None, and errno, ECONNREFUSED when no process listens there,
+/// EAGAIN when more wait to be accepted there than the system allows, after kLookInterval. Throws
+/// for another user's.
 UniqueFd connect_to(const std::string& name);
 
 ucred credentials_of_peer(int socket);
-/// Whether the other end is a process of this one's user, or of root.
-bool is_trusted_peer(int socket);
+/// Why the other end may not be a process of this one's user, or of root; empty if it is.
+std::string why_untrusted(int socket);
+
+/// Bits that nobody can guess.
+std::uint64_t random_number();
+/// 32 hexadecimal digits of 128 such bits.
+std::string random_text();
 
 /// Whether a message, or the end of the connection, arrived in time (days at most).
 bool is_readable(int socket, std::chrono::milliseconds timeout);
 
-inline constexpr std::size_t kMaxTextBytes = 256;
+inline constexpr std::size_t kMaxTextBytes = 512;
 
 struct SocketMessage {
   std::string text;
   UniqueFd fd;
 };
-/// Sends a text, which is not empty, and a descriptor unless `fd` is -1.
+/// Sends a text, which is not empty, and a descriptor unless `fd` is -1. Returns the system's
+/// error, or 0; send_message() throws it.
+int try_send(int socket, std::string text, int fd = -1);
 void send_message(int socket, std::string text, int fd = -1);
 /// Nothing if none arrived in time. An empty text if the other end is closed or sent too much; no
 /// descriptor if it sent none or several.

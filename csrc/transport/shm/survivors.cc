@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
-#include <atomic>
 #include <utility>
 
 #include "core/annotations.h"
@@ -91,7 +90,6 @@ std::vector<int> Survivors::agree() {
 }
 
 int Survivors::take_store() {
-  static std::atomic<std::uint64_t> num_stores = 0;
   const SurvivorWords words = group_.survivor_words();
   int first = 0;
   while (!set_.has(first)) ++first;
@@ -102,7 +100,7 @@ int Survivors::take_store() {
     UniqueFd fd(::memfd_create("ringcomm-store", MFD_CLOEXEC));
     UniqueFd offered(fd ? ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0) : -1);
     if (!fd || !offered) throw_errno("memfd_create");
-    number = num_stores++;
+    number = random_number();
     store_key_ = key_of(number);
     Bootstrap::instance().offer(store_key_, std::move(offered));
     protocol_.enter(attempt_, Protocol::kHasStore);
