@@ -11,6 +11,9 @@ BUILT_FOR: str
 def create_process_group(
     store: Any, rank: int, size: int, options: GroupOptions
 ) -> ProcessGroupRingcomm: ...
+def tell_failure(
+    store: Any, rank: int, size: int, global_ranks: Sequence[int], text: str
+) -> None: ...
 
 class GroupOptions:
     """What a group is made with, as torch.distributed.split_group hands it on."""

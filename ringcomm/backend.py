@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, trace, tuning
-from ringcomm.errors import RingcommError
 from ringcomm.options import Options, timeout_of, warn_of_unknown_variables
 from ringcomm.torch_names import all_groups, backend_of, global_ranks_of, set_timeout
 from ringcomm.trace import dumps, flight
@@ -37,33 +36,20 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     of RINGCOMM_TRACE cannot be written, and RingcommError if a rank did not join, or has other
     options or another world size.
     """
-    _tell_peers_of_the_end(os.getpid())
-    flight.offer_stacks()
-    _let_the_doctor_come(os.getpid())
-    dumps.start()
-    trace.start()
-    warn_of_unknown_variables()
-    size = dist_backend_opts.group_size
-    if isinstance(pg_options, _C.GroupOptions):
-        options = copy.deepcopy(pg_options)
-    else:
-        options = _engine_options(pg_options, size)
-    set_timeout(options, timeout_of(dist_backend_opts.timeout))
-    options.group_name = str(dist_backend_opts.group_id)
+    store, size = dist_backend_opts.store, dist_backend_opts.group_size
     # Empty for the default group, which has all ranks.
     global_ranks = list(dist_backend_opts.global_ranks_in_group or range(size))
-    options.global_ranks_in_group = global_ranks
     try:
-        backend = _C.create_process_group(
-            store=dist_backend_opts.store,
-            rank=dist_backend_opts.group_rank,
-            size=size,
-            options=options,
-        )
-    except RingcommError as error:
-        if global_ranks != list(range(size)):
-            error.args = (f"{error}; ranks of this group are the global ranks {global_ranks}",)
+        options = _prepare(dist_backend_opts, pg_options)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if size > 1:
+            _C.tell_failure(store, dist_backend_opts.group_rank, size, global_ranks, text)
         raise
+    options.global_ranks_in_group = global_ranks
+    backend = _C.create_process_group(
+        store=store, rank=dist_backend_opts.group_rank, size=size, options=options
+    )
     _log.info(
         "group %s, rank %d of %d: %s",
         dist_backend_opts.group_id,
@@ -72,6 +58,23 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         _C.transport_of(backend),
     )
     return backend
+
+
+def _prepare(dist_backend_opts: Any, pg_options: Any) -> _C.GroupOptions:
+    """What this rank does alone; the options of the group."""
+    _tell_peers_of_the_end(os.getpid())
+    flight.offer_stacks()
+    _let_the_doctor_come(os.getpid())
+    dumps.start()
+    trace.start()
+    warn_of_unknown_variables()
+    if isinstance(pg_options, _C.GroupOptions):
+        options = copy.deepcopy(pg_options)
+    else:
+        options = _engine_options(pg_options, dist_backend_opts.group_size)
+    set_timeout(options, timeout_of(dist_backend_opts.timeout))
+    options.group_name = str(dist_backend_opts.group_id)
+    return options
 
 
 @functools.cache

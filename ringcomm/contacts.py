@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringcomm.descriptors import above_standard
+
 _PROTOCOL = "ringcomm-contact-1"
 _MAX_GREETING_BYTES = 256
 _MAX_LINE_BYTES = 1 << 18  # a list of 30,000 ranks
@@ -82,7 +84,7 @@ class Contacts:
     def connect(self, rank: int, purpose: str) -> Connection:
         """Begins to connect to another rank; never waits."""
         host, port, key = self.addresses[rank]
-        made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        made = _above(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
         made.setblocking(False)
         connection = Connection(self, made, rank, purpose)
         connection.begin(made.connect_ex((host, port)))
@@ -92,7 +94,7 @@ class Contacts:
     def accept(self) -> Connection | None:
         """A connection that has come, of which nothing is known yet; None if there is none."""
         try:
-            made, _ = self.listener.accept()
+            made = _above(self.listener.accept()[0])
         except OSError:
             return None
         made.setblocking(False)
@@ -219,10 +221,14 @@ class Connection:
         self._is_greeted = True
 
 
+def _above(made: socket.socket) -> socket.socket:
+    return socket.socket(fileno=above_standard(made.detach()))
+
+
 def _listen(backlog: int) -> socket.socket:
     """A port that the system chooses, at the address that Gloo uses."""
     for family, host in _own_addresses():
-        made = socket.socket(family)
+        made = _above(socket.socket(family))
         try:
             made.bind((host, 0))
             made.listen(backlog)
@@ -241,7 +247,7 @@ def _own_addresses() -> Iterator[tuple[int, str]]:
     for name in names.split(",") if names else ():
         yield from _addresses_of(name.strip())
     if not names:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # a name that cannot be resolved, or asked
             for family, _, _, _, place in socket.getaddrinfo(
                 socket.gethostname(), None, type=socket.SOCK_STREAM
             ):

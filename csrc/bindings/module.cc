@@ -228,6 +228,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   define_eager_ops(eager);
   m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "options"_a,
         py::call_guard<py::gil_scoped_release>());
+  m.def("tell_failure", &ProcessGroupRingcomm::tell_failure, "store"_a, "rank"_a, "size"_a,
+        "global_ranks"_a, "text"_a, py::call_guard<py::gil_scoped_release>());
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats",

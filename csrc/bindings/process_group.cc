@@ -13,6 +13,7 @@
 #include "bindings/python_errors.h"
 #include "core/errors.h"
 #include "transport/process.h"
+#include "transport/shm/rendezvous.h"
 #include "transport/timed_store.h"
 
 namespace ringcomm {
@@ -144,11 +145,27 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
     communicator_ = std::make_shared<Communicator>(
         timed, rank, size, options_->engine, timeout,
         options_->engine.p2p_backend.empty() ? MakeMessages{} : make_messages,
-        ask_world(world, options_->global_ranks_in_group));
+        KnownRanks{ask_world(world, options_->global_ranks_in_group),
+                   options_->global_ranks_in_group});
   });
-  communicator_->record_as(options_->group_name, options_->global_ranks_in_group);
-  enter_world(store, options_->global_ranks_in_group, communicator_);
-  if (make_devices != nullptr) devices_ = make_devices(store, options_, communicator_, rank, size);
+  try {
+    communicator_->record_as(options_->group_name, options_->global_ranks_in_group);
+    enter_world(store, options_->global_ranks_in_group, communicator_);
+    if (make_devices != nullptr)
+      devices_ = make_devices(store, options_, communicator_, rank, size);
+  } catch (const std::exception& error) {
+    communicator_->abort(error.what());  // the others have the group already
+    throw;
+  }
+}
+
+void ProcessGroupRingcomm::tell_failure(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                        int size, const std::vector<uint64_t>& global_ranks,
+                                        const std::string& text) {
+  StoreAdapter adapter(store, {});
+  shm::Rendezvous(adapter, {.rank = rank, .world_size = size, .global_ranks = global_ranks},
+                  std::chrono::milliseconds(0))
+      .tell(Error({.kind = ErrorKind::kSystem, .rank = rank}, text));
 }
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() {

@@ -16,39 +16,45 @@ namespace {
 
 // Chooses the transport of a group of at least 2 ranks, and says in words which and why;
 // collective.
-std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(KeyValueStore& store, int rank,
-                                                              int world_size,
-                                                              const CommunicatorOptions& options,
-                                                              const MakeMessages& make_messages,
-                                                              const PeerProcesses& known,
-                                                              std::chrono::milliseconds timeout) {
+std::pair<std::unique_ptr<Carrier>, std::string> make_carrier(
+    KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
+    const MakeMessages& make_messages, const KnownRanks& known, std::chrono::milliseconds timeout) {
   const bool is_p2p = options.transport == "p2p";
   shm::Rendezvous rendezvous(store,
                              {.rank = rank,
                               .world_size = world_size,
                               .options = options.to_text(),
                               .host_id = options.host_id,
-                              .known = known,
+                              .global_ranks = known.global_ranks,
+                              .known = known.processes,
                               .shares_memory = !is_p2p,
-                              .is_one_host = options.transport == "shm"},
+                              .is_one_host = options.transport == "shm",
+                              .says_waits = options.says_waits},
                              timeout);
-  const PeerTable peer_table = rendezvous.find_ranks();
-  const std::string hosts = peer_table.describe();
-  if (peer_table.num_hosts() == 1 && !is_p2p)
-    return {std::make_unique<ShmCarrier>(rendezvous, peer_table, rank, options), "shm: " + hosts};
+  try {
+    const PeerTable peer_table = rendezvous.find_ranks();
+    const std::string hosts = peer_table.describe();
+    if (peer_table.num_hosts() == 1 && !is_p2p)
+      return {std::make_unique<ShmCarrier>(rendezvous, peer_table, rank, options), "shm: " + hosts};
 
-  if (!make_messages)
-    throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
-                                ", but no backend for messages is available");
-  const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
-  auto carrier =
-      make_message_carrier(store, rendezvous, peer_table, options, make_messages, is_flat);
-  return {std::move(carrier), (is_flat ? "p2p over " : "shm inside a host, p2p over ") +
-                                  options.p2p_backend +
-                                  (is_p2p    ? ", as requested; "
-                                   : is_flat ? ", because no two ranks share a host; "
-                                             : " between them; ") +
-                                  hosts};
+    if (!make_messages)
+      throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
+                                  ", but no backend for messages is available");
+    const bool is_flat = is_p2p || peer_table.num_hosts() == world_size;
+    auto carrier =
+        make_message_carrier(store, rendezvous, peer_table, options, make_messages, is_flat);
+    return {std::move(carrier), (is_flat ? "p2p over " : "shm inside a host, p2p over ") +
+                                    options.p2p_backend +
+                                    (is_p2p    ? ", as requested; "
+                                     : is_flat ? ", because no two ranks share a host; "
+                                               : " between them; ") +
+                                    hosts};
+  } catch (const std::invalid_argument&) {
+    throw;  // on all ranks
+  } catch (const std::exception& error) {
+    rendezvous.tell(error);
+    throw;
+  }
 }
 
 // In a group of one every output is its input, or that updated.
@@ -81,7 +87,7 @@ trace::Event event_of(const Collective& call, const CallHeader& header, std::uin
 
 Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, std::chrono::milliseconds timeout,
-                           const MakeMessages& make_messages, const PeerProcesses& known)
+                           const MakeMessages& make_messages, const KnownRanks& known)
     : rank_(rank), world_size_(world_size), options_(options) {
   if (!options.transport.empty() && options.transport != "shm" && options.transport != "p2p")
     throw std::invalid_argument("transport must be shm or p2p, got '" + options.transport + "'");
@@ -232,7 +238,9 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
         activity());
   } catch (const std::exception& error) {
     // Probably out of memory. The other ranks have continued, so the group ends.
-    failure_->abort(activity().description + ": " + error.what());
+    const auto* known = dynamic_cast<const Error*>(&error);
+    failure_->abort(activity().description + ": " + error.what(),
+                    known != nullptr ? known->info().rank : -1);
     throw;
   }
 }

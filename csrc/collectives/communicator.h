@@ -21,6 +21,12 @@
 
 namespace ringcomm {
 
+/// What is known of the ranks of a group before they have met; as in shm::GroupTerms.
+struct KnownRanks {
+  PeerProcesses processes = {};
+  std::vector<std::uint64_t> global_ranks = {};
+};
+
 /// One rank's side of a group. Runs its collectives in the order of the calls, and its sends and
 /// receives concurrently. All functions may be called from any thread.
 ///
@@ -47,10 +53,10 @@ class Communicator {
   /// the group's order. What a sequence throws ends the group.
   using Sequence = std::function<void(Steps&)>;
 
-  /// Collective over the group; `known` is as in GroupTerms. Throws Error.
+  /// Collective over the group. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
                std::chrono::milliseconds timeout, const MakeMessages& make_messages = {},
-               const PeerProcesses& known = {});
+               const KnownRanks& known = {});
   /// Calls close() without a way to interrupt it, then leaves the group.
   ~Communicator();
 

@@ -73,11 +73,13 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
   }
 }
 
-void Failure::abort(const std::string& why) {
+void Failure::abort(const std::string& why, int culprit) {
   if (is_inherited()) return;
-  keep({.kind = ErrorKind::kAborted, .rank = rank_}, why);
+  if (culprit < 0) culprit = rank_;
+  keep({.kind = ErrorKind::kAborted, .rank = culprit}, why);
   if (members_ != nullptr)
-    members_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});
+    members_->abort(
+        {.kind = ErrorKind::kAborted, .origin = rank_, .culprit = culprit, .text = why});
 }
 
 void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const Activity& activity,

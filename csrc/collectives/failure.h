@@ -44,7 +44,12 @@ class Failure {
  public:
   /// `members` is null in a group of one.
   Failure(Membership* members, int rank, int world_size)
-      : members_(members), rank_(rank), world_size_(world_size) {}
+      : members_(members),
+        rank_(rank),
+        world_size_(world_size),
+        prefix_(prefix_of(rank, world_size,
+                          members != nullptr ? members->process_of(rank).global_rank.load() : -1)) {
+  }
 
   /// Throws the first cause again if there is one; also throws what check_not_inherited() does.
   void rethrow_if_any() const;
@@ -68,8 +73,9 @@ class Failure {
                                    const Activity& activity) {
     raise(ErrorKind::kMismatch, peer, difference, activity);
   }
-  /// This rank ends the group, by its user's wish or for a failure of its own. Throws nothing.
-  void abort(const std::string& why);
+  /// This rank ends the group, by its user's wish or for a failure of its own or, if it is given,
+  /// of `culprit`. Throws nothing.
+  void abort(const std::string& why, int culprit = -1);
 
  private:
   [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
@@ -82,8 +88,7 @@ class Failure {
   Membership* members_;
   int rank_;
   int world_size_;
-  const std::string prefix_ =
-      "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
+  const std::string prefix_;
   std::atomic<bool> has_failed_ = false;
   flight::Log* log_ = nullptr;
   mutable std::mutex mutex_;

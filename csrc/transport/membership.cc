@@ -61,21 +61,33 @@ std::optional<int> status_of_reaped(int pidfd) {
   return info.exit_code;
 }
 
-// Texts in the store have a line for each field; the last field takes the rest.
-std::string to_lines(std::initializer_list<std::string> fields) {
+// Texts in the store have a line for each field, where \n stands for a line's end and \\ for
+// itself; `rest` is behind them.
+std::string to_lines(std::initializer_list<std::string> fields, const std::string& rest) {
   std::string text;
-  for (const std::string& field : fields) text += field + "\n";
-  text.pop_back();
-  return text;
+  for (const std::string& field : fields) {
+    for (const char letter : field)
+      if (letter == '\n' || letter == '\\')
+        text += letter == '\n' ? "\\n" : "\\\\";
+      else
+        text += letter;
+    text += '\n';
+  }
+  return text + rest;
 }
 
 class Lines {
  public:
   explicit Lines(const std::string& text) : text_(text) {}
   std::string next() {
-    std::string line;
+    std::string line, field;
     std::getline(text_, line);
-    return line;
+    for (std::size_t i = 0; i < line.size(); ++i) {
+      const bool is_escaped = line[i] == '\\' && i + 1 < line.size();
+      if (is_escaped) ++i;
+      field += is_escaped && line[i] == 'n' ? '\n' : line[i];
+    }
+    return field;
   }
   int number() { return static_cast<int>(std::strtol(next().c_str(), nullptr, 10)); }
   std::string rest() { return {std::istreambuf_iterator<char>(text_), {}}; }
@@ -87,7 +99,7 @@ class Lines {
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-10-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-11-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(shm::AbortRecord), sizeof(shm::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -95,12 +107,25 @@ std::string version() {
   return text;
 }
 
+// The number of this process's namespace of that kind; empty where the kernel does not tell.
+std::string namespace_of(const std::string& kind) {
+  struct stat found{};
+  const bool is_known = ::stat(("/proc/self/ns/" + kind).c_str(), &found) == 0;
+  return is_known ? std::to_string(found.st_ino) : "";
+}
+
 std::string boot_and_network() {
   std::string boot_id;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
-  struct stat network{};
-  const bool is_known = ::stat("/proc/self/ns/net", &network) == 0;
-  return is_known ? boot_id + ":net" + std::to_string(network.st_ino) : boot_id;
+  const std::string network = namespace_of("net");
+  return network.empty() ? boot_id : boot_id + ":net" + network;
+}
+
+// For messages, which must be a line of valid text in Python.
+std::string printable(std::string text) {
+  for (char& letter : text)
+    if (letter < ' ' || letter > '~') letter = '?';
+  return text;
 }
 
 }  // namespace
@@ -130,11 +155,8 @@ std::string PeerProcess::last_words() const {
 }
 
 void PeerProcess::keep_last_words(std::string words) {
-  // The text becomes part of error messages, which must be valid text in Python.
-  for (char& letter : words)
-    if (letter < ' ' || letter > '~') letter = '?';
   const std::lock_guard lock(mutex_);
-  last_words_ = std::move(words);
+  last_words_ = printable(std::move(words));
 }
 
 void PeerProcess::end(int pidfd) {
@@ -187,9 +209,25 @@ std::shared_ptr<shm::PeerMemory> PeerProcess::memory() const {
   return memory;
 }
 
+std::string prefix_of(int rank, int world_size, int global_rank) {
+  const std::string place = std::to_string(rank) + "/" + std::to_string(world_size);
+  return "ringcomm rank " + place +
+         (global_rank < 0 || global_rank == rank
+              ? ": "
+              : " (global rank " + std::to_string(global_rank) + "): ");
+}
+
+std::string name_of_rank(int rank, int global_rank) {
+  const std::string name = "rank " + std::to_string(rank);
+  return global_rank < 0 || global_rank == rank
+             ? name
+             : name + " of the group (global rank " + std::to_string(global_rank) + ")";
+}
+
 std::string name_of_process(int rank, const PeerProcess& process) {
-  if (process.pid < 0) return "rank " + std::to_string(rank);
-  return "rank " + std::to_string(rank) + " (pid " + std::to_string(process.pid) +
+  const std::string name = name_of_rank(rank, process.global_rank);
+  if (process.pid < 0) return name;
+  return name + " (pid " + std::to_string(process.pid) +
          (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + process.host + ")";
 }
 
@@ -202,8 +240,9 @@ AbortReason AbortReason::of(const std::exception& error, int origin) {
 }
 
 std::string AbortReason::to_text() const {
-  return to_lines({std::to_string(static_cast<int>(kind)), std::to_string(origin),
-                   std::to_string(culprit), text});
+  return to_lines(
+      {std::to_string(static_cast<int>(kind)), std::to_string(origin), std::to_string(culprit)},
+      text);
 }
 
 AbortReason AbortReason::from_text(const std::string& text) {
@@ -216,7 +255,9 @@ AbortReason AbortReason::from_text(const std::string& text) {
 
 std::string RankRecord::to_text() const {
   return to_lines({version(), host_id, host, bootstrap_address, std::to_string(pid), memory_key,
-                   options, machine_id, std::to_string(world_size), failure.to_text()});
+                   options, machine_id, std::to_string(world_size), global_ranks, pid_namespace,
+                   std::to_string(attempt)},
+                  failure.to_text());
 }
 
 RankRecord RankRecord::from_text(const std::string& text) {
@@ -233,6 +274,9 @@ RankRecord RankRecord::from_text(const std::string& text) {
           .options = lines.next(),
           .machine_id = lines.next(),
           .world_size = lines.number(),
+          .global_ranks = lines.next(),
+          .pid_namespace = lines.next(),
+          .attempt = lines.number(),
           .failure = AbortReason::from_text(lines.rest())};
 }
 
@@ -243,9 +287,12 @@ std::string host_id() {
 
 std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
 
+std::string pid_namespace() { return namespace_of("pid"); }
+
 std::string host_name() {
   std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
+  if (::gethostname(name.data(), name.size() - 1) != 0 || name[0] == '\0') return "unknown host";
+  return printable(name.data());
 }
 
 PeerTable::PeerTable(const std::vector<RankRecord>& records) {

@@ -54,6 +54,11 @@ struct PeerProcess {
   std::string host;               ///< its name, for messages
   std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
   bool is_pid_hidden = false;
+  std::atomic<bool> is_confirmed = false;  ///< by its pid or its answer: Bootstrap::watch()
+  /// It does not let this process watch it, for the reason in last_words().
+  std::atomic<bool> has_refused = false;
+  /// In the default group, as the last group that it is in has said; -1 where there is none.
+  std::atomic<int> global_rank = -1;
   std::atomic<bool> is_dead = false;  ///< ended, or runs another program
   /// The processes that this one has seen end; increased after is_dead.
   static std::atomic<std::uint64_t> num_ended;
@@ -92,6 +97,10 @@ struct PeerProcess {
 /// By rank. Of this rank's own process, and of one on another machine, only pid and host are known.
 using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
+/// What a rank's own messages begin with: "ringcomm rank 0/2: ", with a global rank that differs.
+std::string prefix_of(int rank, int world_size, int global_rank);
+/// "rank 1", or "rank 1 of the group (global rank 3)" where the default group numbers it otherwise.
+std::string name_of_rank(int rank, int global_rank);
 /// A process in error messages: "rank 1 (pid 12 on host)", or "rank 1" if it was never found.
 std::string name_of_process(int rank, const PeerProcess& process);
 
@@ -180,13 +189,16 @@ inline constexpr std::size_t kCallHeaderBytes = 104;
 struct RankRecord {
   std::string host_id;                 ///< equal for processes that share memory with each other
   std::string host;                    ///< its name, for messages
-  std::string bootstrap_address = {};  ///< where its bootstrap listens
+  std::string bootstrap_address = {};  ///< where its bootstrap listens, and its secrets
   pid_t pid = -1;
   std::string memory_key = {};  ///< names memory that it may offer for this group
   std::string options;
-  std::string machine_id = {};  ///< equal for processes that can watch each other
-  int world_size = 0;           ///< of the group that it makes
-  AbortReason failure = {};     ///< why it could not make it; without a text until it fails
+  std::string machine_id = {};     ///< equal for processes that can watch each other
+  int world_size = 0;              ///< of the group that it makes
+  std::string global_ranks = {};   ///< of that group, as text; empty where it has no such numbers
+  std::string pid_namespace = {};  ///< in which `pid` is its number
+  int attempt = 1;                 ///< how often it has begun to make this group over this store
+  AbortReason failure = {};        ///< why it could not make it; without a text until it fails
 
   std::string to_text() const;
   /// Throws Error if the text is not a record of this version of ringcomm.
@@ -198,6 +210,9 @@ struct RankRecord {
 std::string host_id();
 /// The same whatever RINGCOMM_HOST_ID is, and the user: a bootstrap answers its own user only.
 std::string machine_id();
+/// Of this process, or empty where the kernel does not tell.
+std::string pid_namespace();
+/// Of this machine; letters that are not of ASCII are ?.
 std::string host_name();
 
 /// The hosts of a group's ranks, which may be on them in any order. The same on all ranks: hosts

@@ -1,5 +1,7 @@
 #include "transport/process.h"
 
+#include <poll.h>
+
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -151,6 +153,12 @@ RunningClock::time_point RunningClock::now() {
     if (unseen > duration::zero()) process.seen.store(now, std::memory_order_release);
   }
   return time_point(now.time_since_epoch() - process.stopped.load(std::memory_order_relaxed));
+}
+
+void say_line(const std::string& line) noexcept {
+  pollfd entry{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
+  if (::poll(&entry, 1, 0) <= 0 || (entry.revents & POLLOUT) == 0) return;
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
 }
 
 CgroupLimits read_cgroup_limits(const std::string& proc, const std::string& cgroups) {

@@ -188,6 +188,10 @@ class Backoff {
   std::chrono::microseconds pause_{200};
 };
 
+/// Writes a line to the error output, or drops it where that has no room: nobody may wait for who
+/// reads it.
+void say_line(const std::string& line) noexcept;
+
 /// The smallest limits of this process's cgroup and its ancestors, version 1 or 2. They hold for
 /// all processes of the cgroup together.
 struct CgroupLimits {

@@ -16,7 +16,7 @@ namespace ringcomm {
 namespace {
 
 // A store that takes longer than this is silent.
-constexpr std::chrono::milliseconds kStoreGrace{1000};
+constexpr std::chrono::milliseconds kSilentAfter{1000};
 
 using Found = std::optional<std::string>;
 using Peek = std::shared_future<Found>;
@@ -47,7 +47,7 @@ struct TimedStore::Queue {
   Peek asked = {}, answered = {};
 
   // When a call is late; with the lock held, as the next one.
-  Clock::time_point limit() const { return (calls.empty() ? Clock::now() : since) + kStoreGrace; }
+  Clock::time_point limit() const { return (calls.empty() ? Clock::now() : since) + kSilentAfter; }
 
   template <class Ask>
   auto push(Ask ask) {

@@ -14,12 +14,12 @@ namespace ringcomm {
 /// them, one after another. Where the store does not answer, the thread is left behind with all
 /// that it uses.
 ///
-/// A call waits until the deadline, and at least until the thread's call has taken kStoreGrace: of
+/// A call waits until the deadline, and at least until the thread's call has taken kSilentAfter: of
 /// several calls to a silent store the first one waits. Then it throws Error, of kTimeout. What was
 /// to be written is written once the store answers.
 class TimedStore final : public KeyValueStore {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = RunningClock;
 
   /// Where the thread cannot start, the callers make the calls.
   explicit TimedStore(std::shared_ptr<KeyValueStore> store, Clock::time_point deadline = {});

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm import _C
 from ringcomm.backend import resolve_group
+from ringcomm.descriptors import above_standard
 from ringcomm.torch_names import backend_of
 
 _log = logging.getLogger("ringcomm")
@@ -70,7 +71,7 @@ class _Thread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="ringcomm-death", daemon=True)
-        self._event = os.eventfd(0, os.EFD_CLOEXEC)
+        self._event = above_standard(os.eventfd(0, os.EFD_CLOEXEC))
         self._is_over = False
         _C.write_deaths_to(self._event)
         atexit.register(self.stop)

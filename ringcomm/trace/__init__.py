@@ -17,6 +17,7 @@ from multiprocessing import util
 from pathlib import Path
 
 from ringcomm import _C
+from ringcomm.descriptors import open_above
 
 EVENT_BYTES = 64
 
@@ -44,8 +45,8 @@ def _start(pid: int) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        events = os.open(f"{name}.events", flags, 0o644)
-        log = os.open(f"{name}.log", flags | os.O_APPEND, 0o644)
+        events = open_above(f"{name}.events", flags, 0o644)
+        log = open_above(f"{name}.log", flags | os.O_APPEND, 0o644)
         # The buffer of the first thread: a full disk is an error here.
         os.posix_fallocate(events, 0, 2 * mmap.PAGESIZE + EVENT_BYTES * num_events)
         fcntl.lockf(log, fcntl.LOCK_EX)  # locked while the process is alive
@@ -67,7 +68,10 @@ def _end(log: int) -> None:
 
 def clock_name() -> str:
     """An id that is equal for processes with the same CLOCK_MONOTONIC."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # a sandbox: take the machine's name
+        boot = socket.gethostname()
     try:
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
     except OSError:  # kernels before 5.6 have one clock

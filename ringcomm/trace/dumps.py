@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm import errors
+from ringcomm.descriptors import above_standard, open_above
 from ringcomm.trace import clock_name, flight
 from ringcomm.trace.flight import Call, Group, Record
 from ringcomm.version import __version__
@@ -91,7 +92,8 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(json.dumps(dump) + "\n", encoding="utf-8")
+        with open(partial, "w", encoding="utf-8", opener=open_above) as file:
+            file.write(json.dumps(dump) + "\n")
         partial.replace(path)  # a reader sees a whole one
     finally:
         partial.unlink(missing_ok=True)
@@ -296,7 +298,7 @@ def _offer(pid: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         if signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
             return
-        reads, writes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        reads, writes = map(above_standard, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
         threading.Thread(target=_serve, args=(reads,), name=_THREAD, daemon=True).start()
         file: Any = writes
         faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)

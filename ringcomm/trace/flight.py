@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm import _C
+from ringcomm.descriptors import above_standard
 from ringcomm.version import __version__
 
 # The signal on which a process with a group writes its threads' Python stacks to a memfd.
@@ -219,5 +220,5 @@ def offer_stacks() -> None:
     """Lets `ringcomm doctor --job` ask this process for its Python stacks, unless it cannot."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
-            file: Any = os.memfd_create(STACKS_MEMFD)
+            file: Any = above_standard(os.memfd_create(STACKS_MEMFD))
             faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)

@@ -238,7 +238,8 @@ std::unique_ptr<Communicator> make_group(KeyValueStore& store, int rank, testing
   if (plan.over == Over::kHosts) options.host_id = kPlacements[plan.world_size][rank];
   return std::make_unique<Communicator>(
       store, rank, plan.world_size, options, timeout,
-      [&](const LookForRanks& look) { return make_messages(store, rank, mesh, look); }, known);
+      [&](const LookForRanks& look) { return make_messages(store, rank, mesh, look); },
+      KnownRanks{known, {}});
 }
 
 using Meshes = std::array<testing::SocketMesh, 2>;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -109,6 +110,25 @@ TEST_CASE("UniqueFd closes what it owns, once") {
   CHECK_FALSE(static_cast<bool>(moved));
 }
 
+// Where the program has closed its standard output, the first descriptor that is free is 1.
+TEST_CASE("a descriptor of ours is never a standard one") {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    for (int fd = 0; fd < 3; ++fd) ::close(fd);
+    int failures = 0;
+    const UniqueFd memory = create_memfd(4096);
+    UniqueFd file(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    file.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    failures += memory.get() < 3 || file.get() < 3;
+    for (int fd = 0; fd < 3; ++fd) failures += is_open(fd);
+    failures += (::fcntl(file.get(), F_GETFD) & FD_CLOEXEC) == 0;
+    ::_exit(failures);
+  }
+  int status = 0;
+  CHECK(::waitpid(pid, &status, 0) == pid);
+  CHECK(status == 0);
+}
+
 struct Connection {
   UniqueFd client, server;
 };
@@ -164,12 +184,16 @@ TEST_CASE("a descriptor over a Unix socket is the same memory") {
 
 TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   const RankRecord record{.host_id = "boot:net4026531840",
-                          .host = "somewhere",
+                          .host = "some\nwhere\\n\\",
                           .bootstrap_address = "ringcomm-0123",
                           .pid = 4711,
                           .memory_key = "",
                           .options = "algorithm=auto num_slots=2",
-                          .world_size = 3};
+                          .world_size = 3,
+                          .global_ranks = "2, 5-6",
+                          .pid_namespace = "4026531836",
+                          .attempt = 7,
+                          .failure = {.origin = 1, .culprit = 2, .text = "one\ntwo \\n"}};
   const RankRecord copy = RankRecord::from_text(record.to_text());
   CHECK(copy.host_id == record.host_id);
   CHECK(copy.host == record.host);
@@ -178,6 +202,12 @@ TEST_CASE("a rank record survives its text, and a stranger's is refused") {
   CHECK(copy.memory_key.empty());
   CHECK(copy.options == record.options);
   CHECK(copy.world_size == 3);
+  CHECK(copy.global_ranks == record.global_ranks);
+  CHECK(copy.pid_namespace == record.pid_namespace);
+  CHECK(copy.attempt == 7);
+  CHECK(copy.failure.culprit == 2);
+  CHECK(copy.failure.text == record.failure.text);
+  CHECK(copy.to_text() == record.to_text());
   expect_error(error_of([] { RankRecord::from_text("ringcomm-shm-0\nx\n"); }), ErrorKind::kMismatch,
                {"different version", "ringcomm-shm-0"});
   expect_error(error_of([] { RankRecord::from_text(""); }), ErrorKind::kMismatch, {});

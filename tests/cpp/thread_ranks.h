@@ -91,10 +91,15 @@ class MemoryStore final : public KeyValueStore {
 inline shm::Group make_group(KeyValueStore& store, const shm::GroupTerms& terms,
                              const shm::SegmentConfig& config, std::chrono::milliseconds timeout) {
   shm::Rendezvous rendezvous(store, terms, timeout);
-  rendezvous.find_ranks();
-  std::vector<int> ranks(static_cast<std::size_t>(terms.world_size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return shm::Group(rendezvous, ranks, config);
+  try {
+    rendezvous.find_ranks();
+    std::vector<int> ranks(static_cast<std::size_t>(terms.world_size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return shm::Group(rendezvous, ranks, config);
+  } catch (const Error& error) {
+    rendezvous.tell(error);
+    throw;
+  }
 }
 
 /// Throws unless `is_true`; for rank threads, where doctest's macros are of no use.

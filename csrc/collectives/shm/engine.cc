@@ -4,6 +4,9 @@
 #include <cstring>
 #include <thread>
 
+#include "core/errors.h"
+#include "transport/shm/bootstrap.h"
+
 namespace ringcomm {
 
 using host::StoreKind;
@@ -153,7 +156,14 @@ std::byte* Engine::find_shared(int rank, const shm::ArenaLocation& location,
   auto& memory = memories_[static_cast<std::size_t>(rank)];
   if (memory == nullptr) memory = group_.process_of(rank).memory();
   for (;;) {
-    if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;
+    try {
+      if (std::byte* data = memory->find(place, num_bytes, kFetchSlice)) return data;
+    } catch (const shm::Refused& refused) {
+      const int whole_rank = group_.whole_rank(rank);
+      throw Error(
+          {.kind = ErrorKind::kSystem, .rank = whole_rank, .pid = refused.info().pid},
+          "ringcomm: " + name_of_process(whole_rank, group_.process_of(rank)) + " " + refused.why);
+    }
     check(arch_.stopped(rank));  // its process has stopped or ended
     std::this_thread::sleep_for(kFetchPause);
   }

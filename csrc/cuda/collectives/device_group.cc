@@ -34,11 +34,7 @@ std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<uns
 // A file descriptor that other ranks' processes can fetch while this object lives.
 class Offer {
  public:
-  explicit Offer(shm::UniqueFd fd) {
-    static std::atomic<int> num_offers = 0;
-    key_ = shm::Bootstrap::instance().address() + "/cuda/" + std::to_string(num_offers++);
-    shm::Bootstrap::instance().offer(key_, std::move(fd));
-  }
+  explicit Offer(shm::UniqueFd fd) { shm::Bootstrap::instance().offer(key_, std::move(fd)); }
   ~Offer() { shm::Bootstrap::instance().withdraw(key_); }
   Offer(const Offer&) = delete;
   Offer& operator=(const Offer&) = delete;
@@ -55,7 +51,7 @@ class Offer {
   }
 
  private:
-  std::string key_;
+  const std::string key_ = shm::random_text();
 };
 
 int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {

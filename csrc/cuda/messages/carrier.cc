@@ -25,7 +25,6 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::chrono::milliseconds kLookInterval{50};
 // Reports of ranks on other hosts are in the store, which all ranks poll.
 constexpr int kLooksPerQuestion = 4;
 

@@ -3,12 +3,16 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/un.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 
@@ -37,6 +41,9 @@ UniqueFd open_socket(const std::string& name, int (*call)(int, const sockaddr*, 
   // A leading zero byte selects the abstract namespace, of names without files.
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto num_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  // Where connections wait in a full queue, connect() waits so long.
+  const timeval patience{.tv_sec = 0, .tv_usec = std::chrono::microseconds(kLookInterval).count()};
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
   errno = 0;
   call(fd.get(), reinterpret_cast<const sockaddr*>(&address), num_bytes);
   return fd;
@@ -58,6 +65,17 @@ struct Envelope {
   msghdr header{};
 };
 
+// Whether `uid` may stand for any user: in a user namespace, as of a container, all users that it
+// does not map look like the overflow uid.
+bool is_ambiguous(uid_t uid) {
+  uid_t overflow = 65534;
+  std::ifstream("/proc/sys/kernel/overflowuid") >> overflow;
+  std::uint64_t inside = 0, outside = 0, num_mapped = 0, num_users = 0;
+  for (std::ifstream map("/proc/self/uid_map"); map >> inside >> outside >> num_mapped;)
+    num_users += num_mapped;
+  return uid == overflow && num_users < UINT32_MAX;
+}
+
 // What to do about an error of the system, where that is known.
 std::string remedy_of(int code) {
   if (code == EMFILE) return "; raise the limit of open files (ulimit -n)";
@@ -70,11 +88,13 @@ std::string remedy_of(int code) {
 
 }  // namespace
 
+std::string describe_errno(const std::string& what, int code) {
+  return "ringcomm: " + what + " failed: " + std::strerror(code) + " (errno " +
+         std::to_string(code) + ")" + remedy_of(code);
+}
+
 void throw_errno(const std::string& what) {
-  const int code = errno;
-  throw Error({.kind = ErrorKind::kSystem}, "ringcomm: " + what +
-                                                " failed: " + std::strerror(code) + " (errno " +
-                                                std::to_string(code) + ")" + remedy_of(code));
+  throw Error({.kind = ErrorKind::kSystem}, describe_errno(what, errno));
 }
 
 SharedMemory::SharedMemory(int fd, std::size_t num_bytes) {
@@ -145,15 +165,18 @@ UniqueFd listen_at(const std::string& name) {
 UniqueFd connect_to(const std::string& name) {
   RINGCOMM_STEP("before a connection");
   UniqueFd fd = open_socket(name, ::connect);
-  if (errno == ECONNREFUSED) return UniqueFd();
+  if (errno == ECONNREFUSED || errno == EAGAIN || errno == EINTR) {
+    if (errno == EINTR) errno = EAGAIN;
+    fd.reset();
+    return fd;
+  }
   if (errno != 0) throw_errno("connect to the abstract Unix socket " + name);
-  if (is_trusted_peer(fd.get())) return fd;
-  const ucred peer = credentials_of_peer(fd.get());
-  throw Error({.kind = ErrorKind::kSystem, .pid = peer.pid},
+  const std::string why = why_untrusted(fd.get());
+  if (why.empty()) return fd;
+  const pid_t pid = credentials_of_peer(fd.get()).pid;
+  throw Error({.kind = ErrorKind::kSystem, .pid = pid},
               "ringcomm: the process at the abstract Unix socket " + name + " (pid " +
-                  std::to_string(peer.pid) + ") runs as user " + std::to_string(peer.uid) +
-                  " and this one as user " + std::to_string(::geteuid()) +
-                  "; run all ranks of a host as one user");
+                  std::to_string(pid) + ") " + why);
 }
 
 ucred credentials_of_peer(int socket) {
@@ -176,13 +199,39 @@ bool is_readable(int socket, std::chrono::milliseconds timeout) {
   }
 }
 
-bool is_trusted_peer(int socket) {
+std::string why_untrusted(int socket) {
+  const ucred peer = credentials_of_peer(socket);
+  const std::string user = std::to_string(peer.uid);
+  if (is_ambiguous(peer.uid)) {
+    // Whom a process may send a signal is of its user, or of the container whose root it is.
+    if (peer.pid > 0 && ::kill(peer.pid, 0) == 0) return {};
+    return "runs as a user that this container does not know (its user namespace shows it as " +
+           user +
+           "): any user of the machine looks like that; run the ranks in one container, or as a "
+           "user that is mapped there (/proc/self/uid_map)";
+  }
   // Root may read this process's memory anyway, and ranks may drop root after the rendezvous.
-  const uid_t uid = credentials_of_peer(socket).uid;
-  return uid == ::geteuid() || uid == 0;
+  if (peer.uid == ::geteuid() || peer.uid == 0) return {};
+  return "runs as user " + user + " and this one as user " + std::to_string(::geteuid()) +
+         "; run all ranks of a host as one user";
 }
 
-void send_message(int socket, std::string text, int fd) {
+std::uint64_t random_number() {
+  std::uint64_t number = 0;
+  while (::getrandom(&number, sizeof(number), 0) != sizeof(number))
+    if (errno != EINTR) throw_errno("getrandom");
+  return number;
+}
+
+std::string random_text() {
+  char text[33];
+  std::snprintf(text, sizeof(text), "%016llx%016llx",
+                static_cast<unsigned long long>(random_number()),
+                static_cast<unsigned long long>(random_number()));
+  return text;
+}
+
+int try_send(int socket, std::string text, int fd) {
   Envelope envelope(text.data(), text.size());
   if (fd < 0) {
     envelope.header.msg_controllen = 0;
@@ -193,7 +242,12 @@ void send_message(int socket, std::string text, int fd) {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
   }
-  if (::sendmsg(socket, &envelope.header, MSG_NOSIGNAL) < 0) throw_errno("send on a Unix socket");
+  return ::sendmsg(socket, &envelope.header, MSG_NOSIGNAL) < 0 ? errno : 0;
+}
+
+void send_message(int socket, std::string text, int fd) {
+  errno = try_send(socket, std::move(text), fd);
+  if (errno != 0) throw_errno("send on a Unix socket");
 }
 
 std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds timeout) {
@@ -201,8 +255,14 @@ std::optional<SocketMessage> recv_message(int socket, std::chrono::milliseconds 
   std::array<char, kMaxTextBytes> buffer;
   Envelope envelope(buffer.data(), buffer.size());
   SocketMessage message;
-  const ssize_t num_bytes = ::recvmsg(socket, &envelope.header, MSG_CMSG_CLOEXEC);
-  if (num_bytes <= 0) return message;
+  ssize_t num_bytes = 0;
+  do {
+    num_bytes = ::recvmsg(socket, &envelope.header, MSG_CMSG_CLOEXEC);
+    // What an end that was closed has sent before comes after the error.
+  } while (num_bytes < 0 && (errno == EINTR || errno == ECONNRESET));
+  if (num_bytes < 0 && errno == EAGAIN) return std::nullopt;
+  if (num_bytes < 0) throw_errno("recvmsg on a Unix socket");
+  if (num_bytes == 0) return message;
   if (cmsghdr* header = CMSG_FIRSTHDR(&envelope.header);
       header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
     int fd = -1;

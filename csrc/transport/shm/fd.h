@@ -1,10 +1,13 @@
 #pragma once
 
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,14 +18,28 @@
 
 namespace ringcomm::shm {
 
-/// Throws for the system call `what`, which has just failed and set errno.
+/// That the system call `what` has failed with the error `code`, and what to do about it.
+std::string describe_errno(const std::string& what, int code);
+/// Throws that of `what`, which has just failed and set errno.
 [[noreturn]] void throw_errno(const std::string& what);
 
-/// Owns a file descriptor.
+/// The same file at a descriptor from 3 on, and `fd` closed if it was another. Below are the
+/// standard ones: where a program has closed its error output, lines of text would be written into
+/// our file. -1, and errno, if there is no descriptor; -1 stays -1.
+inline int above_standard(int fd) {
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int code = errno;
+  ::close(fd);
+  errno = code;
+  return moved;
+}
+
+/// Owns a file descriptor, which is 3 or more.
 class UniqueFd {
  public:
   UniqueFd() = default;
-  explicit UniqueFd(int fd) : fd_(fd) {}
+  explicit UniqueFd(int fd) : fd_(above_standard(fd)) {}
   UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   UniqueFd& operator=(UniqueFd&& other) noexcept {
     if (this != &other) reset(std::exchange(other.fd_, -1));
@@ -35,7 +52,7 @@ class UniqueFd {
   explicit operator bool() const { return fd_ >= 0; }
   void reset(int fd = -1) {
     if (fd_ >= 0) ::close(fd_);
-    fd_ = fd;
+    fd_ = above_standard(fd);
   }
 
  private:
@@ -78,23 +95,32 @@ void reserve_pages(std::byte* begin, std::size_t num_bytes);
 
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);
-/// A socket connected to `name`; none when no process listens there. Throws for another user's.
+/// A socket connected to `name`. None, and errno, ECONNREFUSED when no process listens there,
+/// EAGAIN when more wait to be accepted there than the system allows, after kLookInterval. Throws
+/// for another user's.
 UniqueFd connect_to(const std::string& name);
 
 ucred credentials_of_peer(int socket);
-/// Whether the other end is a process of this one's user, or of root.
-bool is_trusted_peer(int socket);
+/// Why the other end may not be a process of this one's user, or of root; empty if it is.
+std::string why_untrusted(int socket);
+
+/// Bits that nobody can guess.
+std::uint64_t random_number();
+/// 32 hexadecimal digits of 128 such bits.
+std::string random_text();
 
 /// Whether a message, or the end of the connection, arrived in time (days at most).
 bool is_readable(int socket, std::chrono::milliseconds timeout);
 
-inline constexpr std::size_t kMaxTextBytes = 256;
+inline constexpr std::size_t kMaxTextBytes = 512;
 
 struct SocketMessage {
   std::string text;
   UniqueFd fd;
 };
-/// Sends a text, which is not empty, and a descriptor unless `fd` is -1.
+/// Sends a text, which is not empty, and a descriptor unless `fd` is -1. Returns the system's
+/// error, or 0; send_message() throws it.
+int try_send(int socket, std::string text, int fd = -1);
 void send_message(int socket, std::string text, int fd = -1);
 /// Nothing if none arrived in time. An empty text if the other end is closed or sent too much; no
 /// descriptor if it sent none or several.

@@ -86,7 +86,10 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
   for (const int rank : ranks)
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
   try {
+    // The pages that its peers poll come to this rank's NUMA node.
     __atomic_store_n(&control(rank_).has_left, 0U, __ATOMIC_RELAXED);
+    for (const int parity : {0, 1})
+      __atomic_store_n(&board().cursor(rank_, rank_, parity).value, 0U, __ATOMIC_RELAXED);
     reserve_own_memory();
     RINGCOMM_STEP("before a rank has joined");
     join();
@@ -129,14 +132,25 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
     for (int rank = 0; rank < world_size(); ++rank)
       if (has_died(rank)) dead = whole_rank(rank);
     const bool is_aborted = state_of(rank_) == Stop::kAborted;
-    std::vector<int> missing;
-    for (int rank = 0; rank < world_size(); ++rank)
-      if (!has_joined(rank)) missing.push_back(whole_rank(rank));
+    const std::vector<int> missing = missing_ranks();
     if (missing.empty()) return;
     if (is_aborted) rendezvous.throw_told(abort_reason());
     if (dead >= 0) rendezvous.throw_died(dead);
-    rendezvous.check_time(std::move(missing), "did not fetch the group's memory");
+    try {
+      rendezvous.check_time(missing, "did not fetch the group's memory");
+    } catch (const Error&) {
+      // All may have joined, and one of them have failed to make another group.
+      if (!missing_ranks().empty()) throw;
+    }
   }
+}
+
+// Those that have not joined, in the whole group.
+std::vector<int> Group::missing_ranks() const {
+  std::vector<int> missing;
+  for (int rank = 0; rank < world_size(); ++rank)
+    if (!has_joined(rank)) missing.push_back(whole_rank(rank));
+  return missing;
 }
 
 Group::~Group() {
@@ -241,7 +255,7 @@ AbortReason Group::abort_reason() const {
     return writer >= 0 && !has_died(writer);
   };
   const auto deadline = deadline_after(std::chrono::seconds(1));
-  for (Backoff backoff; is_writing() && std::chrono::steady_clock::now() < deadline;)
+  for (Backoff backoff; is_writing() && RunningClock::now() < deadline;)
     backoff.sleep();
   if (writer >= 0)
     return {.kind = ErrorKind::kPeerDied,

@@ -58,7 +58,7 @@ struct RankControl {
   std::uint64_t num_calls = 0;  ///< collectives that it has begun
   Cursor survivor_stage;
   std::uint64_t survivor_proposals[kMaxAttempts][RankSet::kWords] = {};
-  std::uint64_t store_number = 0;  ///< of what it offers as the survivors' new store
+  std::uint64_t store_number = 0;  ///< random; of what it offers as the survivors' new store
 };
 
 /// The layout of the memory that a group shares, which every rank computes:
@@ -167,6 +167,7 @@ class Group final : public Membership {
   AbortRecord& abort_record() const { return layout_.abort_record(memory_.data()); }
   RankControl& control(int rank) const { return layout_.control(memory_.data(), rank); }
   bool has_joined(int rank) const;
+  std::vector<int> missing_ranks() const;
   std::uint64_t num_published(int rank) const;
   int writer_of(std::uint32_t abort_state) const;
   void reserve_own_memory();

@@ -124,8 +124,7 @@ void SharedArena::deallocate(void* block) {
   const ArenaLocation location = locate(block, 0);
   if (!location.is_somewhere()) return;
   const std::lock_guard lock(mutex_);
-  const std::size_t block_bytes =
-      regions_[location.region_id - 1]->blocks.deallocate(location.offset_bytes);
+  const std::size_t block_bytes = region_of(location).blocks.deallocate(location.offset_bytes);
   if (block_bytes == 0) return;  // retired
   --usage_.num_blocks;
   usage_.allocated_bytes -= block_bytes;
@@ -152,19 +151,23 @@ ArenaLocation SharedArena::locate(const void* data, std::size_t num_bytes) const
     const auto offset =
         static_cast<std::size_t>(static_cast<const std::byte*>(data) - memory.data());
     if (num_bytes > memory.num_bytes() - offset) break;
-    return {.region_id = i + 1, .offset_bytes = offset};
+    return {.region_id = regions_[i]->id, .offset_bytes = offset};
   }
   return {};
 }
 
 std::byte* SharedArena::address_of(const ArenaLocation& location) const {
-  return regions_[location.region_id - 1]->memory.data() + location.offset_bytes;
+  return region_of(location).memory.data() + location.offset_bytes;
+}
+
+SharedArena::Region& SharedArena::region_of(const ArenaLocation& location) const {
+  return **std::ranges::find(regions(), location.region_id, [](const auto& r) { return r->id; });
 }
 
 void SharedArena::retire(const ArenaLocation& location) {
   if (!location.is_somewhere()) return;
   const std::lock_guard lock(mutex_);
-  regions_[location.region_id - 1]->blocks.retire(location.offset_bytes);
+  region_of(location).blocks.retire(location.offset_bytes);
 }
 
 SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
@@ -175,7 +178,7 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
   try {
     UniqueFd fd = create_memfd(region_bytes, "ringcomm-shared");
     regions_[idx].reset(new Region{SharedMemory(fd.get(), region_bytes)});
-    Bootstrap::instance().offer(key_of(idx + 1), std::move(fd));
+    Bootstrap::instance().offer(key_of(regions_[idx]->id), std::move(fd));
   } catch (const Error& error) {
     throw_out_of_memory(num_bytes, error.what());
   }

@@ -46,7 +46,7 @@ class BlockList {
 
 /// The location of a buffer in the shared memory of its process; valid in other processes.
 struct ArenaLocation {
-  std::uint64_t region_id = 0;  ///< counted from 1; 0 is nowhere
+  std::uint64_t region_id = 0;  ///< random, so that only who is told can fetch it; 0 is nowhere
   std::uint64_t offset_bytes = 0;
 
   bool is_somewhere() const { return region_id != 0; }
@@ -105,12 +105,14 @@ class SharedArena {
 
   struct Region {
     SharedMemory memory;
+    std::uint64_t id = random_number();
     BlockList blocks{memory.num_bytes()};
   };
 
   std::span<const std::unique_ptr<Region>> regions() const {
     return {regions_.data(), num_regions_.load(std::memory_order_acquire)};
   }
+  Region& region_of(const ArenaLocation& location) const;
   Region& add_region(std::size_t num_bytes);
   void begin_interval(Clock::time_point now);
   void return_pages(std::unique_lock<std::mutex>& lock);

@@ -1,8 +1,8 @@
 #include "transport/shm/survivors.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
-#include <atomic>
 #include <utility>
 
 #include "core/annotations.h"
@@ -90,7 +90,6 @@ std::vector<int> Survivors::agree() {
 }
 
 int Survivors::take_store() {
-  static std::atomic<std::uint64_t> num_stores = 0;
   const SurvivorWords words = group_.survivor_words();
   int first = 0;
   while (!set_.has(first)) ++first;
@@ -99,9 +98,9 @@ int Survivors::take_store() {
   if (first == group_.rank()) {
     // Not sealed: torch's FileStore appends to it.
     UniqueFd fd(::memfd_create("ringcomm-store", MFD_CLOEXEC));
-    UniqueFd offered(fd ? ::dup(fd.get()) : -1);
+    UniqueFd offered(fd ? ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0) : -1);
     if (!fd || !offered) throw_errno("memfd_create");
-    number = num_stores++;
+    number = random_number();
     store_key_ = key_of(number);
     Bootstrap::instance().offer(store_key_, std::move(offered));
     protocol_.enter(attempt_, Protocol::kHasStore);

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ringcomm.descriptors import open_above
+
 _LOCK_WAIT_S = 5.0
 
 
@@ -54,16 +56,16 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
 def _open(path: Path, keep: bool, more_flags: int) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | more_flags
     if keep:
-        return os.open(path, flags | os.O_CREAT, 0o600)
+        return open_above(path, flags | os.O_CREAT, 0o600)
     try:
-        return os.open(path, flags | os.O_TMPFILE, 0o600)
+        return open_above(path, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
             raise
     # NFS and FUSE have no unnamed files. An open that is refused O_DIRECT may have made this one.
     name = path / f"ringcomm-{secrets.token_hex(8)}"
     try:
-        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        return open_above(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
@@ -160,7 +162,7 @@ class IndexFiles:
     def write(self, index: Index) -> None:
         """Makes an index the last one: survives a kill, and after sync() a power failure."""
         text = memoryview(index.to_json().encode())
-        fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = open_above(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             while text:
                 text = text[os.write(fd, text) :]

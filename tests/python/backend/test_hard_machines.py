@@ -15,6 +15,8 @@ import re
 import resource
 import select
 import signal
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +30,7 @@ import machines
 import pytest
 import torch
 import torch.distributed as dist
-from machines import CLONE_NEWNS, CLONE_NEWPID, Unavailable
+from machines import CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUTS, Unavailable
 from ranks import run_ranks
 
 import ringcomm
@@ -244,6 +246,13 @@ def no_exec_container() -> None:
     sysctl.write_text("2")  # of this PID namespace
 
 
+def container_without_boot_id() -> None:
+    """As some sandboxes; a recording asks for it."""
+    small_container()
+    machines.mount("tmpfs", "/proc/sys/kernel/random")
+    os.environ["RINGCOMM_TRACE"] = tempfile.mkdtemp()
+
+
 def on_one_core() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
@@ -271,6 +280,13 @@ def limit_threads(num_threads: int, rank: int) -> None:
     os.setgid(1_000_000 + os.getppid())
     os.setuid(1_000_000 + os.getppid())
     limit(resource.RLIMIT_NPROC, num_threads, rank)
+
+
+def with_host_name(name: bytes, transport: str, rank: int) -> None:
+    """As `docker run --hostname`, of a name that the kernel takes."""
+    machines.enter_namespaces(CLONE_NEWUTS)
+    socket.sethostname(name)  # type: ignore[arg-type]
+    os.environ["RINGCOMM_TRANSPORT"] = transport
 
 
 def in_rank_1(enter: Callable[[int], None]) -> Callable[[int], None]:
@@ -301,18 +317,24 @@ MACHINES = {
     "read-only": Machine(namespaces=CONTAINER, prepare=read_only_container, has_files=False),
     "memfd_noexec": Machine(namespaces=CONTAINER, prepare=no_exec_container),
     "pid-namespaces": Machine(are_apart=True),
+    "no-boot-id": Machine(namespaces=CONTAINER, prepare=container_without_boot_id),
     "half-a-core": Machine(around=partial(machines.cpu_quota, 0.5)),
     "one-core": Machine(prepare=on_one_core),
+    # As reported at https://github.com/vllm-project/vllm/issues/7074 of a name that is unknown.
+    "host-name-newline": Machine(partial(with_host_name, b"two\nlines", "shm")),
+    "host-name-not-utf8": Machine(partial(with_host_name, b"b\xffse", "shm")),
+    "host-name-dots-p2p": Machine(partial(with_host_name, b"a..b", "p2p")),
+    "host-name-not-utf8-p2p": Machine(partial(with_host_name, b"b\xffse", "p2p")),
     "memlock-0": Machine(partial(limit, resource.RLIMIT_MEMLOCK, 0)),
     "64-files": Machine(partial(limit, resource.RLIMIT_NOFILE, 64)),
     "64-files-4-ranks": Machine(partial(limit, resource.RLIMIT_NOFILE, 64), world_size=4),
-    "14-files": Machine(partial(limit_descriptors, 14)),
-    "13-files": Machine(partial(limit_descriptors, 13), error=NO_FILES),
+    "15-files": Machine(partial(limit_descriptors, 15)),
+    "14-files": Machine(partial(limit_descriptors, 14), error=NO_FILES),
     # Without any, the destructor of a FileStore ends the process.
     "no-files": Machine(partial(limit_descriptors, 0), has_files=False, error=NO_FILES),
-    "22-files-4-ranks": Machine(partial(limit_descriptors, 22), world_size=4),
-    "21-files-4-ranks": Machine(partial(limit_descriptors, 21), world_size=4, error=NO_FILES),
-    "13-files-in-rank-1": Machine(in_rank_1(partial(limit_descriptors, 13)), error=NO_FILES),
+    "23-files-4-ranks": Machine(partial(limit_descriptors, 23), world_size=4),
+    "22-files-4-ranks": Machine(partial(limit_descriptors, 22), world_size=4, error=NO_FILES),
+    "14-files-in-rank-1": Machine(in_rank_1(partial(limit_descriptors, 14)), error=NO_FILES),
     "0-threads": Machine(partial(limit_threads, 1), has_files=False, error=NO_THREAD),
     "0-threads-in-rank-1": Machine(
         in_rank_1(partial(limit_threads, 1)), has_files=False, error=NO_THREAD

@@ -36,6 +36,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda tensor: tensor.t().contiguous().t(),
     "every second": lambda tensor: tensor.repeat_interleave(2, 0)[::2],
     "chunk": lambda tensor: torch.cat([tensor, tensor + 7]).chunk(2)[0],
+    "negative": lambda tensor: torch._neg_view(-tensor),
     "of numpy": lambda tensor: torch.from_numpy(np.asfortranarray(tensor.numpy())),
 }
 
@@ -51,12 +52,12 @@ def test_strided_tensors(rank: int, kind: str) -> None:
     strided, all_of = STRIDED[kind], [numbered(other) for other in WORLD]
     total = torch.stack(all_of).sum(0)
     mine = strided(numbered(rank))
-    assert mine.is_contiguous() == (kind == "chunk")
+    assert mine.is_contiguous() == (kind in ("chunk", "negative"))
 
     def empty() -> Tensor:
         return strided(torch.zeros_like(total))
 
-    tensor = mine.clone(memory_format=torch.preserve_format)
+    tensor = strided(numbered(rank))
     dist.all_reduce(tensor)
     assert tensor.equal(total)
     tensor = strided(numbered(rank))

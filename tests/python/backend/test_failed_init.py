@@ -1,0 +1,221 @@
+"""A rank that cannot make a group: the others hear why at once, and all may try again."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import resource
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import ringcomm
+
+# The group's. Nothing here may take as long.
+TIMEOUT_S = 60.0
+SOON_S = 20.0
+
+
+def make_group(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    transport: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    dist.init_process_group(
+        "ringcomm",
+        store=dist.FileStore(str(folder / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        pg_options=ringcomm.Options(transport=transport),
+    )
+
+
+def failure_of(body: Callable[[], object]) -> tuple[str, str, float]:
+    """The type and the text of what it raises, and the seconds until then."""
+    begin = time.monotonic()
+    try:
+        body()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", time.monotonic() - begin
+
+
+# ---- a rank that fails while the group is made
+
+
+def without_memory() -> Callable[[], None]:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (9 << 20), limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def without_descriptors() -> Callable[[], None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = (number for number in range(1 << 20) if not Path(f"/proc/self/fd/{number}").is_symlink())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, 8, None)), limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def with_a_wrong_option() -> Callable[[], None]:
+    os.environ["RINGCOMM_ALGORITHM"] = "no such one"
+    return lambda: os.environ.pop("RINGCOMM_ALGORITHM") and None
+
+
+CAUSES = {
+    "no memory": (without_memory, "shared memory failed|thread ringcomm-|std::bad_alloc"),
+    "no descriptors": (without_descriptors, "ulimit -n"),
+    "a wrong option": (with_a_wrong_option, "no such one"),
+}
+
+
+def fail_and_try_again(
+    rank: int, world_size: int, folder: Path, cause: str, failing: int, transport: str | None
+) -> list[tuple[str, str, float]]:
+    torch.ones(1000).sum()
+    mend = CAUSES[cause][0]() if rank == failing else None
+    found = [failure_of(lambda: make_group(rank, world_size, folder, transport))]
+    if mend is not None:
+        mend()
+
+    def use() -> None:
+        make_group(rank, world_size, folder, transport)
+        x = torch.ones(10)
+        dist.all_reduce(x)
+        assert x[0] == world_size
+        dist.destroy_process_group()
+
+    time.sleep(0.3 * rank)  # who tries again at once reads the records of who does not yet
+    return [*found, failure_of(use)]
+
+
+@pytest.mark.parametrize("transport", [None, "p2p"])
+@pytest.mark.parametrize(
+    ("cause", "failing"), [("no memory", 1), ("no descriptors", 0), ("a wrong option", 2)]
+)
+def test_the_others_hear_why_a_rank_failed(
+    cause: str, failing: int, transport: str | None, tmp_path: Path
+) -> None:
+    """Its process lives on, as in a notebook: https://github.com/rwth-i6/returnn/issues/1484."""
+    if transport == "p2p" and cause == "no memory":
+        pytest.skip("a group over messages needs none of its own")
+    outcomes = run_ranks(
+        3,
+        fail_and_try_again,
+        3,
+        tmp_path,
+        cause,
+        failing,
+        transport,
+        backend=None,
+        fresh=True,
+        module=__name__,
+    )
+    for rank, ((kind, text, seconds), (_, again, _)) in enumerate(outcomes):
+        assert kind not in ("", "CollectiveTimeoutError"), outcomes
+        assert seconds < SOON_S, outcomes
+        assert any(word in text for word in CAUSES[cause][1].split("|")), outcomes
+        assert rank == failing or f"rank {failing}" in text, outcomes
+        assert again == "", outcomes
+
+
+# ---- a rank without descriptors when it is asked
+
+
+def take_all_descriptors() -> list[int]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    files = []
+    for _ in range(5):  # those that are just being closed, too
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        time.sleep(0.1)
+    return files
+
+
+def ask_one_without_descriptors(rank: int, folder: Path) -> tuple[str, str, float]:
+    make_group(rank, 2, folder)
+    shared = ringcomm.empty_shared(1 << 16).fill_(rank)
+    dist.barrier()
+    files = take_all_descriptors() if rank == 1 else []
+    found = failure_of(lambda: dist.broadcast(shared, 1))
+    for file in files:
+        os.close(file)
+    return found
+
+
+def test_a_rank_without_descriptors_is_named(tmp_path: Path) -> None:
+    """Reported for torch's own at https://github.com/pytorch/pytorch/issues/973."""
+    outcomes = run_ranks(
+        2, ask_one_without_descriptors, tmp_path, backend=None, fresh=True, module=__name__
+    )
+    for kind, text, seconds in outcomes:
+        assert kind == "RingcommError", outcomes
+        assert re.search(r"rank 1 \(pid .*\) is out of file descriptors; .*ulimit -n", text), (
+            outcomes
+        )
+        assert seconds < SOON_S, outcomes
+
+
+# ---- other ranks under one name
+
+
+def make_groups_of_pairs(rank: int, folder: Path) -> tuple[str, str, float]:
+    make_group(rank, 4, folder)
+    pair = [0, 3] if rank in (0, 3) else [1, 2]
+
+    def add() -> None:
+        group = dist.new_group(pair)
+        x = torch.tensor([10.0**rank])
+        dist.all_reduce(x, group=group)
+        assert x.item() == sum(10.0**each for each in pair)
+
+    time.sleep(2 if rank in (1, 3) else 0)  # one rank of each pair comes first
+    return failure_of(add)
+
+
+def test_groups_of_other_ranks_under_one_name(tmp_path: Path) -> None:
+    """Reported for torch's own at https://github.com/pytorch/pytorch/issues/130102."""
+    outcomes = run_ranks(
+        4, make_groups_of_pairs, tmp_path, backend=None, fresh=True, module=__name__
+    )
+    for kind, text, seconds in outcomes:
+        if kind == "":  # it found the other of its pair in time
+            continue
+        assert kind == "MismatchError", outcomes
+        assert {"{0, 3}", "{1-2}"} <= set(re.findall(r"{.*?}", text)), outcomes
+        assert seconds < SOON_S, outcomes
+
+
+# ---- a rank that does not come
+
+
+def wait_for_a_missing_rank(rank: int, folder: Path) -> tuple[str, str]:
+    log = os.open(folder / f"log-{rank}", os.O_RDWR | os.O_CREAT)
+    os.dup2(log, 2)
+    if rank == 2:
+        return "", ""
+    kind, text, _ = failure_of(lambda: make_group(rank, 3, folder, timeout_s=12))
+    return kind, text
+
+
+def test_one_rank_says_who_is_missing(tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        3, wait_for_a_missing_rank, tmp_path, backend=None, fresh=True, module=__name__
+    )
+    assert [kind for kind, _ in outcomes] == ["CollectiveTimeoutError"] * 2 + [""]
+    logs = [(tmp_path / f"log-{rank}").read_text() for rank in range(3)]
+    line = "rank 2 did not join the group in 10 s; the group is still being made"
+    assert [log.count(line) for log in logs] == [1, 0, 0], logs
