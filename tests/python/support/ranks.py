@@ -33,6 +33,8 @@ __all__ = ["Body", "Pool", "RankFailure", "Server", "in_ranks", "make_test", "ru
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
 CLOSE_TIMEOUT_S = 20.0
+# What a busy machine may take to make a group, whatever its timeout is then.
+MAKE_S = 30.0
 MAX_LOG_CHARS = 6000
 GPU_FILE_DOOR = 1 << 20  # the byte on which every process that uses the file has a read lock
 
@@ -390,14 +392,19 @@ def _init_group(
 ) -> None:
     import torch.distributed as dist
 
+    from ringcomm.torch_names import backend_of, devices_of, set_timeout
+
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=datetime.timedelta(seconds=max(timeout_s, MAKE_S)),
         pg_options=pg_options,
     )
+    made: Any = dist.group.WORLD
+    for device in devices_of(made) if timeout_s < MAKE_S else ():
+        set_timeout(backend_of(made, device).options, datetime.timedelta(seconds=timeout_s))
 
 
 def _ringcomm_sockets() -> list[str]:
