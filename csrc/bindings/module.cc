@@ -7,7 +7,7 @@
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
 #include "collectives/collective.h"
-#include "collectives/long_waits.h"
+#include "collectives/flight.h"
 #include "collectives/trace.h"
 #include "reduce/reduce_op.h"
 #include "transport/process.h"

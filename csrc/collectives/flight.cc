@@ -8,10 +8,8 @@
 #include <chrono>
 #include <cstring>
 #include <optional>
-#include <set>
 #include <thread>
 
-#include "collectives/long_waits.h"
 #include "core/errors.h"
 #include "transport/process.h"
 #include "transport/shm/bootstrap.h"

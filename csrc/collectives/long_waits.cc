@@ -1,5 +1,3 @@
-#include "collectives/long_waits.h"
-
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "collectives/flight.h"
 #include "transport/process.h"
 
 namespace ringcomm::flight {
@@ -131,9 +130,8 @@ void LongWaits::look(const Memory& memory, const std::set<Log*>& logs) {
 // Whether the process that the call waits for is here, waits in no call, and has slept since this
 // was asked before.
 bool LongWaits::is_idle(const Log& log, const Event& event, Wait& wait) {
-  const auto idx = static_cast<std::size_t>(event.waits_for);
-  if (event.waits_for < 0 || idx >= log.processes_.size()) return false;
-  const PeerProcess& peer = *log.processes_[idx];
+  if (event.waits_for < 0) return false;
+  const PeerProcess& peer = *log.processes_[static_cast<std::size_t>(event.waits_for)];
   const std::uint64_t now_ns = monotonic_ns();
   const std::optional<std::uint64_t> cpu_ms = peer.cpu_ms();
   const std::optional<std::uint64_t> before_ms = std::exchange(wait.cpu_ms, cpu_ms);
@@ -159,10 +157,9 @@ bool LongWaits::is_said_by_another(const Log& log, const Event& event) {
 
 std::string LongWaits::text_of(const Log& log, const Event& event, const Wait& wait,
                                const Clock& clock, bool is_idle) {
-  const auto idx = static_cast<std::size_t>(event.waits_for);
   std::string whom = "any rank";
-  if (event.waits_for >= 0 && idx < log.processes_.size()) {
-    const PeerProcess& peer = *log.processes_[idx];
+  if (event.waits_for >= 0) {
+    const PeerProcess& peer = *log.processes_[static_cast<std::size_t>(event.waits_for)];
     whom = "rank " + std::to_string(event.waits_for) + " (pid " + std::to_string(peer.pid) +
            " on " + peer.host;
     if (!peer.bootstrap_address.empty())
