@@ -394,16 +394,17 @@ def _init_group(
 
     from ringcomm.torch_names import backend_of, devices_of, set_timeout
 
+    is_ours = "ringcomm" in backend
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=max(timeout_s, MAKE_S)),
+        timeout=datetime.timedelta(seconds=max(timeout_s, MAKE_S) if is_ours else timeout_s),
         pg_options=pg_options,
     )
     made: Any = dist.group.WORLD
-    for device in devices_of(made) if timeout_s < MAKE_S else ():
+    for device in devices_of(made) if is_ours and timeout_s < MAKE_S else ():
         set_timeout(backend_of(made, device).options, datetime.timedelta(seconds=timeout_s))
 
 
