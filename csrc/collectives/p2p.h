@@ -33,6 +33,7 @@ struct P2pOp {
   std::byte* data = nullptr;  ///< only read by a send
   std::size_t num_bytes = 0;
   std::chrono::milliseconds timeout{0};
+  bool takes_shorter = false;  ///< a receive: a shorter message fills its beginning, as Gloo's
   /// Called once, on any thread and without locks, when `is_done` has become true.
   std::function<void()> done = {};
 
@@ -45,6 +46,11 @@ struct P2pOp {
   int awaited = flight::kAnyRank;  ///< `peer` as it was given; that of any source is set later
 
   bool is_send() const { return kind == Kind::kSend; }
+  /// A receive has met a message of so many bytes: whether it takes it, and then has its size.
+  bool takes(std::uint64_t sent_bytes) {
+    if (takes_shorter && sent_bytes < num_bytes) num_bytes = sent_bytes;
+    return sent_bytes == num_bytes;
+  }
 };
 using P2pOpPtr = std::shared_ptr<P2pOp>;
 
