@@ -216,7 +216,8 @@ WorkPtr ProcessGroupRingcomm::start_message(c10d::OpType op_type, const char* ti
   if (is_send)
     item.inputs = {readable(tensor, item)};
   else
-    item.outputs = {writable(tensor, item).data_ptr()};
+    // With what it has: a message may be shorter.
+    item.outputs = {writable(tensor, item, /*is_input_too=*/true).data_ptr()};
   item.profiled = {tensor};
   return start(info, std::move(item), {tensor});
 }

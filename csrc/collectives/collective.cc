@@ -1,6 +1,8 @@
 #include "collectives/collective.h"
 
+#include <algorithm>
 #include <sstream>
+#include <vector>
 
 namespace ringcomm {
 
@@ -54,6 +56,56 @@ bool Collective::is_uneven(int world_size) const {
   for (int rank = 0; rank < world_size; ++rank)
     if (input_share(rank) != num_elems || output_share(rank) != num_elems) return true;
   return false;
+}
+
+void check_overlap(const Collective& call, int rank, int world_size) {
+  if (call.inputs == nullptr || call.outputs == nullptr) return;  // a rank that has only one side
+  const auto num_buffers = [&](OpKind op, OpKind at_root) {
+    if (call.op == at_root) return rank == call.root ? world_size : 0;
+    return call.op == op || call.op == OpKind::kAllToAll ? world_size : 1;
+  };
+  const int num_inputs = num_buffers(OpKind::kReduceScatter, OpKind::kScatter);
+  const int num_outputs = num_buffers(OpKind::kAllGather, OpKind::kGather);
+  struct Range {
+    const std::byte *begin, *end;
+    int of;  // the rank in whose place it is
+  };
+  const auto range = [&](const void* data, std::size_t num_elems, int idx, int num_buffers) {
+    return Range{static_cast<const std::byte*>(data),
+                 at(data, num_elems, element_bytes(call.dtype)), num_buffers > 1 ? idx : rank};
+  };
+  const auto input = [&](int idx) {
+    return range(call.inputs[idx], call.input_share(idx), idx, num_inputs);
+  };
+  const auto output = [&](int idx) {
+    return range(call.outputs[idx], call.output_share(idx), idx, num_outputs);
+  };
+  const auto check = [&](const Range& in, const Range& out) {
+    const bool is_in_place = in.begin == out.begin && in.of == out.of;
+    if (is_in_place || std::max(in.begin, out.begin) >= std::min(in.end, out.end)) return;
+    const auto name = [](int num, const char* what, const char* of, int idx) {
+      return num == 1 ? std::string("its ") + what
+                      : std::string("the ") + what + of + std::to_string(idx);
+    };
+    throw std::invalid_argument(
+        std::string(name_of(call.op)) + ": " + name(num_inputs, "input", " for rank ", in.of) +
+        " and " + name(num_outputs, "output", " of rank ", out.of) +
+        " share memory, which only an output in the place of its own input may; pass a clone()");
+  };
+  if (num_inputs <= 1 || num_outputs <= 1) {
+    for (int in = 0; in < num_inputs; ++in)
+      for (int out = 0; out < num_outputs; ++out) check(input(in), output(out));
+    return;
+  }
+  std::vector<Range> outputs;  // disjoint, in the order of memory
+  for (int out = 0; out < num_outputs; ++out)
+    if (call.output_share(out) > 0) outputs.push_back(output(out));
+  std::ranges::sort(outputs, {}, &Range::begin);
+  for (int idx = 0; idx < num_inputs; ++idx) {
+    const Range in = input(idx);
+    auto out = std::ranges::upper_bound(outputs, in.begin, {}, &Range::end);
+    for (; out != outputs.end() && out->begin < in.end; ++out) check(in, *out);
+  }
 }
 
 CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size) {

@@ -78,7 +78,8 @@ struct ShardUpdate {
 /// Buffers are contiguous. `inputs` and `outputs` are arrays of one pointer if the call has one
 /// buffer, and of world_size pointers in rank order if it has a share for every rank: inputs of
 /// reduce_scatter, all_to_all and (at the root) scatter; outputs of all_gather, all_to_all and (at
-/// the root) gather. An output may be the input it corresponds to.
+/// the root) gather. An output may be the input it corresponds to, and otherwise shares no memory
+/// with inputs: check_overlap().
 ///
 /// If the shares differ, `input_elems` and `output_elems` give the number of elements of each of
 /// `inputs` and `outputs`: both in all_to_all (whose num_elems is then 0), input_elems in
@@ -166,6 +167,10 @@ struct CallHeader {
 };
 static_assert(sizeof(CallHeader) == kCallHeaderBytes);
 static_assert(offsetof(CallHeader, update) <= 64 - 8, "leaves room for a cursor in its cache line");
+
+/// Throws std::invalid_argument where an input and an output share memory and the output is not the
+/// one in place: all ranks that may still need the input would read results.
+void check_overlap(const Collective& call, int rank, int world_size);
 
 /// The header of a rank's call number `seq`, of `world_size` ranks. A plan sets the algorithm.
 CallHeader header_of(const Collective& call, std::uint64_t seq, int world_size);

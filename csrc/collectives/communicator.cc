@@ -176,6 +176,7 @@ void Communicator::validate(const Collective& call) const {
                                 " has " + std::to_string(given * element_bytes(call.dtype)) +
                                 " bytes for itself, and room for " +
                                 std::to_string(taken * element_bytes(call.dtype)));
+  check_overlap(call, rank_, world_size_);
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather)
     make_update_op(call.update != nullptr ? call.update->spec : UpdateSpec{}, call.dtype);

@@ -34,6 +34,7 @@ struct P2pOp {
   std::byte* data = nullptr;  ///< only read by a send
   std::size_t num_bytes = 0;
   std::chrono::milliseconds timeout{0};
+  bool takes_shorter = false;  ///< a receive: a shorter message fills its beginning, as Gloo's
   /// Called once, on any thread and without locks, when `is_done` has become true.
   std::function<void()> done = {};
 
@@ -48,6 +49,11 @@ struct P2pOp {
   bool is_send() const { return kind == Kind::kSend; }
   /// Not one of the library's own, whose tags are above the users' 32 bits.
   bool is_users() const { return tag >> 32U == 0; }
+  /// A receive has met a message of so many bytes: whether it takes it, and then has its size.
+  bool takes(std::uint64_t sent_bytes) {
+    if (takes_shorter && sent_bytes < num_bytes) num_bytes = sent_bytes;
+    return sent_bytes == num_bytes;
+  }
 };
 using P2pOpPtr = std::shared_ptr<P2pOp>;
 

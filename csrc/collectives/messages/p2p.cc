@@ -219,11 +219,13 @@ class MessageP2p final : public PointToPoint {
   void open(Item& item) {
     P2pOp& op = *item.op;
     const Envelope& envelope = item.envelope;
+    bool fits = false;
     {
-      const Lock lock(mutex_);  // waiting threads read it
+      const Lock lock(mutex_);  // waiting threads read both
       op.peer = item.envelope_message->source();
+      fits = op.takes(envelope.num_bytes);
     }
-    if (envelope.num_bytes != op.num_bytes) raise_misfit(op, envelope.num_bytes);
+    if (!fits) raise_misfit(op, envelope.num_bytes);
     if (!envelope.is_whole())
       item.data_message = transport_.irecv(op.peer, envelope.data_tag, op.data, op.num_bytes);
     else if (op.num_bytes > 0)

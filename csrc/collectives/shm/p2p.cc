@@ -178,7 +178,7 @@ class P2pMailbox {
 
   void assign(Arrival& arrival, const P2pOpPtr& op) const {
     op->peer = peer_;
-    if (op->num_bytes != arrival.header.num_bytes) throw SizeMismatch{op, arrival.header.num_bytes};
+    if (!op->takes(arrival.header.num_bytes)) throw SizeMismatch{op, arrival.header.num_bytes};
     if (arrival.moved_bytes > 0) std::memcpy(op->data, arrival.kept.get(), arrival.moved_bytes);
     arrival.receive = op;
     arrival.kept = nullptr;
