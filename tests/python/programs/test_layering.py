@@ -149,10 +149,11 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
 
 # The parts of the engine: their folders, and at most how many lines and files they have. These
 # numbers go down: whoever makes a part smaller lowers them. They went up for the flight recorder,
-# for survivors, for RMSNorm, for what a rank has waited for its peers (docs/experiments.md), and by
-# 30 lines for calls on devices in the recorder.
+# for survivors, for RMSNorm, for what a rank has waited for its peers (docs/experiments.md), by 30
+# lines for calls on devices in the recorder, and by some 500 for secrets between processes, users
+# that look alike, and failures that are told while a group is made.
 PARTS = {
-    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 15_360, 94),
+    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 15_897, 94),
     "other operators": (("kernels", "ops"), 2_969, 25),
     "GPUs": (("cuda",), 9_466, 60),
 }
