@@ -217,18 +217,15 @@ std::string prefix_of(int rank, int world_size, int global_rank) {
               : " (global rank " + std::to_string(global_rank) + "): ");
 }
 
-std::string name_of_rank(int rank, int global_rank) {
-  const std::string name = "rank " + std::to_string(rank);
-  return global_rank < 0 || global_rank == rank
-             ? name
-             : name + " of the group (global rank " + std::to_string(global_rank) + ")";
-}
-
 std::string name_of_process(int rank, const PeerProcess& process) {
-  const std::string name = name_of_rank(rank, process.global_rank);
-  if (process.pid < 0) return name;
-  return name + " (pid " + std::to_string(process.pid) +
-         (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + process.host + ")";
+  const int global_rank = process.global_rank;
+  const bool has_other = global_rank >= 0 && global_rank != rank;
+  std::string more = has_other ? "global rank " + std::to_string(global_rank) : "";
+  if (process.pid >= 0)
+    more += (has_other ? ", pid " : "pid ") + std::to_string(process.pid) +
+            (process.is_pid_hidden ? " of another PID namespace" : "") + " on " + process.host;
+  return "rank " + std::to_string(rank) + (has_other ? " of the group" : "") +
+         (more.empty() ? "" : " (" + more + ")");
 }
 
 AbortReason AbortReason::of(const std::exception& error, int origin) {

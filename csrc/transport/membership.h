@@ -99,9 +99,8 @@ using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
 /// What a rank's own messages begin with: "ringcomm rank 0/2: ", with a global rank that differs.
 std::string prefix_of(int rank, int world_size, int global_rank);
-/// "rank 1", or "rank 1 of the group (global rank 3)" where the default group numbers it otherwise.
-std::string name_of_rank(int rank, int global_rank);
-/// A process in error messages: "rank 1 (pid 12 on host)", or "rank 1" if it was never found.
+/// A process in error messages: "rank 1 (pid 12 on host)", "rank 1" if it was never found, or "rank
+/// 1 of the group (global rank 3, pid 12 on host)" where the default group numbers it otherwise.
 std::string name_of_process(int rank, const PeerProcess& process);
 
 /// Why a group is no more.

@@ -65,19 +65,19 @@ def shrink(
     agreement: Any = _C.begin_shrink(backend, limit)
     if agreement is None:
         agreement = Agreement(backend.contacts, lambda: _C.health(backend)["ranks"], limit)
-    error = None
+    error: Exception | None = None  # of the last attempt on this rank
     while True:
         try:
             survivors = agreement.agree()
-        except RingcommError as end:
+        except RingcommError as failure:
             if error is not None:
-                end.args = (f"{end}; the last attempt failed on this rank: {error}",)
-            raise
+                failure.args = (f"{failure}; here the last attempt failed with: {error}",)
+            raise failure from error
         new = error = None
         try:
             new = _make(old, backend, survivors, agreement, min(limit, own_timeout))
         except (RingcommError, RuntimeError, ValueError, OSError) as failure:
-            error = failure  # on this rank; the others hear of it, and all try again
+            error = failure  # the others hear of it, and all try again
         except BaseException:
             agreement.confirm(False)
             raise

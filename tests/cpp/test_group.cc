@@ -201,8 +201,10 @@ TEST_CASE("a rank that fails to make a group is heard by all others, and they ma
       mine.global_ranks = {3, 1, 2};
       std::this_thread::sleep_for(milliseconds((rank + attempt) % 3 * 20));
       Rendezvous rendezvous(store, mine, testing::kBound);
-      if (fails)
-        return rendezvous.tell(Error({.kind = ErrorKind::kSystem, .rank = rank}, "no room"));
+      if (fails) {
+        rendezvous.tell(Error({.kind = ErrorKind::kSystem, .rank = rank}, "no room"));
+        return;
+      }
       const Error error = error_of([&] { testing::make_group(store, mine, {}, testing::kBound); });
       expect_error(error, ErrorKind::kSystem, {"rank " + std::to_string(2 - attempt), "no room"});
       expect(error.info().rank == 2 - attempt, "the rank that has failed to be blamed");
@@ -445,7 +447,8 @@ TEST_CASE("a rank that meets rank 0 only after its failure reads the reason") {
                           testing::kBound);
     if (rank == 0) {
       rendezvous.find_ranks();
-      return rendezvous.tell(Error({.kind = ErrorKind::kSystem, .rank = 0}, "no room"));
+      rendezvous.tell(Error({.kind = ErrorKind::kSystem, .rank = 0}, "no room"));
+      return;
     }
     expect_error(error_of([&] { rendezvous.find_ranks(); }), ErrorKind::kSystem,
                  {"rank 0", "failed: no room"});

@@ -19,7 +19,7 @@ namespace {
 constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 
 // How long one request for a peer's memory may take before this rank looks whether it should go on.
-constexpr std::chrono::milliseconds kFetchSlice{100};
+constexpr std::chrono::milliseconds kFetchSlice{500};
 constexpr std::chrono::milliseconds kFetchPause{1};
 
 }  // namespace

@@ -181,11 +181,23 @@ Bootstrap::Bootstrap() : listener_(listen_at(name_)) {
   if (!wake_event_) throw_errno("eventfd");
   // Two threads may accept (say_last_words()), and one of them then finds no connection.
   if (::fcntl(listener_.get(), F_SETFL, O_NONBLOCK) != 0) throw_errno("fcntl(O_NONBLOCK)");
+  try_out();
   try {
     start_background_thread("ringcomm-boot", [this] { run(); }).detach();
   } catch (const std::system_error& error) {
     throw Error({.kind = ErrorKind::kSystem}, error.what());
   }
+}
+
+// Whether the system lets this process do what its thread, which has nobody to tell, has to.
+void Bootstrap::try_out() {
+  const UniqueFd one = connect_to(name_);
+  if (!one) throw_errno("connect to the abstract Unix socket " + name_);
+  UniqueFd other;
+  for (int i = 0; !other && i < kMaxRequests; ++i) other = accept_at(listener_);
+  if (!other) throw_errno("accept4");
+  send_message(one.get(), kWatchedNote);
+  recv_message(other.get(), kNow);
 }
 
 // In a forked child the allocator may be locked: this frees nothing, and leaves the mutex locked.
@@ -209,11 +221,6 @@ void Bootstrap::offer(const std::string& key, UniqueFd fd) {
 void Bootstrap::withdraw(const std::string& key) {
   const std::lock_guard lock(mutex_);
   offers_.erase(key);
-}
-
-std::string Bootstrap::problem() const {
-  const std::lock_guard lock(mutex_);
-  return problem_;
 }
 
 UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
@@ -336,12 +343,10 @@ void Bootstrap::accept_all() noexcept {
     bool is_lost = false;
     succeeds([&] {
       const std::lock_guard lock(mutex_);
-      problem_.clear();
       if (code == EMFILE || code == ENFILE) {
         is_lost = !accept_to_refuse();
       } else if (code != 0) {
         is_lost = true;
-        if (code != ENOBUFS && code != ENOMEM) problem_ = describe_errno("accept4", code);
       } else if (const std::string why = why_untrusted(socket.get()); !why.empty()) {
         refuse(socket.get(), why);
       } else {

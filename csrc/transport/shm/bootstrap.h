@@ -44,8 +44,6 @@ class Bootstrap {
   /// For the records of this process's ranks: the name of the socket that peers connect to, the
   /// secret of their requests, and that of the answers.
   const std::string& address() const { return address_; }
-  /// Why no connection can be accepted; empty while that works.
-  std::string problem() const;
 
   /// Lets processes that have the address fetch `fd` under `key` until it is withdrawn. The key is
   /// random: those of other groups have the address, too.
@@ -93,6 +91,7 @@ class Bootstrap {
   };
 
   Bootstrap();
+  void try_out();
   void run();
   void accept_all() noexcept;
   bool accept_to_refuse();
@@ -110,9 +109,8 @@ class Bootstrap {
   UniqueFd wake_event_;
 
   // Guards the members below. Never held while another lock is taken, except a PeerProcess's.
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   UniqueFd reserve_;  // closed to accept a connection where there is no other descriptor
-  std::string problem_;
   std::map<std::string, UniqueFd> offers_;
   std::map<std::string, Watch> watches_;  // by address
   std::vector<Connection> connections_;   // accepted; a watcher's stays as long as this process

@@ -68,12 +68,16 @@ struct Envelope {
 // Whether `uid` may stand for any user: in a user namespace, as of a container, all users that it
 // does not map look like the overflow uid.
 bool is_ambiguous(uid_t uid) {
-  uid_t overflow = 65534;
-  std::ifstream("/proc/sys/kernel/overflowuid") >> overflow;
+  static const uid_t overflow = [] {
+    uid_t found = 65534;
+    std::ifstream("/proc/sys/kernel/overflowuid") >> found;
+    return found;
+  }();
+  if (uid != overflow) return false;
   std::uint64_t inside = 0, outside = 0, num_mapped = 0, num_users = 0;
   for (std::ifstream map("/proc/self/uid_map"); map >> inside >> outside >> num_mapped;)
     num_users += num_mapped;
-  return uid == overflow && num_users < UINT32_MAX;
+  return num_users < UINT32_MAX;
 }
 
 // What to do about an error of the system, where that is known.

@@ -98,8 +98,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
   } catch (const Error& error) {
     // Of the others some wait in the memory, and some have yet to fetch it: those find the reason
     // in this rank's record.
-    rendezvous.tell(error);
-    abort(AbortReason::of(error, whole_rank(rank_)));
+    abort(rendezvous.tell(error));
     join();  // if it had no memory: its peers do not wait for it
     throw;
   }

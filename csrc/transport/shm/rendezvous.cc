@@ -108,22 +108,21 @@ void Rendezvous::count_attempts() {
   }
 }
 
-void Rendezvous::tell(const std::exception& error) {
-  // After a signal, which Python's exceptions may be too, a store of Python's must not be called.
-  const auto* known = dynamic_cast<const Error*>(&error);
-  if (has_told_ || (known != nullptr && known->info().kind == ErrorKind::kInterrupted)) return;
+AbortReason Rendezvous::tell(const std::exception& error) {
+  if (mine_.failure.text.empty()) mine_.failure = AbortReason::of(error, rank());
+  // After a signal the store, which may be Python's, must not be called.
+  if (has_told_ || mine_.failure.kind == ErrorKind::kInterrupted) return mine_.failure;
   try {
     if (bootstrap_ == nullptr)
       count_attempts();
     else if (is_replaced())
-      return;
-    // It may have failed with what another rank has told.
-    if (mine_.failure.text.empty()) mine_.failure = AbortReason::of(error, rank());
+      return mine_.failure;
     store_.set(rank_key(rank()), mine_.to_text());
     has_told_ = true;
   } catch (const std::exception&) {
     // The store is lost, and the others notice it themselves.
   }
+  return mine_.failure;
 }
 
 void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come) {
@@ -368,11 +367,9 @@ void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
 void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
   if (store_.is_interrupted())
     fail(ErrorKind::kInterrupted, rank(), "interrupted by a signal while the group was made");
-  if (const std::string problem = bootstrap_->problem(); !problem.empty())
-    throw Error({.kind = ErrorKind::kSystem, .rank = rank(), .op = "init"}, problem);
   look_for_failures();
   for (int peer = 0; peer < world_size(); ++peer)
-    if (process_of(peer).has_refused)
+    if (has_met(peer) && process_of(peer).has_refused)
       fail(ErrorKind::kSystem, peer,
            name_of_process(peer, process_of(peer)) + " " + process_of(peer).last_words());
   // Ranks of one host may share their memory while one of another host cannot join any more.

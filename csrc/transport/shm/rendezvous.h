@@ -66,8 +66,9 @@ class Rendezvous {
   [[noreturn]] void throw_died(int peer);
   /// Throws Error of what another rank has failed with.
   [[noreturn]] void throw_told(const AbortReason& reason);
-  /// Adds the reason why this rank fails to its record, at any time; the first is kept.
-  void tell(const std::exception& error);
+  /// Adds the reason why this rank fails to its record, at any time; the first is kept. Returns it:
+  /// that of another rank, if this one fails because of that.
+  AbortReason tell(const std::exception& error);
 
   int rank() const { return terms_.rank; }
   int world_size() const { return terms_.world_size; }

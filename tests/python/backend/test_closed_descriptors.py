@@ -41,7 +41,7 @@ def use_everything_that_opens_files(rank: int, folder: Path, transport: str) -> 
         rank=rank,
         world_size=WORLD_SIZE,
         timeout=datetime.timedelta(seconds=60),
-        pg_options=ringcomm.Options(transport=transport or None),
+        pg_options=ringcomm.Options(transport="p2p" if transport else None),
     )
     ringcomm.on_death(print)
     dist.all_reduce(buffer)

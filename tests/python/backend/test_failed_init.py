@@ -37,7 +37,7 @@ def make_group(
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-        pg_options=ringcomm.Options(transport=transport),
+        pg_options=ringcomm.Options(transport="p2p" if transport else None),
     )
 
 
@@ -70,7 +70,11 @@ def without_descriptors() -> Callable[[], None]:
 
 def with_a_wrong_option() -> Callable[[], None]:
     os.environ["RINGCOMM_ALGORITHM"] = "no such one"
-    return lambda: os.environ.pop("RINGCOMM_ALGORITHM") and None
+
+    def mend() -> None:
+        del os.environ["RINGCOMM_ALGORITHM"]
+
+    return mend
 
 
 CAUSES = {

@@ -289,6 +289,12 @@ def with_host_name(name: bytes, transport: str, rank: int) -> None:
     os.environ["RINGCOMM_TRANSPORT"] = transport
 
 
+def become_other_user(rank: int) -> None:
+    if os.geteuid() != 0:
+        raise Unavailable("only root can become another user")
+    os.setuid(1_000_001)
+
+
 def in_rank_1(enter: Callable[[int], None]) -> Callable[[int], None]:
     return lambda rank: enter(rank) if rank == 1 else None
 
@@ -325,6 +331,9 @@ MACHINES = {
     "host-name-not-utf8": Machine(partial(with_host_name, b"b\xffse", "shm")),
     "host-name-dots-p2p": Machine(partial(with_host_name, b"a..b", "p2p")),
     "host-name-not-utf8-p2p": Machine(partial(with_host_name, b"b\xffse", "p2p")),
+    "one-rank-not-as-root": Machine(
+        in_rank_1(become_other_user), has_files=False, error="run all ranks of a host as one user"
+    ),
     "memlock-0": Machine(partial(limit, resource.RLIMIT_MEMLOCK, 0)),
     "64-files": Machine(partial(limit, resource.RLIMIT_NOFILE, 64)),
     "64-files-4-ranks": Machine(partial(limit, resource.RLIMIT_NOFILE, 64), world_size=4),

@@ -250,7 +250,8 @@ def call_new_group_in_part(rank: int) -> dict[str, Any]:
 def test_new_group_names_missing_ranks_with_their_global_ranks() -> None:
     error = run_ranks(4, call_new_group_in_part, fresh=True)[1]
     assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
-    assert "rank 1 of the group (global rank 3) did not join the group" in error["text"]
+    assert "ringcomm rank 0/2 (global rank 1): rank 1 of the group (global rank 3)" in error["text"]
+    assert "did not join the group" in error["text"]
 
 
 def make_nothing(*args: Any) -> None:
