@@ -360,8 +360,8 @@ class HostsCollective {
   // gather, scatter and all_to_all: in step d to the rank d places on.
   //
   // Why no circle is left: an all_to_all waits for messages in the loop, and after its part in the
-  // host only for those. The rank in the lowest step waits for ranks that have posted that step. The
-  // others wait for nothing before their part in the host (docs/design/messages.md).
+  // host only for those. The rank in the lowest step waits for ranks that have posted that step.
+  // The others wait for nothing before their part in the host (docs/design/messages.md).
   void move() {
     std::vector<std::optional<CallPart>> given;
     for (int peer = 0; peer < world_size_; ++peer) {
