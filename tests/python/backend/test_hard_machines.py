@@ -337,13 +337,13 @@ MACHINES = {
     "memlock-0": Machine(partial(limit, resource.RLIMIT_MEMLOCK, 0)),
     "64-files": Machine(partial(limit, resource.RLIMIT_NOFILE, 64)),
     "64-files-4-ranks": Machine(partial(limit, resource.RLIMIT_NOFILE, 64), world_size=4),
-    "15-files": Machine(partial(limit_descriptors, 15)),
-    "14-files": Machine(partial(limit_descriptors, 14), error=NO_FILES),
+    "16-files": Machine(partial(limit_descriptors, 16)),
+    "15-files": Machine(partial(limit_descriptors, 15), error=NO_FILES),
     # Without any, the destructor of a FileStore ends the process.
     "no-files": Machine(partial(limit_descriptors, 0), has_files=False, error=NO_FILES),
-    "23-files-4-ranks": Machine(partial(limit_descriptors, 23), world_size=4),
-    "22-files-4-ranks": Machine(partial(limit_descriptors, 22), world_size=4, error=NO_FILES),
-    "14-files-in-rank-1": Machine(in_rank_1(partial(limit_descriptors, 14)), error=NO_FILES),
+    "24-files-4-ranks": Machine(partial(limit_descriptors, 24), world_size=4),
+    "23-files-4-ranks": Machine(partial(limit_descriptors, 23), world_size=4, error=NO_FILES),
+    "15-files-in-rank-1": Machine(in_rank_1(partial(limit_descriptors, 15)), error=NO_FILES),
     "0-threads": Machine(partial(limit_threads, 1), has_files=False, error=NO_THREAD),
     "0-threads-in-rank-1": Machine(
         in_rank_1(partial(limit_threads, 1)), has_files=False, error=NO_THREAD
