@@ -254,8 +254,7 @@ AbortReason Group::abort_reason() const {
     return writer >= 0 && !has_died(writer);
   };
   const auto deadline = deadline_after(std::chrono::seconds(1));
-  for (Backoff backoff; is_writing() && RunningClock::now() < deadline;)
-    backoff.sleep();
+  for (Backoff backoff; is_writing() && RunningClock::now() < deadline;) backoff.sleep();
   if (writer >= 0)
     return {.kind = ErrorKind::kPeerDied,
             .origin = whole_rank(writer),

@@ -44,4 +44,5 @@ def test_one_failing_call(tmp_path: Path) -> None:
     assert [case for case in cases if case["problem"]] == []
     assert done.returncode == 0
     assert {case["transport"] for case in cases} == {"memory", "messages", "hosts"}
-    print(f"{len(cases)} cases, the ranks' last words at most {max(c['apart_s'] for c in cases)} s apart")
+    latest_s = max(case["apart_s"] for case in cases)
+    print(f"{len(cases)} cases; the ranks said their last at most {latest_s} s apart")
