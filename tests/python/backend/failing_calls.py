@@ -147,7 +147,7 @@ def run_rank(rank: int, fault: Fault, store: str) -> dict[str, Any]:
     """The phase that raised and what it said; how often the phase makes each call."""
     transport = TRANSPORTS[fault.transport]
     shim = ctypes.CDLL(None)
-    said = {"phase": "the end", "text": "", "counts": {}}
+    said: dict[str, Any] = {"phase": "the end", "text": "", "counts": {}}
     for phase in PHASES:
         if rank == FAILING_RANK:
             name = fault.call.encode() if fault.call and phase == fault.phase else None

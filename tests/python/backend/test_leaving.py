@@ -157,7 +157,7 @@ def exit_as_torch_does() -> None:
 
 # What ends a process of multiprocessing, and what the others are told.
 ENDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "exception": (lambda: {}["lr"], " died: KeyError: 'lr'"),
+    "exception": (lambda: dict[str, int]()["lr"], " died: KeyError: 'lr'"),
     "message": (lambda: sys.exit("no key lr"), " died: SystemExit: no key lr"),
     "code": (lambda: sys.exit(3), " has exited with code 3; read the end of its output"),
     "spawn": (exit_as_torch_does, " died: ValueError: no row 7"),

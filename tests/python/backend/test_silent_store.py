@@ -123,7 +123,8 @@ def aborted(rank: int, spoil: Spoil) -> Any:
     spoil()
     if rank == 1:
         return timed(call)
-    thread = threading.Thread(target=backend_of(dist.group.WORLD, torch.device("cpu")).abort)
+    world: Any = dist.group.WORLD
+    thread = threading.Thread(target=backend_of(world, torch.device("cpu")).abort)
     begin = time.monotonic()
     thread.start()
     while thread.is_alive():
