@@ -88,14 +88,16 @@ TEST_CASE("store: one that is silent costs its callers a second together, and it
 TEST_CASE("store: until its deadline a call waits longer") {
   testing::MemoryStore memory;
   const auto gate = std::make_shared<std::mutex>();
-  std::unique_lock silence(*gate);
   TimedStore store(std::make_shared<GatedStore>(gate, memory), deadline_after(testing::kBound));
-  std::thread opener([&] {
+  std::atomic<bool> is_silent = false;
+  std::thread silence([&] {
+    const std::lock_guard lock(*gate);
+    is_silent = true;
     std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-    silence.unlock();
   });
+  REQUIRE(eventually([&] { return is_silent.load(); }));
   CHECK(store.add("number", 1) == 1);
-  opener.join();
+  silence.join();
 }
 
 }  // namespace
