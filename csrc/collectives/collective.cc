@@ -70,15 +70,19 @@ void check_overlap(const Collective& call, int rank, int world_size) {
     const std::byte *begin, *end;
     int of;  // the rank in whose place it is
   };
-  const auto range = [&](const void* data, std::size_t num_elems, int idx, int num_buffers) {
-    return Range{static_cast<const std::byte*>(data),
-                 at(data, num_elems, element_bytes(call.dtype)), num_buffers > 1 ? idx : rank};
+  const auto range = [&](const void* data, std::size_t num_bytes, int of) {
+    return Range{static_cast<const std::byte*>(data), at(data, num_bytes, 1), of};
   };
+  const std::size_t input_bytes = element_bytes(call.dtype);
+  const std::size_t output_bytes =
+      call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
   const auto input = [&](int idx) {
-    return range(call.inputs[idx], call.input_share(idx), idx, num_inputs);
+    return range(call.inputs[idx], call.input_share(idx) * input_bytes,
+                 num_inputs > 1 ? idx : rank);
   };
   const auto output = [&](int idx) {
-    return range(call.outputs[idx], call.output_share(idx), idx, num_outputs);
+    return range(call.outputs[idx], call.output_share(idx) * output_bytes,
+                 num_outputs > 1 ? idx : rank);
   };
   const auto check = [&](const Range& in, const Range& out) {
     const bool is_in_place = in.begin == out.begin && in.of == out.of;

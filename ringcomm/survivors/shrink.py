@@ -71,7 +71,7 @@ def shrink(
             survivors = agreement.agree()
         except RingcommError as failure:
             if error is not None:
-                failure.args = (f"{failure}; here the last attempt failed with: {error}",)
+                failure.args = (f"{failure}; the last attempt failed on this rank: {error}",)
             raise failure from error
         new = error = None
         try:

@@ -104,7 +104,7 @@ UniqueFd request(const Address& address, const std::string& text) {
   if (!socket) return socket;
   const int code = try_send(socket.get(), address.request_secret + " " + text);
   if (code == 0) return socket;
-  if (code == EPERM || code == EACCES || code == ENOSYS)
+  if (code != EPIPE && code != ECONNRESET && code != EAGAIN)
     throw Error({.kind = ErrorKind::kSystem}, describe_errno("send on a Unix socket", code));
   errno = EAGAIN;  // closed by the other end, which may have too many
   return UniqueFd();

@@ -64,6 +64,8 @@ ERRORS = {
     "syscall": (errno.EPERM, errno.ENOSYS),
     "write": (errno.EPIPE, errno.ENOSPC),
 }
+STORMS = {(call, error) for call in ERRORS for error in (errno.EINTR, errno.EAGAIN)}
+STORMS.remove(("pthread_create", errno.EAGAIN))
 WHEN = ((1, False), (3, False), (1, True))  # the first call, the third, all
 
 
@@ -237,8 +239,10 @@ def cases() -> Iterator[Fault]:
         for phase, call in itertools.product(PHASES, ERRORS):
             count = said["counts"][phase][call]
             for number, (first, onwards) in itertools.product(ERRORS[call], WHEN):
+                # Storms of signals and of connections end.
+                is_storm = onwards and (call, number) in STORMS
                 for lives_on in (False, True):
-                    if count >= first:
+                    if count >= first and not is_storm:
                         yield Fault(transport, phase, call, number, first, onwards, lives_on)
 
 
