@@ -126,7 +126,7 @@ const Address& ours() {
 UniqueFd connect_to_us() { return connect_to(ours().name); }
 
 // Without a look at who listens there.
-UniqueFd connect_raw(const std::string& name) {
+[[maybe_unused]] UniqueFd connect_raw(const std::string& name) {
   UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
   std::memcpy(address.sun_path + 1, name.data(), name.size());
