@@ -36,6 +36,7 @@ import ringcomm
 WORLD_SIZE = 2
 TIMEOUT_S = 30
 LIMIT_S = 60
+PR_SET_PDEATHSIG = 1
 OWNER, OTHER = 1001, 1002
 ADDRESS = re.compile(rb"(ringcomm-[0-9a-f]{32}) ([0-9a-f]{32}) ([0-9a-f]{32})")
 
@@ -60,6 +61,9 @@ def enter_other_container() -> None:
     machines.make_mounts_private()
     machines.mount("proc", "/proc")
     become(OWNER)
+    # It ends with its parent, which is killed; a limit in time is not inherited.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.alarm(LIMIT_S)
 
 
 @dataclass(frozen=True)
