@@ -36,10 +36,11 @@ def add_names() -> None:
 @functools.cache
 def say_once() -> None:
     """Writes to stderr that ringcomm is in the place of Gloo, which no name of a group shows."""
-    sys.stderr.write(
-        "ringcomm: RINGCOMM_AS_GLOO=1: ringcomm serves the CPU tensors of groups that ask for gloo"
-        ' (get_backend() still returns "gloo")\n'
-    )
+    if sys.stderr is not None:  # as it is where a daemon has closed it
+        sys.stderr.write(
+            "ringcomm: RINGCOMM_AS_GLOO=1: ringcomm serves the CPU tensors of groups that ask for"
+            ' gloo (get_backend() still returns "gloo")\n'
+        )
 
 
 def _refuse(name: str, *unused: Any) -> None:

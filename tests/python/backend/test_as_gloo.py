@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ringcomm import as_gloo
 from ringcomm.options import timeout_of
 
 ROOT = Path(__file__).parents[3]
@@ -131,6 +132,12 @@ def test_programs(as_gloo: bool, tmp_path: Path) -> None:
     assert done.stdout == "fine\n", done.stderr
     said = done.stderr.count("ringcomm serves the CPU tensors of groups that ask for gloo")
     assert said == (3 if as_gloo else 0), done.stderr  # by rank 0 of each case that ringcomm serves
+
+
+def test_a_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no sys.stderr where a daemon has closed it."""
+    monkeypatch.setattr(sys, "stderr", None)
+    as_gloo.say_once.__wrapped__()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
