@@ -6,6 +6,8 @@ ignore. The wheel of torch is installed without the CUDA packages that it names,
 gigabytes: tools/stand_ins.py makes what takes their place. RINGCOMM_TORCH_INDEX names an index of
 wheels for CPUs instead.
 
+With the newest torch, the newest Triton of pip interprets the kernels, too.
+
 Usage: python tools/compat.py [VERSION...]   (default: 2.11 and "newest", the newest of pip)
 """
 
@@ -40,9 +42,10 @@ TESTS = (
     "zero/test_zero_unused.py",
     "zero/test_zero_dtensor.py",
 )
+TRITON = "ops/test_triton_interpreted.py"
 SYSTEMS = "programs/test_benchmark_scripts.py::test_losses_bytes_and_memory_of_systems"
 GROUPS = ("build", "train", "test")
-# Large, and not needed for these tests.
+# Large, and not needed for these tests: but the newest Triton, see get_triton().
 LEFT_OUT = ("playwright", "triton")
 # They name torch: pip would install what this torch names.
 WITHOUT_DEPENDENCIES = ("accelerate",)
@@ -159,7 +162,16 @@ class Environments:
         return version
 
 
-def runs(version: str) -> bool:
+def get_triton(python: Path) -> None:
+    """Installs the newest Triton, or says why the one that is there, if any, has to do."""
+    options = ("--quiet", "--upgrade", "--no-deps", "--no-cache-dir")
+    try:
+        pip(python, "install", *options, "triton")
+    except Offline as error:
+        print(f"[compat] the newest triton: {error}", flush=True)
+
+
+def runs(version: str, is_newest: bool) -> bool:
     """Builds ringcomm in a version's environment and runs the tests; whether all pass."""
     source, venv = HOME / version / "source", HOME / version / "venv"
     copy_sources(source)
@@ -173,7 +185,12 @@ def runs(version: str) -> bool:
         ("builds", [*build, "--no-deps", "-e", "."]),
         ("each system", [*tests, f"tests/python/{SYSTEMS}"]),
         ("short set", [*tests, "-m", "not slow", *(f"tests/python/{name}" for name in TESTS)]),
+        ("newest Triton", [*tests, "-m", "slow", f"tests/python/{TRITON}"]),
     ):
+        if what == "newest Triton":
+            if not is_newest:
+                continue
+            get_triton(Path(python))
         begin = time.monotonic()
         done = subprocess.run([python, "-m", *command], cwd=source, env=env, check=False)
         said = "passes" if done.returncode == 0 else "FAILED"
@@ -191,7 +208,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         buildconfig.check_all()
-        versions = list(dict.fromkeys(map(Environments().find, options.versions)))
+        # By version, as torch is wanted.
+        versions = {Environments().find(wanted): wanted for wanted in options.versions}
     except BuildProblem as problem:
         print(f"compat: {problem}", file=sys.stderr)
         return 1
@@ -199,7 +217,7 @@ def main() -> int:
         is_ci = os.environ.get("CI", "") not in ("", "0", "false")
         print(f"compat: {'FAILED' if is_ci else 'SKIPPED'}, no torch to be had: {error}")
         return int(is_ci)
-    passed = [runs(version) for version in versions]
+    passed = [runs(version, wanted == NEWEST) for version, wanted in versions.items()]
     return int(not all(passed))
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels and their launchers: interpreted, compiled for GPUs elsewhere, and on one."""
+"""The Triton kernels and their launchers: compiled for GPUs elsewhere, and on one."""
 
 from __future__ import annotations
 
@@ -12,26 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import update_cases
-from triton_scripts import gpu, interpreted, needs_triton, run
+from triton_scripts import gpu, needs_triton, run
 
 from ringcomm.ops import cross_entropy
 from ringcomm.ops.losses import cross_entropy_cuda
 from ringcomm.ops.updates import weight_update
 
-CASES: dict[str, Any] = {"loss_cases": loss_cases, "update_cases": update_cases}
 _ops: Any = torch.ops.ringcomm
-
-
-# ---- interpreted
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("script", CASES)
-def test_interpreted_kernels_do_what_the_cpu_and_the_oracle_do(script: str) -> None:
-    said = interpreted(f"{script}.py")
-    assert sorted(said) == sorted(CASES[script].INTERPRETED)
-    assert {name: text for name, text in said.items() if text} == {}
 
 
 def test_cuda_has_every_operator_that_the_cpu_has() -> None:
