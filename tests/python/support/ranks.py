@@ -32,7 +32,7 @@ __all__ = ["Body", "Pool", "RankFailure", "Server", "in_ranks", "make_test", "ru
 
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
-CLOSE_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 60.0
 # What a busy machine may take to make a group, whatever its timeout is then.
 MAKE_S = 30.0
 MAX_LOG_CHARS = 6000
@@ -269,7 +269,7 @@ def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     backend: str | None = "ringcomm",
     pg_options: Any = None,
     fresh: bool = False,
