@@ -61,6 +61,7 @@ def for_device(asked: str, device_type: str) -> str:
 def make(
     name: str,
     store: dist.Store,
+    key: str,
     rank: int,
     size: int,
     timeout: datetime.timedelta,
@@ -70,11 +71,13 @@ def make(
 ) -> tuple[Any, Contacts]:
     """Makes this rank's object of the backend; called by the engine, collective over the group.
 
-    `timeout` limits the construction: messages have no timeout. `goes_on` is called about every 50
-    ms with the missing ranks and returns whether to keep waiting for them. Returns a c10d Backend,
-    and by what the ranks reach each other without the store, once all ranks have made theirs:
-    otherwise a rank that leaves the group at once would close connections that others are still
-    making. Raises RuntimeError if a rank could not make its backend, or did not arrive.
+    `key` is one that no other backend over this store has used: programs destroy and make groups
+    over one store, and backends leave their addresses there. `timeout` limits the construction:
+    messages have no timeout. `goes_on` is called about every 50 ms with the missing ranks and
+    returns whether to keep waiting for them. Returns a c10d Backend, and by what the ranks reach
+    each other without the store, once all ranks have made theirs: otherwise a rank that leaves the
+    group at once would close connections that others are still making. Raises RuntimeError if a
+    rank could not make its backend, or did not arrive.
     """
     missing = [(rank + 1 + i) % size for i in range(size)]
 
@@ -97,16 +100,8 @@ def make(
                 raise RuntimeError("the group's store does not answer")
         return outcome[0]()
 
-    def new_store() -> dist.Store:
-        # A prefix of the store that no earlier group has used: programs destroy and make groups
-        # over one store, and backends leave their addresses there. Each rank counts its calls; all
-        # ranks of a group call equally often.
-        generation = store.add(f"ringcomm/message_backend/{rank}", 1)
-        place = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
-        place.set(f"here/{rank}", "")
-        return place
-
-    own = in_time(new_store)
+    own = dist.PrefixStore(f"ringcomm/message_backend/{key}", store)
+    in_time(lambda: own.set(f"here/{rank}", ""))
     # A separate store connection: a blocking wait in one may block other lookups.
     own_store = in_time(own.clone)  # type: ignore[attr-defined]
     opts = new_backend_options()

@@ -157,8 +157,9 @@ std::unique_ptr<MessageTransport> messages_over(c10::intrusive_ptr<c10d::Backend
 }
 
 std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_message_backend(
-    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    const GroupOptions& options, const LookForRanks& look, const std::string& purpose) {
+    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
+    int rank, int size, const GroupOptions& options, const LookForRanks& look,
+    const std::string& purpose) {
   const py::gil_scoped_acquire acquired;
   std::exception_ptr in_vain;
   const py::cpp_function goes_on([&](const std::vector<int>& missing) {
@@ -173,7 +174,7 @@ std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_mes
   try {
     const auto [backend, contacts] =
         py::module_::import("ringcomm.message_backend")
-            .attr("make")(name, store, rank, size,
+            .attr("make")(name, store, key, rank, size,
                           std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
                           options.global_ranks_in_group, goes_on)
             .cast<std::pair<c10::intrusive_ptr<c10d::Backend>, py::object>>();

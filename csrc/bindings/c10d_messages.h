@@ -23,7 +23,8 @@ std::unique_ptr<MessageTransport> messages_over(c10::intrusive_ptr<c10d::Backend
 /// ringcomm.message_backend, and the ringcomm.contacts.Contacts of its ranks. `purpose` is for
 /// error messages. Collective over the group; takes the GIL. Throws what `look` throws, and Error.
 std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_message_backend(
-    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    const GroupOptions& options, const LookForRanks& look, const std::string& purpose);
+    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
+    int rank, int size, const GroupOptions& options, const LookForRanks& look,
+    const std::string& purpose);
 
 }  // namespace ringcomm

@@ -37,9 +37,6 @@ class StoreAdapter final : public KeyValueStore {
     value = own().get_to_str(key);
     return true;
   }
-  std::int64_t add(const std::string& key, std::int64_t number) override {
-    return own().add(key, number);
-  }
   void set_first(const std::string& key, const std::string& value) override {
     try {
       own().compareSet(key, "", value);
@@ -133,9 +130,9 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   const World world = world_over(store);
   const auto timeout = std::min(options_->timeout, kLongestTimeout);
-  const MakeMessages make_messages = [&](const LookForRanks& look) {
-    auto [backend, contacts] = make_message_backend(options_->engine.p2p_backend, store, rank, size,
-                                                    *options_, look, "the group's messages");
+  const MakeMessages make_messages = [&](const std::string& key, const LookForRanks& look) {
+    auto [backend, contacts] = make_message_backend(options_->engine.p2p_backend, store, key, rank,
+                                                    size, *options_, look, "the group's messages");
     contacts_ = std::move(contacts);
     return messages_over(std::move(backend));
   };

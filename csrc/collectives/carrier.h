@@ -22,8 +22,9 @@ class Rendezvous;
 /// Creates the message transport of a group. Collective: it returns on no rank before all ranks
 /// have created theirs. Called at most once, and only if ranks share no memory or messages are
 /// requested. Throws Error, and what its LookForRanks throws. Empty if there is no backend for
-/// messages.
-using MakeMessages = std::function<std::unique_ptr<MessageTransport>(const LookForRanks&)>;
+/// messages. `key` is Membership::key().
+using MakeMessages = std::function<std::unique_ptr<MessageTransport>(const std::string& key,
+                                                                     const LookForRanks& look)>;
 
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
 struct Stopped {

@@ -34,8 +34,6 @@ class KeyValueStore {
   virtual void set(const std::string& key, const std::string& value) = 0;
   /// False when the key is not there now.
   virtual bool try_get(const std::string& key, std::string& value) = 0;
-  /// Adds to the number at the key (0 if it is missing) and returns the sum.
-  virtual std::int64_t add(const std::string& key, std::int64_t number) = 0;
   /// Sets the key if it is not there yet; where the store cannot tell, in any case.
   virtual void set_first(const std::string& key, const std::string& value) = 0;
   /// Whether a signal has asked this process to stop waiting.
@@ -151,6 +149,8 @@ class Membership {
   }
   /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
   bool has_died(int rank) const { return process_of(rank).is_dead; }
+  /// The same on all ranks of the group, and of no other group.
+  const std::string& key() const { return key_; }
   /// Whether this rank may wait for `rank`, from what it knows: kNone, kPeerDied, kPeerLeft or, for
   /// the whole group, kAborted.
   virtual Stop state_of(int rank) const = 0;
@@ -174,7 +174,8 @@ class Membership {
   virtual AbortReason abort_reason() const = 0;
 
  protected:
-  PeerProcesses processes_;  // set when the group is made; none null
+  PeerProcesses processes_;  // set when the group is made, as the next; none null
+  std::string key_;
 
  private:
   std::function<void(const PeerNote&, CallStep)> keep_;
@@ -190,7 +191,7 @@ struct RankRecord {
   std::string host;                    ///< its name, for messages
   std::string bootstrap_address = {};  ///< where its bootstrap listens, and its secrets
   pid_t pid = -1;
-  std::string memory_key = {};  ///< names memory that it may offer for this group
+  std::string memory_key = {};  ///< random; names memory that it may offer for this group
   std::string options;
   std::string machine_id = {};     ///< equal for processes that can watch each other
   int world_size = 0;              ///< of the group that it makes

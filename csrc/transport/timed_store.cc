@@ -136,10 +136,6 @@ bool TimedStore::peek(const std::string& key, std::string& value) {
   return queue_->answered.valid() && take(queue_->answered.get(), value);
 }
 
-std::int64_t TimedStore::add(const std::string& key, std::int64_t number) {
-  return call([=](KeyValueStore& store) { return store.add(key, number); });
-}
-
 void TimedStore::set_first(const std::string& key, const std::string& value) {
   call([=](KeyValueStore& store) { store.set_first(key, value); });
 }

@@ -29,7 +29,6 @@ class TimedStore final : public KeyValueStore {
 
   void set(const std::string& key, const std::string& value) override;
   bool try_get(const std::string& key, std::string& value) override;
-  std::int64_t add(const std::string& key, std::int64_t number) override;
   void set_first(const std::string& key, const std::string& value) override;
   bool is_interrupted() override;
   /// Of the store itself, without limits.

@@ -46,14 +46,6 @@ class FolderStore final : public KeyValueStore {
     RINGCOMM_STEP("after a record was read");
     return true;
   }
-  // For a key that only one rank uses.
-  std::int64_t add(const std::string& key, std::int64_t number) override {
-    std::string sum = "0";
-    try_get(key, sum);
-    sum = std::to_string(std::stoll(sum) + number);
-    set(key, sum);
-    return std::stoll(sum);
-  }
   std::unique_ptr<KeyValueStore> clone() override { return std::make_unique<FolderStore>(*this); }
 
  private:

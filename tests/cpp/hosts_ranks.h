@@ -19,8 +19,9 @@ inline void run_hosts_ranks(MemoryNetwork& network, const std::string& placement
   run_threads(static_cast<int>(placement.size()), [&](int rank) {
     CommunicatorOptions mine = options;
     mine.host_id = placement[static_cast<std::size_t>(rank)];
-    Communicator communicator(store, rank, static_cast<int>(placement.size()), mine, kBound,
-                              [&](const LookForRanks&) { return network.join(rank); });
+    Communicator communicator(
+        store, rank, static_cast<int>(placement.size()), mine, kBound,
+        [&](const std::string&, const LookForRanks&) { return network.join(rank); });
     body(communicator);
   });
 }

@@ -343,8 +343,9 @@ inline void run_message_ranks(MemoryNetwork& network, int world_size,
   MemoryStore store;
   options.transport = "p2p";
   run_threads(world_size, [&](int rank) {
-    Communicator communicator(store, rank, world_size, options, kBound,
-                              [&](const LookForRanks&) { return network.join(rank); });
+    Communicator communicator(
+        store, rank, world_size, options, kBound,
+        [&](const std::string&, const LookForRanks&) { return network.join(rank); });
     body(communicator);
   });
 }

@@ -211,10 +211,10 @@ void count_step(const char* what) {
 
 // As ringcomm.message_backend does: no rank has its messages before all have made theirs.
 std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
-                                                testing::SocketMesh& mesh,
+                                                testing::SocketMesh& mesh, const std::string& key,
                                                 const LookForRanks& look) {
   auto messages = std::make_unique<testing::SocketMessages>(rank, mesh.take(rank));
-  store.set("made/" + std::to_string(rank), "");
+  store.set(key + "/made/" + std::to_string(rank), "");
   for (int peer = 0; peer < plan.world_size; ++peer) {
     for (Backoff backoff;; backoff.sleep()) {
       std::exception_ptr in_vain;
@@ -224,7 +224,7 @@ std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
         in_vain = std::current_exception();
       }
       std::string ignored;
-      if (store.try_get("made/" + std::to_string(peer), ignored)) break;
+      if (store.try_get(key + "/made/" + std::to_string(peer), ignored)) break;
       if (in_vain != nullptr) std::rethrow_exception(in_vain);
     }
   }
@@ -238,7 +238,9 @@ std::unique_ptr<Communicator> make_group(KeyValueStore& store, int rank, testing
   if (plan.over == Over::kHosts) options.host_id = kPlacements[plan.world_size][rank];
   return std::make_unique<Communicator>(
       store, rank, plan.world_size, options, timeout,
-      [&](const LookForRanks& look) { return make_messages(store, rank, mesh, look); },
+      [&](const std::string& key, const LookForRanks& look) {
+        return make_messages(store, rank, mesh, key, look);
+      },
       KnownRanks{known, {}});
 }
 

@@ -215,20 +215,27 @@ TEST_CASE("a mismatch is found before a byte moves, shared or not") {
   }
 }
 
-TEST_CASE("shared buffers of a call that failed are not handed out again") {
+TEST_CASE("shared buffers of a call that failed are free again when all ranks have left") {
   SharedArena& arena = SharedArena::instance();
-  const std::size_t num_blocks = arena.usage().num_blocks;
+  const auto num_in_use = [&] {
+    arena.deallocate(arena.allocate(8));  // which looks whether ranks have left
+    return arena.usage().num_blocks;
+  };
+  const std::size_t num_blocks = num_in_use();
+  std::atomic<bool> has_failed = false;
   run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
       const Error told = testing::error_of([&] { testing::barrier(communicator); });
       testing::expect_error(told, ErrorKind::kMismatch);
-      return;
+      return testing::wait_until([&] { return has_failed.load(); }, "the error of rank 0");
     }
     const Error error =
         testing::error_of([&] { run_case(communicator, {.num_elems = 50'000, .salt = 1}, kAll); });
     testing::expect_error(error, ErrorKind::kMismatch, {"rank 1 called barrier"});
+    testing::expect(num_in_use() == num_blocks + 2, "both buffers to be held");
+    has_failed = true;
   });
-  CHECK(arena.usage().num_blocks == num_blocks + 2);
+  CHECK(num_in_use() == num_blocks);
 }
 
 TEST_CASE("a peer that does not come to a call on shared buffers is named") {

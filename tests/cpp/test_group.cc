@@ -285,9 +285,6 @@ class InterruptedStore final : public KeyValueStore {
   bool try_get(const std::string& key, std::string& value) override {
     return whole_.try_get(key, value);
   }
-  std::int64_t add(const std::string& key, std::int64_t number) override {
-    return whole_.add(key, number);
-  }
   void set_first(const std::string& key, const std::string& value) override {
     whole_.set_first(key, value);
   }
@@ -425,9 +422,6 @@ class LateReader final : public KeyValueStore {
   void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
   void set_first(const std::string& key, const std::string& value) override {
     store_.set_first(key, value);
-  }
-  std::int64_t add(const std::string& key, std::int64_t number) override {
-    return store_.add(key, number);
   }
   bool try_get(const std::string& key, std::string& value) override {
     return store_.try_get(key, value) &&

@@ -179,7 +179,8 @@ TEST_CASE("hosts: a rank that cannot make the group tells its host which rank is
     testing::MemoryStore store;
     MemoryNetwork network(3);
     testing::run_threads(3, [&](int rank) {
-      const auto messages = [&](const LookForRanks&) -> std::unique_ptr<MessageTransport> {
+      const auto messages = [&](const std::string&,
+                                const LookForRanks&) -> std::unique_ptr<MessageTransport> {
         if (rank != 0) return network.join(rank);
         throw Error({.kind = ErrorKind::kPeerDied, .rank = 2}, "rank 2 died");
       };
@@ -204,8 +205,9 @@ TEST_CASE("hosts: groups made again over one store") {
       Communicator communicator(store, rank, 3,
                                 {.one_shot_max_bytes = round < 2 ? 0U : 4096U,
                                  .host_id = {placement[static_cast<std::size_t>(rank)]}},
-                                testing::kBound,
-                                [&](const LookForRanks&) { return network.join(rank); });
+                                testing::kBound, [&](const std::string&, const LookForRanks&) {
+                                  return network.join(rank);
+                                });
       testing::barrier(communicator);
       if (round % 2 == 0) communicator.abort("enough");
     });

@@ -213,11 +213,78 @@ TEST_CASE("messages: options that differ") {
     const CommunicatorOptions options{.one_shot_max_bytes = rank == 0 ? 0U : 4096U,
                                       .transport = "p2p"};
     expect_error(error_of([&] {
-                   Communicator(store, rank, 2, options, testing::kBound,
-                                [&](const LookForRanks&) { return network.join(rank); });
+                   Communicator(
+                       store, rank, 2, options, testing::kBound,
+                       [&](const std::string&, const LookForRanks&) { return network.join(rank); });
                  }),
                  ErrorKind::kMismatch, {"one_shot_max_bytes=0", "one_shot_max_bytes=4096"});
   });
+}
+
+// What the ranks of an attempt to make a group have in common.
+struct Attempt {
+  int failing;  // the rank whose store fails as it looks for the others: they have all found it
+  std::atomic<int> num_ahead = 0;  // of the others' requests for what comes after
+};
+class AttemptStore final : public KeyValueStore {
+ public:
+  AttemptStore(testing::MemoryStore& store, Attempt& attempt, int rank)
+      : store_(store), attempt_(attempt), rank_(rank), own_("/" + std::to_string(rank)) {}
+  void set(const std::string& key, const std::string& value) override {
+    look(key);
+    store_.set(key, value);
+  }
+  void set_first(const std::string& key, const std::string& value) override { set(key, value); }
+  bool try_get(const std::string& key, std::string& value) override {
+    look(key);
+    const bool is_of_another = key.starts_with("ringcomm/rank/") && !key.ends_with(own_);
+    if (rank_ == attempt_.failing && is_of_another) {
+      testing::wait_until([&] { return attempt_.num_ahead > 0; }, "the others");
+      throw Error({.kind = ErrorKind::kSystem, .rank = rank_}, "no store");
+    }
+    return store_.try_get(key, value);
+  }
+  std::unique_ptr<KeyValueStore> clone() override {
+    return std::make_unique<AttemptStore>(store_, attempt_, rank_);
+  }
+
+ private:
+  void look(const std::string& key) {
+    if (key.starts_with("ringcomm/messages/")) ++attempt_.num_ahead;
+  }
+
+  testing::MemoryStore& store_;
+  Attempt& attempt_;
+  int rank_;
+  std::string own_;
+};
+
+// The others wait when it fails. They hear of that and try again, or meet its next attempt.
+TEST_CASE("messages: a group after an attempt in which one rank failed before the others") {
+  for (int failing = 0; failing < 3; ++failing) {
+    testing::MemoryStore store;
+    MemoryNetwork network(3);
+    Attempt attempt{.failing = failing};
+    testing::run_threads(3, [&](int rank) {
+      const auto make = [&](KeyValueStore& over) {
+        return std::make_unique<Communicator>(
+            over, rank, 3, CommunicatorOptions{.transport = "p2p"}, testing::kBound,
+            [&](const std::string&, const LookForRanks&) { return network.join(rank); });
+      };
+      AttemptStore own(store, attempt, rank);
+      std::unique_ptr<Communicator> communicator;
+      for (int turn = 0; communicator == nullptr; ++turn) {
+        try {
+          communicator = make(turn == 0 ? static_cast<KeyValueStore&>(own) : store);
+          expect(turn > 0 || rank != failing, "the first attempt to fail");
+        } catch (const Error& error) {
+          // Whoever has heard of the failure late has failed another attempt by it.
+          expect(turn < 10 && error.info().kind != ErrorKind::kTimeout, error.what());
+        }
+      }
+      testing::barrier(*communicator);
+    });
+  }
 }
 
 // One store, many groups: the keys of one that failed do not end the next.
@@ -226,8 +293,9 @@ TEST_CASE("messages: groups made again over one store") {
   for (int round = 0; round < 4; ++round) {
     MemoryNetwork network(2);
     testing::run_threads(2, [&](int rank) {
-      Communicator communicator(store, rank, 2, {.transport = "p2p"}, testing::kBound,
-                                [&](const LookForRanks&) { return network.join(rank); });
+      Communicator communicator(
+          store, rank, 2, {.transport = "p2p"}, testing::kBound,
+          [&](const std::string&, const LookForRanks&) { return network.join(rank); });
       testing::barrier(communicator);
       if (round % 2 == 0) communicator.abort("enough");
     });

@@ -79,10 +79,16 @@ TEST_CASE("the best fit is taken, where its alignment allows") {
   list.deallocate(*a);
   CHECK(list.allocate(100, 1) == *a);
   CHECK_FALSE(list.allocate(1000, 1).has_value());
-  list.retire(999);  // in no block
   CHECK(list.deallocate(*b) == 50);
-  list.retire(*d + 49);
+  list.hold(*d + 49);
+  list.hold(*d);
+  CHECK(list.release(*d + 49) == 0);
   CHECK(list.deallocate(*d) == 0);
+  CHECK(list.allocate(50, 1) != *d);
+  CHECK(list.release(*d) == 50);
+  list.hold(*a);
+  CHECK(list.release(*a) == 0);  // it is in use
+  CHECK(list.deallocate(*a) == 100);
 }
 
 TEST_CASE("a buffer is located by any of its bytes, and others are nowhere") {
@@ -181,17 +187,23 @@ TEST_CASE("what the machine has not is refused by name and number") {
   }
 }
 
-TEST_CASE("a retired block is not handed out again") {
+TEST_CASE("a block that is held is not handed out again") {
   SharedArena& arena = SharedArena::instance();
+  const std::size_t num_blocks = arena.usage().num_blocks;
+  bool is_over = false;
   auto* block = static_cast<std::byte*>(arena.allocate(5000));
-  arena.retire(arena.locate(block + 100, 10));
-  arena.retire({});
+  arena.hold(arena.locate(block + 100, 10), [&] { return is_over; });
+  arena.hold({}, [] { return false; });
   arena.deallocate(block);
   for (int i = 0; i < 20; ++i) {
     auto* other = static_cast<std::byte*>(arena.allocate(5000));
     CHECK(other != block);
     arena.deallocate(other);
   }
+  CHECK(arena.usage().num_blocks == num_blocks + 1);
+  is_over = true;
+  arena.deallocate(arena.allocate(5000));
+  CHECK(arena.usage().num_blocks == num_blocks);
 }
 
 TEST_CASE("threads allocate and free at once") {

@@ -54,12 +54,6 @@ class MemoryStore final : public KeyValueStore {
     values_.emplace(key, value);
     has_news_.notify_all();
   }
-  std::int64_t add(const std::string& key, std::int64_t number) override {
-    const std::lock_guard lock(mutex_);
-    const std::int64_t sum = number + std::atoll(values_[key].c_str());
-    values_[key] = std::to_string(sum);
-    return sum;
-  }
   std::unique_ptr<KeyValueStore> clone() override { return std::make_unique<Clone>(*this); }
 
  private:
@@ -69,9 +63,6 @@ class MemoryStore final : public KeyValueStore {
     void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
     bool try_get(const std::string& key, std::string& value) override {
       return whole_.try_get(key, value);
-    }
-    std::int64_t add(const std::string& key, std::int64_t number) override {
-      return whole_.add(key, number);
     }
     void set_first(const std::string& key, const std::string& value) override {
       whole_.set_first(key, value);

@@ -73,7 +73,7 @@ class MessageCarrier final : public Carrier {
       members_.on_abort([this] {
         if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
       });
-      transport_ = make_messages([&ranks](const std::vector<int>& missing) {
+      transport_ = make_messages(members_.key(), [&ranks](const std::vector<int>& missing) {
         ranks.look(missing, "did not connect to the others");
       });
     } catch (const std::exception& error) {

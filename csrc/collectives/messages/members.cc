@@ -28,16 +28,43 @@ MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
     : rank_(ranks.rank()),
       store_(store.clone(), ranks.deadline()),
       address_(ranks.mine().bootstrap_address) {
+  // Each attempt of a rank to make the group has a key of its own, which its record has. Rank 0
+  // names the group to the others' attempts, they enter it, and once all have, rank 0 says which.
+  // What an earlier group or attempt over this store has left, also on some ranks only, has other
+  // keys.
+  const std::string& mine = ranks.mine().memory_key;
+  const auto name_for = [](const std::string& attempt) {
+    return "ringcomm/messages/for/" + attempt;
+  };
+  const auto entry_of = [&](int rank) { return prefix_ + "rank/" + std::to_string(rank); };
+  const auto enter = [&](const std::string& name) {
+    key_ = name;
+    prefix_ = "ringcomm/messages/" + name + "/";
+    store_.set(entry_of(rank_), mine);
+  };
+  std::vector<std::string> attempts(static_cast<std::size_t>(ranks.world_size()), mine);
+  std::string text;
+  if (rank_ == 0) enter(mine);
+  ranks.wait_for_all([&](int peer) {
+    if (rank_ == 0) {
+      // The record first: a peer that has entered is in no later attempt then.
+      const std::string attempt = attempts[static_cast<std::size_t>(peer)] = ranks.key_of(peer);
+      if (store_.try_get(entry_of(peer), text) && text == attempt) return true;
+      store_.set(name_for(attempt), key_);
+      return false;
+    }
+    if (peer == 0 && store_.try_get(name_for(mine), text) && text != key_) enter(text);
+    return !key_.empty() && store_.try_get(peer == 0 ? prefix_ + "all" : entry_of(peer), text);
+  });
+  if (rank_ == 0) {
+    text.clear();
+    for (const std::string& attempt : attempts) text += attempt + " ";
+    store_.set(prefix_ + "all", text);
+  } else {
+    store_.try_get(prefix_ + "all", text);
+  }
+  ranks.expect(text);
   processes_ = ranks.processes();
-  // How often this rank has made a group over this store: the same on all ranks, and what tells
-  // this group's keys from those of one that was destroyed before.
-  const std::int64_t generation =
-      store_.add("ringcomm/messages/generation/" + std::to_string(rank_), 1);
-  prefix_ = "ringcomm/messages/" + std::to_string(generation) + "/";
-  const std::string key = prefix_ + "rank/";
-  store_.set(key + std::to_string(rank_), "");
-  std::string ignored;
-  ranks.wait_for_all([&](int peer) { return store_.try_get(key + std::to_string(peer), ignored); });
   store_.forget_deadline();
 }
 

@@ -63,14 +63,6 @@ bool is_contiguous(const void* const* buffers, int num_buffers, std::size_t num_
   return true;
 }
 
-// The call has failed on this rank, and a peer may still be in the block at hand.
-void retire(const BufferNote& note) {
-  if (!note.is_given()) return;
-  shm::SharedArena& arena = shm::SharedArena::instance();
-  arena.retire(note.input);
-  arena.retire(note.output);
-}
-
 }  // namespace
 
 // A call on shared buffers has one synchronization more than staging, whose cost grows with the
@@ -180,7 +172,9 @@ Traffic ShmCarrier::run_or_share(const Collective& call, const CallHeader& heade
       return {.sent_bytes = entry.run_shared(engine_, call), .algorithm = Algorithm::kDirect};
     }
   } catch (...) {
-    retire(mine);  // a peer without an error has started
+    // A peer without an error may have started, and be in the blocks until it leaves the group.
+    for (const shm::ArenaLocation& location : {mine.input, mine.output})
+      if (mine.is_given()) shm::SharedArena::instance().hold(location, group_.left_by_all());
     throw;
   }
   return staged(entry.run(engine_, call));

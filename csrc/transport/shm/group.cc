@@ -82,9 +82,10 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
       rank_(static_cast<int>(std::find(ranks.begin(), ranks.end(), rendezvous.rank()) -
                              ranks.begin())),
       layout_(world_size(), config),
-      memory_(rendezvous.share_memory(ranks, layout_.num_bytes())) {
+      memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
   for (const int rank : ranks)
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
+  key_ = rendezvous.memory_key();
   try {
     // The pages that its peers poll come to this rank's NUMA node.
     __atomic_store_n(&control(rank_).has_left, 0U, __ATOMIC_RELAXED);
@@ -107,7 +108,7 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
 // The pages that this rank writes, but for those of messages (reserve_p2p()).
 void Group::reserve_own_memory() {
   const BoardGeometry geometry = board();
-  reserve_pages(memory_.data(), static_cast<std::size_t>(geometry.cursors - memory_.data()));
+  reserve_pages(memory_->data(), static_cast<std::size_t>(geometry.cursors - memory_->data()));
   reserve_pages(reinterpret_cast<std::byte*>(&geometry.cursor(rank_, rank_, 0)),
                 2 * geometry.cursor_stride_bytes);
   reserve_link(ring_link(rank_));
@@ -116,11 +117,11 @@ void Group::reserve_own_memory() {
 void Group::reserve_p2p(int to) { reserve_link(p2p_link(rank_, to)); }
 
 bool Group::has_joined(int rank) const {
-  return load_acquire(layout_.has_joined(memory_.data(), rank)) != 0;
+  return load_acquire(layout_.has_joined(memory_->data(), rank)) != 0;
 }
 
 void Group::join() {
-  __atomic_store_n(&layout_.has_joined(memory_.data(), rank_), 1U, __ATOMIC_RELEASE);
+  __atomic_store_n(&layout_.has_joined(memory_->data(), rank_), 1U, __ATOMIC_RELEASE);
 }
 
 // A rank that has not joined needs the others' records, processes and rank 0's offer. So no rank
@@ -183,6 +184,16 @@ std::int64_t Group::num_calls_of(int rank) const {
 }
 
 bool Group::has_left(int rank) const { return load_acquire(control(rank).has_left) != 0; }
+
+std::function<bool()> Group::left_by_all() const {
+  return [memory = memory_, layout = layout_, processes = processes_] {
+    for (int rank = 0; rank < static_cast<int>(processes.size()); ++rank)
+      if (!processes[static_cast<std::size_t>(rank)]->is_dead &&
+          load_acquire(layout.control(memory->data(), rank).has_left) == 0)
+        return false;
+    return true;
+  };
+}
 
 int Group::gone_before(std::uint64_t seq) {
   const std::uint64_t num_gone = PeerProcess::num_ended.load(std::memory_order_relaxed) +

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "core/arch.h"
@@ -128,12 +130,12 @@ class Group final : public Membership {
   int world_size() const { return static_cast<int>(ranks_.size()); }
   /// The rank's number in the whole group.
   int whole_rank(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
-  std::size_t num_bytes() const { return memory_.num_bytes(); }
+  std::size_t num_bytes() const { return memory_->num_bytes(); }
 
-  BoardGeometry board() const { return layout_.board(memory_.data()); }
-  LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_.data(), from); }
+  BoardGeometry board() const { return layout_.board(memory_->data()); }
+  LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_->data(), from); }
   LinkGeometry p2p_link(int from, int to) const {
-    return layout_.p2p_link(memory_.data(), from, to);
+    return layout_.p2p_link(memory_->data(), from, to);
   }
   /// Before the first message to `to`. Throws Error if the system has no memory for messages.
   void reserve_p2p(int to);
@@ -142,7 +144,11 @@ class Group final : public Membership {
   /// Whether this object was inherited by fork(): it belongs to the parent and must not be used.
   bool is_inherited() const { return generation_ != process_generation(); }
 
-  SurvivorWords survivor_words() const { return {&layout_, memory_.data()}; }
+  /// Whether every rank has ended or left, and so is in no call: a function that may be called at
+  /// any time, also when this object is no more.
+  std::function<bool()> left_by_all() const;
+
+  SurvivorWords survivor_words() const { return {&layout_, memory_->data()}; }
 
   Stop state_of(int peer) const override;
   bool has_left(int rank) const override;
@@ -164,8 +170,8 @@ class Group final : public Membership {
   AbortReason abort_reason() const override;
 
  private:
-  AbortRecord& abort_record() const { return layout_.abort_record(memory_.data()); }
-  RankControl& control(int rank) const { return layout_.control(memory_.data(), rank); }
+  AbortRecord& abort_record() const { return layout_.abort_record(memory_->data()); }
+  RankControl& control(int rank) const { return layout_.control(memory_->data(), rank); }
   bool has_joined(int rank) const;
   std::vector<int> missing_ranks() const;
   std::uint64_t num_published(int rank) const;
@@ -178,8 +184,8 @@ class Group final : public Membership {
   int rank_;
   SegmentLayout layout_;
   int generation_ = process_generation();
-  SharedMemory memory_;
-  std::uint64_t num_gone_seen_ = 0;  // when no rank of the group was among them
+  std::shared_ptr<const SharedMemory> memory_;  // also of left_by_all()
+  std::uint64_t num_gone_seen_ = 0;             // when no rank of the group was among them
 };
 
 /// The limits of the current operation, for the waits of its protocols.

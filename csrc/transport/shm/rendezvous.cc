@@ -162,8 +162,14 @@ PeerTable Rendezvous::find_ranks() {
   return PeerTable(records);
 }
 
+std::string Rendezvous::key_of(int rank) {
+  meet(rank);
+  return peer_of(rank).record.memory_key;
+}
+
 SharedMemory Rendezvous::share_memory(const std::vector<int>& ranks, std::size_t num_bytes) {
   sharing_ = ranks;
+  memory_key_ = mine_.memory_key;
   if (rank() != ranks.front()) return fetch_memory(ranks.front(), num_bytes);
   UniqueFd fd = create_memfd(num_bytes);
   SharedMemory memory(fd.get(), num_bytes);
@@ -192,6 +198,7 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
     }
     if (fd) {
       SharedMemory memory = SharedMemory::of_peer(fd.get());
+      memory_key_ = record.memory_key;
       if (memory.num_bytes() == num_bytes) return memory;
       throw Error({.kind = ErrorKind::kMismatch, .rank = leader, .op = "init"},
                   "ringcomm: the group's shared memory does not have the size that this rank "
@@ -231,10 +238,13 @@ bool Rendezvous::meet(int peer) {
   if (!known.doubted_since) known.doubted_since = Clock::now();
   const bool is_believed = Clock::now() >= std::min(deadline_, *known.doubted_since + kStaleGrace);
   RankRecord theirs;
+  bool is_expected = true;
   try {
     theirs = RankRecord::from_text(text);
     check_same_group(theirs, peer);
-    if (theirs.failure.text.empty()) {
+    is_expected =
+        expected_keys_.empty() || expected_keys_.find(theirs.memory_key) != std::string::npos;
+    if (theirs.failure.text.empty() && is_expected) {
       check_compatible(theirs, peer);
       auto process = find_process(theirs, peer, is_believed);
       if (process == nullptr) return false;
@@ -249,6 +259,9 @@ bool Rendezvous::meet(int peer) {
     if (is_believed) throw;
     return false;
   }
+  if (!is_expected && theirs.failure.text.empty())
+    fail(ErrorKind::kAborted, peer,
+         name_of_process(peer, process_of(peer)) + " has failed and makes the group again");
   known.record.failure = theirs.failure;
   if (!is_current(theirs, text, peer)) return false;
   if (!has_met(peer)) {

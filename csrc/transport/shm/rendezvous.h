@@ -52,6 +52,13 @@ class Rendezvous {
   /// Collective over the ranks of a host (`ranks`, ascending), after find_ranks(): maps the memory
   /// of the first of them. Throws the same.
   SharedMemory share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
+  /// Random, of the attempt of `rank` to make this group that its record is of now. Throws like
+  /// find_ranks().
+  std::string key_of(int rank);
+  /// From now on a record whose key is not among these is an error: the rank has failed meanwhile.
+  void expect(const std::string& keys) { expected_keys_ = keys; }
+  /// Of the rank whose memory share_memory() has mapped.
+  const std::string& memory_key() const { return memory_key_; }
   /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
   void wait_for_all(const std::function<bool(int peer)>& has_come);
 
@@ -121,7 +128,9 @@ class Rendezvous {
   RankRecord mine_;
   std::vector<Peer> peers_;  // by rank
   PeerProcesses processes_;
-  std::vector<int> sharing_;  // the ranks of this host, from share_memory() on
+  std::string memory_key_;
+  std::string expected_keys_;  // empty until all are known
+  std::vector<int> sharing_;   // the ranks of this host, from share_memory() on
   Clock::time_point next_look_ = Clock::now() + kLookInterval;  // at the other ranks' records
   int next_looked_at_ = 0;
   bool has_told_ = false;

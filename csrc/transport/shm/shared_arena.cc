@@ -67,7 +67,10 @@ std::optional<std::size_t> BlockList::allocate(std::size_t num_bytes, std::size_
 
 std::size_t BlockList::deallocate(std::size_t offset) {
   auto block = blocks_.find(offset);
-  if (block->second.state == State::kRetired) return 0;
+  if (block->second.num_holds > 0) {
+    block->second.state = State::kHeld;
+    return 0;
+  }
   const std::size_t num_bytes = block->second.num_bytes;
   block->second.state = State::kFree;
   const auto is_free = [](auto one) { return one->second.state == State::kFree; };
@@ -78,9 +81,12 @@ std::size_t BlockList::deallocate(std::size_t offset) {
   return num_bytes;
 }
 
-void BlockList::retire(std::size_t offset) {
-  Block& block = std::prev(blocks_.upper_bound(offset))->second;
-  if (block.state == State::kUsed) block.state = State::kRetired;
+void BlockList::hold(std::size_t offset) { ++around(offset)->second.num_holds; }
+
+std::size_t BlockList::release(std::size_t offset) {
+  const Place place = around(offset);
+  const bool is_last = --place->second.num_holds == 0;
+  return is_last && place->second.state == State::kHeld ? deallocate(place->first) : 0;
 }
 
 constinit PerProcess<SharedArena> SharedArena::arenas_;
@@ -95,6 +101,7 @@ void* SharedArena::allocate(std::size_t num_bytes) {
   const std::size_t block_bytes =
       (num_bytes + kLeastAlignment - 1) / kLeastAlignment * kLeastAlignment;
   const std::lock_guard lock(mutex_);
+  release_held();
   std::optional<std::size_t> offset;
   Region* region = nullptr;
   for (const auto& next : regions()) {
@@ -124,11 +131,15 @@ void SharedArena::deallocate(void* block) {
   const ArenaLocation location = locate(block, 0);
   if (!location.is_somewhere()) return;
   const std::lock_guard lock(mutex_);
-  const std::size_t block_bytes = region_of(location).blocks.deallocate(location.offset_bytes);
-  if (block_bytes == 0) return;  // retired
+  free_bytes(region_of(location).blocks.deallocate(location.offset_bytes));
+}
+
+// Of a block that is free now; 0 if it is not.
+void SharedArena::free_bytes(std::size_t num_bytes) {
+  if (num_bytes == 0) return;
   --usage_.num_blocks;
-  usage_.allocated_bytes -= block_bytes;
-  usage_.kept_bytes += block_bytes;
+  usage_.allocated_bytes -= num_bytes;
+  usage_.kept_bytes += num_bytes;
   if (interval_end_ || usage_.kept_bytes <= kMinKeptBytes) return;
   try {
     if (!tidier_)
@@ -164,10 +175,20 @@ SharedArena::Region& SharedArena::region_of(const ArenaLocation& location) const
   return **std::ranges::find(regions(), location.region_id, [](const auto& r) { return r->id; });
 }
 
-void SharedArena::retire(const ArenaLocation& location) {
+void SharedArena::hold(const ArenaLocation& location, std::function<bool()> is_over) {
   if (!location.is_somewhere()) return;
   const std::lock_guard lock(mutex_);
-  region_of(location).blocks.retire(location.offset_bytes);
+  region_of(location).blocks.hold(location.offset_bytes);
+  held_.emplace_back(location, std::move(is_over));
+}
+
+void SharedArena::release_held() {
+  std::erase_if(held_, [this](const auto& held) {
+    const auto& [location, is_over] = held;
+    if (!is_over()) return false;
+    free_bytes(region_of(location).blocks.release(location.offset_bytes));
+    return true;
+  });
 }
 
 SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {

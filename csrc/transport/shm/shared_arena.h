@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "transport/process.h"
 #include "transport/shm/fd.h"
@@ -22,25 +25,31 @@ namespace ringcomm::shm {
 /// Which bytes of a range are in use: best fit, with adjacent free blocks merged. Not thread-safe.
 class BlockList {
  public:
-  enum class State : std::uint8_t { kFree, kUsed, kRetired };
+  enum class State : std::uint8_t { kFree, kUsed, kHeld };
   struct Block {
     std::size_t num_bytes;
-    State state = State::kFree;
+    State state = State::kFree;  // kHeld: it would be free without its holds
+    std::size_t num_holds = 0;
   };
 
   explicit BlockList(std::size_t num_bytes) : blocks_{{0, {num_bytes}}} {}
 
   /// The offset of a free block, a multiple of `alignment_bytes` (a power of two), if there is one.
   std::optional<std::size_t> allocate(std::size_t num_bytes, std::size_t alignment_bytes);
-  /// Frees the block at `offset`; returns its size. Does nothing, and returns 0, if it is retired.
+  /// Frees the block at `offset`; returns its size, or 0 if that is to wait for release().
   std::size_t deallocate(std::size_t offset);
-  /// Never allocates the block around `offset` again.
-  void retire(std::size_t offset);
+  /// The block around `offset` is not allocated again before as many calls of release().
+  void hold(std::size_t offset);
+  /// Returns the size of the block if this frees it, else 0.
+  std::size_t release(std::size_t offset);
 
   /// All blocks, by offset; no free one follows another.
   const std::map<std::size_t, Block>& blocks() const { return blocks_; }
 
  private:
+  using Place = std::map<std::size_t, Block>::iterator;
+  Place around(std::size_t offset) { return std::prev(blocks_.upper_bound(offset)); }
+
   std::map<std::size_t, Block> blocks_;
 };
 
@@ -82,8 +91,9 @@ class SharedArena {
   ArenaLocation locate(const void* data, std::size_t num_bytes) const;
   std::byte* address_of(const ArenaLocation& location) const;
 
-  /// Never allocates the block around `location` again: a peer may still write to it.
-  void retire(const ArenaLocation& location);
+  /// The block around `location` is not allocated again until `is_over`: a peer may still write to
+  /// it. `is_over` is called by allocate(), which may be in any thread.
+  void hold(const ArenaLocation& location, std::function<bool()> is_over);
 
   Usage usage() const {
     const std::lock_guard lock(mutex_);
@@ -114,6 +124,8 @@ class SharedArena {
   }
   Region& region_of(const ArenaLocation& location) const;
   Region& add_region(std::size_t num_bytes);
+  void free_bytes(std::size_t num_bytes);
+  void release_held();
   void begin_interval(Clock::time_point now);
   void return_pages(std::unique_lock<std::mutex>& lock);
 
@@ -125,6 +137,7 @@ class SharedArena {
 
   mutable std::mutex mutex_;  // guards what follows, and the regions' lists
   Usage usage_;
+  std::vector<std::pair<ArenaLocation, std::function<bool()>>> held_;
   // The interval: its end, if there is one, and the fewest bytes kept in it.
   std::optional<Clock::time_point> interval_end_;
   std::size_t least_kept_bytes_ = 0;
