@@ -125,7 +125,7 @@ AbortReason Rendezvous::tell(const std::exception& error) {
   return mine_.failure;
 }
 
-void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come) {
+void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come, const char* what) {
   std::deque<int> missing;
   for (int peer = 0; peer < world_size(); ++peer)
     if (peer != rank()) missing.push_back(peer);
@@ -138,7 +138,7 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come) {
     }
     missing.push_back(peer);
     try {
-      look({missing.begin(), missing.end()}, "did not join the group");
+      look({missing.begin(), missing.end()}, what);
     } catch (const Error&) {
       // Those that have come meanwhile may complete the group, also a dead rank before it ended.
       std::erase_if(missing, has_come);

@@ -53,7 +53,8 @@ class Rendezvous {
   /// of the first of them. Throws the same.
   SharedMemory share_memory(const std::vector<int>& ranks, std::size_t num_bytes);
   /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
-  void wait_for_all(const std::function<bool(int peer)>& has_come);
+  void wait_for_all(const std::function<bool(int peer)>& has_come,
+                    const char* what = "did not join the group");
 
   /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
   /// check_time().
