@@ -213,13 +213,10 @@ std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
 }
 
 void ProcessGroupRingcomm::abort() {
-  std::shared_ptr<Communicator> communicator;
-  std::shared_ptr<Devices> devices;
-  {
+  const auto [communicator, devices] = [this] {
     const std::lock_guard lock(mutex_);
-    communicator = communicator_;
-    devices = devices_;
-  }
+    return std::pair(communicator_, devices_);
+  }();
   if (communicator != nullptr) communicator->abort("the process group was aborted");
   if (devices != nullptr) devices->abort();
 }
