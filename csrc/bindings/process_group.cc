@@ -32,10 +32,9 @@ class StoreAdapter final : public KeyValueStore {
   bool is_interrupted() override {
     return ringcomm::is_interrupted() || (is_abandoned_ && is_abandoned_());
   }
-  bool try_get(const std::string& key, std::string& value) override {
-    if (!own().check({key})) return false;
-    value = own().get_to_str(key);
-    return true;
+  std::optional<std::string> try_get(const std::string& key) override {
+    if (!own().check({key})) return {};
+    return own().get_to_str(key);
   }
   std::int64_t add(const std::string& key, std::int64_t number) override {
     return own().add(key, number);

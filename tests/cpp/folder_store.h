@@ -37,20 +37,17 @@ class FolderStore final : public KeyValueStore {
     RINGCOMM_STEP("after the store has the first record");
     std::filesystem::remove(fresh);
   }
-  bool try_get(const std::string& key, std::string& value) override {
+  std::optional<std::string> try_get(const std::string& key) override {
     std::ifstream file(path_of(key));
-    if (!file) return false;
+    if (!file) return {};
     std::ostringstream text;
     text << file.rdbuf();
-    value = text.str();
     RINGCOMM_STEP("after a record was read");
-    return true;
+    return text.str();
   }
   // For a key that only one rank uses.
   std::int64_t add(const std::string& key, std::int64_t number) override {
-    std::string sum = "0";
-    try_get(key, sum);
-    sum = std::to_string(std::stoll(sum) + number);
+    const std::string sum = std::to_string(std::stoll(try_get(key).value_or("0")) + number);
     set(key, sum);
     return std::stoll(sum);
   }

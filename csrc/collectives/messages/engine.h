@@ -103,16 +103,18 @@ class MessageEngine {
   std::list<Posted> posted_;
 };
 
-/// Precedes data that one rank sends to another, with its call and size: a message must fit its
-/// receive, and the envelope always does. Small data is part of it.
-struct MessageEnvelope {
-  CallHeader header;
+/// Precedes data that one rank sends to another, with its size: a message must fit its receive, and
+/// the envelope always does. Small data is part of it.
+template <class Header>
+struct Envelope {
+  Header header;
   std::uint64_t num_bytes;
   // A page in total, copied in about 1 us; a separate message costs about 100 us.
-  std::array<std::byte, 4096 - sizeof(CallHeader) - sizeof(std::uint64_t)> data;
+  std::array<std::byte, 4096 - sizeof(Header) - sizeof(std::uint64_t)> data;
 
   bool is_whole() const { return num_bytes <= sizeof(data); }
 };
+using MessageEnvelope = Envelope<CallHeader>;
 
 /// Direct transfers from one rank to another, any number at the same time. May be used again after
 /// finish().

@@ -36,8 +36,8 @@ MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
   prefix_ = "ringcomm/messages/" + std::to_string(generation) + "/";
   const std::string key = prefix_ + "rank/";
   store_.set(key + std::to_string(rank_), "");
-  std::string ignored;
-  ranks.wait_for_all([&](int peer) { return store_.try_get(key + std::to_string(peer), ignored); });
+  ranks.wait_for_all(
+      [&](int peer) { return store_.try_get(key + std::to_string(peer)).has_value(); });
   store_.forget_deadline();
 }
 
@@ -65,10 +65,10 @@ bool MessageMembers::is_alive(int rank) const {
 
 // Whether `rank` has destroyed its side of the group.
 bool MessageMembers::ask_left(int rank) {
-  std::string text;
-  if (!store_.try_get(prefix_ + "left/" + std::to_string(rank), text)) return false;
+  const auto text = store_.try_get(prefix_ + "left/" + std::to_string(rank));
+  if (!text) return false;
   const std::lock_guard lock(mutex_);
-  num_calls_of_[rank] = std::strtoll(text.c_str(), nullptr, 10);
+  num_calls_of_[rank] = std::strtoll(text->c_str(), nullptr, 10);
   return true;
 }
 
@@ -126,10 +126,9 @@ bool MessageMembers::is_given_up(bool asks) noexcept {
 bool MessageMembers::look(bool waits) {
   if (state_of(rank_) == Stop::kAborted) return true;
   const std::string key = prefix_ + "abort";
-  std::string text;
-  if (!(waits ? store_.try_get(key, text) : store_.peek(key, text))) return false;
-  keep(AbortReason::from_text(text));
-  return true;
+  const auto text = waits ? store_.try_get(key) : store_.peek(key);
+  if (text) keep(AbortReason::from_text(*text));
+  return text.has_value();
 }
 
 // ---- The watchdog.
