@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <typeinfo>
 
 #include "bindings/process_group.h"
@@ -40,11 +41,11 @@ void wait_for(const WorkPtr& work) {
   if (work != nullptr) work->wait();
 }
 
-// A group's backend for the tensor's device; null where it has none. To ask for the group's devices
+// A group's backend for a type of device; null where it has none. To ask for the group's devices
 // first would allocate a list of them in each call.
-c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, c10::DeviceType type) {
   try {
-    return group.getBackend(tensor.device().type());
+    return group.getBackend(type);
   } catch (const c10::Error&) {
     return {};
   }
@@ -56,7 +57,8 @@ c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group
                                                        const at::Tensor& tensor) {
   if (needs_work(group)) return {};
   // Not torch's dynamic_intrusive_pointer_cast, which leaks objects of another class.
-  auto* const ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor).get());
+  auto* const ringcomm =
+      dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor.device().type()).get());
   if (ringcomm == nullptr) return {};
   return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
 }
@@ -68,7 +70,7 @@ c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& gr
   const auto group = c10d::resolve_process_group(group_name);
   const auto ringcomm = find_ringcomm(*group, tensor);
   if (ringcomm != nullptr) return ringcomm;
-  const auto other = backend_for(*group, tensor);
+  const auto other = backend_for(*group, tensor.device().type());
   TORCH_CHECK_VALUE(false, "ringcomm: ", op, " needs a group with backend ringcomm for ",
                     tensor.device(), ", got one with ",
                     other != nullptr ? other->getBackendName() : "none");
@@ -232,6 +234,34 @@ auto eager(at::Tensor (*function)(const at::Tensor&, Options...)) {
   };
 }
 
+// ---- c10d's operators
+
+bool is_ours(const c10::IValue& value) {
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  if (!value.isObject() || *value.type() != *c10::getCustomClassType<Group>()) return false;
+  const auto group = value.toCustomClass<c10d::ProcessGroup>();
+  const auto backend = backend_for(*group, c10::DeviceType::CPU);
+  return dynamic_cast<ProcessGroupRingcomm*>(backend.get()) != nullptr;
+}
+
+// Of views with a negative bit, such as z.conj().imag, torch's dispatcher would hand a backend
+// copies, and drop what a collective writes there. ringcomm gets the views; other backends get
+// copies, as before.
+void pass_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  if (std::none_of(begin, stack->end(), is_ours))
+    std::for_each(begin, stack->end(), [](c10::IValue& value) {
+      if (value.isTensor() && value.toTensor().defined()) value = value.toTensor().resolve_neg();
+      if (!value.isTensorList()) return;
+      c10::List<at::Tensor> tensors;
+      for (const at::Tensor& tensor : value.toTensorVector())
+        tensors.push_back(tensor.resolve_neg());
+      value = std::move(tensors);
+    });
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Negative);
+  op.redispatchBoxed(keys & below, stack);
+}
+
 }  // namespace
 
 const at::Tensor* find_eager(_object* object) {
@@ -305,6 +335,15 @@ TORCH_LIBRARY(ringcomm, m) {
   define(m, "broadcast(Tensor input, int src, str group_name) -> Tensor", broadcast);
   define(m, "reduce(Tensor input, int dst, str reduce_op, str group_name) -> Tensor", reduce);
   define(m, "ring_all_reduce_(Tensor(a!) input, str group_name) -> ()", ring_all_reduce_);
+}
+
+TORCH_LIBRARY_IMPL(c10d, Negative, library) {
+  for (const char* name :
+       {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_", "allreduce_", "allreduce_coalesced_", "alltoall_",
+        "alltoall_base_", "broadcast_", "gather_", "recv_", "recv_any_source_", "reduce_",
+        "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_", "send"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pass_views>());
 }
 
 // Each returns None where torch.ops.ringcomm must be called.

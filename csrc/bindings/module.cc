@@ -196,9 +196,7 @@ void bind_classes(py::module_& m) {
 }
 
 }  // namespace
-}  // namespace ringcomm
 
-namespace ringcomm {
 void define_eager_ops(py::module_& m);  // collective_ops.cc
 
 void report_stragglers(const Communicator& engine, const GroupOptions& options) {
@@ -215,6 +213,7 @@ void report_stragglers(const Communicator& engine, const GroupOptions& options) 
     error.discard_as_unraisable("ringcomm's report of stragglers");
   }
 }
+
 }  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -226,11 +225,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_survivors(m);
   auto eager = m.def_submodule("eager");
   define_eager_ops(eager);
-  m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "options"_a,
-        py::call_guard<py::gil_scoped_release>());
-  m.def("tell_failure", &ProcessGroupRingcomm::tell_failure, "store"_a, "rank"_a, "size"_a,
-        "global_ranks"_a, "text"_a, py::call_guard<py::gil_scoped_release>());
   const py::call_guard<py::gil_scoped_release> without_gil;
+  m.def("create_process_group", &create_process_group, "store"_a, "rank"_a, "size"_a, "options"_a,
+        without_gil);
+  m.def("tell_failure", &ProcessGroupRingcomm::tell_failure, "store"_a, "rank"_a, "size"_a,
+        "global_ranks"_a, "text"_a, without_gil);
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats",
         [](const BackendPtr& backend) { return counts_of(engine_of(backend)->stats()); });

@@ -32,10 +32,9 @@ class StoreAdapter final : public KeyValueStore {
   bool is_interrupted() override {
     return ringcomm::is_interrupted() || (is_abandoned_ && is_abandoned_());
   }
-  bool try_get(const std::string& key, std::string& value) override {
-    if (!own().check({key})) return false;
-    value = own().get_to_str(key);
-    return true;
+  std::optional<std::string> try_get(const std::string& key) override {
+    if (!own().check({key})) return {};
+    return own().get_to_str(key);
   }
   void set_first(const std::string& key, const std::string& value) override {
     try {
@@ -210,13 +209,10 @@ std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
 }
 
 void ProcessGroupRingcomm::abort() {
-  std::shared_ptr<Communicator> communicator;
-  std::shared_ptr<Devices> devices;
-  {
+  const auto [communicator, devices] = [this] {
     const std::lock_guard lock(mutex_);
-    communicator = communicator_;
-    devices = devices_;
-  }
+    return std::pair(communicator_, devices_);
+  }();
   if (communicator != nullptr) communicator->abort("the process group was aborted");
   if (devices != nullptr) devices->abort();
 }

@@ -173,13 +173,12 @@ WorkPtr ProcessGroupRingcomm::coalesced(WorkPtr work) {
   const std::lock_guard lock(mutex_);
   if (!is_coalescing_ || work == nullptr) return work;
   // A block that an exception has left open must not keep all later works.
-  if (coalesced_works_.size() >= kMaxFinishedWorks) {
-    const auto kept = std::ranges::stable_partition(coalesced_works_, [](const WorkPtr& other) {
-      return other->isCompleted() && other->isSuccess();
+  if (coalesced_works_.size() >= kMaxFinishedWorks)
+    std::erase_if(coalesced_works_, [&](const WorkPtr& other) {
+      if (!other->isCompleted() || !other->isSuccess()) return false;
+      finished.push_back(other);
+      return true;
     });
-    finished.assign(coalesced_works_.begin(), kept.begin());
-    coalesced_works_.erase(coalesced_works_.begin(), kept.begin());
-  }
   coalesced_works_.push_back(work);
   return work;
 }

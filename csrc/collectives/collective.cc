@@ -66,49 +66,42 @@ void check_overlap(const Collective& call, int rank, int world_size) {
   };
   const int num_inputs = num_buffers(OpKind::kReduceScatter, OpKind::kScatter);
   const int num_outputs = num_buffers(OpKind::kAllGather, OpKind::kGather);
-  struct Range {
-    const std::byte *begin, *end;
-    int of;  // the rank in whose place it is
-  };
-  const auto range = [&](const void* data, std::size_t num_bytes, int of) {
-    return Range{static_cast<const std::byte*>(data), at(data, num_bytes, 1), of};
-  };
   const std::size_t input_bytes = element_bytes(call.dtype);
   const std::size_t output_bytes =
       call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
-  const auto input = [&](int idx) {
-    return range(call.inputs[idx], call.input_share(idx) * input_bytes,
-                 num_inputs > 1 ? idx : rank);
+  const auto end_of_input = [&](int idx) {
+    return at(call.inputs[idx], call.input_share(idx), input_bytes);
   };
-  const auto output = [&](int idx) {
-    return range(call.outputs[idx], call.output_share(idx) * output_bytes,
-                 num_outputs > 1 ? idx : rank);
+  const auto end_of_output = [&](int idx) -> const std::byte* {
+    return at(call.outputs[idx], call.output_share(idx), output_bytes);
   };
-  const auto check = [&](const Range& in, const Range& out) {
-    const bool is_in_place = in.begin == out.begin && in.of == out.of;
-    if (is_in_place || std::max(in.begin, out.begin) >= std::min(in.end, out.end)) return;
+  const auto check = [&](int in, int out) {
+    const bool is_in_place = call.inputs[in] == call.outputs[out] &&
+                             (num_inputs > 1 ? in : rank) == (num_outputs > 1 ? out : rank);
+    const void* const begin = std::max<const void*>(call.inputs[in], call.outputs[out]);
+    if (is_in_place || begin >= std::min(end_of_input(in), end_of_output(out))) return;
     const auto name = [](int num, const char* what, const char* of, int idx) {
       return num == 1 ? std::string("its ") + what
                       : std::string("the ") + what + of + std::to_string(idx);
     };
     throw std::invalid_argument(
-        std::string(name_of(call.op)) + ": " + name(num_inputs, "input", " for rank ", in.of) +
-        " and " + name(num_outputs, "output", " of rank ", out.of) +
+        std::string(name_of(call.op)) + ": " + name(num_inputs, "input", " for rank ", in) +
+        " and " + name(num_outputs, "output", " of rank ", out) +
         " share memory, which only an output in the place of its own input may; pass a clone()");
   };
   if (num_inputs <= 1 || num_outputs <= 1) {
     for (int in = 0; in < num_inputs; ++in)
-      for (int out = 0; out < num_outputs; ++out) check(input(in), output(out));
+      for (int out = 0; out < num_outputs; ++out) check(in, out);
     return;
   }
-  std::vector<Range> outputs;  // disjoint, in the order of memory
+  std::vector<int> outputs;  // disjoint, in the order of memory
   for (int out = 0; out < num_outputs; ++out)
-    if (call.output_share(out) > 0) outputs.push_back(output(out));
-  std::ranges::sort(outputs, {}, &Range::begin);
-  for (int idx = 0; idx < num_inputs; ++idx) {
-    const Range in = input(idx);
-    auto out = std::ranges::upper_bound(outputs, in.begin, {}, &Range::end);
-    for (; out != outputs.end() && out->begin < in.end; ++out) check(in, *out);
+    if (call.output_share(out) > 0) outputs.push_back(out);
+  std::ranges::sort(outputs, {}, end_of_output);
+  for (int in = 0; in < num_inputs; ++in) {
+    const auto* begin = static_cast<const std::byte*>(call.inputs[in]);
+    auto out = std::ranges::upper_bound(outputs, begin, {}, end_of_output);
+    for (; out != outputs.end() && call.outputs[*out] < end_of_input(in); ++out) check(in, *out);
   }
 }
 
@@ -154,6 +147,12 @@ std::string describe(const CallHeader& header) {
   if (header.update.optimizer != Optimizer::kNone) text << "; " << describe(header.update);
   text << ")";
   return text.str();
+}
+
+std::string size_difference(int from, std::uint64_t has_bytes, int to,
+                            std::uint64_t expects_bytes) {
+  return "rank " + std::to_string(from) + " has " + std::to_string(has_bytes) + " bytes for rank " +
+         std::to_string(to) + ", which expects " + std::to_string(expects_bytes) + " bytes";
 }
 
 std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op) {

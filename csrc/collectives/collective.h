@@ -187,6 +187,8 @@ std::string describe(const CallHeader& header);
 /// is an `our_op`. If only one of the two calls is a barrier or a broadcast, it asks about the
 /// likely cause.
 std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op);
+/// The same of what `from` has for `to`, and `to` expects.
+std::string size_difference(int from, std::uint64_t has_bytes, int to, std::uint64_t expects_bytes);
 
 /// The traffic of one call on this rank.
 struct Traffic {

@@ -239,9 +239,8 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
         activity());
   } catch (const std::exception& error) {
     // Probably out of memory. The other ranks have continued, so the group ends.
-    const auto* known = dynamic_cast<const Error*>(&error);
     failure_->abort(activity().description + ": " + error.what(),
-                    known != nullptr ? known->info().rank : -1);
+                    AbortReason::of(error, rank_).culprit);
     throw;
   }
 }

@@ -61,45 +61,33 @@ std::optional<int> status_of_reaped(int pidfd) {
   return info.exit_code;
 }
 
-// Texts in the store have a line for each field, where \n stands for a line's end and \\ for
-// itself; `rest` is behind them.
-std::string to_lines(std::initializer_list<std::string> fields, const std::string& rest) {
+// Texts in the store have the length of each field in front of it: a field may hold anything.
+std::string to_fields(std::initializer_list<std::string> fields) {
   std::string text;
-  for (const std::string& field : fields) {
-    for (const char letter : field)
-      if (letter == '\n' || letter == '\\')
-        text += letter == '\n' ? "\\n" : "\\\\";
-      else
-        text += letter;
-    text += '\n';
-  }
-  return text + rest;
+  for (const std::string& field : fields) text += std::to_string(field.size()) + ":" + field;
+  return text;
 }
 
-class Lines {
+class Fields {
  public:
-  explicit Lines(const std::string& text) : text_(text) {}
+  explicit Fields(std::string text) : text_(std::move(text)) {}
   std::string next() {
-    std::string line, field;
-    std::getline(text_, line);
-    for (std::size_t i = 0; i < line.size(); ++i) {
-      const bool is_escaped = line[i] == '\\' && i + 1 < line.size();
-      if (is_escaped) ++i;
-      field += is_escaped && line[i] == 'n' ? '\n' : line[i];
-    }
+    const std::size_t num_chars = std::strtoull(text_.c_str(), nullptr, 10);
+    text_.erase(0, text_.find(':'));
+    const std::string field = text_.empty() ? "" : text_.substr(1, num_chars);
+    text_.erase(0, 1 + field.size());
     return field;
   }
   int number() { return static_cast<int>(std::strtol(next().c_str(), nullptr, 10)); }
-  std::string rest() { return {std::istreambuf_iterator<char>(text_), {}}; }
 
  private:
-  std::istringstream text_;
+  std::string text_;
 };
 
 // Ranks that share memory or exchange headers must have the same sizes and enum values. Increase
 // the number after the name for a change that these do not show.
 std::string version() {
-  std::string text = "ringcomm-11-" RINGCOMM_VERSION;
+  std::string text = "ringcomm-12-" RINGCOMM_VERSION;
   for (const std::size_t number :
        {sizeof(shm::AbortRecord), sizeof(shm::RankControl), sizeof(LinkCursors), kCallHeaderBytes,
         std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -237,44 +225,45 @@ AbortReason AbortReason::of(const std::exception& error, int origin) {
 }
 
 std::string AbortReason::to_text() const {
-  return to_lines(
-      {std::to_string(static_cast<int>(kind)), std::to_string(origin), std::to_string(culprit)},
-      text);
+  return to_fields({std::to_string(static_cast<int>(kind)), std::to_string(origin),
+                    std::to_string(culprit), text});
 }
 
 AbortReason AbortReason::from_text(const std::string& text) {
-  Lines lines(text);
-  return {.kind = static_cast<ErrorKind>(lines.number()),
-          .origin = lines.number(),
-          .culprit = lines.number(),
-          .text = lines.rest()};
+  Fields fields(text);
+  return {.kind = static_cast<ErrorKind>(fields.number()),
+          .origin = fields.number(),
+          .culprit = fields.number(),
+          .text = fields.next()};
 }
 
 std::string RankRecord::to_text() const {
-  return to_lines({version(), host_id, host, bootstrap_address, std::to_string(pid), memory_key,
-                   options, machine_id, std::to_string(world_size), global_ranks, pid_namespace,
-                   std::to_string(attempt)},
-                  failure.to_text());
+  return version() + "\n" +
+         to_fields({host_id, host, bootstrap_address, std::to_string(pid), memory_key, options,
+                    machine_id, std::to_string(world_size), global_ranks, pid_namespace,
+                    std::to_string(attempt), failure.to_text()});
 }
 
 RankRecord RankRecord::from_text(const std::string& text) {
-  Lines lines(text);
-  if (const std::string theirs = lines.next(); theirs != version())
+  const std::string head = version() + "\n";
+  if (!text.starts_with(head))
     throw Error({.kind = ErrorKind::kMismatch},
-                "ringcomm: another rank runs a different version of ringcomm (" + theirs +
-                    " there, " + version() + " here); install the same version");
-  return {.host_id = lines.next(),
-          .host = lines.next(),
-          .bootstrap_address = lines.next(),
-          .pid = lines.number(),
-          .memory_key = lines.next(),
-          .options = lines.next(),
-          .machine_id = lines.next(),
-          .world_size = lines.number(),
-          .global_ranks = lines.next(),
-          .pid_namespace = lines.next(),
-          .attempt = lines.number(),
-          .failure = AbortReason::from_text(lines.rest())};
+                "ringcomm: another rank runs a different version of ringcomm (" +
+                    text.substr(0, text.find('\n')) + " there, " + version() +
+                    " here); install the same version");
+  Fields fields(text.substr(head.size()));
+  return {.host_id = fields.next(),
+          .host = fields.next(),
+          .bootstrap_address = fields.next(),
+          .pid = fields.number(),
+          .memory_key = fields.next(),
+          .options = fields.next(),
+          .machine_id = fields.next(),
+          .world_size = fields.number(),
+          .global_ranks = fields.next(),
+          .pid_namespace = fields.next(),
+          .attempt = fields.number(),
+          .failure = AbortReason::from_text(fields.next())};
 }
 
 std::string host_id() {

@@ -32,8 +32,8 @@ class KeyValueStore {
 
   /// All but is_interrupted() throw std::exception when the store cannot be reached.
   virtual void set(const std::string& key, const std::string& value) = 0;
-  /// False when the key is not there now.
-  virtual bool try_get(const std::string& key, std::string& value) = 0;
+  /// Nothing when the key is not there now.
+  virtual std::optional<std::string> try_get(const std::string& key) = 0;
   /// Sets the key if it is not there yet; where the store cannot tell, in any case.
   virtual void set_first(const std::string& key, const std::string& value) = 0;
   /// Whether a signal has asked this process to stop waiting.

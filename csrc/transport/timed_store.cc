@@ -5,7 +5,6 @@
 #include <deque>
 #include <future>
 #include <mutex>
-#include <optional>
 #include <system_error>
 #include <type_traits>
 #include <utility>
@@ -18,21 +17,6 @@ namespace {
 // A store that takes longer than this is silent.
 constexpr std::chrono::milliseconds kSilentAfter{1000};
 
-using Found = std::optional<std::string>;
-using Peek = std::shared_future<Found>;
-
-auto reading(const std::string& key) {
-  return [key](KeyValueStore& store) -> Found {
-    std::string text;
-    return store.try_get(key, text) ? Found(std::move(text)) : std::nullopt;
-  };
-}
-
-bool take(const Found& found, std::string& value) {
-  if (found) value = *found;
-  return found.has_value();
-}
-
 }  // namespace
 
 // Of one object and its thread.
@@ -44,7 +28,7 @@ struct TimedStore::Queue {
   Clock::time_point since = {};                  // when it began
   bool has_thread = false;
   bool is_over = false, has_ended = false;
-  Peek asked = {}, answered = {};
+  std::shared_future<std::optional<std::string>> asked = {}, answered = {};
 
   // When a call is late; with the lock held, as the next one.
   Clock::time_point limit() const { return (calls.empty() ? Clock::now() : since) + kSilentAfter; }
@@ -123,17 +107,18 @@ void TimedStore::set(const std::string& key, const std::string& value) {
   call([=](KeyValueStore& store) { store.set(key, value); });
 }
 
-bool TimedStore::try_get(const std::string& key, std::string& value) {
-  return take(call(reading(key)), value);
+std::optional<std::string> TimedStore::try_get(const std::string& key) {
+  return call([=](KeyValueStore& store) { return store.try_get(key); });
 }
 
-bool TimedStore::peek(const std::string& key, std::string& value) {
+std::optional<std::string> TimedStore::peek(const std::string& key) {
   const std::lock_guard lock(queue_->mutex);
-  Peek& asked = queue_->asked;
+  auto& asked = queue_->asked;
   if (asked.valid() && asked.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
     queue_->answered = std::exchange(asked, {});
-  if (!asked.valid()) asked = queue_->push(reading(key));
-  return queue_->answered.valid() && take(queue_->answered.get(), value);
+  if (!asked.valid())
+    asked = queue_->push([=](KeyValueStore& store) { return store.try_get(key); });
+  return queue_->answered.valid() ? queue_->answered.get() : std::nullopt;
 }
 
 void TimedStore::set_first(const std::string& key, const std::string& value) {

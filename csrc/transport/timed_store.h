@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "transport/membership.h"
@@ -28,7 +29,7 @@ class TimedStore final : public KeyValueStore {
   void forget_deadline() { deadline_ = {}; }
 
   void set(const std::string& key, const std::string& value) override;
-  bool try_get(const std::string& key, std::string& value) override;
+  std::optional<std::string> try_get(const std::string& key) override;
   void set_first(const std::string& key, const std::string& value) override;
   bool is_interrupted() override;
   /// Of the store itself, without limits.
@@ -36,7 +37,7 @@ class TimedStore final : public KeyValueStore {
 
   /// try_get() as of when the store last answered; asks again, and waits for nothing. One key for
   /// each object.
-  bool peek(const std::string& key, std::string& value);
+  std::optional<std::string> peek(const std::string& key);
 
  private:
   struct Queue;

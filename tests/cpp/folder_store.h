@@ -37,14 +37,13 @@ class FolderStore final : public KeyValueStore {
     RINGCOMM_STEP("after the store has the first record");
     std::filesystem::remove(fresh);
   }
-  bool try_get(const std::string& key, std::string& value) override {
+  std::optional<std::string> try_get(const std::string& key) override {
     std::ifstream file(path_of(key));
-    if (!file) return false;
+    if (!file) return {};
     std::ostringstream text;
     text << file.rdbuf();
-    value = text.str();
     RINGCOMM_STEP("after a record was read");
-    return true;
+    return text.str();
   }
   std::unique_ptr<KeyValueStore> clone() override { return std::make_unique<FolderStore>(*this); }
 

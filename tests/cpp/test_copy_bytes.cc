@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "collectives/shm/engine.h"
 #include "reduce/reduce_op.h"
 #include "third_party/doctest/doctest.h"
 
@@ -64,6 +65,48 @@ TEST_CASE("negative control: a copy of one byte too many or too few is noticed")
       [](void* to, const void* from, std::size_t n) { std::memcpy(to, from, n + 1); }, 3, 0, 64));
   CHECK_FALSE(copies_exactly(
       [](void* to, const void* from, std::size_t n) { std::memcpy(to, from, n - 1); }, 3, 0, 64));
+}
+
+// Runs calls of 1 MiB that take so long with plain and with streaming stores; returns how many of
+// them streamed.
+int run_calls(StoreKindChooser& chooser, int num_calls, float plain, float streaming) {
+  int num_streaming = 0;
+  for (int i = 0; i < num_calls; ++i) {
+    chooser.begin(OpKind::kAllReduce, std::size_t{1} << 20);
+    const bool is_streaming = chooser.kind() == host::StoreKind::kStreaming;
+    num_streaming += is_streaming ? 1 : 0;
+    chooser.count(is_streaming ? streaming : plain);
+  }
+  return num_streaming;
+}
+
+TEST_CASE("the faster kind of store is kept, until the machine changes") {
+  StoreKindChooser chooser;
+  // Ten calls with the trial of four, then the plain ones, which are faster.
+  CHECK(run_calls(chooser, 10, 12, 24) == 4);
+  CHECK(run_calls(chooser, 100, 12, 24) == 0);
+  // No cache is shared any more: found within two looks, of 64 calls.
+  run_calls(chooser, 128 + 10, 46, 16.5F);
+  CHECK(run_calls(chooser, 100, 46, 16.5F) == 100);
+  // Shared again, which hardly changes the time of the kind that is kept: found by the next trial.
+  run_calls(chooser, 512, 1.1F, 16.5F);
+  CHECK(run_calls(chooser, 100, 1.1F, 16.5F) <= 4);
+  // Neither another operation's calls nor small ones say anything about these.
+  chooser.begin(OpKind::kAllGather, std::size_t{1} << 20);
+  chooser.count(1000);
+  chooser.begin(OpKind::kAllReduce, 1 << 10);
+  CHECK(chooser.kind() == host::StoreKind::kCached);
+  chooser.count(1000);
+  CHECK(run_calls(chooser, 50, 1.1F, 16.5F) <= 4);
+}
+
+TEST_CASE("the kind of the next call is rank 0's") {
+  StoreKindChooser chooser;
+  for (int i = 0; i < 20; ++i) {
+    chooser.begin(OpKind::kBroadcast, std::size_t{1} << 20);
+    CHECK(chooser.kind() == (i % 3 == 1 ? host::StoreKind::kStreaming : host::StoreKind::kCached));
+    chooser.follow(i % 3 == 0);
+  }
 }
 
 }  // namespace

@@ -223,8 +223,7 @@ std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
       } catch (const Error&) {
         in_vain = std::current_exception();
       }
-      std::string ignored;
-      if (store.try_get(key + "/made/" + std::to_string(peer), ignored)) break;
+      if (store.try_get(key + "/made/" + std::to_string(peer))) break;
       if (in_vain != nullptr) std::rethrow_exception(in_vain);
     }
   }

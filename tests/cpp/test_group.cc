@@ -282,8 +282,8 @@ class InterruptedStore final : public KeyValueStore {
   InterruptedStore(MemoryStore& whole, milliseconds delay) : whole_(whole), delay_(delay) {}
   bool is_interrupted() override { return std::chrono::steady_clock::now() > begin_ + delay_; }
   void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
-  bool try_get(const std::string& key, std::string& value) override {
-    return whole_.try_get(key, value);
+  std::optional<std::string> try_get(const std::string& key) override {
+    return whole_.try_get(key);
   }
   void set_first(const std::string& key, const std::string& value) override {
     whole_.set_first(key, value);
@@ -310,9 +310,7 @@ TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
   // The record of rank 0 of an earlier group of two: its bootstrap no longer offers memory.
   const auto leave_record = [](KeyValueStore& store, const std::string& bootstrap_address) {
     const Group any = testing::make_group(store, identity(0, 1), {}, testing::kBound);
-    std::string text;
-    store.try_get("ringcomm/rank/0", text);
-    RankRecord record = RankRecord::from_text(text);
+    RankRecord record = RankRecord::from_text(store.try_get("ringcomm/rank/0").value());
     record.world_size = 2;
     if (!bootstrap_address.empty()) record.bootstrap_address = bootstrap_address;
     store.set("ringcomm/rank/0", record.to_text());
@@ -370,9 +368,7 @@ TEST_CASE("memory that rank 0 never hands over is a time-out that says so") {
   {
     const Group earlier = testing::make_group(store, identity(0, 1), {}, testing::kBound);
   }
-  std::string text;
-  REQUIRE(store.try_get("ringcomm/rank/0", text));
-  RankRecord record = RankRecord::from_text(text);
+  RankRecord record = RankRecord::from_text(store.try_get("ringcomm/rank/0").value());
   record.world_size = 2;
   store.set("ringcomm/rank/0", record.to_text());
   expect_error(error_of([&] { testing::make_group(store, identity(1, 2), {}, milliseconds(100)); }),
@@ -423,9 +419,11 @@ class LateReader final : public KeyValueStore {
   void set_first(const std::string& key, const std::string& value) override {
     store_.set_first(key, value);
   }
-  bool try_get(const std::string& key, std::string& value) override {
-    return store_.try_get(key, value) &&
-           (key != "ringcomm/rank/0" || !RankRecord::from_text(value).failure.text.empty());
+  std::optional<std::string> try_get(const std::string& key) override {
+    auto value = store_.try_get(key);
+    const bool is_early =
+        value && key == "ringcomm/rank/0" && RankRecord::from_text(*value).failure.text.empty();
+    return is_early ? std::nullopt : value;
   }
   std::unique_ptr<KeyValueStore> clone() override { return store_.clone(); }
 

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -235,14 +236,14 @@ class AttemptStore final : public KeyValueStore {
     store_.set(key, value);
   }
   void set_first(const std::string& key, const std::string& value) override { set(key, value); }
-  bool try_get(const std::string& key, std::string& value) override {
+  std::optional<std::string> try_get(const std::string& key) override {
     look(key);
     const bool is_of_another = key.starts_with("ringcomm/rank/") && !key.ends_with(own_);
     if (rank_ == attempt_.failing && is_of_another) {
       testing::wait_until([&] { return attempt_.num_ahead > 0; }, "the others");
       throw Error({.kind = ErrorKind::kSystem, .rank = rank_}, "no store");
     }
-    return store_.try_get(key, value);
+    return store_.try_get(key);
   }
   std::unique_ptr<KeyValueStore> clone() override {
     return std::make_unique<AttemptStore>(store_, attempt_, rank_);

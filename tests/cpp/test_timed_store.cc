@@ -25,10 +25,10 @@ class GatedStore final : public KeyValueStore {
     const std::lock_guard lock(*gate_);
     store_.set(key, value);
   }
-  bool try_get(const std::string& key, std::string& value) override {
+  std::optional<std::string> try_get(const std::string& key) override {
     const std::lock_guard lock(*gate_);
     if (key == "broken") throw std::runtime_error("no store");
-    return store_.try_get(key, value);
+    return store_.try_get(key);
   }
   void set_first(const std::string& key, const std::string& value) override { set(key, value); }
   std::unique_ptr<KeyValueStore> clone() override { return store_.clone(); }
@@ -47,15 +47,11 @@ bool eventually(const std::function<bool()>& is_true) {
 TEST_CASE("store: answers and errors come back") {
   testing::MemoryStore memory;
   TimedStore store(std::make_shared<GatedStore>(std::make_shared<std::mutex>(), memory));
-  std::string value;
-  CHECK_FALSE(store.try_get("key", value));
+  CHECK_FALSE(store.try_get("key"));
   store.set("key", "text");
-  CHECK(store.try_get("key", value));
-  CHECK(value == "text");
-  CHECK_THROWS_WITH_AS(store.try_get("broken", value), "no store", std::runtime_error);
-  value.clear();
-  CHECK(eventually([&] { return store.peek("key", value); }));
-  CHECK(value == "text");
+  CHECK(store.try_get("key") == "text");
+  CHECK_THROWS_WITH_AS(store.try_get("broken"), "no store", std::runtime_error);
+  CHECK(eventually([&] { return store.peek("key") == "text"; }));
 }
 
 TEST_CASE("store: one that is silent costs its callers a second together, and its object's end") {
@@ -65,18 +61,15 @@ TEST_CASE("store: one that is silent costs its callers a second together, and it
   std::unique_lock silence(*gate);
   {
     TimedStore store(asked);
-    std::string value;
     const auto begin = Clock::now();
-    CHECK_FALSE(store.peek("key", value));
-    for (int i = 0; i < 3; ++i) CHECK_THROWS_AS(store.try_get("key", value), Error);
+    CHECK_FALSE(store.peek("key"));
+    for (int i = 0; i < 3; ++i) CHECK_THROWS_AS(store.try_get("key"), Error);
     CHECK_THROWS_AS(store.set("late", "written"), Error);
     CHECK(Clock::now() - begin < testing::kBound);
   }
-  std::string value;
-  CHECK_FALSE(memory.try_get("late", value));
+  CHECK_FALSE(memory.try_get("late"));
   silence.unlock();
-  CHECK(eventually([&] { return memory.try_get("late", value); }));
-  CHECK(value == "written");
+  CHECK(eventually([&] { return memory.try_get("late") == "written"; }));
   CHECK(eventually([&] { return asked.use_count() == 1; }));
 }
 
@@ -91,8 +84,7 @@ TEST_CASE("store: until its deadline a call waits longer") {
     std::this_thread::sleep_for(std::chrono::milliseconds(1200));
   });
   REQUIRE(eventually([&] { return is_silent.load(); }));
-  std::string value;
-  CHECK_FALSE(store.try_get("key", value));
+  CHECK_FALSE(store.try_get("key"));
   silence.join();
 }
 

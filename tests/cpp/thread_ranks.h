@@ -46,8 +46,10 @@ class MemoryStore final : public KeyValueStore {
     value = values_[key];
     return true;
   }
-  bool try_get(const std::string& key, std::string& value) override {
-    return get(key, std::chrono::milliseconds(0), value);
+  std::optional<std::string> try_get(const std::string& key) override {
+    std::string value;
+    if (!get(key, std::chrono::milliseconds(0), value)) return {};
+    return value;
   }
   void set_first(const std::string& key, const std::string& value) override {
     const std::lock_guard lock(mutex_);
@@ -61,8 +63,8 @@ class MemoryStore final : public KeyValueStore {
    public:
     explicit Clone(MemoryStore& whole) : whole_(whole) {}
     void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
-    bool try_get(const std::string& key, std::string& value) override {
-      return whole_.try_get(key, value);
+    std::optional<std::string> try_get(const std::string& key) override {
+      return whole_.try_get(key);
     }
     void set_first(const std::string& key, const std::string& value) override {
       whole_.set_first(key, value);

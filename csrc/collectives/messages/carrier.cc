@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -82,7 +81,6 @@ class MessageCarrier final : public Carrier {
       throw;
     }
     members_.watch(*transport_);
-    messages_.emplace(*transport_);
   }
 
   ~MessageCarrier() override { members_.leave(); }
@@ -105,13 +103,12 @@ class MessageCarrier final : public Carrier {
 
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override {
     members_.note_call(header.seq);
-    MessageMembers::Operation operation(members_, deadline_after(limits.timeout));
-    messages_->begin(operation);
+    MessageEngine messages(*transport_, members_, deadline_after(limits.timeout));
     try {
       const Traffic traffic = run_message_collective(
-          {.hosts = hosts_, .flat = flat_, .local = local_.get(), .messages = *messages_}, call,
+          {.hosts = hosts_, .flat = flat_, .local = local_.get(), .messages = messages}, call,
           header, limits);
-      messages_->finish();
+      messages.finish();
       return traffic;
     } catch (...) {
       // The store may not have it yet.
@@ -119,7 +116,6 @@ class MessageCarrier final : public Carrier {
         members_.abort(local_->membership().abort_reason());
       // Messages on their way would go on using the call's buffers, which end with it.
       transport_->abort();
-      messages_->drop();
       throw;
     }
   }
@@ -141,7 +137,6 @@ class MessageCarrier final : public Carrier {
   MessageMembers members_;
   std::unique_ptr<Carrier> local_;  // null where this rank is alone on its host
   std::unique_ptr<MessageTransport> transport_;
-  std::optional<MessageEngine> messages_;
 };
 
 }  // namespace

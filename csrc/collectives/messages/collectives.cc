@@ -58,6 +58,14 @@ constexpr std::size_t kStagingBytes = std::size_t{8} << 20;
 // at a time lose packets on a shared cable.
 constexpr std::size_t kSteppedBytes = std::size_t{256} << 10;
 
+// Where two ranks have other bytes for the share of `owner`.
+std::string table_difference(std::size_t owner, int a, std::uint64_t a_bytes, int b,
+                             std::uint64_t b_bytes) {
+  return "the share of rank " + std::to_string(owner) + " has " + std::to_string(a_bytes) +
+         " bytes for rank " + std::to_string(a) + ", and " + std::to_string(b_bytes) +
+         " bytes for rank " + std::to_string(b);
+}
+
 // What `values` has for a rank or a host.
 template <class Values>
 auto& of(Values& values, int number) {
@@ -156,12 +164,29 @@ class HostsCollective {
       }
   }
 
-  // Before messages that carry no header: the leaders compare their neighbours', in one step.
-  void meet() {
+  // Before messages that carry no header: the leaders compare their neighbours', in one step, and
+  // `table`, which is of the shares' bytes.
+  void meet(const std::vector<std::uint64_t>& table = {}) {
+    const std::size_t num_bytes = table.size() * sizeof(std::uint64_t);
+    // The engine's: the transport may still use it when an exception has left this function.
+    std::byte* const theirs = messages_.stage(2 * num_bytes);
+    if (num_bytes > 0) std::memcpy(theirs + num_bytes, table.data(), num_bytes);
     MessageExchange exchange(messages_, header_);
-    greet(exchange, false, false);
+    if (hosts_.local_rank == 0) {
+      exchange.recv(previous_leader(), theirs, num_bytes);
+      exchange.send(leader_at(1), theirs + num_bytes, num_bytes);
+    }
     exchange.finish();
     run_local({.op = OpKind::kBarrier});
+    for (std::size_t owner = 0; owner < table.size(); ++owner) {
+      std::uint64_t there = 0;
+      std::memcpy(&there, theirs + owner * sizeof(there), sizeof(there));
+      if (there != table[owner])
+        throw Mismatched{
+            .peer = previous_leader(),
+            .theirs = header_,
+            .difference = table_difference(owner, previous_leader(), there, rank_, table[owner])};
+    }
   }
 
  private:
@@ -256,7 +281,7 @@ class HostsCollective {
   }
 
   void ring(const MessageShares& shares, const RingHalves& halves) {
-    greet_neighbours(messages_, header_, shares.table());
+    meet(shares.table());
     count_sent(run_message_ring(messages_, shares, halves));
   }
 

@@ -5,7 +5,6 @@
 
 #include "collectives/flight.h"
 #include "collectives/trace.h"
-#include "core/chunk_layout.h"
 
 namespace ringcomm {
 namespace {
@@ -32,17 +31,16 @@ void MessageEngine::wait(Handle message, bool is_arrival) {
     return trace::Event{
         .from = message->peer, .kind = trace::Kind::kWait, .name = trace::name_number("wait")};
   });
-  operation_->members().note({message->peer});
-  operation_->await(message->peer);
+  members_.note({message->peer});
+  operation_.await(message->peer);
   const std::uint64_t begin = flight::ticks();
   const MessageEnd end = message->message->wait();
   if (const std::uint64_t waited = flight::long_wait_since(begin); waited > 0)
-    operation_->members().note(
-        {message->peer, waited,
-         is_arrival && is_arriving_ &&
-             waited >= kLateTimes * static_cast<std::uint64_t>(flight::long_wait_ticks)});
+    members_.note({message->peer, waited,
+                   is_arrival && is_arriving_ &&
+                       waited >= kLateTimes * static_cast<std::uint64_t>(flight::long_wait_ticks)});
   if (end != MessageEnd::kDone)
-    throw Stopped{.stop = operation_->stop_of(end, message->peer),
+    throw Stopped{.stop = operation_.stop_of(end, message->peer),
                   .peer = message->peer,
                   .detail = end == MessageEnd::kFailed ? message->message->failure() : ""};
   posted_.erase(message);
@@ -51,17 +49,6 @@ void MessageEngine::wait(Handle message, bool is_arrival) {
 std::byte* MessageEngine::stage(std::size_t num_bytes) {
   staging_.push_back(std::make_unique_for_overwrite<std::byte[]>(num_bytes));
   return staging_.back().get();
-}
-
-void MessageEngine::finish() {
-  while (!posted_.empty()) wait(posted_.begin());
-  drop();
-}
-
-void MessageEngine::drop() {
-  posted_.clear();
-  staging_.clear();
-  operation_ = nullptr;
 }
 
 MessageEnvelope& MessageExchange::free_envelope() {
@@ -121,46 +108,10 @@ void MessageExchange::open(Incoming& incoming) {
     incoming.data_message = engine_.irecv(peer, MessageTags::of_data(num_bytes), data, num_bytes);
 }
 
-void greet_neighbours(MessageEngine& engine, const CallHeader& header,
-                      const std::vector<std::uint64_t>& table) {
-  const RingSchedule ring(engine.rank(), engine.world_size());
-  const std::size_t num_bytes = table.size() * sizeof(std::uint64_t);
-  // The engine's: the transport may still use them when an exception has left this function.
-  std::byte* sent = engine.stage(num_bytes);
-  std::byte* received = engine.stage(num_bytes);
-  if (num_bytes > 0) std::memcpy(sent, table.data(), num_bytes);
-  MessageExchange exchange(engine, header);
-  exchange.recv(ring.previous(), received, num_bytes);
-  exchange.send(ring.next(), sent, num_bytes);
-  exchange.finish();
-  for (std::size_t owner = 0; owner < table.size(); ++owner) {
-    std::uint64_t theirs = 0;
-    std::memcpy(&theirs, received + owner * sizeof(theirs), sizeof(theirs));
-    if (theirs != table[owner])
-      throw Mismatched{.peer = ring.previous(),
-                       .theirs = header,
-                       .difference = table_difference(owner, ring.previous(), theirs, engine.rank(),
-                                                      table[owner])};
-  }
-}
-
 bool is_compatible(const CallHeader& a, const CallHeader& b) {
   const bool has_shares =
       a.op == OpKind::kReduceScatter || a.op == OpKind::kAllGather || has_private_sizes(a.op);
   return has_shares ? is_same_call(a, b) : a == b;
-}
-
-std::string size_difference(int from, std::uint64_t has_bytes, int to,
-                            std::uint64_t expects_bytes) {
-  return "rank " + std::to_string(from) + " has " + std::to_string(has_bytes) + " bytes for rank " +
-         std::to_string(to) + ", which expects " + std::to_string(expects_bytes) + " bytes";
-}
-
-std::string table_difference(std::size_t owner, int a, std::uint64_t a_bytes, int b,
-                             std::uint64_t b_bytes) {
-  return "the share of rank " + std::to_string(owner) + " has " + std::to_string(a_bytes) +
-         " bytes for rank " + std::to_string(a) + ", and " + std::to_string(b_bytes) +
-         " bytes for rank " + std::to_string(b);
 }
 
 }  // namespace ringcomm

@@ -6,7 +6,6 @@
 #include <list>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "collectives/carrier.h"
@@ -50,9 +49,9 @@ struct MessageTags {
   }
 };
 
-/// The messages and staging memory of the collective that runs; one after another, on one thread at
-/// a time. They belong to the engine and not to the functions that use them: an exception must not
-/// free what the transport still reads or writes.
+/// The messages and staging memory of one collective. They belong to the engine and not to the
+/// functions that use them: an exception must not free what the transport still reads or writes. So
+/// after one the transport is aborted before the engine's end.
 class MessageEngine {
  public:
   struct Posted {
@@ -62,19 +61,17 @@ class MessageEngine {
   /// A message that has been started and not been waited for.
   using Handle = std::list<Posted>::iterator;
 
-  /// `transport` must live as long.
-  explicit MessageEngine(MessageTransport& transport) : transport_(transport) {}
+  /// Both must live as long.
+  MessageEngine(MessageTransport& transport, MessageMembers& members,
+                MessageMembers::Clock::time_point deadline)
+      : transport_(transport), members_(members), operation_(members, deadline) {
+    step() = {};
+  }
 
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
 
-  /// Starts an operation; `operation` must live until finish() or drop().
-  void begin(MessageMembers::Operation& operation) {
-    operation_ = &operation;
-    is_arriving_ = true;
-    step() = {};
-  }
-  CallStep& step() { return operation_->members().step(); }
+  CallStep& step() { return members_.step(); }
 
   Handle irecv(int peer, int tag, void* data, std::size_t num_bytes);
   Handle isend(int peer, int tag, const void* data, std::size_t num_bytes);
@@ -86,35 +83,38 @@ class MessageEngine {
   /// Counts bytes of the call's data.
   void count(int peer, std::uint64_t sent, std::uint64_t received) {
     if (sent + received > 0)
-      operation_->members().note({.rank = peer, .sent_bytes = sent, .received_bytes = received});
+      members_.note({.rank = peer, .sent_bytes = sent, .received_bytes = received});
   }
 
-  /// Memory until finish() or drop(), aligned for any element.
+  /// Memory as long as the engine's, aligned for any element.
   std::byte* stage(std::size_t num_bytes);
 
-  /// Ends the operation: waits for all messages left. Throws as wait() does.
-  void finish();
-  /// Ends an operation that failed; the transport has been aborted.
-  void drop();
+  /// Waits for all messages left. Throws as wait() does.
+  void finish() {
+    while (!posted_.empty()) wait(posted_.begin());
+  }
 
  private:
   MessageTransport& transport_;
-  MessageMembers::Operation* operation_ = nullptr;
-  bool is_arriving_ = false;
+  MessageMembers& members_;
+  MessageMembers::Operation operation_;
+  bool is_arriving_ = true;
   std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this engine
   std::list<Posted> posted_;
 };
 
-/// Precedes data that one rank sends to another, with its call and size: a message must fit its
-/// receive, and the envelope always does. Small data is part of it.
-struct MessageEnvelope {
-  CallHeader header;
+/// Precedes data that one rank sends to another, with its size: a message must fit its receive, and
+/// the envelope always does. Small data is part of it.
+template <class Header>
+struct Envelope {
+  Header header;
   std::uint64_t num_bytes;
   // A page in total, copied in about 1 us; a separate message costs about 100 us.
-  std::array<std::byte, 4096 - sizeof(CallHeader) - sizeof(std::uint64_t)> data;
+  std::array<std::byte, 4096 - sizeof(Header) - sizeof(std::uint64_t)> data;
 
   bool is_whole() const { return num_bytes <= sizeof(data); }
 };
+using MessageEnvelope = Envelope<CallHeader>;
 
 /// Direct transfers from one rank to another, any number at the same time. May be used again after
 /// finish().
@@ -156,18 +156,8 @@ class MessageExchange {
   std::size_t num_used_ = 0;                 // the first of them are in use until finish()
 };
 
-/// Exchanges headers between neighbours of the ring of all ranks, for collectives whose first data
-/// goes to other ranks, and `table`, which must be equal on all ranks. Throws Mismatched.
-void greet_neighbours(MessageEngine& engine, const CallHeader& header,
-                      const std::vector<std::uint64_t>& table = {});
-
 /// Whether two ranks' headers may be of one call. Where ranks may have shares of different sizes,
 /// those are compared elsewhere.
 bool is_compatible(const CallHeader& a, const CallHeader& b);
-/// Where sizes differ, in words: what `from` has for `to`, and the share of `owner` in the tables
-/// of two ranks.
-std::string size_difference(int from, std::uint64_t has_bytes, int to, std::uint64_t expects_bytes);
-std::string table_difference(std::size_t owner, int a, std::uint64_t a_bytes, int b,
-                             std::uint64_t b_bytes);
 
 }  // namespace ringcomm

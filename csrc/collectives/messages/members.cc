@@ -43,27 +43,28 @@ MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
     store_.set(entry_of(rank_), mine);
   };
   std::vector<std::string> attempts(static_cast<std::size_t>(ranks.world_size()), mine);
-  std::string text;
+  std::string all;
   if (rank_ == 0) enter(mine);
   ranks.wait_for_all([&](int peer) {
     if (rank_ == 0) {
       // The record first: a peer that has entered is in no later attempt then.
       const std::string attempt = attempts[static_cast<std::size_t>(peer)] = ranks.key_of(peer);
-      if (store_.try_get(entry_of(peer), text) && text == attempt) return true;
+      if (store_.try_get(entry_of(peer)) == attempt) return true;
       store_.set(name_for(attempt), key_);
       return false;
     }
-    if (peer == 0 && store_.try_get(name_for(mine), text) && text != key_) enter(text);
-    return !key_.empty() && store_.try_get(peer == 0 ? prefix_ + "all" : entry_of(peer), text);
+    if (peer == 0)
+      if (const auto name = store_.try_get(name_for(mine)); name && name != key_) enter(*name);
+    if (key_.empty()) return false;
+    const auto found = store_.try_get(peer == 0 ? prefix_ + "all" : entry_of(peer));
+    if (peer == 0) all = found.value_or("");
+    return found.has_value();
   });
   if (rank_ == 0) {
-    text.clear();
-    for (const std::string& attempt : attempts) text += attempt + " ";
-    store_.set(prefix_ + "all", text);
-  } else {
-    store_.try_get(prefix_ + "all", text);
+    for (const std::string& attempt : attempts) all += attempt + " ";
+    store_.set(prefix_ + "all", all);
   }
-  ranks.expect(text);
+  ranks.expect(all);
   processes_ = ranks.processes();
   store_.forget_deadline();
 }
@@ -92,10 +93,10 @@ bool MessageMembers::is_alive(int rank) const {
 
 // Whether `rank` has destroyed its side of the group.
 bool MessageMembers::ask_left(int rank) {
-  std::string text;
-  if (!store_.try_get(prefix_ + "left/" + std::to_string(rank), text)) return false;
+  const auto text = store_.try_get(prefix_ + "left/" + std::to_string(rank));
+  if (!text) return false;
   const std::lock_guard lock(mutex_);
-  num_calls_of_[rank] = std::strtoll(text.c_str(), nullptr, 10);
+  num_calls_of_[rank] = std::strtoll(text->c_str(), nullptr, 10);
   return true;
 }
 
@@ -153,10 +154,9 @@ bool MessageMembers::is_given_up(bool asks) noexcept {
 bool MessageMembers::look(bool waits) {
   if (state_of(rank_) == Stop::kAborted) return true;
   const std::string key = prefix_ + "abort";
-  std::string text;
-  if (!(waits ? store_.try_get(key, text) : store_.peek(key, text))) return false;
-  keep(AbortReason::from_text(text));
-  return true;
+  const auto text = waits ? store_.try_get(key) : store_.peek(key);
+  if (text) keep(AbortReason::from_text(*text));
+  return text.has_value();
 }
 
 // ---- The watchdog.

@@ -72,7 +72,6 @@ class MessageMembers final : public Membership {
 
     /// It begins to wait for a message from or to `peer`; kAnySource for one from any rank.
     void await(int peer);
-    MessageMembers& members() const { return members_; }
     /// No rank is left that could send to its receive from any source.
     void no_source_is_left();
     /// Why its wait for a message of `peer` did not end with kDone.

@@ -1,7 +1,6 @@
 #include "collectives/p2p.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <deque>
 #include <list>
@@ -24,23 +23,17 @@ namespace {
 // another one ends.
 constexpr std::size_t kMaxThreads = 32;
 
-// A user's message is an envelope of fixed size with its length, which contains short data; the tag
-// is the user's. Long data follows with a tag of its own. So different sizes are an error instead
-// of corruption, and a receive from any source knows the sender of the second message.
-struct Envelope {
-  std::uint64_t num_bytes = 0;
-  std::int32_t data_tag = 0;
-  std::array<std::byte, 4096 - 16> data = {};
-
-  bool is_whole() const { return num_bytes <= sizeof(data); }
-};
+// A user's message is an envelope with the user's tag. Long data follows with a tag of its own, the
+// header of the envelope. So different sizes are an error instead of corruption, and a receive from
+// any source knows the sender of the second message.
+using UserEnvelope = Envelope<std::int64_t>;
 
 struct Item {
   Item(const P2pOpPtr& operation, MessageMembers& members)
       : op(operation), watched(members, operation->deadline) {}
 
   P2pOpPtr op;
-  Envelope envelope;
+  UserEnvelope envelope = {};
   MessageMembers::Operation watched;
   MessageTransport::MessagePtr envelope_message;
   MessageTransport::MessagePtr data_message;
@@ -126,7 +119,7 @@ class MessageP2p final : public PointToPoint {
   // Unsupported before anything has started.
   void start_message(Item& item) {
     const P2pOp& op = *item.op;
-    Envelope& envelope = item.envelope;
+    UserEnvelope& envelope = item.envelope;
     auto* bytes = reinterpret_cast<std::byte*>(&envelope);
     const int tag = MessageTags::of(op.tag);
     if (!op.is_send()) {
@@ -136,14 +129,14 @@ class MessageP2p final : public PointToPoint {
     envelope.num_bytes = op.num_bytes;
     if (!envelope.is_whole()) {
       std::uint32_t& count = num_long_sends_[static_cast<std::size_t>(op.peer)];
-      envelope.data_tag =
-          MessageTags::kFirstLong + static_cast<int>(count++ % MessageTags::kNumLong);
+      envelope.header = MessageTags::kFirstLong + static_cast<int>(count++ % MessageTags::kNumLong);
     } else if (op.num_bytes > 0) {
       std::memcpy(envelope.data.data(), op.data, op.num_bytes);
     }
     item.envelope_message = transport_.isend(op.peer, tag, bytes, sizeof(envelope));
     if (!envelope.is_whole())
-      item.data_message = transport_.isend(op.peer, envelope.data_tag, op.data, op.num_bytes);
+      item.data_message =
+          transport_.isend(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
   }
 
   void start_thread() {
@@ -218,7 +211,7 @@ class MessageP2p final : public PointToPoint {
   // A receive has its envelope.
   void open(Item& item) {
     P2pOp& op = *item.op;
-    const Envelope& envelope = item.envelope;
+    const UserEnvelope& envelope = item.envelope;
     bool fits = false;
     {
       const Lock lock(mutex_);  // waiting threads read both
@@ -227,7 +220,8 @@ class MessageP2p final : public PointToPoint {
     }
     if (!fits) raise_misfit(op, envelope.num_bytes);
     if (!envelope.is_whole())
-      item.data_message = transport_.irecv(op.peer, envelope.data_tag, op.data, op.num_bytes);
+      item.data_message =
+          transport_.irecv(op.peer, static_cast<int>(envelope.header), op.data, op.num_bytes);
     else if (op.num_bytes > 0)
       std::memcpy(op.data, envelope.data.data(), op.num_bytes);
   }

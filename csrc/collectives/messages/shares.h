@@ -29,7 +29,7 @@ struct MessageShares {
   const RingChunk& of(int rank) const { return shares[static_cast<std::size_t>(rank)]; }
   std::size_t max_elems() const;
   std::size_t num_bytes(int rank) const { return of(rank).num_elems * element_bytes; }
-  /// The bytes of each chunk, for greet_neighbours().
+  /// The bytes of each chunk, which is the same on all ranks.
   std::vector<std::uint64_t> table() const;
 
   const std::byte* input(int rank, const ElemRange& slice) const {

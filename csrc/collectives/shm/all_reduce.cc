@@ -211,7 +211,7 @@ std::uint64_t all_reduce_shared(Engine& engine, const Collective& call) {
   const void** sources = engine.sources();
   for (std::size_t i = 0; i < num_slices(own.num_elems, block_elems); ++i) {
     // A failed peer may have returned to its caller, which may reuse the buffer.
-    Engine::check(engine.group().state_of(rank));
+    engine.check(engine.group().state_of(rank));
     const ElemRange block = slice_of({0, own.num_elems}, i, block_elems);
     const std::size_t offset_bytes = block.begin_elems * bytes;
     for (std::size_t peer = 0; peer < inputs.size(); ++peer)

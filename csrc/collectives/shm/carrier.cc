@@ -104,22 +104,12 @@ Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
     throw Stopped{group_.state_of(gone), gone};
   group_.note_call(header.seq);
   scope_.begin(limits);
-  engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()),
-                              group_.rank() == 0);
+  engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
   engine_.take_copied_bytes();  // of a call that failed
   try {
-    Traffic traffic = run_explained(call, header);
+    Traffic traffic = run_or_share(call, header);
     traffic.copied_bytes = engine_.take_copied_bytes();
     return traffic;
-  } catch (Stopped& stopped) {
-    stopped.peer = scope_.awaited_peer();
-    throw;
-  }
-}
-
-Traffic ShmCarrier::run_explained(const Collective& call, const CallHeader& header) {
-  try {
-    return run_or_share(call, header);
   } catch (const Mismatched& mismatched) {
     // The headers do not show the sizes of a peer whose shares are uneven.
     if (is_same_call(header, mismatched.theirs) && !header.is_uneven && mismatched.theirs.is_uneven)

@@ -26,7 +26,6 @@ class ShmCarrier final : public Carrier {
 
  private:
   BufferNote note_of(const Collective& call) const;
-  Traffic run_explained(const Collective& call, const CallHeader& header);
   Traffic run_or_share(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;

@@ -24,45 +24,35 @@ constexpr std::chrono::milliseconds kFetchPause{1};
 
 }  // namespace
 
-void StoreKindChooser::begin(OpKind op, std::size_t num_bytes, bool decides) {
+void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
   class_ = nullptr;
   kind_ = StoreKind::kCached;
-  is_timed_ = false;
-  if (num_bytes < kMinBytes) return;
-  const auto class_idx =
-      std::min<std::size_t>(std::bit_width(num_bytes / kMinBytes) - 1, kNumClasses - 1);
-  class_ = &classes_[static_cast<std::size_t>(op)][class_idx];
-  kind_ = class_->is_next_streaming ? StoreKind::kStreaming : StoreKind::kCached;
-  if (!decides) return;
-  is_timed_ = true;
-  begin_ = Clock::now();
-  // The calls of a trial run one call after they are decided on, and are over when the second call
-  // of the next cycle begins.
-  auto& [best_us, num_calls, is_kept, is_next] = *class_;
-  const std::uint32_t idx = num_calls++ % kCycleCalls;
-  const float other_us = best_us[is_kept ? 0 : 1];
-  if (idx == 1 && other_us > 0 && other_us < kMargin * best_us[is_kept ? 1 : 0]) is_kept = !is_kept;
-  if (idx == kCycleCalls - kTrialCalls) best_us[is_kept ? 0 : 1] = 0;
-  is_next = is_kept != (idx >= kCycleCalls - kTrialCalls);
+  const auto width = static_cast<std::size_t>(std::bit_width(num_bytes >> 14));
+  if (width == 0) return;  // it is over before its lines have left the cache
+  auto& classes = classes_[static_cast<std::size_t>(op)];
+  class_ = &classes[std::min(width, classes.size()) - 1];
+  if (class_->is_next_streaming) kind_ = StoreKind::kStreaming;
+  // 512: when the cores come to share a cache, the time of streaming stores hardly changes.
+  auto& [best, recent_best, num_calls, is_next] = *class_;
+  const bool is_look = num_calls % 64 == 0;
+  if (num_calls == 512 || (is_look && recent_best > 2 * std::ranges::min(best))) *class_ = {};
+  if (is_look) recent_best = kNever;
+  const std::uint32_t idx = num_calls++;
+  is_next = idx >= 3 && (idx < 7 || best[1] < best[0]);
+  elapsed_ = {};
+  resume();
 }
 
-void StoreKindChooser::pause() {
-  if (is_timed_) pause_ = Clock::now();
-}
-
-void StoreKindChooser::resume() {
-  if (is_timed_) begin_ += Clock::now() - pause_;
-}
-
-void StoreKindChooser::end() {
-  if (!is_timed_) return;
-  const float elapsed_us = std::chrono::duration<float, std::micro>(Clock::now() - begin_).count();
-  float& best_us = class_->best_us[kind_ == StoreKind::kStreaming ? 1 : 0];
-  best_us = best_us == 0 ? elapsed_us : std::min(elapsed_us, best_us * kForget);
+void StoreKindChooser::count(float seconds) {
+  if (class_ == nullptr) return;
+  float& best = class_->best[kind_ == StoreKind::kStreaming ? 1 : 0];
+  best = std::min(best, seconds);
+  class_->recent_best = std::min(class_->recent_best, seconds);
 }
 
 Engine::Engine(shm::Group& group, shm::WaitScope& scope)
     : group_(group),
+      scope_(scope),
       arch_(scope, group),
       board_(arch_, group.board(), group.rank()),
       sources_(static_cast<std::size_t>(group.world_size())),

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -97,60 +98,51 @@ struct BufferNote {
   bool is_given() const { return input.is_somewhere(); }
 };
 
-/// Chooses how staged bytes are stored, while running; one choice for all ranks.
-///
-/// If the cores of two ranks share a cache, plain stores are 2 times faster; otherwise non-temporal
-/// stores are 2 to 3 times faster (docs/experiments.md, "stores"). Virtual machines switch between
-/// the two cases several times a minute, and no counter shows it. So the collectives themselves are
-/// timed: each size class of each operation times both kinds, keeps the faster, and tries the other
-/// one periodically. Rank 0 measures and decides; it tells the kind of the class's next call in
-/// each call, so that no rank's trial disturbs another's time.
-///
-/// The wait for late ranks at the beginning does not count. Of the other times the shortest recent
-/// ones are compared.
+/// Chooses how staged bytes are stored: plain stores are 2 times faster if the cores of two ranks
+/// share a cache, and otherwise 2 to 3 times slower (docs/experiments.md, "stores"). A virtual
+/// machine switches between the two cases, and no counter shows it. So the collectives are timed,
+/// by operation and size class. The first calls of a class try both kinds, the others use the
+/// faster, until the time doubles or 512 calls are made. Rank 0 tells the kind of the class's next
+/// call in each call: a rank that tried alone would disturb the others' times.
 class StoreKindChooser {
  public:
-  /// Starts a collective of `num_bytes` per rank; decides its kind until the next one.
-  void begin(OpKind op, std::size_t num_bytes, bool decides);
-  /// What rank 0 tells.
+  /// Starts a collective of `num_bytes` per rank.
+  void begin(OpKind op, std::size_t num_bytes);
+  host::StoreKind kind() const { return kind_; }
   bool is_next_streaming() const { return class_ != nullptr && class_->is_next_streaming; }
   /// What rank 0 told.
   void follow(bool is_next_streaming) {
     if (class_ != nullptr) class_->is_next_streaming = is_next_streaming;
   }
-  /// On rank 0, stops and continues the time of the collective.
-  void pause();
-  void resume();
-  void end();
-
-  host::StoreKind kind() const { return kind_; }
+  /// Stops and continues the time of the collective: the wait for late ranks does not count.
+  void pause() {
+    if (class_ != nullptr) elapsed_ += Clock::now().time_since_epoch();
+  }
+  void resume() {
+    if (class_ != nullptr) elapsed_ -= Clock::now().time_since_epoch();
+  }
+  void end() {
+    pause();
+    count(std::chrono::duration<float>(elapsed_).count());
+  }
+  void count(float seconds);
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr float kNever = std::numeric_limits<float>::infinity();
 
-  // Below this a collective is over before its lines have left the cache.
-  static constexpr std::size_t kMinBytes = 16 << 10;
-  static constexpr int kNumClasses = 16;  // powers of two, starting at kMinBytes
-  // Trying the slower kind for 3 calls of 64 costs 5-10 % at most, and a change of the machine is
-  // found within 64 calls.
-  static constexpr std::uint32_t kCycleCalls = 64;
-  static constexpr std::uint32_t kTrialCalls = 3;
-  static constexpr float kForget = 1.03F;  // per call, how a best time grows old
-  static constexpr float kMargin = 0.93F;  // of the kept kind's time that the other must reach
-
+  // The shortest times, because the others include later waits.
   struct SizeClass {
-    std::array<float, 2> best_us = {0, 0};                    // by StoreKind; 0: not measured
-    std::uint32_t num_calls = kCycleCalls - 2 * kTrialCalls;  // the first trial comes soon
-    bool is_streaming_kept = false;
+    std::array<float, 2> best = {kNever, kNever};  // by StoreKind, since the last trial
+    float recent_best = kNever;                    // of up to 64 calls
+    std::uint32_t num_calls = 0;                   // since the last trial began
     bool is_next_streaming = false;
   };
 
-  std::array<std::array<SizeClass, kNumClasses>, kNumOpKinds> classes_;
+  std::array<std::array<SizeClass, 16>, kNumOpKinds> classes_;  // powers of two from 16 KiB on
   SizeClass* class_ = nullptr;  // of the current collective, if its kind matters
   host::StoreKind kind_ = host::StoreKind::kCached;
-  bool is_timed_ = false;
-  Clock::time_point begin_;  // later by the time that does not count
-  Clock::time_point pause_;
+  Clock::duration elapsed_{};
 };
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
@@ -239,9 +231,9 @@ class Engine {
   /// The bytes counted since the last call.
   std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
 
-  /// Throws Stopped unless `stop` is kNone.
-  static void check(Stop stop) {
-    if (stop != Stop::kNone) throw Stopped{stop};
+  /// Throws Stopped, with the rank that was waited for last, unless `stop` is kNone.
+  void check(Stop stop) const {
+    if (stop != Stop::kNone) throw Stopped{stop, scope_.awaited_peer()};
   }
 
  private:
@@ -264,6 +256,7 @@ class Engine {
   enum class First : std::uint8_t { kClosed, kOpen, kOver };
 
   shm::Group& group_;
+  const shm::WaitScope& scope_;
   Arch arch_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;

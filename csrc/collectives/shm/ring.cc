@@ -50,7 +50,7 @@ class MemoryLinks {
   void expect(const RingPart&) {}
 
   void send(const RingPart& part) {
-    Engine::check(ringcomm::send(engine_.arch(), to_next_, part.input, part.input_bytes));
+    engine_.check(ringcomm::send(engine_.arch(), to_next_, part.input, part.input_bytes));
     engine_.count_copied(part.input_bytes);
   }
 
@@ -66,13 +66,13 @@ class MemoryLinks {
         op_.combine(to, also_to, sources, 2, part.num_elems,
                     part.is_last ? divisor_of(call_, engine_.world_size()) : 1);
     };
-    Engine::check(recv_reduce_send(from_previous_, to_next_, part.is_last ? part.output : nullptr,
+    engine_.check(recv_reduce_send(from_previous_, to_next_, part.is_last ? part.output : nullptr,
                                    part.input, part.input_bytes, combine));
     engine_.count_copied(part.is_last ? part.output_bytes : part.input_bytes);
   }
 
   void copy(const RingPart& part) {
-    Engine::check(part.is_sent
+    engine_.check(part.is_sent
                       ? recv_copy_send(engine_.arch(), from_previous_, to_next_, part.output,
                                        part.output_bytes)
                       : recv(engine_.arch(), from_previous_, part.output, part.output_bytes));

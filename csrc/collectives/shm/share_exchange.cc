@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "collectives/collective.h"
@@ -135,10 +134,8 @@ class ShareExchange {
     const int peer = from == rank_ ? to : from;
     throw Mismatched{.peer = peer,
                      .theirs = header_of(peer),
-                     .difference = "rank " + std::to_string(from) + " has " +
-                                   std::to_string(given(from, to) * element_bytes_) +
-                                   " bytes for rank " + std::to_string(to) + ", which expects " +
-                                   std::to_string(expected(from, to) * element_bytes_) + " bytes"};
+                     .difference = size_difference(from, given(from, to) * element_bytes_, to,
+                                                   expected(from, to) * element_bytes_)};
   }
 
   // ---- pieces

@@ -116,10 +116,6 @@ void Group::reserve_own_memory() {
 
 void Group::reserve_p2p(int to) { reserve_link(p2p_link(rank_, to)); }
 
-bool Group::has_joined(int rank) const {
-  return load_acquire(layout_.has_joined(memory_->data(), rank)) != 0;
-}
-
 void Group::join() {
   __atomic_store_n(&layout_.has_joined(memory_->data(), rank_), 1U, __ATOMIC_RELEASE);
 }
@@ -127,30 +123,21 @@ void Group::join() {
 // A rank that has not joined needs the others' records, processes and rank 0's offer. So no rank
 // returns, and may end, before all have joined: one that ended before, joined or not, is missed.
 void Group::wait_until_joined(Rendezvous& rendezvous) {
-  for (Backoff backoff;; backoff.sleep()) {
-    int dead = -1;  // read before who has joined, and before the reason that it may have left
+  const auto has_joined = [&](int peer) {
+    const auto found = std::ranges::find(ranks_, peer);
+    if (found == ranks_.end()) return true;  // on another host
+    // Read before whether the peer has joined, and before the reason for which it may have left.
+    int dead = -1;
     for (int rank = 0; rank < world_size(); ++rank)
       if (has_died(rank)) dead = whole_rank(rank);
     const bool is_aborted = state_of(rank_) == Stop::kAborted;
-    const std::vector<int> missing = missing_ranks();
-    if (missing.empty()) return;
+    const auto rank = static_cast<int>(found - ranks_.begin());
+    if (load_acquire(layout_.has_joined(memory_->data(), rank)) != 0) return true;
     if (is_aborted) rendezvous.throw_told(abort_reason());
     if (dead >= 0) rendezvous.throw_died(dead);
-    try {
-      rendezvous.check_time(missing, "did not fetch the group's memory");
-    } catch (const Error&) {
-      // All may have joined, and one of them have failed to make another group.
-      if (!missing_ranks().empty()) throw;
-    }
-  }
-}
-
-// Those that have not joined, in the whole group.
-std::vector<int> Group::missing_ranks() const {
-  std::vector<int> missing;
-  for (int rank = 0; rank < world_size(); ++rank)
-    if (!has_joined(rank)) missing.push_back(whole_rank(rank));
-  return missing;
+    return false;
+  };
+  rendezvous.wait_for_all(has_joined, "did not fetch the group's memory");
 }
 
 Group::~Group() {

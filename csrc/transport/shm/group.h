@@ -172,8 +172,6 @@ class Group final : public Membership {
  private:
   AbortRecord& abort_record() const { return layout_.abort_record(memory_->data()); }
   RankControl& control(int rank) const { return layout_.control(memory_->data(), rank); }
-  bool has_joined(int rank) const;
-  std::vector<int> missing_ranks() const;
   std::uint64_t num_published(int rank) const;
   int writer_of(std::uint32_t abort_state) const;
   void reserve_own_memory();

@@ -91,16 +91,16 @@ Rendezvous::~Rendezvous() {
 
 // Whether another process of this rank has replaced its record.
 bool Rendezvous::is_replaced() {
-  std::string record;
-  return store_.try_get(rank_key(rank()), record) && record != peer_of(rank()).text;
+  const auto record = store_.try_get(rank_key(rank()));
+  return record && *record != peer_of(rank()).text;
 }
 
 // Failures of other ranks' earlier attempts have smaller numbers.
 void Rendezvous::count_attempts() {
-  std::string text;
-  if (!store_.try_get(rank_key(rank()), text)) return;
+  const auto text = store_.try_get(rank_key(rank()));
+  if (!text) return;
   try {
-    const RankRecord last = RankRecord::from_text(text);
+    const RankRecord last = RankRecord::from_text(*text);
     const bool is_same = last.world_size == world_size() && last.global_ranks == mine_.global_ranks;
     mine_.attempt = is_same ? last.attempt + 1 : 1;
   } catch (const Error&) {
@@ -125,7 +125,7 @@ AbortReason Rendezvous::tell(const std::exception& error) {
   return mine_.failure;
 }
 
-void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come) {
+void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come, const char* what) {
   std::deque<int> missing;
   for (int peer = 0; peer < world_size(); ++peer)
     if (peer != rank()) missing.push_back(peer);
@@ -138,7 +138,7 @@ void Rendezvous::wait_for_all(const std::function<bool(int peer)>& has_come) {
     }
     missing.push_back(peer);
     try {
-      look({missing.begin(), missing.end()}, "did not join the group");
+      look({missing.begin(), missing.end()}, what);
     } catch (const Error&) {
       // Those that have come meanwhile may complete the group, also a dead rank before it ended.
       std::erase_if(missing, has_come);
@@ -229,11 +229,11 @@ int Rendezvous::dead_rank() {
 
 // Reads the record of `peer` if it is there. False when it is not, or does not fit yet.
 bool Rendezvous::meet(int peer) {
-  std::string text;
   Peer& known = peer_of(peer);
-  const bool is_there = store_.try_get(rank_key(peer), text);
+  const auto found = store_.try_get(rank_key(peer));
+  const std::string text = found.value_or("");
   if (!known.first_text) known.first_text = text;
-  if (!is_there) return false;
+  if (!found) return false;
   if (text == known.text) return true;
   if (!known.doubted_since) known.doubted_since = Clock::now();
   const bool is_believed = Clock::now() >= std::min(deadline_, *known.doubted_since + kStaleGrace);
@@ -250,9 +250,9 @@ bool Rendezvous::meet(int peer) {
       if (process == nullptr) return false;
       process->global_rank = global_rank_of(peer);
       processes_[static_cast<std::size_t>(peer)] = std::move(process);
-      known = {.text = std::move(text),
-               .record = std::move(theirs),
-               .first_text = std::move(known.first_text)};
+      known.text = text;
+      known.record = std::move(theirs);
+      known.doubted_since.reset();
       return true;
     }
   } catch (const Error&) {
@@ -328,9 +328,7 @@ std::shared_ptr<PeerProcess> Rendezvous::find_process(const RankRecord& theirs, 
   store_.set(apart_key(rank(), peer), theirs.bootstrap_address);
   // Where the peer has read this rank's address, which is random, and cannot connect to it either,
   // sockets do not reach it, whatever the machines' names.
-  std::string unreachable;
-  if (store_.try_get(apart_key(peer, rank()), unreachable) &&
-      unreachable == mine_.bootstrap_address) {
+  if (store_.try_get(apart_key(peer, rank())) == mine_.bootstrap_address) {
     if (theirs.host_id != mine_.host_id) return process;
     fail(ErrorKind::kSystem, peer,
          "rank " + std::to_string(peer) + " (on " + theirs.host +

@@ -60,7 +60,8 @@ class Rendezvous {
   /// Of the rank whose memory share_memory() has mapped.
   const std::string& memory_key() const { return memory_key_; }
   /// Waits until `has_come` is true of every other rank. Throws like find_ranks().
-  void wait_for_all(const std::function<bool(int peer)>& has_come);
+  void wait_for_all(const std::function<bool(int peer)>& has_come,
+                    const char* what = "did not join the group");
 
   /// For polls until all ranks have joined. Throws kPeerDied if any has ended, and like
   /// check_time().
