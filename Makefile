@@ -90,12 +90,13 @@ USER_TESTS := $(addprefix tests/python/,programs/test_ordinary_user.py \
 test-user: check-python  ## as root, run Python tests as an ordinary user from whom /proc hides other processes
 	@$(PREPARE) --need train --need test --extension -- tools/ordinary_user.py $(or $(ARGS),-q $(USER_TESTS))
 
-stress: check-python  ## run 10,000 random sequences of collectives, all sizes between hosts 20 times, then a soak and random training loops for 10 minutes each
+stress: check-python  ## run 10,000 random sequences of collectives, all sizes between hosts 20 times, each system call failing, then a soak and random training loops for 10 minutes each
 	@RINGCOMM_HOSTS_ROUNDS="$${RINGCOMM_HOSTS_ROUNDS:-20}" $(CPP) run ARGS="-tc='hosts: shares on both sides*'"
-	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}" \
+	@export RINGCOMM_FAULTS="$${RINGCOMM_FAULTS:-1}" RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}" \
 	    RINGCOMM_SOAK_SECONDS="$${RINGCOMM_SOAK_SECONDS:-600}" \
 	    RINGCOMM_LOOPS_SECONDS="$${RINGCOMM_LOOPS_SECONDS:-600}"; $(PREPARE) --need train --need test --extension -- \
-	    -m pytest -s tests/python/backend/test_random_sequences.py tests/python/backend/test_soak.py \
+	    -m pytest -s tests/python/backend/test_random_sequences.py \
+	    tests/python/backend/test_failing_calls.py tests/python/backend/test_soak.py \
 	    tests/python/pairs/test_random_loops.py $(ARGS)
 
 BARE_TESTS := $(addprefix tests/python/,programs/test_without_optional.py \

@@ -147,6 +147,16 @@ void PeerProcess::keep_last_words(std::string words) {
   last_words_ = printable(std::move(words));
 }
 
+std::string PeerProcess::refusal() const {
+  const std::lock_guard lock(mutex_);
+  return refusal_;
+}
+
+void PeerProcess::keep_refusal(std::string why) {
+  const std::lock_guard lock(mutex_);
+  refusal_ = printable(std::move(why));
+}
+
 void PeerProcess::end(int pidfd) {
   if (!is_pid_hidden) {
     // Its parent may reap it between the two questions, but not a second time.

@@ -53,8 +53,6 @@ struct PeerProcess {
   std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
   bool is_pid_hidden = false;
   std::atomic<bool> is_confirmed = false;  ///< by its pid or its answer: Bootstrap::watch()
-  /// It does not let this process watch it, for the reason in last_words().
-  std::atomic<bool> has_refused = false;
   /// In the default group, as the last group that it is in has said; -1 where there is none.
   std::atomic<int> global_rank = -1;
   std::atomic<bool> is_dead = false;  ///< ended, or runs another program
@@ -74,6 +72,9 @@ struct PeerProcess {
   /// Its last report of why it ends, such as an uncaught exception; printable, and may be empty.
   std::string last_words() const;
   void keep_last_words(std::string words);
+  /// Why it does not let this process watch it, or accepts no connections now; empty if it does.
+  std::string refusal() const;
+  void keep_refusal(std::string why);
   /// It has ended: asks the kernel how. `pidfd` may be -1.
   void end(int pidfd);
   /// The end of an error message about it: " died (signal 9, Killed); read the end of its output".
@@ -89,6 +90,7 @@ struct PeerProcess {
   mutable std::mutex mutex_;  // guards the next ones
   mutable std::weak_ptr<shm::PeerMemory> memory_;
   std::string last_words_;
+  std::string refusal_;
   std::shared_ptr<const shm::SharedMemory> flight_;
 };
 

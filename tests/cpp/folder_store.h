@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -16,6 +17,12 @@
 #include "transport/membership.h"
 
 namespace ringcomm::testing {
+
+// Whether RINGCOMM_DEATHS asks for so many of the deaths: "all", or "many".
+inline bool asks_for(const char* deaths) {
+  const char* found = std::getenv("RINGCOMM_DEATHS");
+  return found != nullptr && std::string(found) == deaths;
+}
 
 // One file for each key, created atomically.
 class FolderStore final : public KeyValueStore {

@@ -453,16 +453,13 @@ TEST_CASE("child: a rank ends at every step" * doctest::skip()) {
   ::_exit(num_failed == 0 ? 0 : 1);
 }
 
-bool asked(const char* for_deaths) {
-  const char* found = std::getenv("RINGCOMM_DEATHS");
-  return found != nullptr && std::string(found) == for_deaths;
-}
-
 // Every `sample`-th step, or all with RINGCOMM_DEATHS=all; without "many" fewer, and with three
 // ranks only.
 bool run_child(int world_size, End end, Over over, int sample, bool aborts = false) {
-  if (world_size != 3 && !asked("all") && !asked("many")) return true;
-  const int stride = asked("all") ? 1 : aborts || asked("many") ? sample : 4 * sample;
+  if (world_size != 3 && !testing::asks_for("all") && !testing::asks_for("many")) return true;
+  const int stride = testing::asks_for("all")              ? 1
+                     : aborts || testing::asks_for("many") ? sample
+                                                           : 4 * sample;
   const std::string text = std::to_string(world_size) + " " +
                            std::to_string(static_cast<int>(end)) + " " +
                            std::to_string(static_cast<int>(over)) + " " +
@@ -516,7 +513,7 @@ TEST_CASE("deaths: ranks that end after their last call are no failure of a late
 }
 
 // All that a sample has no time for.
-TEST_CASE("deaths: whatever the number of ranks" * doctest::skip(!asked("all"))) {
+TEST_CASE("deaths: whatever the number of ranks" * doctest::skip(!testing::asks_for("all"))) {
   for (const End end : {End::kReplaced, End::kStopped})
     for (const int world_size : {2, 4})
       for (const Over over : {Over::kMemory, Over::kMessages, Over::kHosts})

@@ -593,6 +593,31 @@ TEST_CASE("an error in accepting a connection ends that connection, and not the 
   CHECK(status == 0);
 }
 
+std::atomic<int> accept_error = 0;
+
+// As in a sandbox that a program enters once its group is made.
+TEST_CASE("a bootstrap that may accept no more tells those that watch it, until it may again") {
+  const int status = status_of_child([] {
+    Bootstrap& bootstrap = Bootstrap::instance();
+    bootstrap.offer("key", create_memfd(4096));
+    const auto process = bootstrap.watch(bootstrap.address(), ::getpid());
+    if (!bootstrap.fetch(bootstrap.address(), "key", kPatience)) return 1;
+    for (const int error : {EPERM, ECONNABORTED, EMFILE}) {
+      accept_error = error;
+      for (int i = 0; i < 2; ++i)
+        expect_error(error_of([&] { bootstrap.fetch(bootstrap.address(), "key", kPatience); }),
+                     ErrorKind::kSystem, {"accepts no connections", std::strerror(error)});
+      if (bootstrap.refusal().empty() || process->is_dead) return 2;
+      accept_error = 0;
+      for (Backoff backoff; !process->refusal().empty(); backoff.sleep()) continue;
+      if (!bootstrap.fetch(bootstrap.address(), "key", kPatience)) return 3;
+      if (!bootstrap.refusal().empty()) return 4;
+    }
+    return 0;
+  });
+  CHECK(status == 0);
+}
+
 enum class Kernel { kThis, kBefore6_3, kStrict };
 std::atomic<Kernel> kernel = Kernel::kThis;
 
@@ -636,6 +661,14 @@ extern "C" int getsockopt(int fd, int level, int name, void* value, socklen_t* n
     return -1;
   }
   return static_cast<int>(::syscall(SYS_getsockopt, fd, level, name, value, num_bytes));
+}
+
+// Fails with `accept_error` while it is not 0.
+extern "C" int accept4(int fd, sockaddr* address, socklen_t* num_bytes, int flags) {
+  if (accept_error == 0)
+    return static_cast<int>(::syscall(SYS_accept4, fd, address, num_bytes, flags));
+  errno = accept_error;
+  return -1;
 }
 
 // Behaves like the kernel `kernel`. kStrict is Linux 6.3 to 6.5 with vm.memfd_noexec=2.

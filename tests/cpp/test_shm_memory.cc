@@ -129,6 +129,29 @@ TEST_CASE("a descriptor of ours is never a standard one") {
   CHECK(status == 0);
 }
 
+// As after a library that closes all descriptors of the process.
+TEST_CASE("a descriptor that has become another file's is left to it") {
+  const std::string path = "/tmp/" + unused_name("own");
+  UniqueFd file(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  const int number = file.get();
+  CHECK(file.has_its_file());
+  REQUIRE(::close(number) == 0);
+  CHECK_FALSE(file.has_its_file());
+  const int other = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  REQUIRE(::dup2(other, number) == number);
+  UniqueFd moved(std::move(file));
+  CHECK_FALSE(moved.has_its_file());
+  moved.reset();
+  CHECK(is_open(number));
+  UniqueFd mine(number), next;
+  next = std::move(mine);
+  CHECK(next.has_its_file());
+  next.reset();
+  CHECK_FALSE(is_open(number));
+  if (other != number) ::close(other);
+  ::unlink(path.c_str());
+}
+
 struct Connection {
   UniqueFd client, server;
 };

@@ -32,13 +32,17 @@ constexpr const char* kMemoryNote = "\x06";
 constexpr const char* kNothingNote = "\x07";
 // What a process sends before it exits. Last words are printable, so they are never this.
 constexpr const char* kExitNote = "\x04";
+// Why a process accepts no connections follows; nothing where it does again.
+constexpr const char* kRefusalNote = "\x08";
 // The reason follows, in a message without a secret.
 constexpr const char* kRefusal = "refused ";
 constexpr std::size_t kMaxLastWords = 256;
 
 constexpr std::chrono::milliseconds kNow{0};
 constexpr int kLookMs = 2000;
-constexpr std::chrono::milliseconds kAcceptRetry{10};
+constexpr std::chrono::milliseconds kRetryPause{10};
+// What fails so often in a row does not pass by itself.
+constexpr int kMaxAcceptRetries = 20;
 // A peer that sends without end must not block the bootstrap's other work.
 constexpr int kMaxTextsAtOnce = 16;
 // Nor one that connects without end.
@@ -111,11 +115,14 @@ UniqueFd request(const Address& address, const std::string& text) {
 }
 
 UniqueFd accept_at(const UniqueFd& listener) {
+  errno = EBADF;
+  if (!listener.has_its_file()) return UniqueFd();
   return UniqueFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
 }
 
+// poll() skips one whose descriptor has become another file's.
 pollfd entry_of(const UniqueFd& fd) {
-  return {.fd = fd.get(), .events = POLLIN | POLLRDHUP, .revents = 0};
+  return {.fd = fd.has_its_file() ? fd.get() : -1, .events = POLLIN | POLLRDHUP, .revents = 0};
 }
 
 // What has happened at a descriptor, as poll() reports it; nothing at an empty one.
@@ -128,9 +135,12 @@ short events_of(const UniqueFd& fd) {
 
 // Whether the process has ended. Text that it sent before can still be read afterwards.
 bool Bootstrap::Watch::has_ended() {
-  bool is_over = events_of(pidfd) != 0 || (events_of(socket) & ~POLLIN) != 0;
-  succeeds([&] {
-    for (int i = 0; socket && i < kMaxTextsAtOnce; ++i) {
+  const bool is_lost = socket && !socket.has_its_file();
+  if (is_lost)
+    process->keep_last_words("it may live: a library has closed the descriptors of who watches it");
+  bool is_over = is_lost || events_of(pidfd) != 0 || (events_of(socket) & ~POLLIN) != 0;
+  const bool is_read = succeeds([&] {
+    for (int i = 0; socket.has_its_file() && i < kMaxTextsAtOnce; ++i) {
       const auto message = recv_message(socket.get(), kNow);
       if (!message || message->text.empty()) break;
       const auto text = after_secret(secret, message->text);
@@ -138,8 +148,8 @@ bool Bootstrap::Watch::has_ended() {
         const auto why = refusal_in(message->text);
         // One that refuses has not ended: its pidfd goes on to tell. Another has taken its name.
         is_over = !why || !pidfd || events_of(pidfd) != 0;
-        process->keep_last_words(why.value_or(""));
-        process->has_refused = why.has_value();
+        process->keep_last_words(is_over ? why.value_or("") : "");
+        process->keep_refusal(why.value_or(""));
         return socket.reset();
       }
       process->is_confirmed = true;
@@ -147,10 +157,13 @@ bool Bootstrap::Watch::has_ended() {
         process->keep_flight(message->fd.get());
       else if (*text == kExitNote)
         process->has_exited = true;
+      else if (text->starts_with(kRefusalNote))
+        process->keep_refusal(text->substr(1));
       else if (*text != kWatchedNote)
         process->keep_last_words(*text);
     }
   });
+  if (!is_read) std::this_thread::sleep_for(kRetryPause);  // poll() would return at once
   if (is_over) process->end(pidfd.get());
   return is_over;
 }
@@ -232,6 +245,7 @@ UniqueFd Bootstrap::fetch(const std::string& address, const std::string& key,
     if (!socket && errno != EAGAIN) return UniqueFd();
     while (!socket || !is_readable(socket.get(), std::min(timeout, kLookInterval))) {
       if (look) look();
+      check_accepts(address);
       if (RunningClock::now() >= deadline) return UniqueFd();
       if (!socket) break;
     }
@@ -279,7 +293,7 @@ std::shared_ptr<PeerProcess> Bootstrap::watch(const std::string& address, pid_t 
   }
   if (!watch.socket) {
     watch.socket = std::move(socket);
-    watch.process->has_refused = false;
+    watch.process->keep_refusal({});
   }
   return watch.process;
 }
@@ -297,9 +311,12 @@ void Bootstrap::say_last_words(const std::string& text) noexcept {
   current->accept_all();  // its thread may not have
   current->serve_all();
   const std::lock_guard lock(current->mutex_);
-  for (const Connection& connection : current->connections_)
-    if (connection.is_proven)
-      succeeds([&] { current->answer(connection.socket.get(), text.substr(0, kMaxLastWords)); });
+  current->tell_watchers(text.substr(0, kMaxLastWords));
+}
+
+void Bootstrap::tell_watchers(const std::string& text) noexcept {
+  for (const Connection& connection : connections_)
+    if (connection.is_proven) succeeds([&] { answer(connection.socket.get(), text); });
 }
 
 void Bootstrap::say_exit() noexcept { say_last_words(kExitNote); }
@@ -325,7 +342,7 @@ void Bootstrap::run() {
       std::this_thread::sleep_for(kLookInterval);
     if (look) succeeds(look);
     eventfd_t count = 0;
-    ::eventfd_read(wake_event_.get(), &count);
+    if (wake_event_.has_its_file()) ::eventfd_read(wake_event_.get(), &count);
     accept_all();
     serve_all();
     const std::lock_guard lock(mutex_);
@@ -337,24 +354,24 @@ void Bootstrap::run() {
 void Bootstrap::accept_all() noexcept {
   for (int i = 0; i < kMaxAcceptsAtOnce; ++i) {
     UniqueFd socket = accept_at(listener_);
-    const int code = socket ? 0 : errno;
+    int code = socket ? 0 : errno;
     if (code == EAGAIN) return;
-    if (code == EINTR || code == ECONNABORTED) continue;
-    bool is_lost = false;
+    if (code == EINTR) continue;
     succeeds([&] {
       const std::lock_guard lock(mutex_);
-      if (code == EMFILE || code == ENFILE) {
-        is_lost = !accept_to_refuse();
-      } else if (code != 0) {
-        is_lost = true;
-      } else if (const std::string why = why_untrusted(socket.get()); !why.empty()) {
+      if ((code == EMFILE || code == ENFILE) && accept_to_refuse()) code = 0;
+      num_refused_ = code == 0 ? 0 : num_refused_ + 1;
+      if (num_refused_ == 0) set_refusal({});
+      if (num_refused_ == kMaxAcceptRetries || code == EBADF)
+        set_refusal("accepts no connections: " + describe_errno("accept4", code));
+      if (!socket) return;
+      if (const std::string why = why_untrusted(socket.get()); !why.empty())
         refuse(socket.get(), why);
-      } else {
+      else
         connections_.push_back({std::move(socket), std::chrono::steady_clock::now()});
-      }
     });
-    if (!is_lost) continue;
-    std::this_thread::sleep_for(kAcceptRetry);  // poll() would return at once
+    if (code == 0) continue;
+    std::this_thread::sleep_for(kRetryPause);  // poll() would return at once
     return;
   }
 }
@@ -368,6 +385,27 @@ bool Bootstrap::accept_to_refuse() {
   socket.reset();
   open_reserve();
   return is_refused;
+}
+
+// With the lock held. Who watches this process may wait for its answer at a new connection.
+void Bootstrap::set_refusal(const std::string& why) {
+  if (why == refusal_) return;
+  refusal_ = why;
+  tell_watchers(kRefusalNote + why);
+}
+
+std::string Bootstrap::refusal() {
+  const std::lock_guard lock(mutex_);
+  return refusal_;
+}
+
+// Throws Refused if the process at `address` says to who watches it that it accepts nobody.
+void Bootstrap::check_accepts(const std::string& address) {
+  const std::lock_guard lock(mutex_);
+  const auto found = watches_.find(address);
+  if (found == watches_.end() || !found->second.socket) return;
+  const PeerProcess& process = *found->second.process;
+  if (const std::string why = process.refusal(); !why.empty()) throw Refused(process.pid, why);
 }
 
 void Bootstrap::open_reserve() { reserve_.reset(::open("/", O_PATH | O_CLOEXEC)); }
@@ -390,6 +428,7 @@ void Bootstrap::serve_all() noexcept {
 
 // Answers one request if there is one, with the lock held. False if the connection can be closed.
 bool Bootstrap::serve(Connection& connection) {
+  if (!connection.socket.has_its_file()) return false;
   const int socket = connection.socket.get();
   const auto message = recv_message(socket, kNow);
   if (!message)

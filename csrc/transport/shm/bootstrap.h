@@ -65,6 +65,9 @@ class Bootstrap {
                                      const std::string& host = {},
                                      const std::string& pid_namespace = {});
 
+  /// Why this process accepts no connections now, for messages; empty if it does.
+  std::string refusal();
+
   /// Sends `fd` to every process that watches this one from now on (PeerProcess::flight()), and
   /// calls `look` every few seconds on its thread. Once, before any process watches this one; `fd`
   /// and what `look` uses must stay.
@@ -95,9 +98,12 @@ class Bootstrap {
   void run();
   void accept_all() noexcept;
   bool accept_to_refuse();
+  void set_refusal(const std::string& why);
+  void check_accepts(const std::string& address);
   void open_reserve();
   void serve_all() noexcept;
   bool serve(Connection& connection);
+  void tell_watchers(const std::string& text) noexcept;
   void answer(int socket, const std::string& text, int fd = -1) const;
   void close_all_in_child();
 
@@ -114,6 +120,8 @@ class Bootstrap {
   std::map<std::string, UniqueFd> offers_;
   std::map<std::string, Watch> watches_;  // by address
   std::vector<Connection> connections_;   // accepted; a watcher's stays as long as this process
+  int num_refused_ = 0;                   // connections that the system has, one after another
+  std::string refusal_;
   int shared_fd_ = -1;
   std::function<void()> look_;
 };

@@ -85,6 +85,7 @@ std::string remedy_of(int code) {
   if (code == EMFILE) return "; raise the limit of open files (ulimit -n)";
   if (code == ENOMEM) return "; free memory, or raise the limit of address space (ulimit -v)";
   if (code == EFBIG) return "; raise the limit of file sizes (ulimit -f)";
+  if (code == EBADF) return "; a library of this process has closed its descriptors";
   if (code == EPERM || code == EACCES || code == ENOSYS)
     return "; allow this call in the container's seccomp filter or sandbox (Landlock, AppArmor)";
   return "";
@@ -95,6 +96,18 @@ std::string remedy_of(int code) {
 std::string describe_errno(const std::string& what, int code) {
   return "ringcomm: " + what + " failed: " + std::strerror(code) + " (errno " +
          std::to_string(code) + ")" + remedy_of(code);
+}
+
+FileId file_at(int fd) {
+  const int code = errno;
+  struct stat status{};
+  FileId file = kNoFile;
+  if (fd >= 0 && ::fstat(fd, &status) == 0)
+    file = {status.st_dev, status.st_ino};
+  else if (fd >= 0 && errno != EBADF)
+    file = kUnknownFile;
+  errno = code;
+  return file;
 }
 
 void throw_errno(const std::string& what) {
@@ -112,6 +125,7 @@ SharedMemory::SharedMemory(int fd, std::size_t num_bytes) {
 SharedMemory SharedMemory::of_peer(int fd) {
   constexpr int kWanted = F_SEAL_SHRINK | F_SEAL_GROW;
   const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 && errno != EINVAL) throw_errno("fcntl(F_GET_SEALS)");  // of a file without seals
   if (seals < 0 || (seals & kWanted) != kWanted)
     throw Error({.kind = ErrorKind::kSystem},
                 "ringcomm: the shared memory that a peer sent is not sealed against resizing, so "
@@ -246,7 +260,11 @@ int try_send(int socket, std::string text, int fd) {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
   }
-  return ::sendmsg(socket, &envelope.header, MSG_NOSIGNAL) < 0 ? errno : 0;
+  ssize_t num_bytes = 0;
+  do {
+    num_bytes = ::sendmsg(socket, &envelope.header, MSG_NOSIGNAL);
+  } while (num_bytes < 0 && errno == EINTR);
+  return num_bytes < 0 ? errno : 0;
 }
 
 void send_message(int socket, std::string text, int fd) {

@@ -35,14 +35,24 @@ inline int above_standard(int fd) {
   return moved;
 }
 
-/// Owns a file descriptor, which is 3 or more.
+/// Device and inode of a file. Of device 0: kNoFile, and what the system does not tell.
+using FileId = std::pair<std::uint64_t, std::uint64_t>;
+inline constexpr FileId kUnknownFile{0, 0}, kNoFile{0, 1};
+/// That at a descriptor. Keeps errno.
+FileId file_at(int fd);
+
+/// Owns a file descriptor, which is 3 or more. It closes its own file only: a library that closes
+/// all descriptors of the process (a daemon's) frees the number for a file of the program.
 class UniqueFd {
  public:
   UniqueFd() = default;
-  explicit UniqueFd(int fd) : fd_(above_standard(fd)) {}
-  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  explicit UniqueFd(int fd) : fd_(above_standard(fd)), file_(file_at(fd_)) {}
+  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)), file_(other.file_) {}
   UniqueFd& operator=(UniqueFd&& other) noexcept {
-    if (this != &other) reset(std::exchange(other.fd_, -1));
+    if (this == &other) return *this;
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+    file_ = other.file_;
     return *this;
   }
   ~UniqueFd() { reset(); }
@@ -51,12 +61,20 @@ class UniqueFd {
   int release() { return std::exchange(fd_, -1); }
   explicit operator bool() const { return fd_ >= 0; }
   void reset(int fd = -1) {
-    if (fd_ >= 0) ::close(fd_);
+    if (has_its_file()) ::close(fd_);
     fd_ = above_standard(fd);
+    file_ = file_at(fd_);
+  }
+  /// Whether nobody else has closed it.
+  bool has_its_file() const {
+    if (fd_ < 0 || file_ == kUnknownFile) return fd_ >= 0;
+    const FileId now = file_at(fd_);
+    return now == file_ || now == kUnknownFile;
   }
 
  private:
   int fd_ = -1;
+  FileId file_ = kNoFile;
 };
 
 /// A mapping of anonymous memory that other processes can map too: of a memfd, which has no name,

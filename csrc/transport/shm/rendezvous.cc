@@ -380,9 +380,10 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
     fail(ErrorKind::kInterrupted, rank(), "interrupted by a signal while the group was made");
   look_for_failures();
   for (int peer = 0; peer < world_size(); ++peer)
-    if (has_met(peer) && process_of(peer).has_refused)
-      fail(ErrorKind::kSystem, peer,
-           name_of_process(peer, process_of(peer)) + " " + process_of(peer).last_words());
+    if (const std::string why = process_of(peer).refusal(); has_met(peer) && !why.empty())
+      fail(ErrorKind::kSystem, peer, name_of_process(peer, process_of(peer)) + " " + why);
+  if (const std::string why = bootstrap_->refusal(); !why.empty())
+    fail(ErrorKind::kSystem, rank(), "this process " + why);
   // Ranks of one host may share their memory while one of another host cannot join any more.
   for (int other = 0; !sharing_.empty() && other < world_size(); ++other)
     if (!std::binary_search(sharing_.begin(), sharing_.end(), other) && has_died(other))
@@ -410,6 +411,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
 }
 
 void Rendezvous::throw_died(int peer) {
+  if (has_met(peer)) meet(peer);  // throws if it had failed before
   const PeerProcess& process = process_of(peer);
   fail(ErrorKind::kPeerDied, peer,
        name_of_process(peer, process) + process.how_it_ended(" while the group was made", {}));

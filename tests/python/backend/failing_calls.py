@@ -1,16 +1,16 @@
 """Groups in which one rank's system calls fail: a program, with failing_calls.cc preloaded.
 
-Usage: LD_PRELOAD=failing_calls.so python failing_calls.py SHARE OF   prints a JSON line per case
+Usage: LD_PRELOAD=failing_calls.so python failing_calls.py CASE...   prints a JSON line per case
 
-The cases are of every call that the extension makes in a phase, each errno that the call may set,
-and the first, the third and all calls; every OF-th of them, from number SHARE on.
+A case is named as "memory/steady/accept4/EPERM/all/lives on". "5:2" stands for every fifth case
+from number 2 on: of all calls that the extension makes in a phase, each errno that the call may
+set, and the first, the third and all calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import errno
 import itertools
 import json
@@ -21,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import init_group
 
 import ringcomm
 
@@ -33,7 +34,7 @@ PHASES = ("init", "first use", "steady", "destroy")
 FAILING_RANK = 1
 # Of a group: longer than a case may take, so that what only the timeout ends is a hang.
 TIMEOUT_S = 90
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 # The errors of a call; EINTR and EAGAIN are those that a caller tries again.
 ERRORS = {
     "accept4": (errno.EMFILE, errno.ECONNABORTED, errno.EPERM),
@@ -66,7 +67,8 @@ ERRORS = {
 }
 STORMS = {(call, error) for call in ERRORS for error in (errno.EINTR, errno.EAGAIN)}
 STORMS.remove(("pthread_create", errno.EAGAIN))
-WHEN = ((1, False), (3, False), (1, True))  # the first call, the third, all
+WHEN = {"first": (1, False), "third": (3, False), "all": (1, True)}
+ENDS = {"ends": False, "lives on": True}
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,11 @@ class Fault:
     first: int = 1
     onwards: bool = False
     lives_on: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> Fault:
+        transport, phase, call, error, when, end = name.split("/")
+        return cls(transport, phase, call, getattr(errno, error), *WHEN[when], ENDS[end])
 
 
 # ---- a rank
@@ -131,14 +138,8 @@ def use(rank: int, world_size: int) -> None:
 def run_phase(phase: str, rank: int, world_size: int, transport: Transport, store: str) -> None:
     if phase == "init":
         os.environ["RINGCOMM_HOST_ID"] = transport.hosts[rank]
-        dist.init_process_group(
-            "ringcomm",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=TIMEOUT_S),
-            pg_options=ringcomm.Options(transport=transport.option, says_waits=False),  # type: ignore[arg-type]
-        )
+        options = ringcomm.Options(transport=transport.option, says_waits=False)  # type: ignore[arg-type]
+        init_group(rank, world_size, store, TIMEOUT_S, options)
     elif phase == "destroy":
         dist.destroy_process_group()
     else:
@@ -222,14 +223,19 @@ def problem_of(fault: Fault, found: list[dict[str, Any] | None], log: str) -> st
         return "found by a time-out only"
     if any(texts) and not all(texts) and fault.phase != "destroy":
         return "one rank goes on and another raises"
-    reasons = (os.strerror(fault.error), f"rank {FAILING_RANK}", "EINTR")
-    others = [text for rank, text in enumerate(texts) if rank != FAILING_RANK and text]
-    if any(not any(reason in text for reason in reasons) for text in others):
-        return "a rank names neither the reason nor the rank"
+    reasons = (os.strerror(fault.error), "is out of file descriptors")
+    if any(text and not any(reason in text for reason in reasons) for text in texts):
+        return "a rank does not say the reason"
     return ""
 
 
-def cases() -> Iterator[Fault]:
+def calls_in(fault: Fault, found: list[dict[str, Any] | None]) -> int:
+    """How often the rank made the call that fails."""
+    said = found[FAILING_RANK]
+    return said["counts"].get(fault.phase, {}).get(fault.call, 0) if said else 0
+
+
+def all_cases() -> Iterator[str]:
     """Of each transport and phase: of the calls that the phase makes."""
     for transport in TRANSPORTS:
         found, log = run_case(Fault(transport, "init"))
@@ -238,29 +244,38 @@ def cases() -> Iterator[Fault]:
         assert not said["text"], (found, log)
         for phase, call in itertools.product(PHASES, ERRORS):
             count = said["counts"][phase][call]
-            for number, (first, onwards) in itertools.product(ERRORS[call], WHEN):
+            for number, when, end in itertools.product(ERRORS[call], WHEN, ENDS):
+                first, onwards = WHEN[when]
                 # Storms of signals and of connections end.
                 is_storm = onwards and (call, number) in STORMS
-                for lives_on in (False, True):
-                    if count >= first and not is_storm:
-                        yield Fault(transport, phase, call, number, first, onwards, lives_on)
+                if count >= first and not is_storm:
+                    error = errno.errorcode[number]
+                    yield "/".join((transport, phase, call, error, when, end))
 
 
-def main(share: int, of: int) -> None:
+def chosen_cases(text: str) -> Iterator[str]:
+    """The case of that name, or every N-th from number k on of "N:k"."""
+    if "/" in text:
+        return iter((text,))
+    step, _, first = text.partition(":")
+    return itertools.islice(all_cases(), int(first or 0), None, int(step))
+
+
+def main(texts: list[str]) -> None:
     torch.set_num_threads(1)
-    for number, fault in enumerate(cases()):
-        if number % of != share:
-            continue
+    for name in itertools.chain.from_iterable(map(chosen_cases, texts)):
+        fault = Fault.named(name)
         found, log = run_case(fault)
-        problem = problem_of(fault, found, log)
         times = [said["at"] for said in found if said is not None]
-        said = [f"{one['phase']}: {one['text']}" if one else "-" for one in found]
-        apart_s = round(max(times, default=0.0) - min(times, default=0.0), 2)
-        print(
-            json.dumps({**asdict(fault), "problem": problem, "apart_s": apart_s, "said": said}),
-            flush=True,
-        )
+        row = {
+            "case": name,
+            "problem": problem_of(fault, found, log),
+            "calls": calls_in(fault, found),
+            "apart_s": round(max(times, default=0.0) - min(times, default=0.0), 2),
+            "said": [f"{one['phase']}: {one['text']}" if one else "-" for one in found],
+        }
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Ranks that were started without standard descriptors: no file of ringcomm takes their numbers.
+"""Ranks without standard descriptors, and ranks in which a library closes all others.
 
 Reported for other libraries at https://github.com/rsyslog/rsyslog/issues/1526 and
 https://github.com/bmc/daemonize/issues/34.
@@ -6,21 +6,25 @@ https://github.com/bmc/daemonize/issues/34.
 
 from __future__ import annotations
 
-import datetime
+import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import machines
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import init_group, run_ranks
 
 import ringcomm
 from ringcomm.contacts import Contacts
 from ringcomm.parallel.offload.store_index import open_file
 
 WORLD_SIZE = 2
+LIMIT_S = 60
+OWN = b"the program's own"
 
 
 def files_at_standard_descriptors() -> dict[int, str]:
@@ -35,14 +39,8 @@ def use_everything_that_opens_files(rank: int, folder: Path, transport: str) -> 
     contacts = Contacts(rank, WORLD_SIZE)
     file, _ = open_file(folder / f"file-{rank}", keep=True, direct=False)
     found = [files_at_standard_descriptors(), contacts.listener.fileno() > 2, file > 2]
-    dist.init_process_group(
-        "ringcomm",
-        store=dist.FileStore(str(folder / "store"), WORLD_SIZE),
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=datetime.timedelta(seconds=60),
-        pg_options=ringcomm.Options(transport="p2p" if transport else None),
-    )
+    options = ringcomm.Options(transport="p2p" if transport else None)
+    init_group(rank, WORLD_SIZE, folder / "store", 60, options)
     ringcomm.on_death(print)
     dist.all_reduce(buffer)
     ringcomm.flight_dump(str(folder / "dump"))
@@ -69,3 +67,50 @@ def test_no_file_takes_the_number_of_a_standard_descriptor(transport: str, tmp_p
         )
         == [expected] * WORLD_SIZE
     )
+
+
+# ---- a library closes all descriptors of a rank that has a group
+
+
+def lose_all(rank: int, folder: Path) -> None:
+    init_group(rank, WORLD_SIZE, folder / "store", 10 * LIMIT_S)
+    dist.all_reduce(torch.ones(1000))
+    files = []
+    if rank == 1:
+        os.closerange(3, 4096)
+        files = [os.open(folder / f"own-{number}", os.O_RDWR | os.O_CREAT) for number in range(50)]
+        for file in files:
+            os.write(file, OWN)
+            os.lseek(file, 0, os.SEEK_SET)
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1000))
+            time.sleep(0.1)
+    except ringcomm.RingcommError as error:
+        text = str(error)
+    dist.destroy_process_group()
+    told = [os.lseek(file, 0, os.SEEK_CUR) == 0 and os.read(file, 99) == OWN for file in files]
+    (folder / f"told-{rank}").write_text(json.dumps([told, text]))
+
+
+def lose_all_in_children(_: int, folder: Path) -> list[int]:
+    pids = [machines.run_in_child(LIMIT_S, lose_all, rank, folder) for rank in range(WORLD_SIZE)]
+    return [os.waitpid(pid, 0)[1] for pid in pids]
+
+
+def test_files_that_take_the_numbers_of_ours_are_left_alone(tmp_path: Path) -> None:
+    """As python-daemon does it: https://github.com/bmc/daemonize/issues/34."""
+    statuses = run_ranks(
+        1,
+        lose_all_in_children,
+        tmp_path,
+        backend=None,
+        fresh=True,
+        module=__name__,
+        timeout_s=2 * LIMIT_S,
+    )
+    assert statuses == [[0, 0]]
+    told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(WORLD_SIZE)]
+    assert [own for own, _ in told] == [[], [True] * 50]
+    for _, text in told:
+        assert "died" in text, told

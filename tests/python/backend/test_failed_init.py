@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import resource
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import init_group, run_ranks
 
 import ringcomm
 
@@ -31,14 +30,8 @@ def make_group(
     transport: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    dist.init_process_group(
-        "ringcomm",
-        store=dist.FileStore(str(folder / "store"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        pg_options=ringcomm.Options(transport="p2p" if transport else None),
-    )
+    options = ringcomm.Options(transport="p2p" if transport else None)
+    init_group(rank, world_size, folder / "store", timeout_s, options)
 
 
 def failure_of(body: Callable[[], object]) -> tuple[str, str, float]:

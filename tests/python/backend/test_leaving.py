@@ -22,22 +22,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
 from ringcomm import _C, message_backend
 
 CLONE_NEWPID = 0x20000000
-
-
-def init_group(rank: int, path: str, world_size: int, timeout_s: float = 30.0) -> None:
-    dist.init_process_group(
-        "ringcomm",
-        store=dist.FileStore(path, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
 
 
 # ---- the last calls: rank 0 is late, and the others need nothing of it
@@ -98,7 +88,7 @@ def call_and_leave(rank: int, path: str, name: str) -> dict[str, Any]:
     """The error of a rank; a rank other than 0 ends in place of returning that there was none."""
 
     def make_and_call() -> None:
-        init_group(rank, path, 3)
+        init_group(rank, 3, path)
         LAST_CALLS[name]()
 
     error = caught(make_and_call)
@@ -166,7 +156,7 @@ ENDS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def end_by_itself(rank: int, path: str, how: str) -> None:
-    init_group(rank, f"{path}/store-{how}", 2)
+    init_group(rank, 2, f"{path}/store-{how}")
     dist.all_reduce(torch.ones(4))
     if rank == 1:
         ENDS[how][0]()
@@ -215,7 +205,7 @@ def fail_alone(rank: int, path: str) -> dict[str, Any]:
     """Rank 1 comes later, and so is still waiting when rank 0 has given up and ended."""
     if rank == 1:
         time.sleep(0.6)
-    error = caught(init_group, rank, f"{path}/store", 4, 1.5)
+    error = caught(init_group, rank, 4, f"{path}/store", 1.5)
     Path(path, f"error-{rank}").write_text(json.dumps(error))
     os._exit(1)
 
@@ -230,7 +220,7 @@ def test_ranks_that_were_not_started_are_named(tmp_path: Path) -> None:
 
 
 def fail_among(rank: int, path: str, world_size: int) -> dict[str, Any]:
-    return caught(init_group, rank, path, world_size, 0.5)
+    return caught(init_group, rank, world_size, path, 0.5)
 
 
 def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
@@ -263,7 +253,7 @@ def init_but_do_not_connect(rank: int, path: str, late: tuple[int, ...]) -> dict
     """The late ranks are in the group, and never make their Gloo, so no other rank can."""
     if rank in late:
         message_backend.make = make_nothing  # type: ignore[assignment]
-    return caught(init_group, rank, path, 4, 1.0)
+    return caught(init_group, rank, 4, path, 1.0)
 
 
 def test_only_ranks_that_do_not_connect_are_named(tmp_path: Path) -> None:
@@ -277,7 +267,7 @@ def test_only_ranks_that_do_not_connect_are_named(tmp_path: Path) -> None:
 def make_groups_with_warnings(rank: int, path: str) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        init_group(rank, path, 2)
+        init_group(rank, 2, path)
         dist.new_group()
     return [str(one.message) for one in found if "RINGCOMM_" in str(one.message)]
 
@@ -299,7 +289,7 @@ def test_an_unknown_variable_is_a_warning_once_per_process(tmp_path: Path) -> No
 def watch_from_a_namespace(rank: int, path: str) -> int:
     """Rank 0 is in a PID namespace of its own, in which rank 1 has no pid."""
     if rank == 1:
-        init_group(rank, f"{path}/store", 2)
+        init_group(rank, 2, f"{path}/store")
         dist.barrier()
         Path(path, "pid").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -308,7 +298,7 @@ def watch_from_a_namespace(rank: int, path: str) -> int:
     if pid == 0:
         signal.alarm(30)
         try:
-            init_group(rank, f"{path}/store", 2)
+            init_group(rank, 2, f"{path}/store")
             dist.barrier()
             error = caught(lambda: dist.recv(torch.zeros(4), 1))
             Path(path, "error").write_text(json.dumps(error))

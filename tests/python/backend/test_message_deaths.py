@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, init_group, run_ranks
 from test_errors import ENVS
 from test_faults import SOON_S, end_process, interrupted, kill_named, timed
 
@@ -128,15 +128,7 @@ def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, An
 
     if rank == 1:
         dist.ProcessGroupGloo = make_own  # type: ignore[assignment,misc]
-    error = timed(
-        lambda: dist.init_process_group(
-            "ringcomm",
-            store=dist.FileStore(path, 3),
-            rank=rank,
-            world_size=3,
-            timeout=datetime.timedelta(seconds=60),
-        )
-    )
+    error = timed(lambda: init_group(rank, 3, path, 60))
     kill_named(error, path + " seen", rank, 1)
     return error
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
-import datetime
 import json
 import os
 import re
@@ -29,7 +28,7 @@ import machines
 import pytest
 import torch.distributed as dist
 from machines import CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUSER, Unavailable
-from ranks import run_ranks
+from ranks import init_group, run_ranks
 
 import ringcomm
 
@@ -86,13 +85,7 @@ CASES = {
 
 def run_rank(rank: int, case: Case, folder: Path, says: int, go: int) -> None:
     case.enter_rank()
-    dist.init_process_group(
-        "ringcomm",
-        store=dist.FileStore(str(folder / "store"), WORLD_SIZE),
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
-    )
+    init_group(rank, WORLD_SIZE, folder / "store", TIMEOUT_S)
     data = ringcomm.empty_shared(1 << 16).fill_(rank)
     dist.broadcast(data, 0)
     os.write(says, b"r")

@@ -28,7 +28,16 @@ from typing import Any
 import pytest
 import rank_server
 
-__all__ = ["Body", "Pool", "RankFailure", "Server", "in_ranks", "make_test", "run_ranks"]
+__all__ = [
+    "Body",
+    "Pool",
+    "RankFailure",
+    "Server",
+    "in_ranks",
+    "init_group",
+    "make_test",
+    "run_ranks",
+]
 
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
@@ -387,6 +396,27 @@ def place(device: str, rank: int) -> Any:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def init_group(
+    rank: int,
+    world_size: int,
+    store: str | Path,
+    timeout_s: float = 30.0,
+    pg_options: Any = None,
+    backend: str = "ringcomm",
+) -> None:
+    """Makes the default group, over the file `store`; for ranks that are made without one."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(str(store), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        pg_options=pg_options,
+    )
+
+
 def _init_group(
     rank: int, world_size: int, backend: str, store: str, pg_options: Any, timeout_s: float
 ) -> None:
@@ -395,14 +425,8 @@ def _init_group(
     from ringcomm.torch_names import backend_of, devices_of, set_timeout
 
     is_ours = "ringcomm" in backend
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=max(timeout_s, MAKE_S) if is_ours else timeout_s),
-        pg_options=pg_options,
-    )
+    make_s = max(timeout_s, MAKE_S) if is_ours else timeout_s
+    init_group(rank, world_size, store, make_s, pg_options, backend)
     made: Any = dist.group.WORLD
     for device in devices_of(made) if is_ours and timeout_s < MAKE_S else ():
         set_timeout(backend_of(made, device).options, datetime.timedelta(seconds=timeout_s))
