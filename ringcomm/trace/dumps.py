@@ -36,6 +36,7 @@ FORMAT, FORMAT_VERSION = "ringcomm flight dump", 2
 _START = f'{{"format": "{FORMAT}"'.encode()
 # Of a peer that has not ended, and so may write a dump of its own.
 NUM_CALLS_OF_PEER = 64
+_PF_EXITING = 4  # of the kernel's flags of a process
 # Times: in the files in nanoseconds of CLOCK_MONOTONIC, in Record in seconds before it was read.
 _TIMES = {"began_s": "begin_ns", "ended_s": "end_ns", "failed_s": "failed_ns"}
 # Next to flight.STACK_SIGNAL. A program uses SIGUSR1 and SIGUSR2 itself.
@@ -125,7 +126,9 @@ def _has_ended(own: Record, peer: Record) -> bool:
                 status = Path(f"/proc/{group.pids[rank]}/stat").read_text(encoding="utf-8")
             except OSError:
                 return True
-            return status.rpartition(")")[2].split()[0] in "ZX"
+            state, *_, flags = status.rpartition(")")[2].split()[:7]
+            # A process that ends closes its files, which its peers notice, before it is a zombie.
+            return state in "ZX" or int(flags) & _PF_EXITING != 0
     return False
 
 

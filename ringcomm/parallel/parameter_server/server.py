@@ -176,6 +176,7 @@ class Server:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._answers: SimpleQueue[Any] = SimpleQueue()  # for this process, or the loop's error
         self._error: BaseException | None = None
+        self._has_told = threading.Event()  # the other ranks of the error
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -187,12 +188,17 @@ class Server:
         """Waits until all workers have closed; raises the error that has ended the loop."""
         if self._thread is not None:
             self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
 
     def raise_cause(self) -> None:
         """Raises the error that has ended the loop, unless it is a failure of the group."""
-        if self._error is not None and not isinstance(self._error, RingcommError):
+        if not isinstance(self._error, RingcommError):
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Not before the others know: this rank may leave the group at once."""
+        if self._error is not None:
+            self._has_told.wait()
             raise self._error
 
     def run(self) -> None:
@@ -208,6 +214,7 @@ class Server:
             self._error = error
             if not isinstance(error, RingcommError):
                 self._group.abort()
+            self._has_told.set()
             self._answers.put(error)
 
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -217,8 +224,7 @@ class Server:
 
     def submit(self, header: Header, gradient: Tensor | None = None) -> None:
         """Submits a request of the worker in this process; raises the error that ended the loop."""
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         request = self._group.rank(), header, gradient, self._answers.put
         self._inbox.put(partial(self._serve, *request))
 
