@@ -98,18 +98,6 @@ std::string describe_errno(const std::string& what, int code) {
          std::to_string(code) + ")" + remedy_of(code);
 }
 
-FileId file_at(int fd) {
-  const int code = errno;
-  struct stat status{};
-  FileId file = kNoFile;
-  if (fd >= 0 && ::fstat(fd, &status) == 0)
-    file = {status.st_dev, status.st_ino};
-  else if (fd >= 0 && errno != EBADF)
-    file = kUnknownFile;
-  errno = code;
-  return file;
-}
-
 void throw_errno(const std::string& what) {
   throw Error({.kind = ErrorKind::kSystem}, describe_errno(what, errno));
 }

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -39,7 +40,17 @@ inline int above_standard(int fd) {
 using FileId = std::pair<std::uint64_t, std::uint64_t>;
 inline constexpr FileId kUnknownFile{0, 0}, kNoFile{0, 1};
 /// That at a descriptor. Keeps errno.
-FileId file_at(int fd);
+inline FileId file_at(int fd) {
+  const int code = errno;
+  struct stat status{};
+  FileId file = kNoFile;
+  if (fd >= 0 && ::fstat(fd, &status) == 0)
+    file = {status.st_dev, status.st_ino};
+  else if (fd >= 0 && errno != EBADF)
+    file = kUnknownFile;
+  errno = code;
+  return file;
+}
 
 /// Owns a file descriptor, which is 3 or more. It closes its own file only: a library that closes
 /// all descriptors of the process (a daemon's) frees the number for a file of the program.
