@@ -22,6 +22,7 @@ from ringcomm.torch_names import backend_plugins, new_backend_options, set_timeo
 # The first line of what a rank writes to the store after it has made its backend, before its
 # contact; any other text is an error.
 _MADE = "made"
+_DEATH_GRACE_S = 1.0
 
 _Answer = TypeVar("_Answer")
 
@@ -71,13 +72,13 @@ def make(
 ) -> tuple[Any, Contacts]:
     """Makes this rank's object of the backend; called by the engine, collective over the group.
 
-    `key` is one that no other backend over this store has used: programs destroy and make groups
-    over one store, and backends leave their addresses there. `timeout` limits the construction:
-    messages have no timeout. `goes_on` is called about every 50 ms with the missing ranks and
-    returns whether to keep waiting for them. Returns a c10d Backend, and by what the ranks reach
-    each other without the store, once all ranks have made theirs: otherwise a rank that leaves the
-    group at once would close connections that others are still making. Raises RuntimeError if a
-    rank could not make its backend, or did not arrive.
+    `key` is the group's, and that of no other one over this store: programs destroy and make
+    groups over one store, and backends leave their addresses there. `timeout` limits the
+    construction: messages have no timeout. `goes_on` is called about every 50 ms with the missing
+    ranks and returns whether to keep waiting for them. Returns a c10d Backend, and by what the
+    ranks reach each other without the store, once all ranks have made theirs: otherwise a rank that
+    leaves the group at once would close connections that others are still making. Raises
+    RuntimeError if a rank could not make its backend, or did not arrive.
     """
     missing = [(rank + 1 + i) % size for i in range(size)]
 
@@ -100,8 +101,16 @@ def make(
                 raise RuntimeError("the group's store does not answer")
         return outcome[0]()
 
-    own = dist.PrefixStore(f"ringcomm/message_backend/{key}", store)
-    in_time(lambda: own.set(f"here/{rank}", ""))
+    def new_store() -> dist.Store:
+        # A group has a backend for each device on which a rank has tensors, made in one order.
+        number = store.add(f"ringcomm/message_backend/{key}/{rank}", 1)
+        place = dist.PrefixStore(f"ringcomm/message_backend/{key}/{number}", store)
+        place.set(f"here/{rank}", "")
+        return place
+
+    # Behind a colon the engine has the number of this rank's device.
+    key, _, _ = key.partition(":")
+    own = in_time(new_store)
     # A separate store connection: a blocking wait in one may block other lookups.
     own_store = in_time(own.clone)  # type: ignore[attr-defined]
     opts = new_backend_options()
@@ -149,8 +158,18 @@ def make(
         absent[:] = [other for other in absent if not own.check([f"here/{other}"])]
         return absent or missing
 
+    def has_everyone() -> bool:
+        try:
+            return in_time(has_all)
+        except Exception:
+            # A backend may fail because a rank has died, and before that is known.
+            deadline = time.monotonic() + _DEATH_GRACE_S
+            while goes_on(missing) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            raise
+
     pause_s = 0.001
-    while not in_time(has_all):
+    while not has_everyone():
         # A rank may arrive and then end.
         if not goes_on(in_time(late)) and not in_time(has_all):
             raise RuntimeError(f"ranks did not arrive: {absent or missing}")
