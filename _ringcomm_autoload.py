@@ -112,22 +112,23 @@ def _serve_gloo(c10d: Any) -> None:
     Patches the private function of torch that makes all groups: other modules have imported the
     public ones by name before this module runs. Groups still report "gloo" as their backend.
     ringcomm's own messages between hosts come from the class ProcessGroupGloo, and stay Gloo's.
-    Another value than 1 is an error of the first group: `import torch` must not fail.
+    Another value than 1 is an error of the first such group: `import torch` must not fail.
     """
     make_group = c10d._new_process_group_helper
     signature = inspect.signature(make_group)
 
     @functools.wraps(make_group)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if (value := os.environ.get("RINGCOMM_AS_GLOO") or "0") not in ("0", "1"):
-            raise ValueError(f"RINGCOMM_AS_GLOO must be 0 or 1, got {value!r}")
         call = signature.bind(*args, **kwargs)
         asked = call.arguments["backend"]
         served = _in_place_of(str(asked).lower())
         if served is None:
             return make_group(*args, **kwargs)
         from ringcomm.as_gloo import add_names, say_once
+        from ringcomm.options import flag
 
+        if not flag("RINGCOMM_AS_GLOO", os.environ.get("RINGCOMM_AS_GLOO") or "0"):
+            return make_group(*args, **kwargs)
         add_names()
         call.arguments["backend"] = served
         call.arguments.pop("backend_options", None)  # of Gloo, which ignores them

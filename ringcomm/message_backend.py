@@ -108,8 +108,6 @@ def make(
         place.set(f"here/{rank}", "")
         return place
 
-    # Behind a colon the engine has the number of this rank's device.
-    key, _, _ = key.partition(":")
     own = in_time(new_store)
     # A separate store connection: a blocking wait in one may block other lookups.
     own_store = in_time(own.clone)  # type: ignore[attr-defined]

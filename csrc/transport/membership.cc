@@ -37,10 +37,9 @@ std::vector<std::string> stat_of(pid_t pid) {
 
 // The status, as wait() gives it, of a process that ends, or has ended and is not reaped; none if
 // it runs on.
-std::optional<int> status_of_ending(pid_t pid) {
+std::optional<int> status_of_ending(const std::vector<std::string>& fields) {
   constexpr std::size_t kFlags = 6, kExitCode = 49;  // behind the state
   constexpr unsigned long kIsExiting = 4;            // PF_EXITING
-  const std::vector<std::string> fields = stat_of(pid);
   if (fields.size() <= kExitCode) return {};
   if ((std::strtoul(fields[kFlags].c_str(), nullptr, 10) & kIsExiting) == 0) return {};
   return static_cast<int>(std::strtol(fields[kExitCode].c_str(), nullptr, 10));
@@ -160,7 +159,9 @@ void PeerProcess::keep_refusal(std::string why) {
 void PeerProcess::end(int pidfd) {
   if (!is_pid_hidden) {
     // Its parent may reap it between the two questions, but not a second time.
-    std::optional<int> status = status_of_ending(pid);
+    const std::vector<std::string> fields = stat_of(pid);
+    std::optional<int> status = status_of_ending(fields);
+    if (!fields.empty() && !status && gone == Gone::kEnded) gone = Gone::kRunsOn;
     if (!status) status = status_of_reaped(pidfd);
     if (status) wait_status = *status;
     if (status && WIFEXITED(*status)) has_exited = true;
@@ -178,6 +179,11 @@ std::string PeerProcess::how_it_ended(const std::string& when, const std::string
     const bool is_known = status >= 0 && WIFEXITED(status);
     text = " has exited" +
            (is_known ? " with code " + std::to_string(WEXITSTATUS(status)) : std::string()) + when;
+  } else if (words.empty() && gone == Gone::kRunsOn) {
+    return " is no longer a rank" + when +
+           ": its process runs, and has called exec() or closed all descriptors";
+  } else if (words.empty() && gone == Gone::kUnwatched) {
+    return " can no longer be watched" + when + ": a library has closed descriptors of this rank";
   } else {
     text = " died" + when;
     if (status >= 0 && WIFSIGNALED(status))

@@ -62,6 +62,10 @@ struct PeerProcess {
   static std::atomic<int> death_event;
   /// By itself, as far as it or the kernel has told; known before is_dead is set, as the next.
   std::atomic<bool> has_exited = false;
+  /// What is_dead means: it has ended; it runs another program, or has closed all descriptors; or
+  /// this process has.
+  enum class Gone { kEnded, kRunsOn, kUnwatched };
+  std::atomic<Gone> gone = Gone::kEnded;
   /// As wait() gives it; -1 if the kernel does not tell.
   std::atomic<int> wait_status = -1;
 

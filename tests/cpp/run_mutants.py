@@ -7,12 +7,17 @@ fails and says which mutant needs an update. The checker is compiled against the
 must report the expected kind of violation in each of the mutant's scenarios. That the shipped
 source passes is the checker's own run, or this one's with --shipped.
 
+With --engine it breaks what stands above the protocols instead. The C++ tests are linked with the
+mutated source, and one of them, which make test-cpp runs as well, must fail or not end.
+
     python3 tests/cpp/run_mutants.py [--cxx c++] [--keep DIR] [--only NAME] [--shipped] [--list]
+                                     [--engine]
 
 Exit status 0 if every mutant behaves as expected.
 """
 
 import argparse
+import functools
 import pathlib
 import re
 import shlex
@@ -21,12 +26,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from checker.mutants import MUTANTS, Mutant, Run
+from checker.mutants import ENGINE_MUTANTS, MUTANTS, EngineMutant, Mutant, Run
 
 CPP_TESTS = pathlib.Path(__file__).resolve().parent
-CORE = CPP_TESTS.parent.parent / "csrc" / "core"
+ROOT = CPP_TESTS.parent.parent
+CORE = ROOT / "csrc" / "core"
 CHECKER = CPP_TESTS / "checker"
 # The rest of the checker includes only this of core: no mutant may touch it, so that its objects
 # serve all mutants.
@@ -77,17 +85,20 @@ def mutate(mutant: Mutant, include: pathlib.Path) -> None:
             f"{mutant.header} is compiled into the shared objects; no mutant may change it"
         )
     shutil.copytree(CORE, include / "core")
-    header = include / "core" / mutant.header
-    text = header.read_text()
-    # Token by token, so that a formatter's line breaks do not matter.
-    tokens = re.findall(r"\w+|[^\w\s]", mutant.old)
+    replace(include / "core" / mutant.header, mutant.old, mutant.new)
+
+
+def replace(source: pathlib.Path, old: str, new: str) -> None:
+    """Replaces what occurs once: token by token, so that line breaks do not matter."""
+    text = source.read_text()
+    tokens = re.findall(r"\w+|[^\w\s]", old)
     places = list(re.finditer(r"\s*".join(map(re.escape, tokens)), text))
     if len(places) != 1:
         raise Failure(
-            f"its text occurs {len(places)} times in {mutant.header} instead of once; "
-            f"update checker/mutants.py:\n{mutant.old}"
+            f"its text occurs {len(places)} times in {source.name} instead of once; "
+            f"update checker/mutants.py:\n{old}"
         )
-    header.write_text(text[: places[0].start()] + mutant.new + text[places[0].end() :])
+    source.write_text(text[: places[0].start()] + new + text[places[0].end() :])
 
 
 def check(checker: pathlib.Path, expectation: Run) -> tuple[str, float]:
@@ -143,6 +154,36 @@ def try_mutant(
         return [f"{mutant.name:24} FAILED: {failure}"]
 
 
+def try_engine_mutant(mutant: EngineMutant, cxx: str, work: pathlib.Path) -> list[str]:
+    """The line of the table for this mutant of the engine, whose tests are built."""
+    place = work / mutant.name
+    place.mkdir()
+    copy = place / pathlib.Path(mutant.source).name
+    shutil.copy(ROOT / mutant.source, copy)
+    program = place / "tests"
+    begin = time.monotonic()
+    try:
+        for old, new in mutant.edits:
+            replace(copy, old, new)
+        paths = [f"SOURCE={ROOT / mutant.source}", f"COPY={copy}", f"TO={program}"]
+        made = run(
+            ["make", "-C", str(CPP_TESTS), "mutant", f"CXX={cxx}", "RINGCOMM_WERROR=0", *paths]
+        )
+        if made.returncode != 0:
+            raise Failure(f"its tests cannot be built:\n{made.stderr}")
+        found = "fails"
+        try:
+            if run([str(program), f"-tc={mutant.test}"]).returncode == 0:
+                found = "ok"
+        except Failure:
+            found = "no end"
+        verdict = "MISSED, expected a failure" if found == "ok" else "as expected"
+        took_s = time.monotonic() - begin
+        return [f"{mutant.name:24} {mutant.test[:32]:32} {found:10} {took_s:6.2f} s  {verdict}"]
+    except Failure as failure:
+        return [f"{mutant.name:24} FAILED: {failure}"]
+
+
 def run_shipped(cxx: str, work: pathlib.Path, objects: dict[pathlib.Path, pathlib.Path]) -> bool:
     checker = link(cxx, list(objects.values()), work / "checker")
     return subprocess.run([str(checker)], check=False).returncode == 0
@@ -159,34 +200,46 @@ def parse_arguments() -> argparse.Namespace:
         "--shipped", action="store_true", help="first run everything on the shipped source"
     )
     parser.add_argument("--list", action="store_true", help="print the mutants' names and end")
+    parser.add_argument(
+        "--engine", action="store_true", help="mutants of the engine, whose tests are built"
+    )
     arguments = parser.parse_args()
-    unknown = set(arguments.only or ()) - {mutant.name for mutant in MUTANTS}
+    arguments.mutants = ENGINE_MUTANTS if arguments.engine else MUTANTS
+    unknown = set(arguments.only or ()) - {mutant.name for mutant in arguments.mutants}
     if unknown:
         parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+    if arguments.only:
+        arguments.mutants = [one for one in arguments.mutants if one.name in arguments.only]
     return arguments
 
 
 def run_all(arguments: argparse.Namespace, work: pathlib.Path) -> bool:
     begin = time.monotonic()
-    wanted = [mutant for mutant in MUTANTS if not arguments.only or mutant.name in arguments.only]
-    sources = sorted(CHECKER.glob("*.cc"))
+    is_good = True
+    cxx = arguments.cxx
     with ThreadPoolExecutor(max_workers=2) as pool:
-        cxx = arguments.cxx
-        built = pool.map(
-            lambda source: compile_one(cxx, source, CORE.parent, work / f"{source.stem}.o"), sources
-        )
-        objects = dict(zip(sources, built, strict=True))
-        is_good = True
-        if arguments.shipped:
-            is_good = run_shipped(arguments.cxx, work, objects)
-            print(f"shipped source: {'passes' if is_good else 'FAILS'}\n")
-        print(f"{'mutant':24} {'scenario':32} {'found':10}")
+        attempt: Callable[[Any], list[str]]
+        if arguments.engine:
+            attempt = functools.partial(try_engine_mutant, cxx=cxx, work=work)
+        else:
+            sources = sorted(CHECKER.glob("*.cc"))
+            built = pool.map(
+                lambda source: compile_one(cxx, source, CORE.parent, work / f"{source.stem}.o"),
+                sources,
+            )
+            objects = dict(zip(sources, built, strict=True))
+            if arguments.shipped:
+                is_good = run_shipped(cxx, work, objects)
+                print(f"shipped source: {'passes' if is_good else 'FAILS'}\n")
+            attempt = functools.partial(try_mutant, cxx=cxx, work=work, objects=objects)
+        print(f"{'mutant':24} {'scenario or test':32} {'found':10}")
         num_bad = 0
-        for lines in pool.map(lambda mutant: try_mutant(mutant, cxx, work, objects), wanted):
+        for lines in pool.map(attempt, arguments.mutants):
             print("\n".join(lines), flush=True)
             num_bad += any(not line.endswith("as expected") for line in lines)
+    num = len(arguments.mutants)
     print(
-        f"\n{len(wanted) - num_bad} of {len(wanted)} mutants behave as expected, "
+        f"\n{num - num_bad} of {num} mutants behave as expected, "
         f"{time.monotonic() - begin:.0f} s in all"
     )
     return is_good and num_bad == 0
@@ -195,13 +248,13 @@ def run_all(arguments: argparse.Namespace, work: pathlib.Path) -> bool:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.list:
-        print("\n".join(mutant.name for mutant in MUTANTS))
+        print("\n".join(mutant.name for mutant in arguments.mutants))
         return 0
     try:
         if arguments.keep:
             shutil.rmtree(arguments.keep, ignore_errors=True)
             arguments.keep.mkdir(parents=True)
-            return 0 if run_all(arguments, arguments.keep) else 1
+            return 0 if run_all(arguments, arguments.keep.resolve()) else 1
         with tempfile.TemporaryDirectory(prefix="ringcomm_mutants_") as work:
             return 0 if run_all(arguments, pathlib.Path(work)) else 1
     except Failure as failure:

@@ -163,8 +163,9 @@ Traffic ShmCarrier::run_or_share(const Collective& call, const CallHeader& heade
     }
   } catch (...) {
     // A peer without an error may have started, and be in the blocks until it leaves the group.
-    for (const shm::ArenaLocation& location : {mine.input, mine.output})
-      if (mine.is_given()) shm::SharedArena::instance().hold(location, group_.left_by_all());
+    if (mine.is_given())
+      for (const shm::ArenaLocation& location : {mine.input, mine.output})
+        shm::SharedArena::instance().hold(location, group_.left_by_all());
     throw;
   }
   return staged(entry.run(engine_, call));

@@ -1,9 +1,9 @@
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "collectives/collective.h"
 #include "collectives/shm/collectives.h"
+#include "core/share_layout.h"
 
 namespace ringcomm {
 namespace {
@@ -17,9 +17,6 @@ namespace {
 // Every rank then compares all pairs, so all ranks fail with the same message and need not notify
 // each other. The room for the tables is there even where they are not filled: ranks with even and
 // with uneven shares may be of one call, and must agree on where data begins.
-//
-// A rank's region is divided among those that it has something for, in proportion to their shares,
-// so that the number of phases is that of the rank with the most to send.
 class ShareExchange {
  public:
   ShareExchange(Engine& engine, const Collective& call)
@@ -34,26 +31,32 @@ class ShareExchange {
                       kLineBytes * kLineBytes),
         headers_(static_cast<std::size_t>(world_size_)),
         regions_(static_cast<std::size_t>(world_size_)),
-        elems_(static_cast<std::size_t>(world_size_ * world_size_)),
-        num_pieces_(static_cast<std::size_t>(world_size_)) {
+        sizes_(static_cast<std::size_t>(world_size_ * world_size_)),
+        num_pieces_(static_cast<std::size_t>(world_size_)),
+        layout_{call.op == OpKind::kAllGather ? ShareLayout::Kind::kToAll
+                : is_reduction(call.op)       ? ShareLayout::Kind::kReduced
+                                              : ShareLayout::Kind::kToEach,
+                world_size_, (engine.phase_bytes() - tables_bytes_) / element_bytes_, sizes_.data(),
+                num_pieces_.data()} {
     const bool is_silent = call.op == OpKind::kScatter && rank_ != call.root;
     for (int to = 0; to < world_size_ && !is_silent; ++to)
-      if (call.op != OpKind::kGather || to == call.root) elems(rank_, to) = call.input_share(to);
-    count_pieces(rank_);
+      if (call.op != OpKind::kGather || to == call.root)
+        layout_.elems(rank_, to) = call.input_share(to);
+    layout_.count_pieces(rank_);
   }
 
   // Returns the bytes that peers consumed.
   std::uint64_t run() {
-    std::size_t num_pieces = 1;  // until the sizes are known; then equal on all ranks
-    for (std::size_t piece_idx = 0; piece_idx < num_pieces; ++piece_idx) {
+    std::size_t num_phases = 1;  // until the sizes are known; then equal on all ranks
+    for (std::size_t piece_idx = 0; piece_idx < num_phases; ++piece_idx) {
       is_first_ = piece_idx == 0;
-      engine_.step() = {1, 1, piece_idx + 1, num_pieces};
+      engine_.step() = {1, 1, piece_idx + 1, num_phases};
       stage(piece_idx);
       static_cast<void>(engine_.publish());  // no buffers of these calls are shared
       if (is_first_) {
         compare_sizes();
-        for (int from = 0; from < world_size_; ++from) count_pieces(from);
-        num_pieces = *std::ranges::max_element(num_pieces_);
+        for (int from = 0; from < world_size_; ++from) layout_.count_pieces(from);
+        num_phases = layout_.num_phases();
         keep_inputs();
       }
       if (is_reduction(call_.op))
@@ -63,7 +66,7 @@ class ShareExchange {
     }
     std::size_t sent_elems = 0;
     for (int to = 0; to < world_size_; ++to)
-      if (to != rank_) sent_elems += elems(rank_, to);
+      if (to != rank_) sent_elems += layout_.elems(rank_, to);
     return sent_elems * element_bytes_;
   }
 
@@ -75,7 +78,7 @@ class ShareExchange {
     }
     for (int from = 0; from < world_size_; ++from)
       for (int to = 0; to < world_size_; ++to) {
-        elems(from, to) = given(from, to);
+        layout_.elems(from, to) = given(from, to);
         if (given(from, to) != expected(from, to)) throw_mismatch(from, to);
       }
   }
@@ -83,10 +86,6 @@ class ShareExchange {
  private:
   // ---- sizes
 
-  // Elements that `from` has for `to`. Before compare_sizes() of this rank's own only.
-  std::size_t& elems(int from, int to) {
-    return elems_[static_cast<std::size_t>(from * world_size_ + to)];
-  }
   const CallHeader& header_of(int rank) const { return headers_[static_cast<std::size_t>(rank)]; }
 
   // Entry `entry` of the tables of `rank`, or num_elems of its header if it has no tables.
@@ -140,60 +139,23 @@ class ShareExchange {
 
   // ---- pieces
 
-  // All peers read the same of an all_gather's region.
-  bool is_multicast() const { return call_.op == OpKind::kAllGather; }
-  // Whether the region of `from` has a slice for `to`.
-  bool is_staged(int from, int to) const {
-    return to != from && (!is_multicast() || to == (from == 0 ? 1 : 0));
-  }
-
-  // Sets the number of pieces of `from`, so that the slices of each fit into its region: each is
-  // longer than its part by less than one element.
-  void count_pieces(int from) {
-    const auto world = static_cast<std::size_t>(world_size_);
-    const std::size_t room_elems = (engine_.phase_bytes() - tables_bytes_) / element_bytes_;
-    std::size_t sum = 0;
-    // A piece of a reduction is the same part of each source: the own share counts, too.
-    for (int to = 0; to < world_size_; ++to)
-      if (is_staged(from, to) || is_reduction(call_.op)) sum += elems(from, to);
-    num_pieces_[static_cast<std::size_t>(from)] =
-        sum <= room_elems ? 1 : num_slices(sum, room_elems - world);
-  }
-
-  // The part of the share from `from` to `to` that belongs to the piece.
-  ElemRange slice(int from, int to, std::size_t piece_idx) {
-    const std::size_t share = elems(from, to);
-    return slice_of({0, share}, piece_idx,
-                    num_slices(share, num_pieces_[static_cast<std::size_t>(from)]));
-  }
-
-  // The slices of a region are contiguous, so that small ones share cache lines.
-  std::size_t offset_elems(int from, int to, std::size_t piece_idx) {
-    std::size_t elems = 0;
-    for (int other = 0; other < to && !is_multicast(); ++other)
-      if (other != from) elems += slice(from, other, piece_idx).num_elems;
-    return elems;
-  }
-
-  // A rank with fewer pieces sends longer slices, which would overwrite what this rank has yet to
-  // stage for it in the same buffer. Such an input is copied: pieces of one number on all ranks
-  // would take a phase more in every uneven call, because the first one has data before they know.
+  // Copies inputs that would be overwritten. Pieces of one number on all ranks would take a phase
+  // more in every uneven call, because the first one has data before they know.
   void keep_inputs() {
-    const std::size_t own_pieces = num_pieces_[static_cast<std::size_t>(rank_)];
     for (int peer = 0; peer < world_size_ && call_.op == OpKind::kAllToAll; ++peer) {
-      const auto idx = static_cast<std::size_t>(peer);
       if (peer == rank_ || call_.inputs[peer] != call_.outputs[peer]) continue;
-      if (num_pieces_[idx] >= own_pieces && elems(peer, rank_) == elems(rank_, peer)) continue;
+      if (!layout_.overwrites(rank_, peer)) continue;
       const auto* input = static_cast<const std::byte*>(call_.inputs[peer]);
       kept_.resize(regions_.size());
-      kept_[idx].assign(input, input + elems(rank_, peer) * element_bytes_);
+      kept_[static_cast<std::size_t>(peer)].assign(
+          input, input + layout_.elems(rank_, peer) * element_bytes_);
     }
   }
 
   const void* input(int to) const {
     const auto idx = static_cast<std::size_t>(to);
     if (!kept_.empty() && !kept_[idx].empty()) return kept_[idx].data();
-    const bool has_one = is_multicast() || call_.op == OpKind::kGather;
+    const bool has_one = call_.op == OpKind::kAllGather || call_.op == OpKind::kGather;
     return call_.inputs[has_one ? 0 : to];
   }
   void* output(int from) const {
@@ -215,8 +177,8 @@ class ShareExchange {
       region += tables_bytes_;
     }
     for (int to = 0; to < world_size_; ++to) {
-      const ElemRange part = slice(rank_, to, piece_idx);
-      if (!is_staged(rank_, to) || part.num_elems == 0) continue;
+      const ElemRange part = layout_.slice(rank_, to, piece_idx);
+      if (!layout_.is_staged(rank_, to) || part.num_elems == 0) continue;
       if (region == nullptr) region = engine_.open();
       const std::size_t num_bytes = part.num_elems * element_bytes_;
       engine_.stage(region, at(input(to), part.begin_elems, element_bytes_), num_bytes);
@@ -228,15 +190,15 @@ class ShareExchange {
   const std::byte* received(int from, const ElemRange& part, std::size_t piece_idx) {
     if (from == rank_) return at(input(rank_), part.begin_elems, element_bytes_);
     return engine_.wait(from) + (is_first_ ? tables_bytes_ : 0) +
-           offset_elems(from, rank_, piece_idx) * element_bytes_;
+           layout_.offset_elems(from, rank_, piece_idx) * element_bytes_;
   }
 
   void copy(std::size_t piece_idx) {
     std::size_t result_elems = 0;
-    for (int from = 0; from < world_size_; ++from) result_elems += elems(from, rank_);
+    for (int from = 0; from < world_size_; ++from) result_elems += layout_.elems(from, rank_);
     for (int distance = 0; distance < world_size_; ++distance) {
       const int from = (rank_ + distance) % world_size_;
-      const ElemRange part = slice(from, rank_, piece_idx);
+      const ElemRange part = layout_.slice(from, rank_, piece_idx);
       if (part.num_elems > 0)
         engine_.copy_result(at(output(from), part.begin_elems, element_bytes_),
                             received(from, part, piece_idx), part.num_elems * element_bytes_,
@@ -245,7 +207,7 @@ class ShareExchange {
   }
 
   void reduce(std::size_t piece_idx) {
-    const ElemRange part = slice(rank_, rank_, piece_idx);  // the same from every rank
+    const ElemRange part = layout_.slice(rank_, rank_, piece_idx);  // the same from every rank
     if (part.num_elems == 0) return;
     const void** sources = engine_.sources();
     for (int from = 0; from < world_size_; ++from) sources[from] = received(from, part, piece_idx);
@@ -259,12 +221,13 @@ class ShareExchange {
   int rank_;
   int world_size_;
   std::size_t element_bytes_;
-  std::size_t table_bytes_;                   // of one
-  std::size_t tables_bytes_;                  // of the room for all
-  std::vector<CallHeader> headers_;           // by rank
-  std::vector<const std::byte*> regions_;     // by rank: where the tables of the first phase are
-  std::vector<std::size_t> elems_;            // see elems()
-  std::vector<std::size_t> num_pieces_;       // by rank: of what it sends
+  std::size_t table_bytes_;                // of one
+  std::size_t tables_bytes_;               // of the room for all
+  std::vector<CallHeader> headers_;        // by rank
+  std::vector<const std::byte*> regions_;  // by rank: where the tables of the first phase are
+  std::vector<std::size_t> sizes_;         // of the layout
+  std::vector<std::size_t> num_pieces_;    // of the layout
+  ShareLayout layout_;
   std::vector<std::vector<std::byte>> kept_;  // by rank, if any: see keep_inputs()
   bool is_first_ = true;
 };

@@ -179,8 +179,8 @@ void DeviceGroup::check() {
 }
 
 void DeviceGroup::await_reason(c10::function_ref<bool()> may_come) {
-  const auto deadline = std::chrono::steady_clock::now() + kFailurePatience;
-  for (check(); may_come() && std::chrono::steady_clock::now() < deadline; check())
+  const auto deadline = deadline_after(kFailurePatience);
+  for (check(); may_come() && RunningClock::now() < deadline; check())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   check();  // reported since
 }
@@ -215,9 +215,8 @@ void DeviceGroup::end(const std::string& why) {
 }
 
 void DeviceGroup::drain() {
-  using Clock = std::chrono::steady_clock;
   const std::lock_guard order(order_);
-  auto deadline = Clock::now() + options_->timeout;
+  auto deadline = deadline_after(options_->timeout);
   std::deque<std::shared_ptr<DeviceUse>> uses;
   {
     const std::lock_guard lock(mutex_);
@@ -228,11 +227,11 @@ void DeviceGroup::drain() {
          std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
       const auto communicator = communicator_.lock();
       const bool has_failed = communicator == nullptr || communicator->failure().has_failed();
-      if (!has_failed && Clock::now() < deadline) continue;
-      if (has_aborted && Clock::now() >= deadline) break;
+      if (!has_failed && RunningClock::now() < deadline) continue;
+      if (has_aborted && RunningClock::now() >= deadline) break;
       if (std::exchange(has_aborted, true)) continue;
       abort();
-      deadline = Clock::now() + kAbortPatience;
+      deadline = deadline_after(kAbortPatience);
     }
   }
 }

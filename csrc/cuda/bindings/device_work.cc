@@ -14,8 +14,6 @@
 namespace ringcomm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Between two looks at an event: short for what is about to end, and no burden for what is not.
 constexpr std::chrono::microseconds kFirstNap{20};
 constexpr std::chrono::microseconds kLongestNap{2000};
@@ -175,9 +173,9 @@ void DeviceWork::check_whole() const {
 }
 
 void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group) {
-  const Clock::time_point deadline = Clock::now() + std::min(timeout, kLongestTimeout);
+  const auto deadline = deadline_after(timeout);
   for (auto nap = kFirstNap; !use_->is_over(); nap = std::min(2 * nap, kLongestNap)) {
-    const bool is_late = Clock::now() >= deadline;
+    const bool is_late = RunningClock::now() >= deadline;
     if (const auto group = group_.lock(); group != nullptr) {
       if (is_interrupted()) group->end("interrupted by a signal");
       if (is_late && ends_group)

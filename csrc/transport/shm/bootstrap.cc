@@ -136,13 +136,16 @@ short events_of(const UniqueFd& fd) {
 // Whether the process has ended. Text that it sent before can still be read afterwards.
 bool Bootstrap::Watch::has_ended() {
   const bool is_lost = socket && !socket.has_its_file();
-  if (is_lost)
-    process->keep_last_words("it may live: a library has closed the descriptors of who watches it");
+  if (is_lost) process->gone = PeerProcess::Gone::kUnwatched;
   bool is_over = is_lost || events_of(pidfd) != 0 || (events_of(socket) & ~POLLIN) != 0;
   const bool is_read = succeeds([&] {
     for (int i = 0; socket.has_its_file() && i < kMaxTextsAtOnce; ++i) {
       const auto message = recv_message(socket.get(), kNow);
-      if (!message || message->text.empty()) break;
+      if (!message) break;
+      if (message->text.empty()) {  // where poll() is refused, this alone tells
+        is_over = true;
+        break;
+      }
       const auto text = after_secret(secret, message->text);
       if (!text) {
         const auto why = refusal_in(message->text);

@@ -135,6 +135,8 @@ class CheckerArch {
   void require(bool condition, ViolationKind kind, const char* what) {
     if (!condition) machine_.report(kind, rank_, what);
   }
+  /// What a block holds that this rank has just read.
+  std::uint64_t value_of(const std::byte* block) const { return machine_.memory.peek(block); }
   std::uint64_t peek(const std::uint64_t& word) const {
     return machine_.memory.peek(machine_.memory.word_idx(&word));
   }

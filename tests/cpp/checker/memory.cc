@@ -38,7 +38,7 @@ const char* name_of(ViolationKind kind) {
 
 void Memory::clear(int num_ranks) {
   num_ranks_ = num_ranks;
-  num_words_ = num_cells_ = 0;
+  num_words_ = num_cells_ = num_told_ = 0;
   owners_.clear();
   violation.reset();
   state = MemoryState{};
@@ -76,6 +76,13 @@ std::byte* Memory::add_shared(int num_blocks, const std::string& name) {
   return add_cells(num_blocks, name, -1);
 }
 
+void Memory::add_beside(Cursor* first, int num_cursors, const std::string& name) {
+  told_begin_ = first;
+  num_told_ = num_cursors;
+  told_cell_idx_ = num_cells_;
+  add_cells(num_cursors, name, -1);
+}
+
 void Memory::own_as_link(std::byte* slots, int num_slots, int slot_blocks, const Cursor& tail,
                          const Cursor& head, int sender, int receiver) {
   for (int i = 0; i < num_slots * slot_blocks; ++i) {
@@ -108,6 +115,8 @@ int Memory::word_idx(const void* word) const {
 }
 
 int Memory::cell_idx(const void* block) const {
+  for (int i = 0; i < num_told_; ++i)
+    if (block == told_begin_[i].beside) return told_cell_idx_ + i;
   const auto offset = static_cast<const std::byte*>(block) - payload_.data();
   if (offset < 0 || offset >= num_cells_ * static_cast<std::ptrdiff_t>(kBlockBytes) ||
       offset % 8 != 0) {

@@ -74,6 +74,8 @@ class Memory {
   /// Cells that only `rank` may touch: its user's buffer. No clock, no scheduling point.
   std::byte* add_private(int rank, int num_blocks, const std::string& name);
   std::byte* add_shared(int num_blocks, const std::string& name);
+  /// The first block beside each of the cursors, in their order; one group of cursors at most.
+  void add_beside(Cursor* first, int num_cursors, const std::string& name);
   /// The `num_slots` slots at `slots` alternate between sender and receiver, according to tail and
   /// head.
   void own_as_link(std::byte* slots, int num_slots, int slot_blocks, const Cursor& tail,
@@ -145,6 +147,9 @@ class Memory {
   int num_ranks_ = 0;
   int num_words_ = 0;
   int num_cells_ = 0;
+  Cursor* told_begin_ = nullptr;  ///< the cursors beside which something is told
+  int num_told_ = 0;
+  int told_cell_idx_ = 0;  ///< of the first one
   std::array<std::string, kMaxWords> word_names_;
   std::array<CellInfo, kMaxCells> cell_infos_;
   std::vector<Owner> owners_;

@@ -1,4 +1,4 @@
-"""What run_mutants.py breaks in csrc/core, where the checker must see it, and as what."""
+"""What run_mutants.py breaks in csrc, and what must see it: the checker, and as what; or a test."""
 
 import dataclasses
 
@@ -16,11 +16,23 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
+    """Of the protocols: a replacement in a header of csrc/core, and runs of the checker."""
+
     name: str
     header: str
     old: str
     new: str
     runs: tuple[Run, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineMutant:
+    """Of what stands above the protocols: replacements in a source, and a C++ test that must fail."""
+
+    name: str
+    source: str
+    edits: tuple[tuple[str, str], ...]
+    test: str
 
 
 STORE = "  arch.store_seq_cst(cursor.value, value);\n"
@@ -237,6 +249,40 @@ MUTANTS = (
         "geometry_.region(peer, phase_)",
         (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
     ),
+    # What is told in the next phase overwrites what a slow peer has not read.
+    Mutant(
+        "told_at_one_cursor",
+        "board_protocol.h",
+        "geometry_.cursor(rank_, rank, rank == rank_ ? phase_ : phase_ - 1).beside",
+        "geometry_.cursor(rank_, rank, 0).beside",
+        (Run("board2_told", "unowned"), Run("board2_told", "race", (NO_OWNER,))),
+    ),
+    Mutant(
+        "told_read_of_next",
+        "board_protocol.h",
+        "rank == rank_ ? phase_ : phase_ - 1).beside",
+        "phase_).beside",
+        (Run("board2_told", "unowned"), Run("board3_told", "race", (NO_OWNER,))),
+    ),
+    Mutant(
+        "shares_fewest_phases",
+        "share_layout.h",
+        "*std::max_element(",
+        "*std::min_element(",
+        (Run("shares2", "wrong_data"), Run("shares3", "wrong_data")),
+    ),
+    # All-to-all in place: a longer slice comes in than has gone out.
+    Mutant(
+        "shares_not_kept",
+        "share_layout.h",
+        "return num_pieces[peer] < num_pieces[rank] || elems(peer, rank) != elems(rank, peer);",
+        "return false;",
+        (
+            Run("shares2", "ok"),
+            Run("shares2_in_place", "wrong_data"),
+            Run("shares3_in_place", "wrong_data"),
+        ),
+    ),
     # One place for all calls: a packet is overwritten before it was read.
     Mutant(
         "packet_one_place",
@@ -280,5 +326,33 @@ MUTANTS = (
         "has_made = wait_for(attempt, kMade, peer) == Stop::kNone;",
         "has_made = true;",
         (Run("survivors2_death", "wrong_data"),),
+    ),
+)
+
+ENGINE_MUTANTS = (
+    # Two ranks of a host wait for each other there, and for ranks of another host that do the same.
+    EngineMutant(
+        "hosts_inside_last",
+        "csrc/collectives/messages/collectives.cc",
+        (
+            ("if (is_all_to_all) move_inside();", ""),
+            (
+                "if (!is_all_to_all && hosts_.table.host_of(call_.root) == hosts_.host)",
+                "if (is_all_to_all || hosts_.table.host_of(call_.root) == hosts_.host)",
+            ),
+        ),
+        "hosts: shares on both sides of every limit end on every layout",
+    ),
+    EngineMutant(
+        "in_place_not_kept",
+        "csrc/collectives/shm/share_exchange.cc",
+        (("        keep_inputs();\n", ""),),
+        "uneven shares in place*",
+    ),
+    EngineMutant(
+        "phases_of_own_sizes",
+        "csrc/collectives/shm/share_exchange.cc",
+        (("num_phases = layout_.num_phases();", "num_phases = layout_.num_pieces[rank_];"),),
+        "uneven shares in place*",
     ),
 )

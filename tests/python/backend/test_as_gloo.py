@@ -65,7 +65,8 @@ def run(rank, number, backend, as_gloo, real, other_host):
         try:
             return dist.init_process_group(backend, store=store, rank=rank, world_size=2)
         except ValueError as error:
-            sys.exit(str(error) != f"RINGCOMM_AS_GLOO must be 0 or 1, got '{{as_gloo}}'")
+            variable = "the environment variable RINGCOMM_AS_GLOO"
+            sys.exit(str(error) != f"{{variable}} must be 0 or 1, got '{{as_gloo}}'")
     os.environ["RINGCOMM_TIMEOUT"] = "45.5"
     dist.init_process_group(backend, store=store, rank=rank, world_size=2)
     if real == "ringcomm":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -41,16 +42,76 @@ SAMPLE = (
 )
 
 
-@pytest.mark.skipif(os.uname().sysname != "Linux" or not shutil.which("c++"), reason="no compiler")
-@pytest.mark.skipif("gnu" not in str(sysconfig.get_config_var("HOST_GNU_TYPE")), reason="no glibc")
-def test_one_failing_call(tmp_path: Path) -> None:
+# A rank whose poll() a sandbox refuses from now on, while its peer dies.
+REFUSED_POLL = """
+import ctypes, errno, os, signal, sys
+import torch
+import torch.distributed as dist
+import ringcomm
+from ranks import init_group
+
+rank, shim = int(sys.argv[1]), ctypes.CDLL(None)
+init_group(rank, 2, sys.argv[2], 90)
+if rank == 0:
+    shim.fail_calls(b"poll", errno.EPERM, 1, True)
+tensor = torch.ones(4)
+dist.all_reduce(tensor, group=dist.new_group([0, 1]))  # who watches returns from its last poll()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(tensor)
+except ringcomm.PeerDiedError as error:
+    print(error.rank, shim.count_calls(b"poll") > 0)
+"""
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.uname().sysname != "Linux" or not shutil.which("c++"), reason="no compiler"
+    ),
+    pytest.mark.skipif(
+        "gnu" not in str(sysconfig.get_config_var("HOST_GNU_TYPE")), reason="no glibc"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """That of a program whose system calls can be made to fail."""
+    library = str(tmp_path_factory.mktemp("shim") / "failing_calls.so")
+    source = str(SUPPORT / "failing_calls.cc")
+    subprocess.run(["c++", "-O1", "-shared", "-fPIC", source, "-o", library], check=True)
+    return {**os.environ, "LD_PRELOAD": library, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_death_is_noticed_where_poll_is_refused(env: dict[str, str], tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/14170"""
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                REFUSED_POLL,
+                str(rank),
+                str(tmp_path / "store"),
+            ],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert said == ["1 True\n", ""]
+    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL]
+
+
+def test_one_failing_call(env: dict[str, str]) -> None:
     """https://github.com/pytorch/pytorch/issues/14170 https://github.com/vllm-project/vllm/issues/16259
 
     Of each transport, in each phase of a group; the rank's process then ends or lives on.
     """
-    library = str(tmp_path / "failing_calls.so")
-    source = str(SUPPORT / "failing_calls.cc")
-    subprocess.run(["c++", "-O1", "-shared", "-fPIC", source, "-o", library], check=True)
     step = os.environ.get("RINGCOMM_FAULTS")
     done = subprocess.run(
         [
@@ -60,7 +121,7 @@ def test_one_failing_call(tmp_path: Path) -> None:
             str(HERE / "failing_calls.py"),
             *([step] if step else SAMPLE),
         ],
-        env={**os.environ, "LD_PRELOAD": library, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=env,
         stdout=subprocess.PIPE,
         text=True,
         timeout=4 * 3600 if step else 900,
