@@ -179,10 +179,15 @@ std::pair<c10::intrusive_ptr<c10d::Backend>, std::shared_ptr<PyObject>> make_mes
                           options.global_ranks_in_group, goes_on)
             .cast<std::pair<c10::intrusive_ptr<c10d::Backend>, py::object>>();
     return {backend, {contacts.inc_ref().ptr(), forget}};
-  } catch (const std::exception& error) {
+  } catch (std::exception& error) {
     if (in_vain != nullptr) std::rethrow_exception(in_vain);
-    const auto* python = dynamic_cast<const py::error_already_set*>(&error);
-    if (python != nullptr && !python->matches(PyExc_Exception)) throw;  // KeyboardInterrupt
+    auto* python = dynamic_cast<py::error_already_set*>(&error);
+    if (python != nullptr && !python->matches(PyExc_Exception)) {  // KeyboardInterrupt
+      python->restore();
+      keep_interruption();
+      throw Error({.kind = ErrorKind::kInterrupted, .rank = rank, .op = "init"},
+                  "interrupted by a signal while the group was made");
+    }
     throw Error({.kind = ErrorKind::kSystem, .rank = rank, .op = "init"},
                 "ringcomm: the backend " + name + ", needed for " + purpose +
                     ", could not be created: " + error.what());

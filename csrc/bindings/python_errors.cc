@@ -54,9 +54,11 @@ bool is_interrupted() {
   if (raised.has_value()) return true;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
-  raised.emplace().persist();
+  keep_interruption();
   return true;
 }
+
+void keep_interruption() { raised.emplace().persist(); }
 
 void rethrow_interruption() {
   if (!raised.has_value()) return;

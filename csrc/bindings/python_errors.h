@@ -19,6 +19,9 @@ std::exception_ptr to_python(const std::exception_ptr& error);
 /// Throws the error of a wait with a timeout; `what` continues.
 [[noreturn]] void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout);
 
+/// Keeps the exception that Python raises now, as one of a signal handler.
+void keep_interruption();
+
 /// Throws what a signal handler raised during is_interrupted() in this thread, and forgets it.
 /// Returns if there is nothing.
 void rethrow_interruption();

@@ -110,8 +110,7 @@ void Rendezvous::count_attempts() {
 
 AbortReason Rendezvous::tell(const std::exception& error) {
   if (mine_.failure.text.empty()) mine_.failure = AbortReason::of(error, rank());
-  // After a signal the store, which may be Python's, must not be called.
-  if (has_told_ || mine_.failure.kind == ErrorKind::kInterrupted) return mine_.failure;
+  if (has_told_) return mine_.failure;
   try {
     if (bootstrap_ == nullptr)
       count_attempts();

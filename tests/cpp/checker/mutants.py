@@ -27,7 +27,7 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class EngineMutant:
-    """Of what stands above the protocols: replacements in a source, and a C++ test that must fail."""
+    """Of what stands above the protocols: replacements, and the C++ test that must fail."""
 
     name: str
     source: str

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
 import ringcomm
@@ -244,14 +244,20 @@ def interrupted(call: Callable[[], Any], after_s: float = 0.2) -> tuple[str, flo
     return kind, time.monotonic() - begin - after_s
 
 
-@in_ranks(2, backend=None, fresh=True)
+@in_ranks(3, ENVS, backend=None, fresh=True)
 def test_ctrl_c_while_a_group_is_made(rank: int, tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    if rank == 0:  # rank 1 never comes
-        kind, seconds = interrupted(
-            lambda: dist.init_process_group("ringcomm", store=store, rank=0, world_size=2)
-        )
+    """Rank 2 never comes. The process of rank 0 lives on, and rank 1 learns of it."""
+    path = str(tmp_path / "store")
+    if rank == 0:
+        kind, seconds = interrupted(lambda: init_group(0, 3, path, 120), 0.5)
         assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
+    elif rank == 1:
+        error = caught(init_group, 1, 3, path, 120)
+        assert error["type"] == "RingcommError", error
+        assert "rank 0 (pid " in error["text"], error
+        assert "interrupted by a signal while the group was made" in error["text"], error
+    dist.FileStore(path + "-end", 3).set(str(rank), "")
+    dist.FileStore(path + "-end", 3).wait(["0", "1", "2"])
 
 
 @in_ranks(2, TRANSPORTS, fresh=True)

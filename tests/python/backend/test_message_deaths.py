@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import in_ranks, init_group, run_ranks
-from test_errors import ENVS
+from test_errors import ENVS, caught
 from test_faults import SOON_S, end_process, interrupted, kill_named, timed
 
 
@@ -150,20 +150,27 @@ def test_end_while_gloo_connects(tmp_path: Path, env: str, how: str, when: str) 
 
 
 @in_ranks(2, env=ENVS["p2p"], backend=None, fresh=True)
-def test_ctrl_c_while_gloo_connects(rank: int, tmp_path: Path) -> None:
-    """Rank 1 is late for Gloo's connecting."""
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_while_gloo_connects(rank: int, victim: int, tmp_path: Path) -> None:
+    """Rank 1 is late for Gloo's connecting. The other rank learns who is interrupted."""
 
     def make_late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(1.2)
+        time.sleep(90)
         raise OSError("too late")
 
     if rank == 1:
         dist.ProcessGroupGloo = make_late  # type: ignore[assignment,misc]
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    kind, seconds = interrupted(
-        lambda: dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
-    )
-    assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
+    path = str(tmp_path / "store")
+    if rank == victim:
+        kind, seconds = interrupted(lambda: init_group(rank, 2, path, 120))
+        assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
+    else:
+        error = caught(init_group, rank, 2, path, 120)
+        assert error["type"] == "RingcommError", error
+        assert f"rank {victim} (pid " in error["text"], error
+        assert "interrupted by a signal while the group was made\n" in error["text"] + "\n", error
+    dist.FileStore(path + "-end", 2).set(str(rank), "")
+    dist.FileStore(path + "-end", 2).wait(["0", "1"])
 
 
 @in_ranks(3, ENVS, fresh=True, may_die=[1])
