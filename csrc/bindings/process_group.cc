@@ -208,16 +208,29 @@ std::map<std::string, std::string> ProcessGroupRingcomm::device_transports() {
   return devices()->transports();
 }
 
-void ProcessGroupRingcomm::abort() {
+void ProcessGroupRingcomm::abort() { abort("the process group was aborted"); }
+
+void ProcessGroupRingcomm::abort(const std::string& why) {
   const auto [communicator, devices] = [this] {
     const std::lock_guard lock(mutex_);
     return std::pair(communicator_, devices_);
   }();
-  if (communicator != nullptr) communicator->abort("the process group was aborted");
+  if (communicator != nullptr) communicator->abort(why);
   if (devices != nullptr) devices->abort();
 }
 
+bool ProcessGroupRingcomm::is_in_call() {
+  const std::lock_guard lock(mutex_);
+  return communicator_ != nullptr && communicator_->is_in_call();
+}
+
 void ProcessGroupRingcomm::leave(bool is_asked) {
+  if (is_asked && is_in_call()) {
+    // A signal handler: the call below it ends, and uses the communicator until then. The rest is
+    // done when nothing refers to the group.
+    with_python_errors([&] { tell_handled_exception(); });
+    return abort("the group was destroyed in a signal handler");
+  }
   std::shared_ptr<Communicator> communicator;
   std::shared_ptr<Devices> devices;
   std::shared_ptr<PyObject> contacts;

@@ -150,6 +150,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
  private:
   /// `is_asked`: by torch.distributed, not by the end of the object, when Python may have ended.
   void leave(bool is_asked);
+  void abort(const std::string& why);
+  bool is_in_call();
   /// Every call's way: recorded, profiled, coalesced, to the engine or to a device.
   WorkPtr start(const CallInfo& info, std::vector<TensorCall> calls, Tensors results);
   WorkPtr start(const CallInfo& info, TensorCall item, Tensors results);

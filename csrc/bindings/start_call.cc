@@ -206,6 +206,7 @@ WorkPtr ProcessGroupRingcomm::start_message(c10d::OpType op_type, const char* ti
   TORCH_CHECK_VALUE(peer != getRank(), "ringcomm: rank ", peer, " cannot ",
                     is_send ? "send to" : "receive from", " itself");
   TORCH_CHECK_VALUE(getSize() > 1, "ringcomm: a group of one rank has no peer to receive from");
+  TORCH_CHECK_VALUE(tag >= 0, "ringcomm: the tag of a message must be 0 or more, got ", tag);
   CallInfo info{op_type, title};
   info.is_async = true;
   info.peer = peer;

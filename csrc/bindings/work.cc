@@ -4,9 +4,15 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
+#include <condition_variable>
 #include <cstdlib>
+#include <deque>
+#include <functional>
 #include <iterator>
+#include <mutex>
 #include <string_view>
+#include <system_error>
 
 #include "bindings/process_group.h"
 #include "bindings/python_errors.h"
@@ -21,15 +27,85 @@ using Future = c10::ivalue::Future;
 // continuation may issue a collective and wait for its future (PowerSGD's do). So there is a thread
 // for each level: futures of works issued by user threads complete on level 0, those of works
 // issued in a continuation on level L complete on level L + 1; within a level in the order of
-// completion. Continuations may wait in each other this deep; beyond, levels are shared.
+// completion. Levels are shared beyond this depth.
 constexpr int kNumLevels = 8;
 thread_local int current_level = -1;  // of a thread that runs no continuations
 
-struct Continuations : OrderedQueue {
-  Continuations() : OrderedQueue("ringcomm-future", kDefaultStackBytes) {}
+// Runs the continuations of a level one after another. One that has not returned after kPatience
+// may wait for a later one: then another thread goes on with those.
+class Continuations {
+ public:
+  using Task = std::function<void()>;
+  using Clock = std::chrono::steady_clock;
+
+  Continuations() { start(); }
+
+  // Throws nothing but std::bad_alloc.
+  void submit(Task task) {
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_one();
+    keep_one_idle();
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds kPatience{20};
+
+  void start() {
+    start_background_thread("ringcomm-future", [this] { run(); }, kDefaultStackBytes).detach();
+  }
+
+  // With the mutex, if there are tasks.
+  void keep_one_idle() {
+    if (num_idle_ > 0) return;
+    try {
+      start();
+      ++num_idle_;
+    } catch (const std::system_error&) {
+      // A running one has to return first.
+    }
+  }
+
+  // One idle thread is kept.
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      if (tasks_.empty())
+        changed_.wait(lock);
+      else if (num_running_ > 0 && Clock::now() < began_ + kPatience)
+        changed_.wait_until(lock, began_ + kPatience);
+      else
+        run_next(lock);
+      if (num_idle_ > 1 && tasks_.empty()) break;
+    }
+    --num_idle_;
+  }
+
+  void run_next(std::unique_lock<std::mutex>& lock) {
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    --num_idle_;
+    ++num_running_;
+    began_ = Clock::now();
+    if (!tasks_.empty()) keep_one_idle();
+    lock.unlock();
+    task();
+    task = nullptr;  // without the mutex: it may free what Python holds
+    lock.lock();
+    --num_running_;
+    ++num_idle_;
+    changed_.notify_one();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  int num_idle_ = 1;
+  int num_running_ = 0;
+  Clock::time_point began_;  // of the last one to start
 };
 
-// Starts the thread at the first call; it never ends. Throws std::system_error.
+// Starts a thread at the first call. Throws std::system_error.
 Continuations& continuations(int level) {
   // Threads do not survive a fork: a child starts its own.
   static constinit std::array<PerProcess<Continuations>, kNumLevels> queues;

@@ -36,8 +36,12 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
         if (members_->process_of(rank).is_stopped())
           raise(ErrorKind::kTimeout, rank,
                 waited + ", and the process of " + name_of_peer(rank) + " is stopped", activity);
+      // Another of its threads may keep its process.
+      const std::string words = peer < 0 ? "" : members_->process_of(peer).last_words();
       raise(ErrorKind::kTimeout, peer,
-            waited + "; read that rank's output, or raise the timeout of init_process_group",
+            waited + (words.empty() ? "; read that rank's output, or raise the timeout of "
+                                      "init_process_group"
+                                    : ", which runs on after " + words),
             activity);
     }
     case Stop::kPeerDied:
@@ -125,7 +129,7 @@ std::string Failure::calls_missed(int peer, const Activity& activity) const {
 
 std::string Failure::name_of_peer(int peer) const {
   if (peer < 0) return "any rank";
-  return name_of_process(peer, members_->process_of(peer));
+  return members_->name_of(peer);
 }
 
 }  // namespace ringcomm

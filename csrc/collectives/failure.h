@@ -47,9 +47,8 @@ class Failure {
       : members_(members),
         rank_(rank),
         world_size_(world_size),
-        prefix_(prefix_of(rank, world_size,
-                          members != nullptr ? members->process_of(rank).global_rank.load() : -1)) {
-  }
+        prefix_(
+            prefix_of(rank, world_size, members != nullptr ? members->global_rank_of(rank) : -1)) {}
 
   /// Throws the first cause again if there is one; also throws what check_not_inherited() does.
   void rethrow_if_any() const;

@@ -157,13 +157,15 @@ bool LongWaits::is_said_by_another(const Log& log, const Event& event) {
 
 std::string LongWaits::text_of(const Log& log, const Event& event, const Wait& wait,
                                const Clock& clock, bool is_idle) {
-  std::string whom = "any rank";
+  std::string whom = "any rank", words;
   if (event.waits_for >= 0) {
     const PeerProcess& peer = *log.processes_[static_cast<std::size_t>(event.waits_for)];
     whom = "rank " + std::to_string(event.waits_for) + " (pid " + std::to_string(peer.pid) +
            " on " + peer.host;
+    words = peer.last_words();
     if (!peer.bootstrap_address.empty())
       whom += peer.is_dead ? ", ended" : peer.is_stopped() ? ", stopped" : ", running";
+    if (!words.empty()) whom += " after " + words;
     if (const std::vector<Event> calls = calls_of(peer, log.id_); !calls.empty()) {
       const Event& last = calls.back();
       const std::uint64_t since =
@@ -178,9 +180,10 @@ std::string LongWaits::text_of(const Log& log, const Event& event, const Wait& w
   const std::string waited = std::to_string(clock.seconds_since(wait.begin_ticks)) + " s";
   return "ringcomm rank " + std::to_string(log.rank_) + "/" +
          std::to_string(log.processes_.size()) + ": " +
-         (is_idle ? "idle for " + waited + " in " + call_text(event) + ": " + whom +
-                        " sleeps outside of calls, as a server does between requests (said once)"
-                  : call_text(event) + " waits for " + whom + " for " + waited) +
+         (is_idle && words.empty()
+              ? "idle for " + waited + " in " + call_text(event) + ": " + whom +
+                    " sleeps outside of calls, as a server does between requests (said once)"
+              : call_text(event) + " waits for " + whom + " for " + waited) +
          "; `ringcomm doctor --job " + std::to_string(::getpid()) + "` shows all ranks\n";
 }
 

@@ -8,6 +8,11 @@
 #include "core/errors.h"
 
 namespace ringcomm {
+namespace {
+
+thread_local const OrderedQueue* polled = nullptr;  // the queue whose wait calls its poll
+
+}  // namespace
 
 OrderedQueue::~OrderedQueue() {
   drain({});
@@ -40,12 +45,19 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
     const auto until = std::min(deadline, Clock::now() + kLookInterval);
     if (has_news_.wait_until(lock, until) == std::cv_status::timeout && poll) {
       lock.unlock();
+      const OrderedQueue* const outer = std::exchange(polled, this);
       poll();
+      polled = outer;
       lock.lock();
     }
   }
   --num_waiting_;
   end_sharing();
+}
+
+bool OrderedQueue::is_inside() const {
+  return polled == this ||
+         running_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
 void OrderedQueue::check_not_in_task() const {
@@ -118,16 +130,13 @@ OrderedQueue::Ticket OrderedQueue::submit(Task task) {
   auto ticket = std::make_shared<Entry>(Entry{.task = std::move(task)});
   {
     const std::lock_guard lock(mutex_);
-    if (!progress_thread_.joinable()) start("ringcomm-queue", kThreadStackBytes);
+    if (!progress_thread_.joinable())
+      progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
     entries_.push_back(ticket);
     state_.fetch_or(kShared);
   }
   has_work_.notify_one();
   return ticket;
-}
-
-void OrderedQueue::start(const char* thread_name, std::size_t stack_bytes) {
-  progress_thread_ = start_background_thread(thread_name, [this] { progress(); }, stack_bytes);
 }
 
 bool OrderedQueue::wait(const Ticket& ticket, const Poll& poll, Clock::time_point deadline) {

@@ -30,11 +30,6 @@ class OrderedQueue {
   };
   using Ticket = std::shared_ptr<Entry>;
 
-  OrderedQueue() = default;
-  /// Starts the progress thread at once, under this name. Throws std::system_error.
-  OrderedQueue(const char* thread_name, std::size_t stack_bytes) {
-    start(thread_name, stack_bytes);
-  }
   /// Runs the tasks that are in, then ends the progress thread.
   ~OrderedQueue();
 
@@ -53,8 +48,10 @@ class OrderedQueue {
   /// task is not done then.
   bool wait(const Ticket& ticket, const Poll& poll,
             Clock::time_point deadline = Clock::time_point::max());
-  /// Returns when no task is left; runs tasks until then if no other thread does.
+  /// Returns when no task is left; runs tasks until then if no other thread does. Not in a task.
   void drain(const Poll& poll);
+  /// Whether this thread is inside a task, or the poll of a wait: in a signal handler, as a rule.
+  bool is_inside() const;
 
  private:
   // The bits of state_. A thread that finds it 0 may begin a task without the mutex, and end it
@@ -71,7 +68,6 @@ class OrderedQueue {
   template <class IsOver>
   void run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over, const Poll& poll,
                     Clock::time_point deadline = Clock::time_point::max());
-  void start(const char* thread_name, std::size_t stack_bytes);
   void progress();
 
   std::mutex mutex_;

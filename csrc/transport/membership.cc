@@ -221,8 +221,7 @@ std::string prefix_of(int rank, int world_size, int global_rank) {
               : " (global rank " + std::to_string(global_rank) + "): ");
 }
 
-std::string name_of_process(int rank, const PeerProcess& process) {
-  const int global_rank = process.global_rank;
+std::string name_of_process(int rank, int global_rank, const PeerProcess& process) {
   const bool has_other = global_rank >= 0 && global_rank != rank;
   std::string more = has_other ? "global rank " + std::to_string(global_rank) : "";
   if (process.pid >= 0)

@@ -53,9 +53,7 @@ struct PeerProcess {
   std::string bootstrap_address;  ///< of its Bootstrap; empty if it is not, or was never, watched
   bool is_pid_hidden = false;
   std::atomic<bool> is_confirmed = false;  ///< by its pid or its answer: Bootstrap::watch()
-  /// In the default group, as the last group that it is in has said; -1 where there is none.
-  std::atomic<int> global_rank = -1;
-  std::atomic<bool> is_dead = false;  ///< ended, or runs another program
+  std::atomic<bool> is_dead = false;       ///< ended, or runs another program
   /// The processes that this one has seen end; increased after is_dead.
   static std::atomic<std::uint64_t> num_ended;
   /// An eventfd that is written after num_ended is increased; -1 while nobody waits for deaths.
@@ -105,7 +103,8 @@ using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 std::string prefix_of(int rank, int world_size, int global_rank);
 /// A process in error messages: "rank 1 (pid 12 on host)", "rank 1" if it was never found, or "rank
 /// 1 of the group (global rank 3, pid 12 on host)" where the default group numbers it otherwise.
-std::string name_of_process(int rank, const PeerProcess& process);
+/// `global_rank` is -1 if it has no such number.
+std::string name_of_process(int rank, int global_rank, const PeerProcess& process);
 
 /// Why a group is no more.
 struct AbortReason {
@@ -153,6 +152,11 @@ class Membership {
   const PeerProcess& process_of(int rank) const {
     return *processes_[static_cast<std::size_t>(rank)];
   }
+  /// The number in the default group; -1 if there is none. A process may be in groups with several.
+  int global_rank_of(int rank) const { return global_ranks_[static_cast<std::size_t>(rank)]; }
+  std::string name_of(int rank) const {
+    return name_of_process(rank, global_rank_of(rank), process_of(rank));
+  }
   /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
   bool has_died(int rank) const { return process_of(rank).is_dead; }
   /// The same on all ranks of the group, and of no other group.
@@ -181,6 +185,7 @@ class Membership {
 
  protected:
   PeerProcesses processes_;  // set when the group is made, as the next; none null
+  std::vector<int> global_ranks_;
   std::string key_;
 
  private:

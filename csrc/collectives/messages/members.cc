@@ -66,6 +66,8 @@ MessageMembers::MessageMembers(KeyValueStore& store, shm::Rendezvous& ranks)
   }
   ranks.expect(all);
   processes_ = ranks.processes();
+  for (int rank = 0; rank < ranks.world_size(); ++rank)
+    global_ranks_.push_back(ranks.global_rank_of(rank));
   store_.forget_deadline();
 }
 

@@ -152,7 +152,9 @@ std::byte* Engine::find_shared(int rank, const shm::ArenaLocation& location,
       const int whole_rank = group_.whole_rank(rank);
       throw Error(
           {.kind = ErrorKind::kSystem, .rank = whole_rank, .pid = refused.info().pid},
-          "ringcomm: " + name_of_process(whole_rank, group_.process_of(rank)) + " " + refused.why);
+          "ringcomm: " +
+              name_of_process(whole_rank, group_.global_rank_of(rank), group_.process_of(rank)) +
+              " " + refused.why);
     }
     check(arch_.stopped(rank));  // its process has stopped or ended
     std::this_thread::sleep_for(kFetchPause);

@@ -83,8 +83,10 @@ Group::Group(Rendezvous& rendezvous, const std::vector<int>& ranks, const Segmen
                              ranks.begin())),
       layout_(world_size(), config),
       memory_(std::make_shared<SharedMemory>(rendezvous.share_memory(ranks, layout_.num_bytes()))) {
-  for (const int rank : ranks)
+  for (const int rank : ranks) {
     processes_.push_back(rendezvous.processes()[static_cast<std::size_t>(rank)]);
+    global_ranks_.push_back(rendezvous.global_rank_of(rank));
+  }
   key_ = rendezvous.memory_key();
   try {
     // The pages that its peers poll come to this rank's NUMA node.

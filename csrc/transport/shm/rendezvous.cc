@@ -82,7 +82,6 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupTerms& terms,
       std::make_shared<PeerProcess>(mine_.pid, mine_.host);
   for (auto& process : processes_)
     if (process == nullptr) process = std::make_shared<PeerProcess>();
-  processes_[static_cast<std::size_t>(rank())]->global_rank = global_rank_of(rank());
 }
 
 Rendezvous::~Rendezvous() {
@@ -192,8 +191,7 @@ SharedMemory Rendezvous::fetch_memory(int leader, std::size_t num_bytes) {
     try {
       fd = bootstrap_->fetch(record.bootstrap_address, record.memory_key, timeout_, look_at_leader);
     } catch (const Refused& refused) {
-      fail(ErrorKind::kSystem, leader,
-           name_of_process(leader, process_of(leader)) + " " + refused.why);
+      fail(ErrorKind::kSystem, leader, name_of(leader) + " " + refused.why);
     }
     if (fd) {
       SharedMemory memory = SharedMemory::of_peer(fd.get());
@@ -247,7 +245,6 @@ bool Rendezvous::meet(int peer) {
       check_compatible(theirs, peer);
       auto process = find_process(theirs, peer, is_believed);
       if (process == nullptr) return false;
-      process->global_rank = global_rank_of(peer);
       processes_[static_cast<std::size_t>(peer)] = std::move(process);
       known.text = text;
       known.record = std::move(theirs);
@@ -259,15 +256,12 @@ bool Rendezvous::meet(int peer) {
     return false;
   }
   if (!is_expected && theirs.failure.text.empty())
-    fail(ErrorKind::kAborted, peer,
-         name_of_process(peer, process_of(peer)) + " has failed and makes the group again");
+    fail(ErrorKind::kAborted, peer, name_of(peer) + " has failed and makes the group again");
   known.record.failure = theirs.failure;
   if (!is_current(theirs, text, peer)) return false;
-  if (!has_met(peer)) {
+  if (!has_met(peer))
     processes_[static_cast<std::size_t>(peer)] =
         std::make_shared<PeerProcess>(theirs.pid, theirs.host);
-    processes_[static_cast<std::size_t>(peer)]->global_rank = global_rank_of(peer);
-  }
   throw_told(theirs.failure);
 }
 
@@ -299,6 +293,10 @@ void Rendezvous::say_missing(const std::vector<int>& missing, const std::string&
 int Rendezvous::global_rank_of(int rank) const {
   const auto idx = static_cast<std::size_t>(rank);
   return idx < terms_.global_ranks.size() ? static_cast<int>(terms_.global_ranks[idx]) : -1;
+}
+
+std::string Rendezvous::name_of(int rank) const {
+  return name_of_process(rank, global_rank_of(rank), process_of(rank));
 }
 
 // "ranks 1 and 2", or "ranks 1 and 2 of the group (global ranks 4 and 7)"
@@ -380,7 +378,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
   look_for_failures();
   for (int peer = 0; peer < world_size(); ++peer)
     if (const std::string why = process_of(peer).refusal(); has_met(peer) && !why.empty())
-      fail(ErrorKind::kSystem, peer, name_of_process(peer, process_of(peer)) + " " + why);
+      fail(ErrorKind::kSystem, peer, name_of(peer) + " " + why);
   if (const std::string why = bootstrap_->refusal(); !why.empty())
     fail(ErrorKind::kSystem, rank(), "this process " + why);
   // Ranks of one host may share their memory while one of another host cannot join any more.
@@ -396,8 +394,7 @@ void Rendezvous::check_time(std::vector<int> missing, const std::string& what) {
   for (int stopped = 0; stopped < world_size(); ++stopped)
     if (process_of(stopped).is_stopped())
       fail(ErrorKind::kTimeout, stopped,
-           after + ", and the process of " + name_of_process(stopped, process_of(stopped)) +
-               " is stopped");
+           after + ", and the process of " + name_of(stopped) + " is stopped");
   if (is_replaced())
     fail(ErrorKind::kTimeout, missing.front(),
          after + "; another process joined as rank " + std::to_string(rank()) +
@@ -413,7 +410,7 @@ void Rendezvous::throw_died(int peer) {
   if (has_met(peer)) meet(peer);  // throws if it had failed before
   const PeerProcess& process = process_of(peer);
   fail(ErrorKind::kPeerDied, peer,
-       name_of_process(peer, process) + process.how_it_ended(" while the group was made", {}));
+       name_of(peer) + process.how_it_ended(" while the group was made", {}));
 }
 
 void Rendezvous::throw_told(const AbortReason& reason) {
@@ -421,9 +418,7 @@ void Rendezvous::throw_told(const AbortReason& reason) {
   // A faulty peer may have written any number.
   const auto is_rank = [this](int rank) { return rank >= 0 && rank < world_size(); };
   fail(reason.kind, is_rank(reason.culprit) ? reason.culprit : -1,
-       (is_rank(reason.origin) ? name_of_process(reason.origin, process_of(reason.origin))
-                               : "a rank") +
-           " failed: " + reason.text);
+       (is_rank(reason.origin) ? name_of(reason.origin) : "a rank") + " failed: " + reason.text);
 }
 
 void Rendezvous::fail(ErrorKind kind, int peer, const std::string& text) const {

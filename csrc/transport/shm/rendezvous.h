@@ -83,6 +83,8 @@ class Rendezvous {
   RunningClock::time_point deadline() const { return deadline_; }
   const RankRecord& mine() const { return mine_; }
   const PeerProcesses& processes() const { return processes_; }
+  /// The number of a rank in the default group; -1 if there is none.
+  int global_rank_of(int rank) const;
 
  private:
   using Clock = RunningClock;
@@ -113,7 +115,7 @@ class Rendezvous {
   void look_for_failures();
   void say_missing(const std::vector<int>& missing, const std::string& what);
   void count_attempts();
-  int global_rank_of(int rank) const;
+  std::string name_of(int rank) const;
   std::string listed(const std::vector<int>& ranks) const;
   bool is_replaced();
   bool has_died(int peer);

@@ -255,6 +255,7 @@ WRONG: list[Wrong] = [
     (lambda: dist.reduce_scatter_tensor(t(2), t(5)), ValueError, "input of 4 elements, got 5"),
     (lambda: dist.reduce_scatter_tensor(t(2), t(4, dtype=f64)), TypeError, "one dtype"),
     (lambda: dist.send(t(2), dist.get_rank()), ValueError, "(?i)itself|same|self"),
+    (lambda: dist.irecv(t(2), 1 - dist.get_rank(), tag=-1), ValueError, "0 or more, got -1"),
     (gather([[t(2), t(2, dtype=f64)]]), TypeError, "one dtype"),
     (gather([]), ValueError, "one list of tensors, .* got 0 lists"),
     (gather([[t(3), t(3)]]), ValueError, "8 bytes for itself, and room for 12"),

@@ -11,6 +11,7 @@ import datetime
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -283,6 +284,41 @@ def test_ctrl_c(rank: int, is_destroyed: bool) -> None:
     store.set("interrupted", "yes")
     assert (kind, seconds < 2 * SOON_S) == ("KeyboardInterrupt", True)  # of the group's 30
     assert is_destroyed or caught(WAITS["all_reduce"], group)["type"] == "RingcommError"
+
+
+@in_ranks(2, TRANSPORTS, fresh=True)
+@pytest.mark.parametrize("what", ["all_reduce", "barrier", "wait", "recv"])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_handler_that_destroys_the_group(rank: int, what: str, leaves: bool) -> None:
+    """As at Slurm's SIGTERM: https://github.com/Lightning-AI/pytorch-lightning/issues/20825"""
+    dist.barrier()
+    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["handled"])
+        # Rank 0 may have published its part before: then the first call succeeds.
+        same = WAITS["barrier" if what == "barrier" else "all_reduce"]
+        error = [caught(same, group) for _ in range(2)][1]
+        assert error["type"] in ("RingcommError", "PeerDiedError"), error
+        assert "rank 0 (pid" in error["text"], error
+        return
+
+    def destroy(*_: Any) -> None:
+        dist.destroy_process_group()
+        if leaves:
+            sys.exit(3)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "wait": lambda: asynchronous(group).wait(),
+        "recv": lambda: dist.recv(torch.ones(10), 1),
+    }
+    call = calls.get(what, lambda: WAITS[what](group))
+    signal.signal(signal.SIGTERM, destroy)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    begin = time.monotonic()
+    with pytest.raises(SystemExit if leaves else ringcomm.RingcommError):
+        call()
+    assert time.monotonic() - begin < SOON_S
+    store.set("handled", "yes")
 
 
 # ---- use after the end, and in the wrong process

@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -322,3 +323,44 @@ def test_a_rank_of_another_pid_namespace_keeps_its_pid(env: str, tmp_path: Path)
     pid = int((tmp_path / "pid").read_text())
     assert (error["type"], error["rank"], error["pid"]) == ("PeerDiedError", 1, pid), error
     assert f"rank 1 (pid {pid} of another PID namespace on " in error["text"], error
+
+
+# A rank whose main thread ends in an exception, and whose other thread keeps its process.
+KEPT = """
+import sys, threading
+import torch
+import torch.distributed as dist
+from ranks import init_group
+
+rank = int(sys.argv[1])
+init_group(rank, 2, sys.argv[2], 5)
+dist.barrier()
+if rank == 1:
+    threading.Thread(target=sys.stdin.readline).start()
+    raise ValueError("row 7")
+try:
+    dist.barrier()
+except Exception as error:
+    print(error)
+"""
+
+
+def test_an_exception_of_a_process_that_lives_on_is_told(tmp_path: Path) -> None:
+    """https://github.com/vllm-project/vllm/issues/23985"""
+    command = [sys.executable, "-W", "ignore", "-c", KEPT]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    text, _ = ranks[0].communicate(timeout=120)
+    ranks[1].communicate(timeout=120)
+    assert "waited for rank 1 (pid" in text
+    assert "which runs on after ValueError: row 7" in text

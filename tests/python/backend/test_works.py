@@ -7,6 +7,7 @@ of messages: test_collectives.py and test_random_sequences.py.
 from __future__ import annotations
 
 import datetime
+import itertools
 import threading
 import time
 from typing import Any
@@ -23,6 +24,19 @@ from test_errors import TRANSPORTS
 from torch import Tensor
 
 from ringcomm import Options, message_backend
+
+
+@in_ranks(2, TRANSPORTS)
+@pytest.mark.parametrize("depth", [1, 12])
+def test_a_continuation_waits_for_a_call_that_was_started_before_it(rank: int, depth: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/48478: hooks of DDP that wait in callbacks."""
+    works: list[Any] = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(depth + 1)]
+    futures = [work.get_future() for work in works]
+    sums = [
+        future.then(lambda own, later=later: own.value()[0] + later.wait()[0])
+        for future, later in itertools.pairwise(futures)
+    ]
+    assert [found.wait().tolist() for found in sums] == [[4, 4]] * depth
 
 
 @in_ranks(2, TRANSPORTS)
