@@ -36,6 +36,8 @@ from loops import Loop, loops_of  # noqa: E402
 ARCHITECTURES = ("90", "100")
 IMAGES = ROOT / "build" / "cuda"
 # Of types that nobody reduces in bulk, and of what runs once in a call, a table says enough.
+# One release of nvcc makes either of two codes of ring_any for sm_90: the table has the larger
+# number of each pair, which --update does not know.
 COLD = re.compile(r"\w+_any|where|sum_losses")
 WITH_PACKETS = re.compile(r"one_shot_\w+")
 # They load 4 vectors at once or more wherever they load any; sums of 2, 4 and 8 sources 8, which is
