@@ -9,6 +9,7 @@
 
 #include "collectives/trace.h"
 #include "core/chunk_layout.h"
+#include "core/host_order.h"
 
 namespace ringcomm {
 namespace {
@@ -382,11 +383,7 @@ class HostsCollective {
                .outputs = call_.outputs});
   }
 
-  // gather, scatter and all_to_all: in step d to the rank d places on.
-  //
-  // Why no circle is left: an all_to_all waits for messages in the loop, and after its part in the
-  // host only for those. The rank in the lowest step waits for ranks that have posted that step.
-  // The others wait for nothing before their part in the host (docs/design/messages.md).
+  // gather, scatter and all_to_all; only the last waits for messages before its last step.
   void move() {
     std::vector<std::optional<CallPart>> given;
     for (int peer = 0; peer < world_size_; ++peer) {
@@ -398,16 +395,15 @@ class HostsCollective {
                                  bytes(part->num_elems));
     }
     const bool is_all_to_all = call_.root < 0;
-    if (is_all_to_all) move_inside();
     MessageExchange exchange(messages_, header_);
     if (!is_all_to_all)
       greet(exchange, of(given, leader_at(1)).has_value(),
             part_taken(call_, rank_, previous_leader()).has_value());
-    std::size_t num_sent = 0;
-    for (int distance = 1; distance < world_size_; ++distance) {
-      const int to = (rank_ + distance) % world_size_;
-      const int from = (rank_ + world_size_ - distance) % world_size_;
-      if (num_sent >= kSteppedBytes) exchange.finish();
+    std::size_t num_sent = 0;  // in the last step
+    const auto inside = [&] {
+      if (is_all_to_all || hosts_.table.host_of(call_.root) == hosts_.host) move_inside();
+    };
+    const auto move_step = [&](int to, int from) {
       num_sent = 0;
       if (const auto& part = of(given, to); is_elsewhere(to) && part) {
         send(exchange, to, part->data, part->num_elems);
@@ -415,9 +411,10 @@ class HostsCollective {
       }
       if (const auto taken = part_taken(call_, rank_, from); is_elsewhere(from) && taken)
         recv(exchange, from, taken->data, taken->num_elems);
-    }
-    if (!is_all_to_all && hosts_.table.host_of(call_.root) == hosts_.host) move_inside();
-    exchange.finish();
+    };
+    move_over_hosts(
+        rank_, world_size_, is_all_to_all, inside, [&] { return num_sent >= kSteppedBytes; },
+        move_step, [&] { exchange.finish(); });
   }
 
   // The call as this host's ranks see it: the others' shares left out.

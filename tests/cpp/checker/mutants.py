@@ -283,6 +283,26 @@ MUTANTS = (
             Run("shares3_in_place", "wrong_data"),
         ),
     ),
+    # Ranks of a host wait for each other there, and for a rank of the other one in a circle.
+    Mutant(
+        "hosts_inside_last",
+        "host_order.h",
+        "const bool is_inside_last = !is_inside_first;",
+        "const bool is_inside_last = true || is_inside_first;",
+        (
+            Run("hosts_aab", "ok"),
+            Run("hosts_aaab", "deadlock"),
+            Run("hosts_aaba", "deadlock"),
+            Run("hosts_aaab_short", "ok"),
+        ),
+    ),
+    Mutant(
+        "hosts_unfinished",
+        "host_order.h",
+        "if (is_inside_last) inside();\n  finish();",
+        "if (is_inside_last) inside();",
+        (Run("hosts_aaab", "wrong_data"),),
+    ),
     # One place for all calls: a packet is overwritten before it was read.
     Mutant(
         "packet_one_place",
@@ -334,13 +354,7 @@ ENGINE_MUTANTS = (
     EngineMutant(
         "hosts_inside_last",
         "csrc/collectives/messages/collectives.cc",
-        (
-            ("if (is_all_to_all) move_inside();", ""),
-            (
-                "if (!is_all_to_all && hosts_.table.host_of(call_.root) == hosts_.host)",
-                "if (is_all_to_all || hosts_.table.host_of(call_.root) == hosts_.host)",
-            ),
-        ),
+        (("rank_, world_size_, is_all_to_all, inside,", "rank_, world_size_, false, inside,"),),
         "hosts: shares on both sides of every limit end on every layout",
     ),
     EngineMutant(

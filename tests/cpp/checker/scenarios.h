@@ -9,6 +9,7 @@ namespace ringcomm::checker {
 std::vector<Scenario> link_scenarios();
 std::vector<Scenario> ring_scenarios();
 std::vector<Scenario> board_scenarios();
+std::vector<Scenario> host_scenarios();
 std::vector<Scenario> lend_scenarios();
 std::vector<Scenario> packet_scenarios();
 std::vector<Scenario> share_scenarios();
