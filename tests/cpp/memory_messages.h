@@ -189,9 +189,14 @@ class MemoryNetwork {
     std::atomic<int> num_started_ = 0;
   };
 
-  static bool fit(const Post& send, const Post& recv) {
+  bool fit(const Post& send, const Post& recv) const {
     return send.is_send && !recv.is_send && send.to == recv.to && send.tag == recv.tag &&
-           (recv.from < 0 || recv.from == send.from);
+           (recv.from < 0 || recv.from == send.from) && is_open(send) && is_open(recv);
+  }
+  // An abort that has returned has closed the connections. Its messages are destroyed one by one,
+  // and what is sent to the first of them must not reach the second.
+  bool is_open(const Post& post) const {
+    return !post.is_aborted || is_aborting_[static_cast<std::size_t>(post.owner)];
   }
 
   void add(const PostPtr& post) {

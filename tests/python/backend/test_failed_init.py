@@ -31,7 +31,7 @@ def make_group(
     timeout_s: float = TIMEOUT_S,
 ) -> None:
     options = ringcomm.Options(transport="p2p" if transport else None)
-    init_group(rank, world_size, folder / "store", timeout_s, options)
+    init_group(rank, world_size, folder / "store", timeout_s, options, keeps_file=True)
 
 
 def failure_of(body: Callable[[], object]) -> tuple[str, str, float]:

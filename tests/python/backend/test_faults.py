@@ -257,8 +257,8 @@ def test_ctrl_c_while_a_group_is_made(rank: int, tmp_path: Path) -> None:
         assert error["type"] == "RingcommError", error
         assert "rank 0 (pid " in error["text"], error
         assert "interrupted by a signal while the group was made" in error["text"], error
-    dist.FileStore(path + "-end", 3).set(str(rank), "")
-    dist.FileStore(path + "-end", 3).wait(["0", "1", "2"])
+    dist.FileStore(path + "-end", -1).set(str(rank), "")
+    dist.FileStore(path + "-end", -1).wait(["0", "1", "2"])
 
 
 @in_ranks(2, TRANSPORTS, fresh=True)

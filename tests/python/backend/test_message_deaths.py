@@ -169,8 +169,8 @@ def test_ctrl_c_while_gloo_connects(rank: int, victim: int, tmp_path: Path) -> N
         assert error["type"] == "RingcommError", error
         assert f"rank {victim} (pid " in error["text"], error
         assert "interrupted by a signal while the group was made\n" in error["text"] + "\n", error
-    dist.FileStore(path + "-end", 2).set(str(rank), "")
-    dist.FileStore(path + "-end", 2).wait(["0", "1"])
+    dist.FileStore(path + "-end", -1).set(str(rank), "")
+    dist.FileStore(path + "-end", -1).wait(["0", "1"])
 
 
 @in_ranks(3, ENVS, fresh=True, may_die=[1])

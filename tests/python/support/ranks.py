@@ -403,13 +403,19 @@ def init_group(
     timeout_s: float = 30.0,
     pg_options: Any = None,
     backend: str = "ringcomm",
+    *,
+    keeps_file: bool = False,
 ) -> None:
-    """Makes the default group, over the file `store`; for ranks that are made without one."""
+    """Makes the default group, over the file `store`; for ranks that are made without one.
+
+    The last of `world_size` FileStores to be closed removes the file, even if one has just been
+    opened on it: `keeps_file` is for groups that are made a second time.
+    """
     import torch.distributed as dist
 
     dist.init_process_group(
         backend,
-        store=dist.FileStore(str(store), world_size),
+        store=dist.FileStore(str(store), -1 if keeps_file else world_size),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
