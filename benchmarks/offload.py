@@ -10,6 +10,7 @@
             checkpoints in host memory, beside the same in memory: the share of time that is
             computing, and the share that the paper's formula gives for the bandwidth and the
             speed measured here
+    checks  the same step with the checksums of its files, and without
 
 Everything takes turns, round by round. JSON lines are appended to benchmarks/results.
 """
@@ -29,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 # isort: off
 import harness  # before torch: it sets the number of threads
@@ -47,6 +49,7 @@ from ringcomm.measure.ranks import run_main
 from ringcomm.measure.timing import percentiles
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import host_copy
+from ringcomm.parallel.offload import transfers
 from ringcomm.parallel.offload.transfers import empty_row
 
 MIN_ROUNDS = 5
@@ -296,9 +299,53 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> list[dict[str, A
                 }
             )
         optimizer.close()
+    records += [checks_record(tokens, folder, options.seconds) for tokens in ROWS]
     records += [checkpoint_record(tokens, options.seconds) for tokens in ROWS]
     dist.destroy_process_group()
     return records
+
+
+def checks_record(tokens: int, folder: Path, seconds: float) -> dict[str, Any]:
+    """A whole step in files with checksums, and one whose store computes none."""
+    x = torch.randn(tokens, WIDTH)
+    sums = {"with": transfers.crc32, "without": lambda _: 0}
+    models: dict[str, Stack] = {}
+    optimizers: dict[str, zero.ZeroInfinity] = {}
+
+    def step(name: str) -> None:
+        models[name](x).square().mean().backward()
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+
+    def once(is_swapped: bool) -> Round:
+        found: Round = {}
+        for name in reversed(sums) if is_swapped else sums:
+            with mock.patch.object(transfers, "crc32", sums[name]):
+                found[name] = timed(partial(step, name))
+        return found
+
+    values = {}
+    for name, own_sum in sums.items():
+        with mock.patch.object(transfers, "crc32", own_sum):
+            model = models[name] = Stack()
+            own = offload.AdamW(model.parameters(), to="nvme", path=folder / f"{name}{tokens}")
+            optimizer = zero.shard(model, own, 3, offload_weights=True)
+            assert isinstance(optimizer, zero.ZeroInfinity)
+            optimizers[name] = optimizer
+    times = rounds(once, seconds)
+    for name, own_sum in sums.items():
+        with mock.patch.object(transfers, "crc32", own_sum):
+            values[name] = [*get_state_dict(models[name], full=True)[0].values()]
+            optimizers[name].close()
+    return {
+        "part": "checks",
+        "name": f"step with checksums, {tokens} tokens",
+        **percentiles((1e6 * s for s in times["with"]), "us"),
+        "peer": "without",
+        "peer_p50_us": 1e6 * median(times["without"]),
+        "ratio": ratio_of(times["without"], times["with"]),
+        "verified": all(map(torch.equal, values["with"], values["without"])),
+    }
 
 
 def checkpoint_record(tokens: int, seconds: float) -> dict[str, Any]:

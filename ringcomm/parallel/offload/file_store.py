@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.offload import store_index, transfers
-from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
+from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles, Place
 from ringcomm.parallel.offload.transfers import Transfer, aligned_size, empty_aligned, is_aligned
 
 _log = logging.getLogger("ringcomm")
@@ -34,7 +34,8 @@ class FileStore:
 
     put() and get() return before the transfer ends; transfers of one name are ordered. Each tensor
     has two places in the data file, used alternately. The values of the last commit() stay until
-    the next one, so the last commit survives a crash of the process or the machine.
+    the next one, so the last commit survives a crash of the process or the machine. Each block has
+    a checksum: bytes that were changed, or come from elsewhere, are an error when they are read.
 
     Args:
         path: a folder on the disk to use; created if it does not exist. The last commit of an
@@ -69,6 +70,7 @@ class FileStore:
                 f" {queue_depth} and {block_bytes}"
             )
         self.path = Path(path)
+        self._block_bytes = block_bytes
         self._engine = transfers.shared_engine(queue_depth, block_bytes)
         store_index.make_folder(self.path)
         self._keeps = keep
@@ -93,7 +95,7 @@ class FileStore:
         self._index = index
         self._failed, self._dirty = {}, {}
         entries = index.entries.values()
-        ends = (max(entry.offsets) + aligned_size(entry.num_bytes) for entry in entries)
+        ends = (entry.places[-1].offset + aligned_size(entry.num_bytes) for entry in entries)
         self._end = max(ends, default=0)
         found = os.fstat(self._fd).st_size
         if found < self._end:
@@ -142,9 +144,9 @@ class FileStore:
             if size:
                 with self._naming(f"no disk space for {key}, {size * num_places} bytes,"):
                     os.posix_fallocate(self._fd, self._end, size * num_places)
-            offsets = [self._end + place * size for place in range(num_places)]
+            places = [Place(self._end + number * size) for number in range(num_places)]
             self._end += size * num_places
-            entry = Entry(tensor.dtype, tuple(tensor.shape), offsets)
+            entry = Entry(tensor.dtype, tuple(tensor.shape), places)
             self._index.entries[key] = entry
         _check_same(key, entry, tensor)
         if self._keeps and key not in self._dirty:
@@ -158,8 +160,7 @@ class FileStore:
         if self.is_direct and not is_aligned(source):
             memory = empty_aligned(source.nbytes)
             memory[: source.nbytes].copy_(source.view(-1).view(torch.uint8))
-        offset = entry.offsets[self._dirty.get(key, 0)]
-        return self._start(key, True, tensor, memory, offset)
+        return self._start(key, True, tensor, memory, entry.places[self._dirty.get(key, 0)])
 
     def get(self, key: str, out: Tensor) -> Transfer:
         """Starts reading a tensor; `out` has its values when the transfer has ended.
@@ -177,16 +178,29 @@ class FileStore:
         self._settle(key)
         if key in self._failed:
             raise self._failed[key]
-        place = self._dirty.get(key, entry.current or 0)
+        place = entry.places[self._dirty.get(key, entry.current or 0)]
         is_straight = not self.is_direct or is_aligned(out)
         memory = out if is_straight else empty_aligned(out.nbytes)
-        return self._start(key, False, out, memory, entry.offsets[place])
+        return self._start(key, False, out, memory, place)
 
     def _start(
-        self, key: str, is_write: bool, tensor: Tensor, memory: Tensor, offset: int
+        self, key: str, is_write: bool, tensor: Tensor, memory: Tensor, place: Place
     ) -> Transfer:
         num_bytes = aligned_size(tensor.nbytes) if self.is_direct else tensor.nbytes
-        handle = self._engine.start(is_write, self._fd, memory, num_bytes, offset)
+        if is_write:
+            place.block_bytes = self._block_bytes
+        handle = self._engine.start(
+            is_write,
+            self._fd,
+            memory,
+            num_bytes,
+            place.offset,
+            num_used=tensor.nbytes,
+            block_bytes=place.block_bytes,
+            expected=None if is_write else place.checksums,
+        )
+        if is_write:
+            place.checksums = handle.checksums  # complete before anyone reads them
         self.written_bytes += num_bytes * is_write
         self.read_bytes += num_bytes * (not is_write)
         what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"

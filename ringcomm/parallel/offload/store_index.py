@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,16 @@ def lock_file(fd: int, path: Path) -> None:
             time.sleep(0.01)
 
 
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a value of a tensor is in the data file, and the checksums of its blocks."""
+
+    offset: int  # in bytes
+    block_bytes: int = 0
+    checksums: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -95,9 +105,9 @@ class Entry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # Its byte offsets: two, so that the last complete value stays while the next is
-    # written; one in a store with keep=False.
-    offsets: list[int]
+    # Two, so that the last complete value stays while the next is written; one in a store with
+    # keep=False.
+    places: list[Place]
     current: int | None = None  # the place that was complete at the last commit, if any
 
     @property
@@ -115,25 +125,36 @@ class Index:
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """As JSON, without entries that were never complete."""
-        entries = {
-            key: {**vars(entry), "dtype": str(entry.dtype).removeprefix("torch.")}
-            for key, entry in self.entries.items()
-            if entry.current is not None
-        }
-        return json.dumps({"format": FORMAT, **vars(self), "entries": entries})
+        """As JSON, without what was never complete, and its checksum in a second line."""
+        entries = {}
+        for key, entry in self.entries.items():
+            if entry.current is None:
+                continue
+            # Of the other place only the offset is known after a crash.
+            places = [
+                vars(place) if number == entry.current else {"offset": place.offset}
+                for number, place in enumerate(entry.places)
+            ]
+            dtype = str(entry.dtype).removeprefix("torch.")
+            entries[key] = {**vars(entry), "dtype": dtype, "places": places}
+        text = json.dumps({"format": FORMAT, **vars(self), "entries": entries})
+        return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Index:
         """The inverse of to_json(). Raises ValueError for other text."""
         try:
-            found = json.loads(text)
+            body, _, checksum = text.partition("\n")
+            found = json.loads(body)
             if found["format"] != FORMAT:
                 raise ValueError(f"the format must be {FORMAT}, got {found['format']}")
+            if checksum != f"{zlib.crc32(body.encode()):08x}\n":
+                raise ValueError("its checksum is of another text")
             entries = {}
             for key, entry in found["entries"].items():
                 dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
-                entries[key] = Entry(**{**entry, "dtype": dtype, "shape": shape})
+                places = [Place(**place) for place in entry["places"]]
+                entries[key] = Entry(dtype, shape, places, entry["current"])
             return cls(found["generation"], found["info"], entries)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not an index of a FileStore: {error!r}") from error

@@ -1,4 +1,7 @@
-"""Transfers of tensors to and from files by a few threads, in blocks, and memory for them."""
+"""Transfers of tensors to and from files by a few threads, in blocks, and memory for them.
+
+Each block has a checksum, which the thread that moves it computes.
+"""
 
 import ctypes
 import errno
@@ -8,9 +11,11 @@ import signal
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -25,7 +30,7 @@ _MAX_THREADS = 4
 # The program's 8 MiB would count in full against RLIMIT_DATA.
 _STACK_BYTES = 1 << 20
 
-END_OF_FILE = -1  # in place of an errno
+END_OF_FILE, DAMAGED = -1, -2  # in place of an errno
 
 
 def aligned_size(num_bytes: int) -> int:
@@ -59,18 +64,25 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 class FileTransfer:
-    """A read or write in progress, which ends when all of its blocks have."""
+    """A read or write in progress, which ends when all of its blocks have.
+
+    Attributes:
+        checksums: of the blocks that were written; known when it has ended.
+        bad_offset: where the first block with an error begins in the file.
+    """
 
     def __init__(self, num_blocks: int) -> None:
+        self.checksums, self.bad_offset = [0] * num_blocks, -1
         self._num_left, self._error = num_blocks, 0
         self._lock, self._ended, self._pid = threading.Lock(), threading.Event(), os.getpid()
         if num_blocks == 0:
             self._ended.set()
 
-    def finish_block(self, error: int) -> None:
+    def finish_block(self, error: int, offset: int) -> None:
         """Records that a block has ended, and keeps the first error."""
         with self._lock:
-            self._error = self._error or error
+            if error and not self._error:
+                self._error, self.bad_offset = error, offset
             self._num_left -= 1
             if self._num_left == 0:
                 self._ended.set()
@@ -80,7 +92,7 @@ class FileTransfer:
         return self._num_left == 0
 
     def wait(self) -> int:
-        """Blocks until it ends; returns 0, the errno of the first error, or END_OF_FILE.
+        """Blocks until it ends; returns 0, the errno of the first error, END_OF_FILE or DAMAGED.
 
         Raises RuntimeError in a forked child if it was in progress at the fork.
         """
@@ -101,9 +113,20 @@ class _Block(NamedTuple):
     offset: int
     memory: Tensor  # kept until the block ends
     transfer: FileTransfer
+    number: int  # of the transfer's blocks
+    num_used: int  # bytes of it that are not padding
+    expected: int | None  # the checksum of what is read
 
     def run(self) -> int:
         """Reads or writes all of it, also if the system transfers less than requested."""
+        if self.is_write:
+            self.transfer.checksums[self.number] = crc32(self.view[: self.num_used])
+        code = self._move()
+        if code or self.is_write or self.expected is None:
+            return code
+        return 0 if crc32(self.view[: self.num_used]) == self.expected else DAMAGED
+
+    def _move(self) -> int:
         move = os.pwritev if self.is_write else os.preadv
         view, offset = self.view, self.offset
         while view:
@@ -123,9 +146,9 @@ _Queue = SimpleQueue["_Block | None"]
 def _work_on(queue: _Queue) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while (block := queue.get()) is not None:
-        transfer, code = block.transfer, block.run()
+        transfer, code, offset = block.transfer, block.run(), block.offset
         del block  # not kept while the thread waits for the next one
-        transfer.finish_block(code)
+        transfer.finish_block(code, offset)
         del transfer
 
 
@@ -163,11 +186,22 @@ class FileEngine:
         weakref.finalize(self, _end, self._queue, threads, self._pid).atexit = False
 
     def start(
-        self, is_write: bool, fd: int, memory: Tensor, num_bytes: int, offset: int
+        self,
+        is_write: bool,
+        fd: int,
+        memory: Tensor,
+        num_bytes: int,
+        offset: int,
+        *,
+        num_used: int | None = None,
+        block_bytes: int | None = None,
+        expected: Sequence[int] | None = None,
     ) -> FileTransfer:
         """Starts a transfer from or to a tensor's first bytes.
 
-        `num_bytes` may exceed the tensor, but not its storage.
+        `num_bytes` may exceed the tensor, but not its storage. Checksums are of the first
+        `num_used` bytes, by default all, and of each block. `expected` are those of what is read,
+        in blocks of `block_bytes`.
         """
         if self._pid != os.getpid():
             raise RuntimeError(
@@ -175,11 +209,17 @@ class FileEngine:
                 " has none of its threads; open files after forking"
             )
         view = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr())).cast("B")
-        begins = range(0, num_bytes, self._block_bytes)
+        step = block_bytes or self._block_bytes
+        num_used = num_bytes if num_used is None else num_used
+        begins = range(0, num_bytes, step)
         transfer = FileTransfer(len(begins))
-        for begin in begins:
-            part = view[begin : begin + self._block_bytes]
-            self._queue.put(_Block(is_write, fd, part, offset + begin, memory, transfer))
+        for number, begin in enumerate(begins):
+            part, place = view[begin : begin + step], offset + begin
+            used = max(0, min(step, num_used - begin))
+            wanted = None if expected is None else expected[number]
+            self._queue.put(
+                _Block(is_write, fd, part, place, memory, transfer, number, used, wanted)
+            )
         return transfer
 
 
@@ -224,9 +264,17 @@ class Transfer:
     def wait(self) -> Tensor:
         """Blocks until it ends; returns the tensor that was read or written.
 
-        Raises OSError with the errno of the file system; EIO if the file is too short.
+        Raises OSError with the errno of the file system; EIO if the file is too short, or has other
+        bytes than were written.
         """
         code = self.handle.wait()
+        if code == DAMAGED:
+            raise OSError(
+                errno.EIO,
+                f"{self._what}: the block at byte {self.handle.bad_offset} of its file is not what"
+                " was written there: the disk, or another program, has changed it. Continue from a"
+                " checkpoint, in an empty folder",
+            )
         if code == END_OF_FILE:
             raise OSError(errno.EIO, f"{self._what}: the file is too short; it was truncated")
         if code == errno.ENOSPC:
