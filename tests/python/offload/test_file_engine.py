@@ -193,6 +193,8 @@ def test_a_store_may_be_collected_in_a_thread_of_its_engine(tmp_path: Path) -> N
     class Dropper:
         """In place of a block: drops the last reference to the store and its engine."""
 
+        offset = 0
+
         def __init__(self) -> None:
             self.store, self.transfer = parts, FileTransfer(1)
 
