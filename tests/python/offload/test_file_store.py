@@ -265,10 +265,12 @@ def test_a_forked_child_neither_uses_the_store_nor_holds_its_folder(tmp_path: Pa
 class FakeEngine:
     """Its own transfers, which end late without an error, or at once with one."""
 
+    checksums = ()
+
     def __init__(self, code: int = 0) -> None:
         self.code, self.found = code, list[int]()
 
-    def start(self, is_write: bool, fd: int, *_: Any) -> FakeEngine:
+    def start(self, is_write: bool, fd: int, *_: Any, **__: Any) -> FakeEngine:
         self.fd = fd
         return self
 

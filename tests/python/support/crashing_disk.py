@@ -192,17 +192,20 @@ class RecordingEngine:
     def __init__(self, disk: Disk, real: Any) -> None:
         self._disk, self._real = disk, real
 
-    def start(self, is_write: bool, fd: int, memory: Tensor, num_bytes: int, offset: int) -> Any:
+    def start(
+        self, is_write: bool, fd: int, memory: Tensor, num_bytes: int, offset: int, **options: Any
+    ) -> Any:
         if is_write and fd in self._disk._of_fd:
             if self._disk.fails_now():
                 return FailedTransfer(self._disk._code)
             self._disk.wrote(fd, offset, ctypes.string_at(memory.data_ptr(), num_bytes))
-        return self._real.start(is_write, fd, memory, num_bytes, offset)
+        return self._real.start(is_write, fd, memory, num_bytes, offset, **options)
 
 
 @dataclasses.dataclass
 class FailedTransfer:
     code: int
+    checksums: tuple[int, ...] = ()
 
     def is_done(self) -> bool:
         return True
