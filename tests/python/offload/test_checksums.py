@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ringcomm
 from ringcomm.parallel import offload, zero
-from ringcomm.parallel.offload import FileStore
+from ringcomm.parallel.offload import FileStore, file_store
 from ringcomm.parallel.offload.store_index import Index
 
 BLOCK = 8192
@@ -154,6 +154,8 @@ def test_a_state_of_offload(tmp_path: Path) -> None:
     optimizer = offload.AdamW(model.parameters(), to="nvme", path=tmp_path)
     step(model, optimizer)
     before = {name: value.clone() for name, value in model.named_parameters()}
+    for store in file_store._stores:
+        store._settle_all()  # writes may be under way
     for descriptor in os.listdir("/proc/self/fd"):
         path = Path("/proc/self/fd") / descriptor
         if not os.path.exists(path) or str(tmp_path) not in os.readlink(path):
