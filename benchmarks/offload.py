@@ -308,7 +308,7 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> list[dict[str, A
 def checks_record(tokens: int, folder: Path, seconds: float) -> dict[str, Any]:
     """A whole step in files with checksums, and one whose store computes none."""
     x = torch.randn(tokens, WIDTH)
-    sums = {"with": transfers.crc32, "without": lambda _: 0}
+    sums = {"with": transfers.checksum, "without": lambda _: 0}
     models: dict[str, Stack] = {}
     optimizers: dict[str, zero.ZeroInfinity] = {}
 
@@ -320,13 +320,13 @@ def checks_record(tokens: int, folder: Path, seconds: float) -> dict[str, Any]:
     def once(is_swapped: bool) -> Round:
         found: Round = {}
         for name in reversed(sums) if is_swapped else sums:
-            with mock.patch.object(transfers, "crc32", sums[name]):
+            with mock.patch.object(transfers, "checksum", sums[name]):
                 found[name] = timed(partial(step, name))
         return found
 
     values = {}
     for name, own_sum in sums.items():
-        with mock.patch.object(transfers, "crc32", own_sum):
+        with mock.patch.object(transfers, "checksum", own_sum):
             model = models[name] = Stack()
             own = offload.AdamW(model.parameters(), to="nvme", path=folder / f"{name}{tokens}")
             optimizer = zero.shard(model, own, 3, offload_weights=True)
@@ -334,7 +334,7 @@ def checks_record(tokens: int, folder: Path, seconds: float) -> dict[str, Any]:
             optimizers[name] = optimizer
     times = rounds(once, seconds)
     for name, own_sum in sums.items():
-        with mock.patch.object(transfers, "crc32", own_sum):
+        with mock.patch.object(transfers, "checksum", own_sum):
             values[name] = [*get_state_dict(models[name], full=True)[0].values()]
             optimizers[name].close()
     return {

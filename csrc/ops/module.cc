@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "kernels/checksum.h"
 #include "ops/softmax_stats.h"
 
 namespace py = pybind11;
@@ -20,6 +21,13 @@ py::tuple softmax_shard_entry(int64_t vocab_start, int64_t vocab_size, int64_t i
                         entry.argmax);
 }
 
+// Of contiguous bytes.
+std::uint32_t checksum_of(const py::buffer& data) {
+  const py::buffer_info info = data.request();
+  const py::gil_scoped_release released;
+  return checksum(info.ptr, static_cast<std::size_t>(info.size * info.itemsize));
+}
+
 }  // namespace
 
 void define_rms_norm(py::module_& m);  // rms_norm.cc
@@ -29,5 +37,6 @@ void define_rms_norm(py::module_& m);  // rms_norm.cc
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "ringcomm's operators that are not communication: torch.ops.ringcomm.*";
   m.def("softmax_shard_entry", &ringcomm::softmax_shard_entry);
+  m.def("checksum", &ringcomm::checksum_of, py::arg("data"));
   ringcomm::define_rms_norm(m);
 }
