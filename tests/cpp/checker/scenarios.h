@@ -1,7 +1,9 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
+#include "core/board_protocol.h"
 #include "machine.h"
 
 namespace ringcomm::checker {
@@ -26,6 +28,20 @@ inline std::string compare(const Memory& memory, const std::byte* block, std::ui
   if (value == expected) return {};
   return "finished with " + std::to_string(value) + " instead of " + std::to_string(expected) +
          " in " + memory.cell_name(memory.cell_idx(block));
+}
+
+/// Boards whose ranks have two cursors each, by the phase's parity, and two regions.
+inline BoardGeometry lay_out_boards(Memory& memory, int num_ranks, int region_blocks) {
+  std::vector<std::string> names;
+  for (int rank = 0; rank < num_ranks; ++rank)
+    for (const char* parity : {", even", ", odd"})
+      names.push_back("published " + std::to_string(rank) + parity);
+  const std::size_t region_bytes = static_cast<std::size_t>(region_blocks) * kBlockBytes;
+  return {.world_size = num_ranks,
+          .cursors = reinterpret_cast<std::byte*>(memory.add_cursors(2 * num_ranks, names)),
+          .regions = memory.add_shared(2 * num_ranks * region_blocks, "regions"),
+          .region_stride_bytes = region_bytes,
+          .region_bytes = region_bytes};
 }
 
 }  // namespace ringcomm::checker

@@ -25,16 +25,7 @@ struct Lending {
   }
 
   void lay_out(Memory& memory) {
-    std::vector<std::string> names;
-    for (int rank = 0; rank < num_ranks; ++rank)
-      for (const char* parity : {", even", ", odd"})
-        names.push_back("published " + std::to_string(rank) + parity);
-    Cursor* published = memory.add_cursors(2 * num_ranks, names);
-    geometry = {.world_size = num_ranks,
-                .cursors = reinterpret_cast<std::byte*>(published),
-                .regions = memory.add_shared(2 * num_ranks, "regions"),
-                .region_stride_bytes = kBlockBytes,
-                .region_bytes = kBlockBytes};
+    geometry = lay_out_boards(memory, num_ranks, 1);
     inputs.clear();
     outputs.clear();
     lent.clear();

@@ -31,24 +31,15 @@ struct Exchange {
   std::size_t size(int from, int to) const { return static_cast<std::size_t>(sizes[from][to]); }
 
   void lay_out(Memory& memory) {
-    std::vector<std::string> names;
-    for (int rank = 0; rank < num_ranks; ++rank)
-      for (const char* parity : {", even", ", odd"})
-        names.push_back("published " + std::to_string(rank) + parity);
-    Cursor* published = memory.add_cursors(2 * num_ranks, names);
     const int region_blocks = 1 + static_cast<int>(room_blocks());
-    const std::size_t region_bytes = static_cast<std::size_t>(region_blocks) * kBlockBytes;
-    geometry = {.world_size = num_ranks,
-                .cursors = reinterpret_cast<std::byte*>(published),
-                .regions = memory.add_shared(2 * num_ranks * region_blocks, "regions"),
-                .region_stride_bytes = region_bytes,
-                .region_bytes = region_bytes};
+    geometry = lay_out_boards(memory, num_ranks, region_blocks);
     tables.clear();
     seen.clear();
     for (auto* buffers : {&inputs, &outputs, &kept})
       buffers->assign(num_ranks, std::vector<std::byte*>(num_ranks));
     for (int rank = 0; rank < num_ranks; ++rank) {
-      memory.own_as_board(geometry.region(rank, 0), region_blocks, published, rank, false);
+      memory.own_as_board(geometry.region(rank, 0), region_blocks, &geometry.cursor(0, 0, 0), rank,
+                          false);
       tables.push_back(memory.add_private(rank, 1, "sizes"));
       seen.push_back(memory.add_private(rank, 1, "sizes seen"));
       std::uint64_t table = 0;

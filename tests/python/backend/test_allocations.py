@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+from rank_programs import run_program
 
 SUPPORT = Path(__file__).parents[1] / "support"
 NUM_CALLS = 1000
@@ -51,27 +51,14 @@ def test_calls_in_place_allocate_nothing(tmp_path: Path) -> None:
     library = str(tmp_path / "count_allocations.so")
     source = str(SUPPORT / "count_allocations.cc")
     subprocess.run(["c++", "-O1", "-shared", "-fPIC", source, "-o", library], check=True)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), str(NUM_CALLS)],
-            env={**os.environ, "LD_PRELOAD": library},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0
-            counts = [int(line) for line in output.split()]
-            assert len(counts) == 8
-            for position, num_allocations in enumerate(counts):
-                if position % 4 == 3:
-                    assert num_allocations >= NUM_CALLS
-                else:
-                    assert num_allocations <= FEW, (position, counts)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    for rank in run_program(
+        PROGRAM, tmp_path / "store", NUM_CALLS, env={"LD_PRELOAD": library}, timeout_s=120
+    ):
+        assert rank.returncode == 0, rank.err
+        counts = [int(line) for line in rank.out.split()]
+        assert len(counts) == 8
+        for position, num_allocations in enumerate(counts):
+            if position % 4 == 3:
+                assert num_allocations >= NUM_CALLS
+            else:
+                assert num_allocations <= FEW, (position, counts)

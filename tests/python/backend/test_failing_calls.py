@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from rank_programs import run_program
 
 HERE = Path(__file__).resolve().parent
 SUPPORT = HERE.parent / "support"
@@ -85,25 +86,8 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_a_death_is_noticed_where_poll_is_refused(env: dict[str, str], tmp_path: Path) -> None:
     """https://github.com/pytorch/pytorch/issues/14170"""
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-c",
-                REFUSED_POLL,
-                str(rank),
-                str(tmp_path / "store"),
-            ],
-            env=env,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=180)[0] for rank in ranks]
-    assert said == ["1 True\n", ""]
+    ranks = run_program(REFUSED_POLL, tmp_path / "store", env=env)
+    assert [rank.out for rank in ranks] == ["1 True\n", ""], ranks
     assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL]
 
 

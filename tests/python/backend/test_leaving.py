@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_programs import run_program
 from ranks import init_group, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
@@ -347,20 +347,6 @@ except Exception as error:
 
 def test_an_exception_of_a_process_that_lives_on_is_told(tmp_path: Path) -> None:
     """https://github.com/vllm-project/vllm/issues/23985"""
-    command = [sys.executable, "-W", "ignore", "-c", KEPT]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    text, _ = ranks[0].communicate(timeout=120)
-    ranks[1].communicate(timeout=120)
+    text = run_program(KEPT, tmp_path / "store")[0].out
     assert "waited for rank 1 (pid" in text
     assert "which runs on after ValueError: row 7" in text

@@ -5,9 +5,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_programs import run_program
 from ranks import run_ranks
 from test_errors import ENVS, caught
 from test_faults import timed
@@ -143,21 +141,6 @@ def test_the_end_of_a_program(how: str, tmp_path: Path) -> None:
 
     https://github.com/sgl-project/sglang/issues/20859, https://github.com/pytorch/pytorch/pull/179291
     """
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(tmp_path), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(ranks):
-        try:
-            output, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-        assert process.returncode == 0, output
-        assert f"end {rank}" in output, output
+    for rank, ended in enumerate(run_program(PROGRAM, tmp_path, how)):
+        assert ended.returncode == 0, ended
+        assert f"end {rank}" in ended.out, ended
