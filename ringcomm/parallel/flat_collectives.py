@@ -52,13 +52,16 @@ def with_own_storage(part: Tensor) -> Tensor:
     return torch.from_dlpack(part.view(-1)).view(part.shape)
 
 
-def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_mean(
+    flat: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None
+) -> Tensor:
     """This rank's shard of the mean of the ranks' buffers, as a new tensor.
 
-    `flat` has one dimension, and the same size on all ranks. Collective, unless it is empty.
+    `flat` has one dimension, and the same size on all ranks. `sizes` has the elements of each
+    rank's shard; by default shard_sizes(). Collective, unless the buffer is empty.
     """
     rank, world_size = group.rank(), group.size()
-    sizes = shard_sizes(flat.numel(), world_size)
+    sizes = shard_sizes(flat.numel(), world_size) if sizes is None else sizes
     is_uneven = takes_uneven(group, flat.device)
     output = flat.new_empty(sizes[rank] if is_uneven else max(sizes))
     if flat.numel() == 0:
@@ -68,8 +71,8 @@ def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
         dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=group)
         return output
     rows = flat
-    if sizes[-1] < sizes[0]:
-        rows = flat.new_zeros(world_size, sizes[0])
+    if min(sizes) < max(sizes):
+        rows = flat.new_zeros(world_size, max(sizes))
         for row, shard in zip(rows, flat.split(sizes), strict=True):
             row[: shard.numel()].copy_(shard)
     reduce_scatter_single(output, rows.view(-1), group=group)

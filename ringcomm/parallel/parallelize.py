@@ -23,7 +23,7 @@ from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
-from ringcomm.parallel.zero.elementwise import REFUSED
+from ringcomm.parallel.zero.elementwise import REFUSED, WHOLE
 from ringcomm.torch_names import reduce_unused
 
 _SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group
@@ -139,8 +139,9 @@ def parallelize(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made = optimizer(model.parameters())
     given = {param for group in made.param_groups for param in group["params"]}
-    names = REFUSED.keys() & {kind.__name__ for kind in type(made).__mro__}
-    needs_whole = " and ".join(f"{name} {REFUSED[name]}" for name in names)
+    reasons = WHOLE | REFUSED
+    names = reasons.keys() & {kind.__name__ for kind in type(made).__mro__}
+    needs_whole = " and ".join(f"{name} {reasons[name]}" for name in names)
     own = describe(model)
     given -= {*whole.parameters()} - own.weights.keys()  # of other stages
     refuse(own, Asked("optimizer", needs_whole, trained=given))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -16,10 +16,10 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.zero.elementwise import check_elementwise, is_offloaded
+from ringcomm.parallel.zero.elementwise import is_offloaded, needs_whole
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
-from ringcomm.parallel.zero.optimizer import Given, ShardOptions, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, Inner, ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage3 import Zero3
 from ringcomm.torch_names import flat_mesh
@@ -30,7 +30,7 @@ __all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 @torch.inference_mode(False)  # what it makes is trained later
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     stage: int,
     *,
     group: dist.ProcessGroup | None = None,
@@ -43,6 +43,7 @@ def shard(
     offload_weights: bool = False,
     resume: bool = False,
     clip_grad_norm: float | None = None,
+    whole: Collection[type] = (),
 ) -> ZeroOptimizer:
     """Shards the training of a model over the ranks of a group; every rank has different rows.
 
@@ -70,10 +71,11 @@ def shard(
             unit, and rank 0's values are used.
         optimizer: over the model's weights, with any parameter groups and hyper-parameters: AdamW
             or SGD of torch.optim or ringcomm.parallel.offload, or any other class that updates each
-            element of a weight by itself. shard() makes three steps of other classes on a small
-            weight and on its parts, and refuses a class whose results differ, or that keeps tensors
-            outside of its state. Step hooks and state move to the returned optimizer. The given one
-            raises afterwards, but has the same parameter groups: schedulers made for it work.
+            weight by itself; or several over different weights, such as [muon, adamw]. shard()
+            makes three steps of other classes on a small weight and on its parts. If the results
+            differ, as for Muon, each weight is updated as a whole by one rank (stages 1 and 2).
+            Step hooks and state move to the returned optimizer. The given ones raise afterwards,
+            but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
             no_sync(), and stage 3 gathers weights for each.
         mesh: a one-dimensional DeviceMesh, instead of group. At stage 3 also two-dimensional,
@@ -107,12 +109,13 @@ def shard(
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), with the norm over
             all ranks and dimensions of a mesh. Without loss_scale, a norm that is not finite
             raises. Alternatively call the optimizer's clip_grad_norm_().
+        whole: classes of optimizers that need whole weights, and are not tried.
 
     Returns:
         A torch.optim.Optimizer over the same groups.
 
     Raises:
-        TypeError: the optimizer does not update each element by itself.
+        TypeError: an optimizer updates neither each element nor each weight by itself.
         ValueError: the model and the optimizer do not match, or the model is wrapped in
             DistributedDataParallel or already sharded; a weight has hooks that would not see its
             gradient, or is of an embedding with max_norm; an option is out of range; ranks have
@@ -135,7 +138,9 @@ def shard(
         raise ValueError("units= is for stage 3 only")
     if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3 only")
-    described = _described(model, optimizer, options, stage, mesh)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    described, inners = _described(model, optimizers, options, stage, mesh, whole)
+    groups = [group for inner in inners for group in inner.groups]
     is_grid = mesh is not None and mesh.ndim == 2
     if is_grid and (stage != 3 or offload_weights or group is not None):
         raise ValueError(
@@ -145,14 +150,14 @@ def shard(
     mine = {
         "stage": stage,
         "options": options,
-        "optimizer": type(optimizer).__name__,
-        "shapes": [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups],
-        "dtypes": [[str(p.dtype) for p in g["params"]] for g in optimizer.param_groups],
+        "optimizer": [(type(inner.optimizer).__name__, inner.is_whole) for inner in inners],
+        "shapes": [[tuple(p.shape) for p in g["params"]] for g in groups],
+        "dtypes": [[str(p.dtype) for p in g["params"]] for g in groups],
         "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in model.buffers()],
     }
     check_agreement(mine, resolved)
-    state = optimizer.state_dict()
-    given = Given(described, optimizer, stage, resolved, mesh, units, options)
+    state = _joined_state(inners)
+    given = Given(described, inners, stage, resolved, mesh, units, options)
     made: ZeroOptimizer
     if offload_weights:
         made = ZeroInfinity(given)
@@ -160,11 +165,26 @@ def shard(
         made = Zero3(given)
     else:
         made = FlatZero(given)
-    _retire(optimizer)
+    for inner in inners:
+        _retire(inner.optimizer)
     note_trainer(made.all_params(), made)
     if state["state"]:
         made.load_state_dict(state)
     return made
+
+
+def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
+    """The state of several optimizers as of one, in torch's format."""
+    joined: dict[str, Any] = {"state": {}, "param_groups": []}
+    begin = 0
+    for inner in inners:
+        state = inner.optimizer.state_dict()
+        joined["state"] |= {begin + number: value for number, value in state["state"].items()}
+        for group in state["param_groups"]:
+            own = {**group, "params": [begin + number for number in group["params"]]}
+            joined["param_groups"].append(own)
+        begin += sum(len(group["params"]) for group in inner.groups)
+    return joined
 
 
 def _retire(optimizer: torch.optim.Optimizer) -> None:
@@ -186,31 +206,41 @@ def _refuse_use(*_: Any, **__: Any) -> NoReturn:
 
 def _described(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     options: ShardOptions,
     stage: int,
     mesh: DeviceMesh | None,
-) -> Model:
-    """The model; raises TypeError or ValueError if it cannot be sharded."""
+    whole: Collection[type],
+) -> tuple[Model, list[Inner]]:
+    """The model and its optimizers; raises TypeError or ValueError if it cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model as the first argument, got a {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizers, Sequence) or not all(
+        isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers
+    ):
         raise TypeError(
-            f"expected an optimizer as the second argument, got a {type(optimizer).__name__}"
+            "expected an optimizer, or a list of them, as the second argument, got a"
+            f" {type(optimizers).__name__}"
         )
-    if options.offload_weights and not is_offloaded(optimizer):
+    if len(optimizers) > 1 and any(map(is_offloaded, optimizers)):
+        raise ValueError("an optimizer of ringcomm.parallel.offload must be the only one")
+    if options.offload_weights and not any(map(is_offloaded, optimizers)):
         raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
     described = describe(model)
-    params = {param for group in optimizer.param_groups for param in group["params"]}
+    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    params = {*trained}
     if not params:
         raise ValueError("the optimizer has no parameters")
+    if len(params) < len(trained):
+        twice = next(param for param in trained if trained.count(param) > 1)
+        raise ValueError(f"two optimizers have {described.weights[twice].name}: leave it to one")
     if options.looks_first:
         _ = described.stage  # raises for a piece of a pipeline
     system = "infinity" if options.offload_weights else f"zero {stage}"
     refuse(described, Asked(system, "zero.shard", params, options, mesh))
     for param in params:
         name = described.weights[param].name
-        if isinstance(param, DTensor) and optimizer.state:
+        if isinstance(param, DTensor) and any(optimizer.state for optimizer in optimizers):
             raise ValueError(
                 f"{name} is a DTensor, and the optimizer has already made"
                 " a step: pass a new optimizer to zero.shard()"
@@ -220,5 +250,14 @@ def _described(
             "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would "
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
-    check_elementwise(optimizer)
-    return described
+    inners = [
+        Inner(optimizer, optimizer.param_groups, needs_whole(optimizer, whole))
+        for optimizer in optimizers
+    ]
+    for inner in inners:
+        if inner.is_whole and stage == 3:
+            raise ValueError(
+                f"{type(inner.optimizer).__name__} needs whole weights, which stage 3 splits: use"
+                " stage 1 or 2"
+            )
+    return described, inners

@@ -6,23 +6,37 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import (
     all_gather_shards,
     device_of,
     reduce_scatter_mean,
+    shard_sizes,
     with_own_storage,
 )
 from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
 from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
+
+
+class BucketPlan(NamedTuple):
+    """The weights of a bucket in the order of its buffer, and how ranks share it.
+
+    Attributes:
+        sizes: the elements of each rank's shard.
+        is_whole: whether each weight is in one rank's shard, that of its owner.
+    """
+
+    params: list[nn.Parameter]
+    sizes: list[int]
+    is_whole: bool
 
 
 class Bucket:
@@ -33,6 +47,7 @@ class Bucket:
 
     Attributes:
         params: the weights, in the order of the buffer.
+        is_whole: whether each is in one rank's shard.
         weights: all ranks' shards of them, in rank order; one dimension.
         is_half: whether the weights have 16 bits.
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
@@ -45,7 +60,7 @@ class Bucket:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        plan: BucketPlan,
         group: dist.ProcessGroup,
         dtype: torch.dtype | None,
         grad_dtype: torch.dtype,
@@ -56,11 +71,12 @@ class Bucket:
 
         `keeps_buffer`: whether the buffer of unsharded gradients stays when they are reduced.
         """
-        self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
-        self._keeps_buffer = keeps_buffer
-        values = torch.cat([param.detach().reshape(-1) for param in params])
+        self.params, self._sizes, self.is_whole = plan
+        self._group, self._grad_dtype, self._keeps_buffer = group, grad_dtype, keeps_buffer
+        values = torch.cat([param.detach().reshape(-1) for param in self.params])
         self.weights = values if dtype is None else values.to(dtype)
-        mine = slice(*shard_range(values.numel(), group.size(), group.rank()))
+        self._edges = [0, *accumulate(self._sizes)]
+        mine = slice(*self._edges[group.rank() :][:2])
         self._mine, self.is_half = mine, self.weights.dtype != torch.float32
         self.has_master = self.is_half
         self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
@@ -96,7 +112,7 @@ class Bucket:
     def part_range(self, param: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
         """The elements [begin, end) of a weight in a rank's shard, by default this one's."""
         rank = self._group.rank() if rank is None else rank
-        first, last = shard_range(self.weights.numel(), self._group.size(), rank)
+        first, last = self._edges[rank : rank + 2]
         begin, end = self._places[param]
         clamped = [min(max(edge, begin), end) - begin for edge in (first, last)]
         return clamped[0], clamped[1]
@@ -141,7 +157,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Accumulates this rank's shard of the ranks' mean gradient. Collective."""
-        mean = reduce_scatter_mean(self.whole_gradients(), self._group)
+        mean = reduce_scatter_mean(self.whole_gradients(), self._group, self._sizes)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
         self.reduced |= self.arrived
         self._empty_buffer()
@@ -171,23 +187,30 @@ class Bucket:
         """Gathers the new weights on all ranks. Collective."""
         if self.has_master:
             self.weights[self._mine] = self.shard
-        all_gather_shards(self.weights, self._group)
+        all_gather_shards(self.weights, self._group, self._sizes)
 
 
 def plan_buckets(
-    model: nn.Module, groups: Iterable[dict[str, Any]], stage: int, options: ShardOptions
-) -> list[list[nn.Parameter]]:
+    model: nn.Module,
+    groups: Iterable[dict[str, Any]],
+    stage: int,
+    options: ShardOptions,
+    owners: Mapping[nn.Parameter, int],
+    world_size: int,
+) -> list[BucketPlan]:
     """Groups weights of one dtype and device, up to the maximum size; a larger weight is alone.
 
     The order is that of expected gradients: the reverse of model.parameters(). At stage 2 a bucket
     may have several parameter groups, so that each is complete before the next begins to fill.
+    Weights with an owner have buckets of their own.
     """
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     position = {param: i for i, param in enumerate(model.parameters())}
     buckets: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for param in sorted(group_of, key=position.__getitem__, reverse=True):
-        kind = param.dtype, param.device, group_of[param] if stage == 1 else None
+        place = group_of[param] if stage == 1 else None
+        kind = param.dtype, param.device, place, param in owners
         num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
         bucket, filled = filling.get(kind, ([], 0))
         if not bucket or filled + num_bytes > options.bucket_bytes:
@@ -195,7 +218,19 @@ def plan_buckets(
             buckets.append(bucket)
         bucket.append(param)
         filling[kind] = bucket, filled + num_bytes
-    return sorted(buckets, key=lambda bucket: position[bucket[-1]], reverse=True)
+    buckets.sort(key=lambda bucket: position[bucket[-1]], reverse=True)
+    plans = []
+    for bucket in buckets:
+        is_whole = bucket[0] in owners
+        if is_whole:
+            bucket.sort(key=owners.__getitem__)
+            sizes = [0] * world_size
+            for param in bucket:
+                sizes[owners[param]] += param.numel()
+        else:
+            sizes = shard_sizes(sum(param.numel() for param in bucket), world_size)
+        plans.append(BucketPlan(bucket, sizes, is_whole))
+    return plans
 
 
 class BackwardPasses:

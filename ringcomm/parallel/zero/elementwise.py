@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringcomm.parallel import offload
 from ringcomm.torch_names import is_attribute_of_torch, tree_leaves
 
 OFFLOADED = (offload.AdamW, offload.SGD)
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
-REFUSED = {
+# Of torch: what needs whole weights, and what zero.shard() refuses at all.
+WHOLE = {
     "Adafactor": "keeps sums over rows and columns of a weight",
-    "LBFGS": "needs dot products over all weights",
     "Muon": "orthogonalizes whole matrices",
+}
+REFUSED = {
+    "LBFGS": "needs dot products over all weights",
     "SparseAdam": "needs sparse gradients",
 }
 # More elements than a block of optimizers with quantized states, in parts of different sizes.
@@ -44,14 +48,17 @@ def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in own if not is_attribute_of_torch(key)}
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raises TypeError unless the optimizer updates parts of weights as it updates whole ones.
+def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bool:
+    """Whether an optimizer needs whole weights, each by itself; else it takes parts of weights.
 
-    It makes steps of the optimizer's class on a weight of 4,608 elements, and on its parts.
+    It makes steps of the optimizer's class on a weight of 4,608 elements and on its parts, and, if
+    these differ, on two weights together and alone. `asked` has classes that are not tried.
+
+    Raises:
+        TypeError: neither is so.
+        ValueError: `asked` has its class, which takes parts.
     """
-    name = type(optimizer).__name__
-    if type(optimizer) in _KNOWN:
-        return
+    name, is_asked = type(optimizer).__name__, isinstance(optimizer, tuple(asked))
     reasons = [
         reason
         for known, reason in REFUSED.items()
@@ -65,22 +72,67 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     ):
         reasons.append("already has state on the meta device")
     if not reasons:
-        try:
-            reasons += [_difference(optimizer, group) for group in optimizer.param_groups]
-        except Exception as error:
-            reasons.append(f"raises {type(error).__name__} on a part of a weight: {error}")
+        if type(optimizer) in _KNOWN or _takes_parts(optimizer):
+            if is_asked:
+                raise ValueError(
+                    f"whole= names {name}, which updates each element of a weight by itself: leave"
+                    " it out, and its state is sharded evenly"
+                )
+            return False
+        reasons = [] if is_asked else [_coupling(optimizer, g) for g in optimizer.param_groups]
     if any(reasons):
         raise TypeError(
-            f"zero.shard() needs an optimizer that updates each element of a weight by itself, such"
-            f" as AdamW or SGD, but {name} {next(filter(None, reasons))}: use another optimizer, or"
+            f"zero.shard() needs an optimizer that updates each weight by itself, such as AdamW or"
+            f" Muon, but {name} {next(filter(None, reasons))}: use another optimizer, or"
             " DistributedDataParallel"
         )
+    return True
+
+
+def _takes_parts(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        return not any(_difference(optimizer, group) for group in optimizer.param_groups)
+    except Exception:  # it may refuse weights of one dimension
+        return False
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Raises TypeError for a collective: owners of weights make other steps than other ranks."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise TypeError("it calls collectives itself")
+        return func(*args, **(kwargs or {}))
+
+
+def _coupling(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
+    """What a step on two weights together does differently from two alone; "" if nothing."""
+    num_dims = max((param.dim() for param in group["params"]), default=2)
+    shape = {0: (), 1: (4608,), 2: _SHAPE}.get(num_dims, (18, 16, *[4] * (num_dims - 2)))
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 4, *shape, dtype=torch.float32, device="cpu", generator=generator)
+    values[1, 1:] *= 30
+    weights = [value[0].clone() for value in values]
+    alone = [value[0].clone() for value in values]
+    grads = [[*value[1:]] for value in values]
+    try:
+        with _NoCollectives():
+            _steps(optimizer, group, weights, grads)
+            for weight, own in zip(alone, grads, strict=True):
+                _steps(optimizer, group, [weight], [own])
+    except Exception as error:
+        return f"cannot be tried on a small weight ({error}); if it can be, say whole={{{type(optimizer).__name__}}}"
+    for value, ours, theirs in zip(values, weights, alone, strict=True):
+        change = (theirs - value[0]).norm()
+        if not (ours - theirs).norm() <= 0.05 * change:
+            return "gives other weights together than each alone"
+    return ""
 
 
 def num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     """The number of state values per element, from a step on a small weight."""
     weight = torch.ones(2, 2, dtype=torch.float32, device="cpu")
-    state = _steps(optimizer, group, weight, [torch.ones_like(weight)])
+    state = _steps(optimizer, group, [weight], [[torch.ones_like(weight)]])[0]
     return sum(1 for value in state.values() if isinstance(value, Tensor) and value.dim())
 
 
@@ -94,9 +146,11 @@ def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     device = next((param.device for param in group["params"] if not param.is_meta), "cpu")
     weight, grads = weight.to(device), [grad.to(device) for grad in grads]
     parts = [part.clone() for part in weight.view(-1).split(_SIZES)]
-    of_whole = _steps(optimizer, group, weight, grads)
+    of_whole = _steps(optimizer, group, [weight], [grads])[0]
     by_part = zip(*(grad.view(-1).split(_SIZES) for grad in grads), strict=True)
-    of_parts = [_steps(optimizer, group, *own) for own in zip(parts, by_part, strict=True)]
+    of_parts = [
+        _steps(optimizer, group, [part], [own])[0] for part, own in zip(parts, by_part, strict=True)
+    ]
     values = [("weights", weight, parts)]
     for key, value in of_whole.items():
         if isinstance(value, Tensor) and value.dim():
@@ -111,25 +165,29 @@ def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
 
 
 def _steps(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: Tensor, grads: Sequence[Tensor]
-) -> dict[str, Any]:
-    """The state after steps of a copy of the optimizer with the options of a group."""
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    weights: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+) -> list[dict[str, Any]]:
+    """The states of weights after steps of a copy of the optimizer with the options of a group."""
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if float(options.get("lr", 1.0)) == 0:  # as a scheduler's warm-up may begin
         options["lr"] = 1e-3
     if options.get("capturable"):  # for GPUs only
         options["capturable"] = False
-    twin = over_groups(optimizer, [{**options, "params": [weight]}])
+    twin = over_groups(optimizer, [{**options, "params": [*weights]}])
     # Adagrad's state exists before its first step.
     known = (optimizer.state[param] for param in group["params"] if param in optimizer.state)
     state: dict[str, Any] = next(known, {})
-    if state:
+    for weight in weights if state else ():
         twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for grad in grads:
-            weight.grad = grad.clone()
+        for of_step in zip(*grads, strict=True):
+            for weight, grad in zip(weights, of_step, strict=True):
+                weight.grad = grad.clone()
             twin.step()
-    return twin.state.get(weight, {})
+    return [twin.state.get(weight, {}) for weight in weights]
 
 
 def _like(value: Any, weight: Tensor) -> Any:

@@ -22,6 +22,7 @@ from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.parallel.zero.whole import owners_of
 from ringcomm.torch_names import tree_map_only
 
 
@@ -49,15 +50,17 @@ class FlatZero(ZeroOptimizer):
     def __init__(self, given: Given) -> None:
         """Collective: a broadcast per bucket."""
         super().__init__(given)
-        model, optimizer = given.model.module, given.optimizer
-        group, options = self.group, self.options
+        model, group, options = given.model.module, self.group, self.options
         materialize(model, [*given.model.weights], device_of(group))
         start_equal(describe(model), [group])
         self.stage = stage = given.stage
         dtype = options.param_dtype
+        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
+        owners = owners_of(whole, group.size())
+        plans = plan_buckets(model, self.param_groups, stage, options, owners, group.size())
         self._buckets = [
-            Bucket(params, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
-            for params in plan_buckets(model, self.param_groups, stage, options)
+            Bucket(plan, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
+            for plan in plans
         ]
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         if dtype is not None:
@@ -72,9 +75,8 @@ class FlatZero(ZeroOptimizer):
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
         self._buffers: dict[Bucket, dict[str, Tensor]] = {bucket: {} for bucket in self._buckets}
-        self._has_rules = type(optimizer) in (torch.optim.AdamW, torch.optim.SGD)
         if self._is_offloaded:
-            self._offload(optimizer)
+            self._offload(given.optimizer)
 
     def _offload(self, optimizer: Any) -> None:
         """Makes the inner optimizer, which keeps masters with its states."""
@@ -91,7 +93,8 @@ class FlatZero(ZeroOptimizer):
 
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
-        return bucket.shard[bucket.place_in_shard(param)]
+        part = bucket.shard[bucket.place_in_shard(param)]
+        return part.view(param.shape) if bucket.is_whole and part.numel() else part
 
     # ---- gradients
 
@@ -146,9 +149,11 @@ class FlatZero(ZeroOptimizer):
     def _update(self, factor: float) -> None:
         self._see_written_weights()
         rules: dict[nn.Parameter, Rule | None] = {}
-        for group in self.param_groups:
-            rule = rule_of(self._inner, group) if self._has_rules else None
-            rules |= dict.fromkeys(group["params"], rule)
+        for inner in self._inners:
+            has_rules = type(inner.optimizer) in (torch.optim.AdamW, torch.optim.SGD)
+            for group in inner.groups:
+                rule = rule_of(inner.optimizer, group) if has_rules else None
+                rules |= dict.fromkeys(group["params"], rule)
         waiting = [bucket for bucket in self._due if bucket.shard_grad is None]
         done = [bucket for bucket in waiting if self._updated_by_rules(bucket, rules, factor)]
         self._due = [bucket for bucket in self._due if bucket not in done]
@@ -167,10 +172,10 @@ class FlatZero(ZeroOptimizer):
         """(rule, number of the step, neighbours) of the weights that have a gradient."""
 
         def kind(param: nn.Parameter) -> Any:
-            state = {} if rules[param] is None else self._states.get(param, {})
+            state = {} if rules.get(param) is None else self._states.get(param, {})
             # Of SGD it only matters whether there was a step.
             num_steps = state.get("step", state.get("momentum_buffer") is not None)
-            return param in self._present, rules[param], int(num_steps) + 1
+            return param in self._present, rules.get(param), int(num_steps) + 1
 
         runs = groupby(bucket.params, kind)
         return [(rule, step, [*run]) for (has_grad, rule, step), run in runs if has_grad]
@@ -256,6 +261,8 @@ class FlatZero(ZeroOptimizer):
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         bucket, given = self._bucket_of[param], dict(state)
+        if self.owner_of(param) not in (None, self.group.rank()):
+            given = {}  # of its owner
         if not self._is_offloaded or not bucket.is_half:
             master = given.pop("master", None)
             if bucket.has_master and master is not None:
@@ -270,6 +277,13 @@ class FlatZero(ZeroOptimizer):
         state, own = self._states.setdefault(param, {}), self._part_of(param)
         if "master" not in state or state["master"].data_ptr() != own.data_ptr():
             state["master"] = with_own_storage(own)
+
+    def owner_of(self, param: Any) -> int | None:
+        """See States."""
+        bucket = self._bucket_of[param]
+        ranges = (bucket.part_range(param, rank) for rank in range(self.group.size()))
+        owners = [rank for rank, (begin, end) in enumerate(ranges) if end > begin]
+        return owners[0] if bucket.is_whole and owners else None
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See ZeroOptimizer."""

@@ -73,16 +73,40 @@ class ShardOptions:
         return self.clip_grad_norm is not None or self.loss_scale is not None
 
 
+class Inner(NamedTuple):
+    """One of the optimizers that zero.shard() was given.
+
+    Attributes:
+        optimizer: the given object, or a copy of it without groups, which steps on parts.
+        groups: its parameter groups, which are those of the returned optimizer.
+        is_whole: whether each of its weights is updated as a whole, by one rank.
+    """
+
+    optimizer: Any
+    groups: list[dict[str, Any]]
+    is_whole: bool
+
+
 class Given(NamedTuple):
     """What zero.shard() was given, checked."""
 
     model: Model
-    optimizer: Any
+    optimizers: list[Inner]
     stage: int
     group: dist.ProcessGroup
     mesh: DeviceMesh | None
     units: Iterable[nn.Module] | None
     options: ShardOptions
+
+    @property
+    def optimizer(self) -> Any:
+        """The first, for systems that take one."""
+        return self.optimizers[0].optimizer
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """All parameter groups."""
+        return [group for inner in self.optimizers for group in inner.groups]
 
 
 def _refuse_copy(*_: Any) -> NoReturn:
@@ -117,19 +141,25 @@ class ZeroOptimizer(States):
     """
 
     def __init__(self, given: Given) -> None:
-        self.options, self.group, optimizer = given.options, given.group, given.optimizer
+        self.options, self.group = given.options, given.group
         scale = given.options.loss_scale
         self._scale = LossScale(scale) if scale is not None else None
         self.grad_norm: float | None = None
         self._model = weakref.ref(given.model.module)
-        self._is_offloaded = is_offloaded(optimizer)
+        self._is_offloaded = is_offloaded(given.optimizer)
         self._is_made = False
-        self._given = weakref.ref(optimizer)
-        self._inner = None if self._is_offloaded else over_groups(optimizer, [])
+        self._given = [weakref.ref(inner.optimizer) for inner in given.optimizers]
+        self._inners = [
+            inner._replace(optimizer=over_groups(inner.optimizer, []))
+            for inner in ([] if self._is_offloaded else given.optimizers)
+        ]
+        self._inner = None
         # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
-        super().__init__(optimizer.param_groups, {})
-        self.defaults = optimizer.defaults  # OneCycleLR asks them for betas
-        move_step_hooks(optimizer, self)
+        super().__init__(given.groups, {})
+        self.defaults = {}  # OneCycleLR asks them for betas
+        for inner in given.optimizers:
+            self.defaults = {**inner.optimizer.defaults, **self.defaults}
+            move_step_hooks(inner.optimizer, self)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
         given.model.module.register_forward_pre_hook(_refuse_ddp, prepend=True)
@@ -170,8 +200,9 @@ class ZeroOptimizer(States):
         with torch.no_grad():
             if self._agree():
                 self._step()
-        if (given := self._given()) is not None:
-            mark_stepped(given)  # for schedulers that were made for it
+        for found in self._given:
+            if (given := found()) is not None:
+                mark_stepped(given)  # for schedulers that were made for it
         return loss
 
     @contextmanager
@@ -289,15 +320,22 @@ class ZeroOptimizer(States):
         self._inner.update(factor)
 
     def _step_inner(self, grads: dict[Any, Tensor], factor: float) -> None:
-        """A step of the given class on parts of weights, by their gradients times a factor."""
-        inner, parts = self._inner, {param: self._part_of(param) for param in grads}
+        """Steps of the given classes on parts of weights, by their gradients times a factor."""
+        for inner in self._inners:
+            own = [p for group in inner.groups for p in group["params"] if p in grads]
+            # Of whole weights only the owner has elements.
+            own = [p for p in own if grads[p].numel() or not inner.is_whole]
+            self._step_one(inner, {param: grads[param] for param in own}, factor)
+
+    def _step_one(self, given: Inner, grads: dict[Any, Tensor], factor: float) -> None:
+        inner, parts = given.optimizer, {param: self._part_of(param) for param in grads}
         for param, part in parts.items():
-            part.grad = grads[param].to(part.dtype)
+            part.grad = grads[param].to(part.dtype).view(part.shape)
             if factor != 1:
                 part.grad *= factor
         inner.param_groups = [
             {**group, "params": [parts[param] for param in group["params"] if param in parts]}
-            for group in self.param_groups
+            for group in given.groups
         ]
         states, inner.state = self._states, defaultdict(dict)
         for param, part in parts.items():
@@ -305,12 +343,23 @@ class ZeroOptimizer(States):
             if state:
                 inner.state[part] = state
         inner.step()
-        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+        for group, own in zip(given.groups, inner.param_groups, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"})
         for param, part in parts.items():
             if part in inner.state:
                 states[param] = inner.state[part]
         inner.param_groups, inner.state = [], {}
+
+    def _inner_of(self, param: Any) -> Inner:
+        """The optimizer that updates a weight."""
+        if param not in self._inner_by_param:
+            raise KeyError(f"a weight of shape {tuple(param.shape)} has no optimizer")
+        return self._inner_by_param[param]
+
+    @cached_property
+    def _inner_by_param(self) -> dict[Any, Inner]:
+        found = ((p, inner) for inner in self._inners for g in inner.groups for p in g["params"])
+        return dict(found)
 
     @property
     def _grad_scale(self) -> float:

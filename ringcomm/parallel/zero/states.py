@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ringcomm.loss_scale import LossScale
-from ringcomm.parallel.flat_collectives import all_gather_shards, local_of
+from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of
 from ringcomm.parallel.offload.optimizers import StatesView, numbered_groups
 from ringcomm.torch_names import shape_and_offset
 
@@ -33,6 +33,7 @@ class States(torch.optim.Optimizer):
     options: Any
     _scale: LossScale | None
     _inner: Any
+    _inner_of: Callable[[Any], Any]
     _is_offloaded: bool
     _is_made: bool
     _own: dict[Any, Any]
@@ -85,7 +86,8 @@ class States(torch.optim.Optimizer):
         split into rows.
         """
         with torch.no_grad():
-            states = [self._row_state(param) for param in self.all_params()]
+            specs = self._specs_of_whole()
+            states = [self._row_state(param, specs) for param in self.all_params()]
         return {
             "state": {number: state for number, state in enumerate(states) if state},
             "param_groups": self.numbered_groups(),
@@ -158,7 +160,7 @@ class States(torch.optim.Optimizer):
             for key, value in state.items():
                 if not isinstance(value, Tensor) or key == "step":
                     continue
-                if value.shape != param.shape:
+                if value.shape != param.shape and self.owner_of(param) is None:
                     raise ValueError(
                         f"{key} of parameter {number} must have the parameter's shape"
                         f" {tuple(param.shape)}, got {tuple(value.shape)}"
@@ -183,8 +185,59 @@ class States(torch.optim.Optimizer):
     def _mesh_of(self, value: Tensor) -> DeviceMesh:
         return DeviceMesh.from_group(self.group, value.device.type)
 
-    def _row_state(self, param: Any) -> dict[str, Any]:
+    def _specs_of_whole(self) -> dict[int, dict[str, Any]]:
+        """Of weights that have an owner, by number: its values, without those of tensors.
+
+        Collective if there are such weights.
+        """
+        params = self.all_params()
+        numbers = {
+            i: owner for i, p in enumerate(params) if (owner := self.owner_of(p)) is not None
+        }
+        if not numbers:
+            return {}
+        mine = {
+            number: {
+                key: value.new_empty(value.shape, device="meta")
+                if isinstance(value, Tensor) and value.dim()
+                else value
+                for key, value in self._state_of(params[number]).items()
+            }
+            for number, owner in numbers.items()
+            if owner == self.group.rank()
+        }
+        return {
+            number: spec
+            for of_rank in all_gathered(mine, self.group)
+            for number, spec in of_rank.items()
+        }
+
+    def _from_owner(self, param: Any, owner: int, spec: dict[str, Any]) -> dict[str, Any]:
+        """The state of a weight that has an owner, whole on every rank. Collective."""
+        own, found = self._state_of(param), dict(spec)
+        for key, value in spec.items():
+            if isinstance(value, Tensor) and value.dim():
+                whole = (
+                    own[key].contiguous()
+                    if owner == self.group.rank()
+                    else torch.empty(value.shape, dtype=value.dtype, device=param.device)
+                )
+                dist.broadcast(whole, group=self.group, group_src=owner)
+                found[key] = whole
+        return found
+
+    def _row_state(self, param: Any, specs: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """A weight's state as this rank's rows, split as torch does. Collective."""
+        owner = self.owner_of(param)
+        if owner is not None:
+            state = self._from_owner(param, owner, specs[self._number_of(param)])
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+                    rows = _ROWS if param.dim() else (Replicate(),)
+                    state[key] = distribute_tensor(
+                        value, self._mesh_of(value), rows, src_data_rank=None
+                    )
+            return state
         state = self._state_of(param)
         for key, value in state.items():
             # fully_shard splits between rows too.
@@ -212,6 +265,13 @@ class States(torch.optim.Optimizer):
 
         None for DTensors.
         """
+
+    def owner_of(self, param: Any) -> int | None:
+        """The rank that updates a weight as a whole; None if all update parts of it."""
+        return None
+
+    def _number_of(self, param: Any) -> int:
+        return next(i for i, other in enumerate(self.all_params()) if other is param)
 
     def part_state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state; an offloaded one has values before a step, too."""
@@ -245,6 +305,9 @@ class States(torch.optim.Optimizer):
             # The mesh of a loaded state may have no process groups.
             mesh, placements = self._mesh_of(value), value.placements
             value = _joined(value.to_local(), mesh, placements, value).full_tensor()
+        owner = self.owner_of(param)
+        if owner is not None:
+            return value.detach() if owner == self.group.rank() else value.new_empty(0)
         return value.detach().reshape(-1)[slice(*self.range_of(param))]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
@@ -260,7 +323,8 @@ class States(torch.optim.Optimizer):
         self, state: dict[str, Any], group: dict[str, Any], param: Tensor
     ) -> dict[str, Any]:
         """Makes the step count a tensor where torch's optimizers need it."""
-        is_torchs = type(self._inner).__module__.startswith("torch.optim")
+        inner = self._inner if self._is_offloaded else self._inner_of(param).optimizer
+        is_torchs = type(inner).__module__.startswith("torch.optim")
         if "step" not in state or not (is_torchs or isinstance(state["step"], Tensor)):
             return state
         is_on_device = group.get("fused") or group.get("capturable")
