@@ -220,10 +220,14 @@ class OptimizerParts:
     ) -> dict[Path, Any]:
         optimizer = self._optimizer
         found: dict[Path, Any] = {}
-        span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
+        is_zero = isinstance(optimizer, ZeroOptimizer)
+        span = optimizer.range_of(param) if is_zero else None
+        has_owner = is_zero and optimizer.owner_of(param) is not None
         for key, value in self._state_of(param).items():
             part = value
-            if isinstance(value, Tensor):
+            if has_owner and isinstance(value, Tensor) and value.shape != param.shape:
+                part = value.detach()  # the owner has all of it
+            elif isinstance(value, Tensor):
                 is_flat = key in getattr(optimizer, "flat_states", ())
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
                 if stored is not None and part.dim():
@@ -260,9 +264,9 @@ class OptimizerParts:
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.load_parts(own_groups, states)
-            self._unstepped.loaded(states)
+            self._unstepped.loaded(optimizer, states)
             return
-        self._unstepped.loaded(states)
+        self._unstepped.loaded(optimizer, states)
         state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:

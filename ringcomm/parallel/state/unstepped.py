@@ -26,24 +26,25 @@ class Unstepped:
     value is the same as none for momentum with dampening, NAdam, ASGD and Rprop.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self) -> None:
         self.params: set[Any] = set()
-        inner = optimizer._inner if isinstance(optimizer, ZeroOptimizer) else optimizer
-        is_torchs = type(inner).__module__.startswith("torch.optim")
-        self._counts_from_0 = is_torchs and not isinstance(inner, torch.optim.Adagrad)
 
     def make_states(self, optimizer: Any) -> None:
         """Makes the missing states."""
         is_zero = isinstance(optimizer, ZeroOptimizer)
-        inner = optimizer._inner if is_zero else optimizer
         for group in optimizer.param_groups:
             for param in group["params"]:
                 known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
                 if not param.requires_grad or known.keys() - {MASTER}:
                     continue
+                owner = optimizer.owner_of(param) if is_zero else None
+                if owner is not None and owner != optimizer.group.rank():
+                    continue
+                inner = _inner_of(optimizer, param)
                 if is_zero and (span := optimizer.range_of(param)) is not None:
                     dtype = torch.promote_types(param.dtype, torch.float32)
-                    weight = param.new_zeros(span[1] - span[0], dtype=dtype)
+                    shape = param.shape if owner is not None else (span[1] - span[0],)
+                    weight = param.new_zeros(shape, dtype=dtype)
                 else:
                     value = param.detach()
                     weight = torch.zeros_like(local_of(value) if is_zero else value)
@@ -60,11 +61,20 @@ class Unstepped:
                     optimizer.state[param] = new
                 self.params.add(param)
 
-    def loaded(self, states: Mapping[Any, State]) -> None:
+    def loaded(self, optimizer: Any, states: Mapping[Any, State]) -> None:
         """To be called with states that replace those of the optimizer."""
         self.params.clear()
-        if self._counts_from_0:
-            self.params |= {p for p, state in states.items() if float(state.get("step", 1)) == 0}
+        for param, state in states.items():
+            inner = _inner_of(optimizer, param)
+            is_torchs = type(inner).__module__.startswith("torch.optim")
+            counts_from_0 = is_torchs and not isinstance(inner, torch.optim.Adagrad)
+            if counts_from_0 and float(state.get("step", 1)) == 0:
+                self.params.add(param)
+
+
+def _inner_of(optimizer: Any, param: Any) -> Any:
+    """The optimizer, or that of zero.shard()'s which updates a weight."""
+    return optimizer.inner_of(param) if isinstance(optimizer, ZeroOptimizer) else optimizer
 
 
 _unstepped: WeakKeyDictionary[Any, Unstepped] = WeakKeyDictionary()
@@ -75,7 +85,7 @@ def make_states(optimizer: Any) -> Unstepped:
     if not isinstance(optimizer, ZeroOptimizer):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what Accelerate has wrapped
     if optimizer not in _unstepped:
-        _unstepped[optimizer] = Unstepped(optimizer)
+        _unstepped[optimizer] = Unstepped()
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(_drop_states)
     if hasattr(optimizer, "make_states"):  # it applies gradients in the backward pass

@@ -121,7 +121,7 @@ def _coupling(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
             for weight, own in zip(alone, grads, strict=True):
                 _steps(optimizer, group, [weight], [own])
     except Exception as error:
-        return f"cannot be tried on a small weight ({error}); if it can be, say whole={{{type(optimizer).__name__}}}"
+        return f"cannot be tried on two small weights ({error}), unless whole= names it"
     for value, ours, theirs in zip(values, weights, alone, strict=True):
         change = (theirs - value[0]).norm()
         if not (ours - theirs).norm() <= 0.05 * change:
@@ -129,11 +129,26 @@ def _coupling(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     return ""
 
 
-def num_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    """The number of state values per element, from a step on a small weight."""
-    weight = torch.ones(2, 2, dtype=torch.float32, device="cpu")
-    state = _steps(optimizer, group, [weight], [[torch.ones_like(weight)]])[0]
-    return sum(1 for value in state.values() if isinstance(value, Tensor) and value.dim())
+def optimizers_of(given: Any) -> Sequence[torch.optim.Optimizer]:
+    """A list of one optimizer, or the list that was given."""
+    return [given] if isinstance(given, torch.optim.Optimizer) else given
+
+
+def state_elems(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], *, is_whole: bool
+) -> dict[nn.Parameter, int]:
+    """The elements of each weight's states, from steps on a small weight, or on each shape."""
+
+    def of_shape(shape: Sequence[int]) -> int:
+        weight = torch.ones(shape, dtype=torch.float32, device="cpu")
+        state = _steps(optimizer, group, [weight], [[torch.ones_like(weight)]])[0]
+        return sum(x.numel() for x in state.values() if isinstance(x, Tensor) and x.dim())
+
+    if not is_whole:
+        num_states = of_shape((2, 2)) // 4
+        return {param: num_states * param.numel() for param in group["params"]}
+    of_shapes = {shape: of_shape(shape) for shape in {param.shape for param in group["params"]}}
+    return {param: of_shapes[param.shape] for param in group["params"]}
 
 
 def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:

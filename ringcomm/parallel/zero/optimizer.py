@@ -350,11 +350,9 @@ class ZeroOptimizer(States):
                 states[param] = inner.state[part]
         inner.param_groups, inner.state = [], {}
 
-    def _inner_of(self, param: Any) -> Inner:
-        """The optimizer that updates a weight."""
-        if param not in self._inner_by_param:
-            raise KeyError(f"a weight of shape {tuple(param.shape)} has no optimizer")
-        return self._inner_by_param[param]
+    def inner_of(self, param: Any) -> Any:
+        """The optimizer, of the given class, that updates a weight."""
+        return self._inner if self._is_offloaded else self._inner_by_param[param].optimizer
 
     @cached_property
     def _inner_by_param(self) -> dict[Any, Inner]:

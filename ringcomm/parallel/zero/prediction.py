@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,15 @@ from ringcomm.parallel.clip import bytes_over_all_ranks
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import fsdp_units, params_of_units
-from ringcomm.parallel.zero.bucket import plan_buckets
-from ringcomm.parallel.zero.elementwise import is_offloaded, num_states
+from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
+from ringcomm.parallel.zero.elementwise import (
+    is_offloaded,
+    needs_whole,
+    optimizers_of,
+    state_elems,
+)
 from ringcomm.parallel.zero.optimizer import ShardOptions
+from ringcomm.parallel.zero.whole import owners_of
 
 
 class Memory(NamedTuple):
@@ -45,12 +52,13 @@ class Memory(NamedTuple):
 
 def predict_memory(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     stage: int,
     *,
     world_size: int,
     rank: int = 0,
     units: Iterable[nn.Module] | None = None,
+    whole: Collection[type] = (),
     **options: Any,
 ) -> Memory:
     """Predicts the memory of a rank; call it before shard(), with the same arguments.
@@ -64,9 +72,10 @@ def predict_memory(
     ranks = _Ranks(stage, world_size, rank, ShardOptions(**options))
     if ranks.options.offload_weights:
         return _of_infinity(ranks, params_of_units(model, units), model)
-    states = _states_of(optimizer)
+    optimizers = optimizers_of(optimizer)
+    states = _states_of(optimizers, whole)
     if stage < 3:
-        buckets = plan_buckets(model, optimizer.param_groups, stage, ranks.options)
+        buckets = _planned(model, optimizers, whole, ranks)
         parts = [_of_bucket(ranks, bucket, states) for bucket in buckets]
     else:
         parts = [_of_unit(ranks, own, states) for _, own in fsdp_units(model, units)]
@@ -76,12 +85,13 @@ def predict_memory(
 
 def predict_traffic(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     stage: int,
     *,
     world_size: int,
     rank: int = 0,
     num_backwards: int = 1,
+    whole: Collection[type] = (),
     **options: Any,
 ) -> int:
     """Predicts the bytes of weights and gradients that a rank sends in a step with ringcomm.
@@ -101,20 +111,20 @@ def predict_traffic(
         )
     total = bytes_over_all_ranks(describe(model).axes(), 8, world_size) if chosen.looks_first else 0
     if stage < 3:
-        buckets = plan_buckets(model, optimizer.param_groups, stage, chosen)
+        buckets = _planned(model, optimizers_of(optimizer), whole, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
-        facts = others * (1 + sum(1 + len(params) for params in buckets))
+        facts = others * (1 + sum(1 + len(bucket.params) for bucket in buckets))
         total += facts * (1 + num_backwards if stage == 2 else 1)
-        for params in buckets:
-            num_elems = sum(param.numel() for param in params)
-            mine = ranks.shard(num_elems)
+        for bucket in buckets:
+            num_elems, mine = sum(bucket.sizes), bucket.sizes[rank]
             # Gradients: all but the own shard; weights: the own shard to all others.
             num_reductions = 1 if stage == 1 else num_backwards
             total += num_reductions * ranks.grad_itemsize * (num_elems - mine)
-            total += ranks.itemsize(params[0]) * others * mine
+            total += ranks.itemsize(bucket.params[0]) * others * mine
         return total
     num_facts = 8 * (num_backwards + 1) if chosen.offload_weights else 1
-    total += others * num_facts * sum(len(group["params"]) for group in optimizer.param_groups)
+    groups = [group for one in optimizers_of(optimizer) for group in one.param_groups]
+    total += others * num_facts * sum(len(group["params"]) for group in groups)
     for param in model.parameters():
         grad_bytes = ranks.grad_itemsize if param.requires_grad else 0
         if chosen.offload_weights:
@@ -152,27 +162,56 @@ class _Ranks:
         return -(-num_rows // self.world_size) * (param.numel() // max(1, num_rows))
 
 
-def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
-    """The number of state values per element; empty if they and masters are offloaded."""
-    groups = [] if is_offloaded(optimizer) else optimizer.param_groups
-    nums = ((group["params"], num_states(optimizer, group)) for group in groups)
-    return {param: num for params, num in nums for param in params}
+def _planned(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    asked: Collection[type],
+    ranks: _Ranks,
+) -> list[BucketPlan]:
+    whole = [
+        param
+        for optimizer in optimizers
+        if ranks.stage and needs_whole(optimizer, asked)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    owners = owners_of(whole, ranks.world_size)
+    return plan_buckets(model, groups, ranks.stage, ranks.options, owners, ranks.world_size)
 
 
-def _of_bucket(
-    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int]
-) -> Memory:
-    num_elems = sum(param.numel() for param in params)
-    mine, itemsize = ranks.shard(num_elems), ranks.itemsize(params[0])
+def _states_of(
+    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type]
+) -> dict[nn.Parameter, int]:
+    """The number of elements of states; empty if they and masters are offloaded."""
+    found: dict[nn.Parameter, int] = {}
+    for optimizer in optimizers if not any(map(is_offloaded, optimizers)) else ():
+        is_whole = needs_whole(optimizer, asked)
+        for group in optimizer.param_groups:
+            found |= state_elems(optimizer, group, is_whole=is_whole)
+    return found
+
+
+def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int]) -> Memory:
+    params, num_elems = bucket.params, sum(bucket.sizes)
+    itemsize = ranks.itemsize(params[0])
+    mine = bucket.sizes[ranks.rank] if ranks.stage else num_elems
     whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
-    num_states = 0
+    of_states = 0
     if states:
         num_masters = 1 if itemsize == 2 and ranks.stage else 0
-        num_states = max(states[param] for param in params) + num_masters
+        if bucket.is_whole:
+            begin = sum(bucket.sizes[: ranks.rank])
+            ends = accumulate(param.numel() for param in params)
+            own = [p for p, end in zip(params, ends, strict=True) if begin < end <= begin + mine]
+            of_states = sum(states[param] for param in (own if ranks.stage else params))
+        else:
+            of_states = max(states[param] // max(1, param.numel()) for param in params) * mine
+        of_states += num_masters * mine
     return Memory(
         itemsize * num_elems,
         ranks.grad_itemsize * mine if ranks.stage == 2 else whole,
-        4 * num_states * mine,
+        4 * of_states,
         whole if ranks.stage == 2 else 0,
     )
 
@@ -187,7 +226,8 @@ def _of_unit(ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Paramete
         if param.requires_grad:
             gradients += 4 * rows
             first = min(param.numel(), ranks.rank * rows)
-            of_states += 4 * states.get(param, 0) * min(rows, param.numel() - first)
+            num_states = states.get(param, 0) // max(1, param.numel())
+            of_states += 4 * num_states * min(rows, param.numel() - first)
             grad_bytes = itemsize + ranks.grad_itemsize * (ranks.grad_itemsize != itemsize)
             buffers += grad_bytes * ranks.world_size * rows
     return Memory(parameters, gradients, of_states, buffers)

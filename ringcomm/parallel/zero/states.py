@@ -33,7 +33,7 @@ class States(torch.optim.Optimizer):
     options: Any
     _scale: LossScale | None
     _inner: Any
-    _inner_of: Callable[[Any], Any]
+    inner_of: Callable[[Any], Any]
     _is_offloaded: bool
     _is_made: bool
     _own: dict[Any, Any]
@@ -323,8 +323,7 @@ class States(torch.optim.Optimizer):
         self, state: dict[str, Any], group: dict[str, Any], param: Tensor
     ) -> dict[str, Any]:
         """Makes the step count a tensor where torch's optimizers need it."""
-        inner = self._inner if self._is_offloaded else self._inner_of(param).optimizer
-        is_torchs = type(inner).__module__.startswith("torch.optim")
+        is_torchs = type(self.inner_of(param)).__module__.startswith("torch.optim")
         if "step" not in state or not (is_torchs or isinstance(state["step"], Tensor)):
             return state
         is_on_device = group.get("fused") or group.get("capturable")
