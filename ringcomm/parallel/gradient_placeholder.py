@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -99,6 +100,15 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+@contextmanager
+def hookable(param: Tensor) -> Iterator[None]:
+    """A context in which torch takes hooks of a frozen parameter, which may be thawed later."""
+    is_trained = param.requires_grad
+    param.requires_grad_()
+    yield
+    param.requires_grad_(is_trained)
+
+
 class GradientHooks:
     """Passes each gradient from autograd to `taker` and leaves a GradientPlaceholder.
 
@@ -121,12 +131,14 @@ class GradientHooks:
             placeholder.messages = _MESSAGES
         # References are kept: autograd would otherwise make new nodes, without hooks, for the next
         # graph.
-        self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
+        self.nodes: dict[nn.Parameter, Any] = {}
         handles: list[Any] = []
         before, after = weakly(self.before), weakly(self.after)
-        for param, node in self.nodes.items():
-            handles += [node.register_prehook(partial(before, param))]
-            handles += [param.register_post_accumulate_grad_hook(after)]
+        for param in self._placeholders:
+            with hookable(param):
+                node = self.nodes[param] = get_gradient_edge(param).node
+                handles += [node.register_prehook(partial(before, param))]
+                handles += [param.register_post_accumulate_grad_hook(after)]
         weakref.finalize(self, remove_hooks, handles)
 
     def before(self, param: nn.Parameter, *_: Any) -> None:

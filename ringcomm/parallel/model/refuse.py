@@ -152,6 +152,11 @@ def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
     return len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names
 
 
+def _is_split(weight: Weight) -> bool:
+    layer = weight.layer
+    return isinstance(weight.tensor, DTensor) or (layer is not None and layer.group.size() > 1)
+
+
 def _has_dtype(weight: Weight, asked: Asked, *dtypes: torch.dtype) -> bool:
     return not _is_trained(weight, asked) or weight.tensor.dtype in dtypes
 
@@ -219,11 +224,6 @@ _WEIGHTS = (
         " DeviceMesh, got {asked.mesh}",
     ),
     _Row(
-        _ZERO,
-        lambda w, a: _is_trained(w, a) and not w.tensor.requires_grad,
-        "{name} does not require grad: leave it out of the optimizer",
-    ),
-    _Row(
         _FSDP | _INFINITY,
         lambda w, a: _is_trained(w, a) and summed_over(w.tensor) is not None,
         "the gradient of {name} is summed over the ranks of a tensor-parallel group, which stage 3"
@@ -262,7 +262,7 @@ _WEIGHTS = (
     ),
     _Row(
         {"optimizer"},
-        lambda w, a: a.name and w.layer and w.layer.group.size() > 1 and _is_trained(w, a),
+        lambda w, a: a.name and _is_trained(w, a) and _is_split(w),
         "{asked.name}, but {name} is split over tensor-parallel ranks: use another optimizer, such"
         " as AdamW, or tp 1",
         TypeError,

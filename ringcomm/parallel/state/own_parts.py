@@ -225,7 +225,7 @@ class OptimizerParts:
         has_owner = is_zero and optimizer.owner_of(param) is not None
         for key, value in self._state_of(param).items():
             part = value
-            if has_owner and isinstance(value, Tensor) and value.shape != param.shape:
+            if has_owner and isinstance(value, Tensor):
                 part = value.detach()  # the owner has all of it
             elif isinstance(value, Tensor):
                 is_flat = key in getattr(optimizer, "flat_states", ())

@@ -37,17 +37,18 @@ class Unstepped:
                 known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
                 if not param.requires_grad or known.keys() - {MASTER}:
                     continue
-                owner = optimizer.owner_of(param) if is_zero else None
-                if owner is not None and owner != optimizer.group.rank():
+                if is_zero and not optimizer.updates(param):
                     continue
+                owner = optimizer.owner_of(param) if is_zero else None
                 inner = _inner_of(optimizer, param)
-                if is_zero and (span := optimizer.range_of(param)) is not None:
-                    dtype = torch.promote_types(param.dtype, torch.float32)
-                    shape = param.shape if owner is not None else (span[1] - span[0],)
-                    weight = param.new_zeros(shape, dtype=dtype)
-                else:
+                span = optimizer.range_of(param) if is_zero else None
+                if owner is None and span is None:
                     value = param.detach()
                     weight = torch.zeros_like(local_of(value) if is_zero else value)
+                else:
+                    dtype = torch.promote_types(param.dtype, torch.float32)
+                    shape = (span[1] - span[0],) if owner is None else param.shape
+                    weight = torch.zeros(shape, dtype=dtype, device=param.device)
                 # By a step of another weight, which must not count.
                 other = nn.Parameter(weight)
                 other.grad = torch.zeros_like(weight)

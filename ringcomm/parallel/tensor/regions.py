@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
+from ringcomm.parallel.gradient_placeholder import hookable
 
 _ops: Any = torch.ops.ringcomm
 # A fixed overload, because the selection of an overload takes several microseconds per call.
@@ -138,10 +139,8 @@ def all_reduce_grad_(
     Collective in the backward pass, if the parameter has a gradient.
     """
     resolved = resolve_group(group, mesh)
-    is_trained = param.requires_grad
-    param.requires_grad_()  # torch requires this for a tensor with a hook
-    param.register_hook(lambda grad: reduce_from_tp(grad, resolved))
-    param.requires_grad_(is_trained)
+    with hookable(param):
+        param.register_hook(lambda grad: reduce_from_tp(grad, resolved))
     setattr(param, _SUMMED_OVER, resolved)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -73,7 +74,7 @@ def shard(
             or SGD of torch.optim or ringcomm.parallel.offload, or any other class that updates each
             weight by itself; or several over different weights, such as [muon, adamw]. shard()
             makes three steps of other classes on a small weight and on its parts. If the results
-            differ, as for Muon, each weight is updated as a whole by one rank (stages 1 and 2).
+            differ, as for Muon, each weight is updated as a whole by one rank.
             Step hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
@@ -190,6 +191,8 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
 def _retire(optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer that was given to zero.shard() raise before it writes anything."""
     optimizer.register_step_pre_hook(_refuse_use)  # a scheduler has replaced `step`
+    for name in {"train", "eval"} & {*dir(optimizer)}:
+        setattr(optimizer, name, _refuse_use)
     for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
         setattr(optimizer, name, _refuse_use)
 
@@ -232,7 +235,7 @@ def _described(
     if not params:
         raise ValueError("the optimizer has no parameters")
     if len(params) < len(trained):
-        twice = next(param for param in trained if trained.count(param) > 1)
+        twice, _ = Counter(trained).most_common(1)[0]
         raise ValueError(f"two optimizers have {described.weights[twice].name}: leave it to one")
     if options.looks_first:
         _ = described.stage  # raises for a piece of a pipeline
@@ -255,9 +258,8 @@ def _described(
         for optimizer in optimizers
     ]
     for inner in inners:
-        if inner.is_whole and stage == 3:
-            raise ValueError(
-                f"{type(inner.optimizer).__name__} needs whole weights, which stage 3 splits: use"
-                " stage 1 or 2"
-            )
+        if inner.is_whole:
+            reason = f"{type(inner.optimizer).__name__} needs whole weights"
+            of_inner = {param for group in inner.groups for param in group["params"]}
+            refuse(described, Asked("optimizer", reason, trained=of_inner))
     return described, inners

@@ -198,6 +198,8 @@ def _steps(
     for weight in weights if state else ():
         twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        if hasattr(twin, "train"):  # schedule-free
+            twin.train()
         for of_step in zip(*grads, strict=True):
             for weight, grad in zip(weights, of_step, strict=True):
                 weight.grad = grad.clone()

@@ -139,6 +139,13 @@ class FlatZero(ZeroOptimizer):
         """Drops all gradients, for any `set_to_none`."""
         super().zero_grad()
 
+    def _set_mode(self, mode: str) -> bool:
+        self._see_written_weights()
+        has_changed = super()._set_mode(mode)
+        for bucket in self._buckets if has_changed else ():
+            bucket.gather()
+        return has_changed
+
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
         tensors = (tensor for b in self._buckets for tensor in (b.grads, b.shard_grad))
@@ -255,14 +262,14 @@ class FlatZero(ZeroOptimizer):
     def _state_of(self, param: Any) -> dict[str, Any]:
         """A weight's flat states, and "master" for 16-bit weights."""
         state, bucket = super()._state_of(param), self._bucket_of[param]
-        if bucket.has_master:
+        if bucket.has_master and self.owner_of(param) in (None, self.group.rank()):
             state["master"] = self._part_of(param)
         return state
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         bucket, given = self._bucket_of[param], dict(state)
-        if self.owner_of(param) not in (None, self.group.rank()):
-            given = {}  # of its owner
+        if not self.updates(param):
+            given = {}
         if not self._is_offloaded or not bucket.is_half:
             master = given.pop("master", None)
             if bucket.has_master and master is not None:
@@ -272,7 +279,8 @@ class FlatZero(ZeroOptimizer):
 
     def _show_master(self, param: nn.Parameter) -> None:
         """Adds a master to `state`, whose keys torch's flat state dicts have."""
-        if not self._bucket_of[param].has_master:
+        is_mine = self.owner_of(param) in (None, self.group.rank())
+        if not self._bucket_of[param].has_master or not is_mine:
             return
         state, own = self._states.setdefault(param, {}), self._part_of(param)
         if "master" not in state or state["master"].data_ptr() != own.data_ptr():

@@ -156,10 +156,13 @@ class ZeroOptimizer(States):
         self._inner = None
         # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
         super().__init__(given.groups, {})
-        self.defaults = {}  # OneCycleLR asks them for betas
+        self.defaults = {}
         for inner in given.optimizers:
             self.defaults = {**inner.optimizer.defaults, **self.defaults}
             move_step_hooks(inner.optimizer, self)
+        for key in ("betas", "momentum"):  # which OneCycleLR then expects in all groups
+            if not all(key in group for group in self.param_groups):
+                self.defaults.pop(key, None)
         self._is_made = True
         # Before fully_shard's hook, which replaces the weights.
         given.model.module.register_forward_pre_hook(_refuse_ddp, prepend=True)
@@ -256,10 +259,21 @@ class ZeroOptimizer(States):
             self._refuse_not_finite(norm)
         return torch.tensor(norm, dtype=torch.float32, device=self._device())
 
+    def train(self) -> None:
+        """For schedule-free optimizers: the weights to train. Collective."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """For schedule-free optimizers: the weights to evaluate or to save. Collective."""
+        self._set_mode("eval")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError, because zero.shard() has already sharded the weights."""
         if self._is_made:
-            raise ValueError("add parameter groups to the optimizer before zero.shard()")
+            raise ValueError(
+                "add parameter groups to the optimizer before zero.shard(); weights that are to be"
+                " trained later may be in them, frozen by requires_grad_(False)"
+            )
         super().add_param_group(param_group)
 
     def gradient_tensors(self) -> list[Tensor]:
@@ -321,18 +335,42 @@ class ZeroOptimizer(States):
 
     def _step_inner(self, grads: dict[Any, Tensor], factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""
-        for inner in self._inners:
-            own = [p for group in inner.groups for p in group["params"] if p in grads]
-            # Of whole weights only the owner has elements.
-            own = [p for p in own if grads[p].numel() or not inner.is_whole]
-            self._step_one(inner, {param: grads[param] for param in own}, factor)
+        self._run_inners("step", grads, factor)
 
-    def _step_one(self, given: Inner, grads: dict[Any, Tensor], factor: float) -> None:
-        inner, parts = given.optimizer, {param: self._part_of(param) for param in grads}
+    def _run_inners(
+        self, method: str, grads: dict[Any, Tensor | None], factor: float = 1.0
+    ) -> None:
+        """Calls a method of the given classes that have it, on parts of weights."""
+        for inner in self._inners:
+            own = {p: grads[p] for group in inner.groups for p in group["params"] if p in grads}
+            if not hasattr(inner.optimizer, method):
+                continue
+            if inner.is_whole and own:
+                self._run_whole(inner, method, own, factor)
+            else:
+                self._run_one(inner, method, {p: self._part_of(p) for p in own}, own, factor)
+
+    def _run_whole(
+        self, inner: Inner, method: str, grads: dict[Any, Tensor | None], factor: float
+    ) -> None:
+        """As _run_one() on the weights that this rank owns; `grads` has all. Collective."""
+        parts = {p: part for p in grads if (part := self._part_of(p)).numel()}
+        self._run_one(inner, method, parts, grads, factor)
+
+    def _run_one(
+        self,
+        given: Inner,
+        method: str,
+        parts: dict[Any, Tensor],
+        grads: dict[Any, Tensor | None],
+        factor: float,
+    ) -> None:
+        inner = given.optimizer
         for param, part in parts.items():
-            part.grad = grads[param].to(part.dtype).view(part.shape)
-            if factor != 1:
-                part.grad *= factor
+            if (grad := grads[param]) is not None:
+                part.grad = grad.to(part.dtype).view(part.shape)
+                if factor != 1:
+                    part.grad *= factor
         inner.param_groups = [
             {**group, "params": [parts[param] for param in group["params"] if param in parts]}
             for group in given.groups
@@ -342,13 +380,21 @@ class ZeroOptimizer(States):
             state = {key: x for key, x in states.get(param, {}).items() if key != "master"}
             if state:
                 inner.state[part] = state
-        inner.step()
+        getattr(inner, method)()
         for group, own in zip(given.groups, inner.param_groups, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"})
         for param, part in parts.items():
             if part in inner.state:
                 states[param] = inner.state[part]
         inner.param_groups, inner.state = [], {}
+
+    def _set_mode(self, mode: str) -> bool:
+        """Calls train() or eval() of the given classes; whether one has it. Collective."""
+        if not any(hasattr(inner.optimizer, mode) for inner in self._inners):
+            return False
+        with torch.no_grad():
+            self._run_inners(mode, dict.fromkeys(self.all_params()))
+        return True
 
     def inner_of(self, param: Any) -> Any:
         """The optimizer, of the given class, that updates a weight."""

@@ -22,7 +22,7 @@ from ringcomm.parallel.zero.elementwise import (
     state_elems,
 )
 from ringcomm.parallel.zero.optimizer import ShardOptions
-from ringcomm.parallel.zero.whole import owners_of
+from ringcomm.parallel.zero.whole import owners_of, rows_of
 
 
 class Memory(NamedTuple):
@@ -78,7 +78,8 @@ def predict_memory(
         buckets = _planned(model, optimizers, whole, ranks)
         parts = [_of_bucket(ranks, bucket, states) for bucket in buckets]
     else:
-        parts = [_of_unit(ranks, own, states) for _, own in fsdp_units(model, units)]
+        owners = _owners(optimizers, whole, ranks)
+        parts = [_of_unit(ranks, own, states, owners) for _, own in fsdp_units(model, units)]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
 
@@ -133,6 +134,11 @@ def predict_traffic(
         else:  # two gathers and one reduction of a gradient, with shards padded to the longest
             sent = (2 * ranks.itemsize(param) + grad_bytes) * others * ranks.rows(param)
         total += num_backwards * sent
+    for param, owner in _owners(optimizers_of(optimizer), whole, ranks).items():
+        begin, end = rows_of(param, world_size, rank)
+        mine = (end - begin) * (param.numel() // param.shape[0])
+        # A weight and its gradient to the owner, and the new weight back.
+        total += param.element_size() * (2 * mine if owner != rank else param.numel() - mine)
     return total
 
 
@@ -162,12 +168,9 @@ class _Ranks:
         return -(-num_rows // self.world_size) * (param.numel() // max(1, num_rows))
 
 
-def _planned(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    asked: Collection[type],
-    ranks: _Ranks,
-) -> list[BucketPlan]:
+def _owners(
+    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type], ranks: _Ranks
+) -> dict[nn.Parameter, int]:
     whole = [
         param
         for optimizer in optimizers
@@ -175,8 +178,17 @@ def _planned(
         for group in optimizer.param_groups
         for param in group["params"]
     ]
+    return owners_of(whole, ranks.world_size)
+
+
+def _planned(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    asked: Collection[type],
+    ranks: _Ranks,
+) -> list[BucketPlan]:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    owners = owners_of(whole, ranks.world_size)
+    owners = _owners(optimizers, asked, ranks)
     return plan_buckets(model, groups, ranks.stage, ranks.options, owners, ranks.world_size)
 
 
@@ -216,7 +228,12 @@ def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int
     )
 
 
-def _of_unit(ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int]) -> Memory:
+def _of_unit(
+    ranks: _Ranks,
+    params: list[nn.Parameter],
+    states: dict[nn.Parameter, int],
+    owners: dict[nn.Parameter, int],
+) -> Memory:
     """The buffers of a fully_shard unit; gradients reduced in another dtype are copied."""
     parameters = gradients = of_states = buffers = 0
     for param in params:
@@ -226,8 +243,12 @@ def _of_unit(ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Paramete
         if param.requires_grad:
             gradients += 4 * rows
             first = min(param.numel(), ranks.rank * rows)
-            num_states = states.get(param, 0) // max(1, param.numel())
-            of_states += 4 * num_states * min(rows, param.numel() - first)
+            num_states = states.get(param, 0)
+            if param in owners:
+                of_states += 4 * num_states * (owners[param] == ranks.rank)
+            else:
+                mine = min(rows, param.numel() - first)
+                of_states += 4 * (num_states // max(1, param.numel())) * mine
             grad_bytes = itemsize + ranks.grad_itemsize * (ranks.grad_itemsize != itemsize)
             buffers += grad_bytes * ranks.world_size * rows
     return Memory(parameters, gradients, of_states, buffers)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.flat_collectives import device_of, local_of
-from ringcomm.parallel.gradient_placeholder import weakly
+from ringcomm.parallel.gradient_placeholder import hookable, weakly
 from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.refuse import HOOK_AT_STAGE_3
 from ringcomm.parallel.model.saving import refuse_parts, save_full
@@ -32,7 +32,8 @@ from ringcomm.parallel.shards.unit_hooks import (
 )
 from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
 from ringcomm.parallel.shards.weight_shards import refuse_moves
-from ringcomm.parallel.zero.optimizer import Given, ZeroOptimizer
+from ringcomm.parallel.zero.optimizer import Given, Inner, ZeroOptimizer
+from ringcomm.parallel.zero.whole import Owners
 from ringcomm.torch_names import (
     at_end_of_backward,
     drop_accumulated,
@@ -58,15 +59,17 @@ class Zero3(ZeroOptimizer):
 
     def __init__(self, given: Given) -> None:
         """The ranks of the group are those of the mesh. Collective."""
-        model, optimizer = given.model.module, given.optimizer
+        model = given.model.module
         _shard_units(given)
-        for own in optimizer.param_groups:
+        for own in given.groups:
             places = [given.model.weights[param].places[0] for param in own["params"]]
             own["params"] = [module.get_parameter(name) for module, name in places]
         super().__init__(given)
         self._own = {param: param for param in self.all_params()}
         if self._is_offloaded:
-            self._inner = optimizer.over(self.param_groups)
+            self._inner = given.optimizer.over(self.param_groups)
+        whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
+        self._owners = Owners(whole, self.group)
         self._begun: set[int] = set()  # backward passes that have not ended
         self._is_in_forward = False  # also after a forward that has raised
         self._awaits_backward = False  # a forward pass has made a graph, and no backward pass began
@@ -113,7 +116,8 @@ class Zero3(ZeroOptimizer):
             # Before fully_shard's hook, which frees the weights.
             module.register_forward_hook(untraced(_keep_output), prepend=True)
         for param in self.all_params():
-            param.register_post_accumulate_grad_hook(note_reduced)
+            with hookable(param):
+                param.register_post_accumulate_grad_hook(note_reduced)
 
     def _mark(self, param: nn.Parameter, _: Tensor) -> None:
         self._marked.add(param)
@@ -205,6 +209,8 @@ class Zero3(ZeroOptimizer):
         for param, has in zip(params, found, strict=True):
             if not has:
                 param.grad = None
+            elif param.grad is None and param in self._owners.ranks:
+                param.grad = torch.zeros_like(param)  # the owner gets all rows
         return any(found)
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
@@ -255,6 +261,16 @@ class Zero3(ZeroOptimizer):
         else:
             self._step_inner(dict(self._shards()), factor)
 
+    def _run_whole(
+        self, inner: Inner, method: str, grads: dict[Any, Tensor | None], factor: float
+    ) -> None:
+        rows = {param: local_of(param.detach()) for param in grads}
+        wholes = self._owners.gathered(rows)
+        of_grads = {param: grad for param, grad in grads.items() if grad is not None}
+        whole_grads = self._owners.gathered(of_grads) if of_grads else dict.fromkeys(wholes)
+        self._run_one(inner, method, wholes, whole_grads, factor)
+        self._owners.spread(rows, wholes)
+
     def _forget_gradients(self) -> None:
         self.zero_grad()
 
@@ -273,7 +289,13 @@ class Zero3(ZeroOptimizer):
 
     # ---- state
 
+    def owner_of(self, param: Any) -> int | None:
+        """See States."""
+        return self._owners.ranks.get(param)
+
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
+        if not self.updates(param):
+            state = {}
         if not self._is_offloaded:  # "master" of 16-bit weights: the weights themselves
             state = {key: local_of(value) for key, value in state.items() if key != "master"}
         super()._set_state(param, state)

@@ -175,11 +175,8 @@ class States(torch.optim.Optimizer):
 
     def _is_own(self, param: Any, value: DTensor) -> bool:
         """Whether a partial state is this rank's."""
-        if isinstance(param, DTensor):
-            placements, shape = param.placements, local_of(param.detach()).shape
-        else:
-            placements = _ROWS if param.dim() else (Replicate(),)
-            shape, _ = shape_and_offset(value.shape, self._mesh_of(value), placements)
+        mesh, placements = self._rows_of(param)
+        shape, _ = shape_and_offset(value.shape, mesh, placements)
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
 
     def _mesh_of(self, value: Tensor) -> DeviceMesh:
@@ -233,10 +230,7 @@ class States(torch.optim.Optimizer):
             state = self._from_owner(param, owner, specs[self._number_of(param)])
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
-                    rows = _ROWS if param.dim() else (Replicate(),)
-                    state[key] = distribute_tensor(
-                        value, self._mesh_of(value), rows, src_data_rank=None
-                    )
+                    state[key] = self._as_rows(param, value)
             return state
         state = self._state_of(param)
         for key, value in state.items():
@@ -246,11 +240,19 @@ class States(torch.optim.Optimizer):
                 whole = value.new_empty(param.numel())
                 whole[slice(*self.range_of(param))] = value
                 all_gather_shards(whole, self.group, [end - begin for begin, end in ranges])
-                mesh, whole = self._mesh_of(whole), whole.view(param.shape)
-                # None: every rank has the whole value, and nothing is sent.
-                rows = _ROWS if param.dim() else (Replicate(),)
-                state[key] = distribute_tensor(whole, mesh, rows, src_data_rank=None)
+                state[key] = self._as_rows(param, whole.view(param.shape))
         return state
+
+    def _as_rows(self, param: Any, whole: Tensor) -> Any:
+        """This rank's rows of a value that every rank has, as of the weight."""
+        mesh, placements = self._rows_of(param)
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)  # nothing is sent
+
+    def _rows_of(self, param: Any) -> tuple[DeviceMesh, Any]:
+        """Where the rows of a weight's state are in a state_dict()."""
+        if isinstance(param, DTensor):
+            return param.device_mesh, param.placements
+        return self._mesh_of(param), _ROWS if param.dim() else (Replicate(),)
 
     def _state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state, as DTensors for a DTensor."""
@@ -258,7 +260,10 @@ class States(torch.optim.Optimizer):
             state = self._inner.state_of(self._own[param])
         else:
             state = self._states.get(param, {})
-        return {key: _spread(value, param) for key, value in state.items() if value is not None}
+        found = {key: value for key, value in state.items() if value is not None}
+        if self.owner_of(param) is None:
+            found = {key: _spread(value, param) for key, value in found.items()}
+        return found
 
     def range_of(self, param: Any, rank: int | None = None) -> Any:
         """The elements [begin, end) of a flat weight that a rank updates; by default this rank.
@@ -269,6 +274,10 @@ class States(torch.optim.Optimizer):
     def owner_of(self, param: Any) -> int | None:
         """The rank that updates a weight as a whole; None if all update parts of it."""
         return None
+
+    def updates(self, param: Any) -> bool:
+        """Whether this rank updates a weight, or its part of one."""
+        return self.owner_of(param) in (None, self.group.rank())
 
     def _number_of(self, param: Any) -> int:
         return next(i for i, other in enumerate(self.all_params()) if other is param)
@@ -296,16 +305,15 @@ class States(torch.optim.Optimizer):
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
         """This rank's part of a full state, or of rows. Collective for rows."""
-        if isinstance(param, DTensor):
+        owner = self.owner_of(param)
+        if isinstance(param, DTensor) and owner is None:
             if not isinstance(value, DTensor):
-                mesh, whole = param.device_mesh, value.to(param.device)
-                value = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
+                value = self._as_rows(param, value.to(param.device))
             return local_of(value)
         if isinstance(value, DTensor):
             # The mesh of a loaded state may have no process groups.
-            mesh, placements = self._mesh_of(value), value.placements
+            mesh, placements = self._rows_of(param)[0], value.placements
             value = _joined(value.to_local(), mesh, placements, value).full_tensor()
-        owner = self.owner_of(param)
         if owner is not None:
             return value.detach() if owner == self.group.rank() else value.new_empty(0)
         return value.detach().reshape(-1)[slice(*self.range_of(param))]

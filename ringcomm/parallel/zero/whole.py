@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 
 def owners_of(params: Iterable[nn.Parameter], world_size: int) -> dict[nn.Parameter, int]:
@@ -27,3 +30,90 @@ def _cost(param: nn.Parameter) -> int:
     num_rows = param.shape[0] if param.dim() > 1 else 1
     num_columns = param.numel() // max(1, num_rows)
     return min(num_rows, num_columns) * param.numel()
+
+
+def rows_of(param: nn.Parameter, num_shards: int, shard: int) -> tuple[int, int]:
+    """The rows [begin, end) of a shard, as fully_shard cuts them."""
+    per_shard = -(-param.shape[0] // num_shards)
+    begin, end = (min(param.shape[0], edge * per_shard) for edge in (shard, shard + 1))
+    return begin, end
+
+
+class Owners:
+    """Weights of fully_shard, of which each rank has rows, and the ranks that update them whole.
+
+    On a mesh of two dimensions, replicas and shards, each rank owns some: the shards of its own
+    replica send it rows, and it sends the new ones to all.
+    """
+
+    def __init__(self, params: Iterable[Any], group: dist.ProcessGroup) -> None:
+        """`params` are DTensors on one mesh over the ranks of the group."""
+        self.ranks = owners_of(params, group.size())
+        self._group, self._num_shards = group, 1
+        self._places: list[tuple[int, int]] = []  # of each rank: its replica and shard
+        for param in [*self.ranks][:1]:
+            self._nothing = torch.empty(0, dtype=param.dtype, device=param.device)
+            grid = param.device_mesh.mesh
+            grid = grid.view(-1, grid.shape[-1])
+            self._num_shards = grid.shape[1]
+            order = dist.get_process_group_ranks(group)
+            places = {
+                rank: divmod(i, grid.shape[1]) for i, rank in enumerate(grid.view(-1).tolist())
+            }
+            self._places = [places[rank] for rank in order]
+
+    def gathered(self, parts: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Of weights, or others of their shape, those that this rank owns, whole. Collective.
+
+        `parts` has this rank's rows, in the same order on all ranks.
+        """
+        me, everyone = self._group.rank(), range(self._group.size())
+        replica = self._places[me][0]
+        near = [rank for rank in everyone if self._places[rank][0] == replica]
+        own = [param for param in parts if self.ranks[param] == me]
+        sent = [
+            [part.reshape(-1) for param, part in parts.items() if self.ranks[param] == to]
+            if to in near
+            else []
+            for to in everyone
+        ]
+        sizes = [[self._size(param, rank) for param in own] for rank in everyone]
+        found = self._exchange(sent, [sizes[rank] if rank in near else [] for rank in everyone])
+        pieces = [found[rank] for rank in sorted(near, key=self._places.__getitem__)]
+        return {
+            param: torch.cat([of_rank[number] for of_rank in pieces]).view(param.shape)
+            for number, param in enumerate(own)
+        }
+
+    def spread(self, rows: Mapping[Any, Tensor], wholes: Mapping[Any, Tensor]) -> None:
+        """Writes this rank's rows of weights from their owners' `wholes`. Collective."""
+        everyone = range(self._group.size())
+        sent = [
+            [whole[slice(*self._rows(param, rank))].reshape(-1) for param, whole in wholes.items()]
+            for rank in everyone
+        ]
+        from_rank = [[param for param in rows if self.ranks[param] == r] for r in everyone]
+        me = self._group.rank()
+        sizes = [[self._size(param, me) for param in owned] for owned in from_rank]
+        for owned, values in zip(from_rank, self._exchange(sent, sizes), strict=True):
+            for param, value in zip(owned, values, strict=True):
+                rows[param].copy_(value.view(rows[param].shape))
+
+    def _rows(self, param: Any, rank: int) -> tuple[int, int]:
+        return rows_of(param, self._num_shards, self._places[rank][1])
+
+    def _size(self, param: Any, rank: int) -> int:
+        begin, end = self._rows(param, rank)
+        return (end - begin) * (param.numel() // param.shape[0])
+
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
+        """What each rank sends to this one, in parts of the given sizes."""
+        flat = torch.cat([self._nothing, *(part for to_rank in sent for part in to_rank)])
+        totals = [sum(of_rank) for of_rank in sizes]
+        output = flat.new_empty(sum(totals))
+        sent_totals = [sum(part.numel() for part in to_rank) for to_rank in sent]
+        dist.all_to_all_single(output, flat, totals, sent_totals, group=self._group)
+        return [
+            [*of_rank.split(own)] if own else []
+            for of_rank, own in zip(output.split(totals), sizes, strict=True)
+        ]

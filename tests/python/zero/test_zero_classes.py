@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from full_states import full_state, load_full_state
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, weights
 
 from ringcomm.parallel import zero
+from ringcomm.parallel.zero.elementwise import optimizers_of
 
 HALF = 3  # steps before the states are saved
 STEPS = 6
@@ -69,7 +71,7 @@ class Lamb(torch.optim.SGD):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.grad /= param.grad.norm()
+                    param.grad /= param.grad.norm() + 1e-9
         super().step(closure)
 
 
@@ -82,6 +84,48 @@ class Rows(torch.optim.SGD):
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param]["rows"] = torch.zeros(len(param))
+
+
+class Kron(torch.optim.Optimizer):
+    """A preconditioner of rows and one of columns, as users write Shampoo."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, grad = self.state[param], param.grad.view(len(param), -1)
+                if not state:
+                    state["left"] = 0.1 * torch.eye(grad.shape[0])
+                    state["right"] = 0.1 * torch.eye(grad.shape[1])
+                state["left"] += grad @ grad.T
+                state["right"] += grad.T @ grad
+                roots = [torch.linalg.inv(torch.linalg.cholesky(x)) for x in state.values()]
+                param.sub_(group["lr"] * (roots[0] @ grad @ roots[1].T).view_as(param))
+
+
+class Joint(torch.optim.SGD):
+    """By the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            grads = [param.grad for param in group["params"] if param.grad is not None]
+            torch._foreach_div_(grads, nn.utils.get_total_norm(grads))
+        super().step(closure)
+
+
+class Reduced(Lamb):
+    """That sums over ranks itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        dist.all_reduce(torch.ones(1))
+        super().step(closure)
 
 
 class Shadow(torch.optim.SGD):
@@ -100,6 +144,26 @@ class Wrapper(torch.optim.SGD):
         self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr)
 
 
+def muon_and_adamw(params: Any, lr: float, **options: Any) -> list[torch.optim.Optimizer]:
+    params = [*params]
+    matrices, others = ([p for p in params if (p.dim() == 2) == is_2d] for is_2d in (True, False))
+    return [torch.optim.Muon(matrices, lr, **options), torch.optim.AdamW(others, lr / 2)]
+
+
+def muon_alone(params: Any, lr: float) -> torch.optim.Optimizer:
+    """Of one matrix, which one rank owns. The others are frozen."""
+    params = [*params]
+    own = next(param for param in params if param.dim() == 2)
+    for param in params:
+        param.requires_grad_(param is own)
+    return torch.optim.Muon([own], lr)
+
+
+def two_of_one_class(params: Any, lr: float) -> list[torch.optim.Optimizer]:
+    params = [*params]
+    return [torch.optim.Adafactor(params[:3], lr), torch.optim.Adafactor(params[3:], lr / 2)]
+
+
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "AdamW, amsgrad": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "amsgrad": True}),
@@ -114,8 +178,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD, maximize": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}),
     "Lion": (Lion, {"lr": 0.01, "decay": 0.5}),
     "Damped": (Damped, {"lr": 0.01}),
+    "Lamb": (Lamb, {"lr": 0.01, "momentum": 0.9}),
+    "Rows": (Rows, {"lr": 0.01}),
+    "two": (two_of_one_class, {"lr": 0.02}),
+    "Muon and AdamW": (muon_and_adamw, {"lr": 0.02}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.02}),
+    "Kron": (Kron, {"lr": 0.02}),
+    "Muon": (muon_alone, {"lr": 0.02}),
 }
-ALWAYS = ("Adam", "Lion")  # at every stage; each of the others at one
+# At every stage; each of the others at one.
+ALWAYS = ("Adam", "Lion", "Muon and AdamW", "Adafactor", "Kron", "Muon")
 UNUSED_FROM = 2  # the step from which the second tower is not used any more
 
 
@@ -148,15 +220,16 @@ def train_alone(model: Any, optimizer: Any, steps: range, clip: float | None) ->
     for step in steps:
         grads = []
         for rank in range(2):
-            optimizer.zero_grad()
+            model.zero_grad()
             backward(model, None, step, rank)
             grads.append([param.grad for param in model.parameters()])
         for param, first, second in zip(model.parameters(), *grads, strict=True):
             param.grad = None if first is None else (first + second) / 2
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in optimizers_of(optimizer):
+            each.step()
+        model.zero_grad()
 
 
 def train_kinds(rank: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -211,11 +284,10 @@ def test_other_classes(stage: int, options: dict[str, Any]) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "Adafactor": (torch.optim.Adafactor, "Adafactor keeps sums over rows and columns"),
     "LBFGS": (torch.optim.LBFGS, "LBFGS needs dot products over all weights"),
     "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
-    "Lamb": (lambda params: Lamb(params, 0.1), "Lamb gives other 'weights' on parts of a weight"),
-    "Rows": (lambda params: Rows(params, 0.1), "state 'rows' that does not have the weight's sh"),
+    "Joint": (lambda params: Joint(params, 0.1), "Joint gives other weights together than each"),
+    "Reduced": (lambda params: Reduced(params, 0.1), "it calls collectives itself"),
     "Shadow": (lambda params: Shadow(params, 0.1), "Shadow keeps tensors, a module or an"),
     "Wrapper": (lambda params: Wrapper(params, 0.1), "Wrapper keeps tensors, a module or an"),
 }
@@ -240,10 +312,6 @@ def refuse(rank: int, name: str, stage: int) -> None:
 def test_classes_that_are_refused(stage: int) -> None:
     for name in BAD:
         run_ranks(2, refuse, name, stage)
-    layer = nn.Linear(3, 3, bias=False)
-    muon = torch.optim.Muon(layer.parameters())
-    with pytest.raises(TypeError, match="Muon orthogonalizes whole matrices"):
-        zero.shard(layer, muon, stage)
 
 
 def make_adagrad(rank: int) -> Tensor:

@@ -1,0 +1,397 @@
+"""zero.shard() with optimizers of whole weights, several of them, schedule-free ones, and frozen
+weights in their groups. Classes and states: test_zero_classes.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_states import full_state, full_weights, load_full_state
+from ranks import in_ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import lr_scheduler
+from zero_models import STAGES, Net, assert_close, batch, live_bytes, loss_of, same, sent_bytes
+
+from ringcomm.nn import ColumnParallelLinear
+from ringcomm.parallel import offload, zero
+from ringcomm.parallel.zero.elementwise import optimizers_of
+from ringcomm.parallel.zero.whole import owners_of
+
+STEPS = 5
+
+
+class Muon64(torch.optim.Optimizer):
+    """Jordan et al. 2024, whose Newton-Schulz iterations do not round to 16 bits."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                mean = state.setdefault("momentum_buffer", torch.zeros_like(param))
+                mean.lerp_(param.grad, 1 - group["momentum"])
+                x = param.grad.lerp(mean, group["momentum"]).double()
+                x = x.T if x.shape[0] > x.shape[1] else x
+                x = x / (x.norm() + 1e-7)
+                for _ in range(5):
+                    square = x @ x.T
+                    x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+                x = x.T if param.shape[0] > param.shape[1] else x
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.sub_(group["lr"] * max(1, len(x) / x.shape[1]) ** 0.5 * x)
+
+
+def muon_and_adamw(model: nn.Module, kind: Any = Muon64, lr: float = 0.02) -> Any:
+    params = [*dict.fromkeys(model.parameters())]
+    matrices, others = ([p for p in params if (p.dim() == 2) == is_2d] for is_2d in (True, False))
+    return [kind(matrices, lr), torch.optim.AdamW(others, lr / 2, eps=1e-3)]
+
+
+def train(model: Any, optimizer: Any, steps: range, rank: int = 0, world_size: int = 1) -> None:
+    for step in steps:
+        loss_of(model, *batch(step, rank, world_size)).backward()
+        for each in optimizers_of(optimizer):
+            each.step()
+        for each in optimizers_of(optimizer):
+            each.zero_grad()
+
+
+@functools.cache
+def alone(num_steps: int = STEPS) -> dict[str, Tensor]:
+    model = Net()
+    train(model, muon_and_adamw(model), range(num_steps))
+    return full_weights(model)
+
+
+# ---- ranks, meshes, and what a user switches on
+
+
+def train_mesh(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
+    options, model = dict(options), Net()
+    if options.pop("replicas", False):
+        names = ("replicas", "shards")
+        options["mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
+    optimizer = zero.shard(model, muon_and_adamw(model), stage, **options)
+    train(model, optimizer, range(2), rank, world_size)
+    state = full_state(optimizer)
+    train(model, optimizer, range(2, STEPS), rank, world_size)
+    assert_close(full_weights(model), alone())
+    # And from the saved state, which every weight has.
+    assert {*state["state"]} == {name for name, _ in model.named_parameters()}
+    again = Net()
+    again.load_state_dict(alone(2))
+    resumed = zero.shard(again, muon_and_adamw(again), stage % 3 + 1)
+    load_full_state(resumed, state)
+    train(again, resumed, range(2, STEPS), rank, world_size)
+    assert_close(full_weights(again), alone())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "options"),
+    [
+        (1, 1, {}),
+        (1, 3, {}),
+        (2, 1, {"bucket_bytes": 300}),
+        (3, 2, {"bucket_bytes": 300, "loss_scale": 1.0}),
+        (3, 3, {}),
+        (4, 3, {"replicas": True}),
+        (6, 2, {}),  # more ranks than matrices
+        (6, 3, {"replicas": True}),
+    ],
+)
+def test_steps_are_those_of_one_process(
+    world_size: int, stage: int, options: dict[str, Any]
+) -> None:
+    run_ranks(world_size, train_mesh, world_size, stage, options)
+
+
+def average_of_halves() -> dict[str, Tensor]:
+    """One process that averages the gradients of two halves, as two ranks do."""
+    model = Net()
+    optimizers = muon_and_adamw(model, torch.optim.Muon)
+    for step in range(STEPS):
+        halves = []
+        for rank in range(2):
+            model.zero_grad()
+            loss_of(model, *batch(step, rank, 2)).backward()
+            halves.append([param.grad for param in model.parameters()])
+        for param, first, second in zip(model.parameters(), *halves, strict=True):
+            param.grad = (first + second) / 2
+        for each in optimizers:
+            each.step()
+    return full_weights(model)
+
+
+def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
+    model = Net()
+    optimizer = zero.shard(model, muon_and_adamw(model, torch.optim.Muon), stage)
+    train(model, optimizer, range(STEPS), rank, 2)
+    return full_weights(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_matrices_have_the_bits_of_one_process(stage: int) -> None:
+    """Iterations in bfloat16, too, because a matrix is on one rank."""
+    expected = {name: x for name, x in average_of_halves().items() if x.dim() == 2}
+    for found in run_ranks(2, train_bits, stage):
+        assert same(found, expected)
+
+
+def train_halves(rank: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Clipped, with a loss scale, in two micro-batches of bfloat16 with float32 masters."""
+    model, found = Net(), []
+    options: dict[str, Any] = {"loss_scale": 64.0, "clip_grad_norm": 0.1}
+    options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    optimizer = zero.shard(model, muon_and_adamw(model), stage, **options)
+    for step in range(3):
+        for part in range(2):
+            rows = (x.chunk(2)[part] for x in batch(step, rank, 2))
+            optimizer.scale(loss_of(model, *rows)).backward()
+        optimizer.step()
+        found.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+    state = full_state(optimizer)
+    load_full_state(optimizer, state)
+    assert same(full_weights(model), full_weights(model))
+    return full_weights(model), state["state"]["first.weight"]
+
+
+def test_halves_with_masters() -> None:
+    """Stages differ by the rounding of weights only; whole states are those of the shapes."""
+    results = [run_ranks(2, train_halves, stage)[0] for stage in STAGES]
+    for weights, state in results:
+        assert_close(
+            {name: x.float() for name, x in weights.items()},
+            {name: x.float() for name, x in results[0][0].items()},
+            1e-2,
+        )
+        assert {value.shape for value in state.values() if value.dim()} == {(13, 7)}
+
+
+# ---- bytes, memory and balance
+
+
+def count(rank: int, world_size: int, stage: int, kind: str) -> None:
+    model = Net()
+    is_muon = kind == "Muon"
+    given: Any = muon_and_adamw(model) if is_muon else torch.optim.Adafactor(model.parameters())
+    arguments = model, given, stage
+    expected = zero.predict_traffic(*arguments, world_size=world_size, rank=rank)
+    memory = zero.predict_memory(*arguments, world_size=world_size, rank=rank)
+    optimizer = zero.shard(*arguments)
+    train(model, optimizer, range(1), rank, world_size)
+    before = sum(sent_bytes().values())
+    train(model, optimizer, range(1, 2), rank, world_size)
+    assert sum(sent_bytes().values()) - before == expected
+    assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
+    assert live_bytes(model.parameters()) == pytest.approx(memory.parameters, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2), (3, 3)])
+def test_bytes_are_the_formulas(world_size: int, stage: int, kind: str) -> None:
+    run_ranks(world_size, count, world_size, stage, kind)
+
+
+def test_owners_are_balanced_by_cost_and_bytes() -> None:
+    shapes = [(64, 64)] * 24 + [(64, 256), (256, 64)] * 12 + [(1000, 64), (64, 1000)]
+    params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    for world_size in (2, 3, 5):
+        owners = owners_of(params, world_size)
+        loads = [
+            [
+                sum(cost(p) for p, owner in owners.items() if owner == rank)
+                for rank in range(world_size)
+            ]
+            for cost in (Tensor.numel, lambda p: min(p.shape) * p.numel())
+        ]
+        for of_kind in loads:
+            assert max(of_kind) <= 1.1 * sum(of_kind) / world_size
+
+
+# ---- frozen weights in groups
+
+
+def freeze(rank: int, world_size: int, system: str, optimizer_of: str) -> None:
+    """Frozen before zero.shard(), thawed after two steps; another layer frozen after four."""
+    models = Net(), Net()
+    is_infinity = system == "infinity"
+    given = []
+    for model in models:
+        model.blocks[0].requires_grad_(False)
+        if optimizer_of == "Muon":
+            given.append(muon_and_adamw(model))
+        else:
+            kinds: Any = offload if is_infinity and model is models[1] else torch.optim
+            given.append(kinds.AdamW(model.parameters(), 0.01))
+    plain, mine = models
+    options = {"offload_weights": True} if is_infinity else {}
+    optimizer = zero.shard(mine, given[1], 3 if is_infinity else int(system), **options)
+    for step in range(6):
+        for model in models:
+            model.blocks[0].requires_grad_(step >= 2)
+            model.blocks[1].requires_grad_(step < 4)
+        train(plain, given[0], range(step, step + 1))
+        train(mine, optimizer, range(step, step + 1), rank, world_size)
+    # AdamW amplifies what sums of ranks differ by.
+    assert_close(full_weights(mine), full_weights(plain), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("system", "optimizer_of"),
+    [*((str(stage), of) for stage in STAGES for of in ("AdamW", "Muon")), ("infinity", "AdamW")],
+)
+def test_weights_are_frozen_and_thawed(system: str, optimizer_of: str) -> None:
+    run_ranks(2, freeze, 2, system, optimizer_of)
+
+
+# ---- schedule-free optimizers
+
+
+class Averaged(torch.optim.Optimizer):
+    """Defazio et al. 2024: gradients at an interpolation of the iterates and of their mean."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "train_mode": False})
+
+    def _move(self, *, is_training: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != is_training:
+                weight = 1 - group["beta"] if is_training else 1 - 1 / group["beta"]
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.data.lerp_(self.state[param]["z"], weight)
+            group["train_mode"] = is_training
+
+    def train(self) -> None:
+        self._move(is_training=True)
+
+    def eval(self) -> None:
+        self._move(is_training=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call train() first")
+            group["k"] += 1
+            weight = 1 / group["k"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, grad = self.state[param], self._direction(param.grad)
+                state.setdefault("z", param.clone())
+                param.lerp_(state["z"], weight)
+                param.sub_(grad, alpha=group["lr"] * (1 - group["beta"] * (1 - weight)))
+                state["z"].sub_(grad, alpha=group["lr"])
+
+    def _direction(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+class AveragedRows(Averaged):
+    """Of whole weights."""
+
+    def _direction(self, grad: Tensor) -> Tensor:
+        return grad / (grad.norm() + 1e-9)
+
+
+def schedule_free(rank: int, world_size: int, stage: int, kind: Any) -> None:
+    plain, mine = Net(), Net()
+    given, own = kind(plain.parameters()), kind(mine.parameters())
+    own.train()
+    optimizer = zero.shard(mine, own, stage, param_dtype=None)
+    for step in range(4):
+        for each in (given, optimizer):
+            each.train()
+        train(plain, given, range(step, step + 1))
+        train(mine, optimizer, range(step, step + 1), rank, world_size)
+        trained = full_weights(mine)
+        for each in (given, optimizer):
+            each.eval()
+            each.eval()  # has no effect
+        assert_close(full_weights(mine), full_weights(plain))
+        assert step == 0 or not same(full_weights(mine), trained)
+    with pytest.raises(RuntimeError, match="call train"):
+        train(mine, optimizer, range(1), rank, world_size)
+    with pytest.raises(RuntimeError, match="was given to zero"):
+        own.eval()
+
+
+@pytest.mark.parametrize("kind", [Averaged, AveragedRows])
+@pytest.mark.parametrize("stage", STAGES)
+def test_schedule_free(stage: int, kind: Any) -> None:
+    run_ranks(2, schedule_free, 2, stage, kind)
+
+
+# ---- schedulers
+
+
+@in_ranks(2)
+def test_schedulers_of_each_and_of_all(rank: int) -> None:
+    """Made for the given optimizers, and for the one that zero.shard() returns."""
+    models = Net(), Net()
+    given = [muon_and_adamw(model) for model in models]
+    before: list[Any] = [
+        [lr_scheduler.OneCycleLR(muon, 0.05, total_steps=9), lr_scheduler.StepLR(adamw, 2)]
+        for muon, adamw in given
+    ]
+    optimizer = zero.shard(models[1], given[1], 2)
+    after: list[Any] = [
+        [lr_scheduler.ExponentialLR(each, 0.9) for each in given[0]],
+        [lr_scheduler.ExponentialLR(optimizer, 0.9)],
+    ]
+    for step in range(4):
+        train(models[0], given[0], range(step, step + 1))
+        train(models[1], optimizer, range(step, step + 1), rank, 2)
+        for each in (*before[0], *before[1], *after[0], *after[1]):
+            each.step()
+    assert_close(full_weights(models[1]), full_weights(models[0]))
+    with pytest.raises(ValueError, match="momentum"):  # Muon has no betas, AdamW no momentum
+        lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+
+
+# ---- what is refused, before anything is written
+
+
+@in_ranks(2)
+def test_errors(rank: int) -> None:
+    model = Net()
+    muon, adamw = muon_and_adamw(model)
+    others = [p for p in model.parameters() if p.dim() != 2]
+    split = nn.Sequential(ColumnParallelLinear(6, 4, bias=False, gather_output=True))
+    placed, again = [muon, offload.AdamW(others)], torch.optim.SGD([model.scale])
+    cases: list[tuple[nn.Module, Any, dict[str, Any], type[Exception], str]] = [
+        (model, [], {}, ValueError, "the optimizer has no parameters"),
+        (model, [muon], {}, ValueError, "scale requires grad and is in no param"),
+        (model, [muon, adamw, again], {}, ValueError, "two optimizers have scale: leave"),
+        (model, [muon, model], {}, TypeError, "expected an optimizer, or a list of them"),
+        (model, placed, {}, ValueError, "offload must be the only one"),
+        (model, [muon, adamw], {"whole": {torch.optim.AdamW}}, ValueError, "whole= names AdamW"),
+        (split, torch.optim.Muon(split.parameters()), {}, TypeError, "Muon .* 0.weight is split"),
+        (split, torch.optim.Adafactor(split.parameters()), {}, TypeError, "Adafactor .* is split"),
+    ]  # fmt: skip
+    before = full_weights(model)
+    for of_model, given, options, kind, text in cases:
+        for stage in STAGES:
+            with pytest.raises(kind, match=text):
+                zero.shard(of_model, given, stage, **options)
+    with pytest.raises(ValueError, match="Muon only supports 2D"):
+        torch.optim.Muon(others)
+    kinds = [muon, adamw] if rank == 0 else [adamw, muon]
+    with pytest.raises(ValueError, match="ranks disagree on the optimizer"):
+        zero.shard(model, kinds, 2)
+    assert same(full_weights(model), before)
+    sharded = zero.shard(model, [muon, adamw], 1)
+    with pytest.raises(ValueError, match="frozen by requires_grad_"):
+        sharded.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    dist.barrier()
