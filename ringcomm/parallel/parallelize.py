@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,13 @@ from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.parallelized import Parallelized
 from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.replicas import check_replicas
-from ringcomm.parallel.zero.elementwise import REFUSED, WHOLE
+from ringcomm.parallel.zero.elementwise import REFUSED, WHOLE, optimizers_of
 from ringcomm.torch_names import reduce_unused
 
 _SHARD_OPTIONS = [*parameters_of(zero.shard)][5:]  # but for the model, optimizer, stage and group
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[
+    [Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
 
 
 @torch.inference_mode(False)  # what it makes is trained later
@@ -66,9 +68,9 @@ def parallelize(
             made for dims["tp"] and dims["ep"]; for a pipeline it must be an nn.Sequential, or a
             dict of blocks by name.
         dims: the mesh.
-        optimizer: a function that returns a torch optimizer for this rank's parameters; with ZeRO
-            or tensor parallelism it must update each element of a weight by itself, as AdamW and
-            SGD do.
+        optimizer: a function that returns a torch optimizer for this rank's parameters, or with
+            ZeRO a list of them. With tensor parallelism it must update each element of a weight by
+            itself, as AdamW and SGD do, and with ZeRO each weight (see zero.shard()).
         loss_fn: a function of the model's output and the targets that returns a mean over labels.
             With a parameter num_items_in_batch it must return a sum divided by it, as Trainer's
             compute_loss_func. The first steps call it a few more times, with rows of the batch, and
@@ -137,14 +139,20 @@ def parallelize(
     elif recompute:
         for layer in default_units(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    made = optimizer(model.parameters())
-    given = {param for group in made.param_groups for param in group["params"]}
-    reasons = WHOLE | REFUSED
-    names = reasons.keys() & {kind.__name__ for kind in type(made).__mro__}
-    needs_whole = " and ".join(f"{name} {reasons[name]}" for name in names)
-    own = describe(model)
-    given -= {*whole.parameters()} - own.weights.keys()  # of other stages
-    refuse(own, Asked("optimizer", needs_whole, trained=given))
+    made: Any = optimizer(model.parameters())
+    own, reasons = describe(model), WHOLE | REFUSED
+    for each in optimizers_of(made):
+        given = {param for group in each.param_groups for param in group["params"]}
+        names = reasons.keys() & {kind.__name__ for kind in type(each).__mro__}
+        needs_whole = " and ".join(f"{name} {reasons[name]}" for name in names)
+        given -= {*whole.parameters()} - own.weights.keys()  # of other stages
+        refuse(own, Asked("optimizer", needs_whole, trained=given))
+    is_one = isinstance(made, torch.optim.Optimizer)
+    if not is_one and (stage == 0 or (stage == 3 and pipe is not None)):
+        raise ValueError(
+            "several optimizers together are one of zero.shard(): set zero_stage to 1, 2 or 3, with"
+            " a pipeline to 1 or 2"
+        )
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
     elif stage in (1, 2):

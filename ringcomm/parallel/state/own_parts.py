@@ -218,7 +218,7 @@ class OptimizerParts:
     def _parts_of(
         self, name: str, param: Any, stored: Callable[[Any], State] | None
     ) -> dict[Path, Any]:
-        optimizer = self._optimizer
+        optimizer: Any = self._optimizer
         found: dict[Path, Any] = {}
         is_zero = isinstance(optimizer, ZeroOptimizer)
         span = optimizer.range_of(param) if is_zero else None

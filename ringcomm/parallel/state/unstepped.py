@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
 
@@ -39,20 +39,12 @@ class Unstepped:
                     continue
                 if is_zero and not optimizer.updates(param):
                     continue
-                owner = optimizer.owner_of(param) if is_zero else None
-                inner = _inner_of(optimizer, param)
-                span = optimizer.range_of(param) if is_zero else None
-                if owner is None and span is None:
-                    value = param.detach()
-                    weight = torch.zeros_like(local_of(value) if is_zero else value)
-                else:
-                    dtype = torch.promote_types(param.dtype, torch.float32)
-                    shape = (span[1] - span[0],) if owner is None else param.shape
-                    weight = torch.zeros(shape, dtype=dtype, device=param.device)
                 # By a step of another weight, which must not count.
-                other = nn.Parameter(weight)
-                other.grad = torch.zeros_like(weight)
-                copy = over_groups(inner, [{**group, "params": [other]}])
+                other = nn.Parameter(_value_of(optimizer, param))
+                other.grad = torch.zeros_like(other)
+                still = {"lr": 0 * group["lr"]} if "lr" in group else {}
+                inner = _inner_of(optimizer, param)
+                copy = over_groups(inner, [{**group, **still, "params": [other]}])
                 copy.step()
                 made: State = copy.state.get(other, {})
                 new = {key: value * 0 if key == "step" else value for key, value in made.items()}
@@ -71,6 +63,16 @@ class Unstepped:
             counts_from_0 = is_torchs and not isinstance(inner, torch.optim.Adagrad)
             if counts_from_0 and float(state.get("step", 1)) == 0:
                 self.params.add(param)
+
+
+def _value_of(optimizer: Any, param: Any) -> Any:
+    """A copy of what this rank updates of a weight; zeros of a whole one that others have, too."""
+    if not isinstance(optimizer, ZeroOptimizer):
+        return param.detach().clone()
+    if optimizer.owner_of(param) is not None and isinstance(param, DTensor):
+        return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+    part = optimizer._part_of(param).detach()
+    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
 
 
 def _inner_of(optimizer: Any, param: Any) -> Any:

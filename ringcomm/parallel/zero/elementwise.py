@@ -39,6 +39,8 @@ def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     made = object.__new__(type(optimizer))
     vars(made).update(_attributes_of(optimizer))
     made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+    if hasattr(made, "train"):  # schedule-free; its step raises in the other mode
+        made.train()
     return made
 
 
@@ -198,8 +200,6 @@ def _steps(
     for weight in weights if state else ():
         twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        if hasattr(twin, "train"):  # schedule-free
-            twin.train()
         for of_step in zip(*grads, strict=True):
             for weight, grad in zip(weights, of_step, strict=True):
                 weight.grad = grad.clone()

@@ -7,7 +7,7 @@ import math
 import weakref
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
@@ -338,7 +338,7 @@ class ZeroOptimizer(States):
         self._run_inners("step", grads, factor)
 
     def _run_inners(
-        self, method: str, grads: dict[Any, Tensor | None], factor: float = 1.0
+        self, method: str, grads: Mapping[Any, Tensor | None], factor: float = 1.0
     ) -> None:
         """Calls a method of the given classes that have it, on parts of weights."""
         for inner in self._inners:
@@ -351,7 +351,7 @@ class ZeroOptimizer(States):
                 self._run_one(inner, method, {p: self._part_of(p) for p in own}, own, factor)
 
     def _run_whole(
-        self, inner: Inner, method: str, grads: dict[Any, Tensor | None], factor: float
+        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
     ) -> None:
         """As _run_one() on the weights that this rank owns; `grads` has all. Collective."""
         parts = {p: part for p in grads if (part := self._part_of(p)).numel()}
@@ -362,7 +362,7 @@ class ZeroOptimizer(States):
         given: Inner,
         method: str,
         parts: dict[Any, Tensor],
-        grads: dict[Any, Tensor | None],
+        grads: Mapping[Any, Tensor | None],
         factor: float,
     ) -> None:
         inner = given.optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -262,12 +262,14 @@ class Zero3(ZeroOptimizer):
             self._step_inner(dict(self._shards()), factor)
 
     def _run_whole(
-        self, inner: Inner, method: str, grads: dict[Any, Tensor | None], factor: float
+        self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
     ) -> None:
         rows = {param: local_of(param.detach()) for param in grads}
         wholes = self._owners.gathered(rows)
         of_grads = {param: grad for param, grad in grads.items() if grad is not None}
-        whole_grads = self._owners.gathered(of_grads) if of_grads else dict.fromkeys(wholes)
+        whole_grads: Mapping[Any, Tensor | None] = dict.fromkeys(wholes)
+        if of_grads:
+            whole_grads = self._owners.gathered(of_grads)
         self._run_one(inner, method, wholes, whole_grads, factor)
         self._owners.spread(rows, wholes)
 

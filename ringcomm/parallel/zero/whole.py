@@ -51,7 +51,8 @@ class Owners:
         self.ranks = owners_of(params, group.size())
         self._group, self._num_shards = group, 1
         self._places: list[tuple[int, int]] = []  # of each rank: its replica and shard
-        for param in [*self.ranks][:1]:
+        first: list[Any] = [*self.ranks][:1]
+        for param in first:
             self._nothing = torch.empty(0, dtype=param.dtype, device=param.device)
             grid = param.device_mesh.mesh
             grid = grid.view(-1, grid.shape[-1])

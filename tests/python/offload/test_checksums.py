@@ -174,7 +174,7 @@ def test_a_state_of_offload(tmp_path: Path) -> None:
 def train_on(rank: int, folder: Path, resume: bool) -> str:
     model = network()
     own = offload.AdamW(model.parameters(), to="nvme", path=folder)
-    optimizer = zero.shard(model, own, 3, offload_weights=True, resume=resume)
+    optimizer: Any = zero.shard(model, own, 3, offload_weights=True, resume=resume)
     text = ""
     try:
         step(model, optimizer)

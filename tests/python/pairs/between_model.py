@@ -182,6 +182,8 @@ def torch_optimizer(case: Case, params: Any) -> torch.optim.Optimizer:
             return torch.optim.Adam(params, 0.02, eps=1e-3, weight_decay=0.01)
         case "a user's class":
             return SmoothLion(params)
+        case "Adafactor":
+            return torch.optim.Adafactor(params, 0.05, eps=(1e-6, 1e-3))
     return torch.optim.AdamW(params, 0.02, eps=1e-3)
 
 

@@ -36,7 +36,7 @@ BETWEEN = Table(
         "labels": ("full", "padded", "none on a rank"),
         "scheduler": ("after", "before"),
         "seeds": ("equal", "per rank"),
-        "optimizer": ("AdamW", "SGD", "Adam", "a user's class"),
+        "optimizer": ("AdamW", "SGD", "Adam", "a user's class", "Adafactor"),
         "leaving": ("together", "one by one"),
     },
     refused=(
@@ -56,9 +56,14 @@ BETWEEN = Table(
             "ringcomm.parallel.get_state_dict()",
         ),
         Refused(
-            "system: infinity; optimizer: Adam or a user's class",
+            "system: infinity; optimizer: Adam or a user's class or Adafactor",
             r"TypeError|ValueError: ringcomm\.parallel\.offload",
             "an optimizer of ringcomm.parallel.offload",
+        ),
+        Refused(
+            "system: tensor or mesh; optimizer: Adafactor",
+            "TypeError: Adafactor .* is split over tensor-parallel ranks",
+            "another optimizer, such as AdamW",
         ),
         Refused(
             "system: tensor or mesh; between steps: deepcopy",
@@ -88,7 +93,7 @@ BETWEEN = Table(
     ),
     meaningless=(
         # Lomo and AdaLomo are the optimizers, and are made of the model.
-        condition("system: Lomo or AdaLomo; optimizer: SGD or Adam or a user's class"),
+        condition("system: Lomo or AdaLomo; optimizer: SGD or Adam or a user's class or Adafactor"),
         condition("system: Lomo or AdaLomo; scheduler: before"),
     ),
 )
@@ -143,11 +148,6 @@ PROGRAM = Table(
             "memory format: transposed or channels_last; system: zero 3 or infinity",
             "NotImplementedError|ValueError: contiguous",
             "contiguous weights, or stage 1 or 2",
-        ),
-        Refused(
-            "trained: thawed; system: zero 1 or zero 2 or zero 3 or infinity or mesh",
-            r"ValueError: model\.layers\.0.* made to require grad, after zero\.shard\(\)",
-            "the optimizer made after the last change of requires_grad",
         ),
         Refused(
             "trained: thawed; system: Lomo or AdaLomo",

@@ -21,11 +21,11 @@ from torch import Tensor
 
 RESUME_STEP = 2
 TIMEOUT = datetime.timedelta(seconds=30)
-Oracle = Callable[[Case, list[Any]], torch.optim.Optimizer]
+Oracle = Callable[[Case, list[Any]], Any]
 
 # By name: the table, what trains a case, and the optimizer of one process.
 TABLES: dict[str, tuple[Table, Any, Oracle]] = {
-    "zero.shard": (pair_zero.TABLE, pair_zero.ZeroTraining, pair_zero.torch_optimizer),
+    "zero.shard": (pair_zero.TABLE, pair_zero.ZeroTraining, pair_zero.oracle),
     "Lomo and AdaLomo": (pair_lomo.TABLE, pair_lomo.LomoTraining, pair_lomo.oracle),
     "Meshes": (pair_mesh.TABLE, pair_mesh.MeshTraining, pair_mesh.oracle),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from pair_model import DTYPES, GRADIENTS, params_in_groups
 from pair_table import Case, Refused, Table, condition
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from whole_optimizers import SmoothMuon, Together, by_dimensions
 
 from ringcomm.parallel import offload, zero
+from ringcomm.parallel.zero.elementwise import optimizers_of
 
 # What ZeRO-Infinity wants; other stages take it too.
 HOST_STATE = {"state": ("host",)}
@@ -21,7 +24,7 @@ HOST_STATE = {"state": ("host",)}
 TABLE = Table(
     axes={
         "stage": ("1", "2", "3", "infinity"),
-        "optimizer": ("sgd", "adamw"),
+        "optimizer": ("sgd", "adamw", "muon and adamw", "adafactor"),
         "state": ("device", "host", "file"),
         "dtype": ("float32", "bfloat16", "float16", "bfloat16 weights"),
         "reduce dtype": ("default", "16 bits"),
@@ -122,19 +125,31 @@ TABLE = Table(
     ),
     meaningless=(
         condition("dtype: float32; reduce dtype: 16 bits"),
+        condition("optimizer: muon and adamw or adafactor; state: host or file"),
         condition("accumulation: 1; gradients: none in the first micro-batch"),
         condition("accumulation: 3 with no_sync; around: Accelerate or Trainer"),
     ),
 )
 
 
-def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if case["optimizer"] == "sgd":
-        return torch.optim.SGD(groups, 0.2, momentum=0.9, weight_decay=0.01)
-    return torch.optim.AdamW(groups, 0.02, eps=1e-3)
+def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> Any:
+    adamw = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+    match case["optimizer"]:
+        case "sgd":
+            return torch.optim.SGD(groups, 0.2, momentum=0.9, weight_decay=0.01)
+        case "muon and adamw":
+            return by_dimensions(groups, partial(SmoothMuon, lr=0.1), adamw)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, 0.05, eps=(1e-6, 1e-3))
+    return adamw(groups)
 
 
-def _optimizer(case: Case, model: nn.Module, folder: Path) -> torch.optim.Optimizer:
+def oracle(case: Case, groups: list[dict[str, Any]]) -> Any:
+    """What makes the same steps in one process."""
+    return Together(optimizers_of(torch_optimizer(case, groups)))
+
+
+def _optimizer(case: Case, model: nn.Module, folder: Path) -> Any:
     groups = params_in_groups(model, case["groups"])
     if case["state"] == "device":
         return torch_optimizer(case, groups)

@@ -21,7 +21,10 @@ IGNORED = -100
 # The prefixes that wrappers put into names.
 PREFIXES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|base_model\.|inner\.")
 # Systems whose user gives a weight that is frozen to the optimizer, too.
-WITH_FROZEN = ("data", "tensor", "pipeline")
+WITH_FROZEN = (
+    *("data", "tensor", "pipeline", "mesh"),
+    *("zero 1", "zero 2", "zero 3", "infinity"),
+)
 
 # ---- losses
 

@@ -41,11 +41,13 @@ CASES: dict[str, tuple[int, str, str]] = {
         "loss --rows 2 --context 8 --z-loss 1e-3",
         "loss --rows 2 --context 8 --z-loss 1e-3",
     ),
+    "muon": (2, "muon --size tiny", "muon --size tiny"),
+    "muon, stage 3": (2, "muon --size tiny --stage 3", "muon --size tiny"),
     "mesh, all axes": (8, "mesh --pp 2 --tp 2 --ep 2 --micro-batches 2", "mesh"),
     "mesh, hsdp": (4, "mesh --dp 2 --fsdp 2 --recompute", "mesh"),
     "train": (2, "train --size tiny --out FOLDER", "train --size tiny --out FOLDER/alone"),
 }
-SLOW = {"mesh, all axes", "zero, 4 ranks", "mesh, hsdp"}
+SLOW = {"muon, stage 3", "mesh, all axes", "zero, 4 ranks", "mesh, hsdp"}
 
 
 def run_example(rank: int, words: list[str]) -> Any:
@@ -70,8 +72,8 @@ def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
         pytest.importorskip("transformers")
     everyone = losses(num_ranks, line, tmp_path)
     (expected,) = losses(1, alone, tmp_path)
-    # The loss that balances experts is of each rank's tokens.
-    tolerance = 2e-3 if "experts" in line.split()[0] else 2e-5
+    # The loss that balances experts is of each rank's tokens; Muon rounds to 16 bits.
+    tolerance = 2e-3 if line.split()[0] in ("experts", "muon") else 2e-5
     for found in everyone:
         assert found == pytest.approx(expected, rel=tolerance)
         assert found[-1] < found[0]

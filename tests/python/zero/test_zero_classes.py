@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
+from whole_optimizers import by_dimensions
 from zero_models import BUCKET_BYTES, Net, Towers, assert_close, batch, loss_of, weights
 
 from ringcomm.parallel import zero
@@ -144,10 +146,9 @@ class Wrapper(torch.optim.SGD):
         self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr)
 
 
-def muon_and_adamw(params: Any, lr: float, **options: Any) -> list[torch.optim.Optimizer]:
-    params = [*params]
-    matrices, others = ([p for p in params if (p.dim() == 2) == is_2d] for is_2d in (True, False))
-    return [torch.optim.Muon(matrices, lr, **options), torch.optim.AdamW(others, lr / 2)]
+def muon_and_adamw(params: Any, lr: float) -> list[torch.optim.Optimizer]:
+    others = partial(torch.optim.AdamW, lr=lr / 2)
+    return by_dimensions([{"params": [*params]}], partial(torch.optim.Muon, lr=lr), others)
 
 
 def muon_alone(params: Any, lr: float) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
+from whole_optimizers import Averaged, Muon64, by_dimensions
 from zero_models import STAGES, Net, assert_close, batch, live_bytes, loss_of, same, sent_bytes
 
 from ringcomm.nn import ColumnParallelLinear
@@ -24,36 +25,11 @@ from ringcomm.parallel.zero.whole import owners_of
 STEPS = 5
 
 
-class Muon64(torch.optim.Optimizer):
-    """Jordan et al. 2024, whose Newton-Schulz iterations do not round to 16 bits."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                mean = state.setdefault("momentum_buffer", torch.zeros_like(param))
-                mean.lerp_(param.grad, 1 - group["momentum"])
-                x = param.grad.lerp(mean, group["momentum"]).double()
-                x = x.T if x.shape[0] > x.shape[1] else x
-                x = x / (x.norm() + 1e-7)
-                for _ in range(5):
-                    square = x @ x.T
-                    x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
-                x = x.T if param.shape[0] > param.shape[1] else x
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.sub_(group["lr"] * max(1, len(x) / x.shape[1]) ** 0.5 * x)
-
-
 def muon_and_adamw(model: nn.Module, kind: Any = Muon64, lr: float = 0.02) -> Any:
-    params = [*dict.fromkeys(model.parameters())]
-    matrices, others = ([p for p in params if (p.dim() == 2) == is_2d] for is_2d in (True, False))
-    return [kind(matrices, lr), torch.optim.AdamW(others, lr / 2, eps=1e-3)]
+    others = functools.partial(torch.optim.AdamW, lr=lr / 2, eps=1e-3)
+    return by_dimensions(
+        [{"params": [*model.parameters()]}], functools.partial(kind, lr=lr), others
+    )
 
 
 def train(model: Any, optimizer: Any, steps: range, rank: int = 0, world_size: int = 1) -> None:
@@ -234,7 +210,7 @@ def freeze(rank: int, world_size: int, system: str, optimizer_of: str) -> None:
             kinds: Any = offload if is_infinity and model is models[1] else torch.optim
             given.append(kinds.AdamW(model.parameters(), 0.01))
     plain, mine = models
-    options = {"offload_weights": True} if is_infinity else {}
+    options: Any = {"offload_weights": True} if is_infinity else {}
     optimizer = zero.shard(mine, given[1], 3 if is_infinity else int(system), **options)
     for step in range(6):
         for model in models:
@@ -255,47 +231,6 @@ def test_weights_are_frozen_and_thawed(system: str, optimizer_of: str) -> None:
 
 
 # ---- schedule-free optimizers
-
-
-class Averaged(torch.optim.Optimizer):
-    """Defazio et al. 2024: gradients at an interpolation of the iterates and of their mean."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "train_mode": False})
-
-    def _move(self, *, is_training: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] != is_training:
-                weight = 1 - group["beta"] if is_training else 1 - 1 / group["beta"]
-                for param in group["params"]:
-                    if "z" in self.state[param]:
-                        param.data.lerp_(self.state[param]["z"], weight)
-            group["train_mode"] = is_training
-
-    def train(self) -> None:
-        self._move(is_training=True)
-
-    def eval(self) -> None:
-        self._move(is_training=False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            if not group["train_mode"]:
-                raise RuntimeError("call train() first")
-            group["k"] += 1
-            weight = 1 / group["k"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state, grad = self.state[param], self._direction(param.grad)
-                state.setdefault("z", param.clone())
-                param.lerp_(state["z"], weight)
-                param.sub_(grad, alpha=group["lr"] * (1 - group["beta"] * (1 - weight)))
-                state["z"].sub_(grad, alpha=group["lr"])
-
-    def _direction(self, grad: Tensor) -> Tensor:
-        return grad
 
 
 class AveragedRows(Averaged):
