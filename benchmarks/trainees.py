@@ -86,7 +86,7 @@ class Trainee:
 
     def state_bytes(self) -> int:
         """What this rank keeps of the optimizer's state."""
-        if isinstance(self.optimizer, zero.ZeroOptimizer | _Served):
+        if isinstance(self.optimizer, zero.ZeroOptimizer | _Served | _Several):
             return live_bytes(self.optimizer.state_tensors())
         inner = getattr(self.optimizer, "optim", self.optimizer)
         states = inner.state.values()
@@ -108,7 +108,7 @@ class System:
 
     make: Callable[[Decoder, dist.ProcessGroup], Trainee]
     formula_bytes: Callable[[Workload, int], float]
-    like: Callable[[Decoder], torch.optim.Optimizer] = lambda model: _adamw(model.parameters())
+    like: Callable[[Decoder], Any] = lambda model: _adamw(model.parameters())
     others: tuple[str, ...] = ()
     is_counted: bool = True
     sees_all: bool = False
@@ -138,6 +138,10 @@ def _offloaded_bytes(systems: Workload, num_params: int) -> float:
 
 def _adamw(params: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, ADAMW, fused=True)
+
+
+def _like_muon(model: Decoder) -> Any:
+    return _Several(_muon_and_adamw(model))
 
 
 def _sgd(model: Decoder) -> torch.optim.SGD:
@@ -190,6 +194,49 @@ def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
 def _zero(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
     optimizer = zero.shard(model, _adamw(model.parameters()), stage, group=group)
     return Trainee(model, model, optimizer)
+
+
+class _Several:
+    """Optimizers that step together, in every process the same."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        """All of them."""
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        """All of them."""
+        for each in self.optimizers:
+            each.zero_grad()
+
+    def state_tensors(self) -> list[Tensor]:
+        """Of all of them."""
+        states = [state for each in self.optimizers for state in each.state.values()]
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _muon_and_adamw(model: Decoder) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers."""
+    matrices = [param for param in model.layers.parameters() if param.dim() == 2]
+    known = set(matrices)
+    muon = torch.optim.Muon(matrices, ADAMW, adjust_lr_fn="match_rms_adamw")
+    return [muon, _adamw([param for param in model.parameters() if param not in known])]
+
+
+def _muon(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    if stage == 0:
+        return Trainee(model, _replica(model, group), _Several(_muon_and_adamw(model)))
+    return Trainee(model, model, zero.shard(model, _muon_and_adamw(model), stage, group=group))
+
+
+def _muon_bytes(systems: Workload, num_params: int) -> float:
+    """Stage 3's; and each matrix, its gradient and its new values between its owner and others."""
+    num = systems.world_size
+    matrices = 12 * systems.width**2 * systems.num_layers
+    return _parts(3)(systems, num_params) + 3 * (num - 1) / num**2 * 4 * matrices
 
 
 def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
@@ -288,6 +335,10 @@ SYSTEMS: dict[str, System] = {
     "zero-1": System(partial(_zero, 1), _parts(2), others=_PORTABLE),
     "zero-2": System(partial(_zero, 2), _parts(2), others=_PORTABLE),
     "zero-3": System(partial(_zero, 3), _parts(3), others=_PORTABLE),
+    "muon ddp": System(partial(_muon, 0), _parts(2), like=_like_muon, others=_PORTABLE),
+    "muon zero-1": System(partial(_muon, 1), _parts(2), like=_like_muon, others=_PORTABLE),
+    "muon zero-2": System(partial(_muon, 2), _parts(2), like=_like_muon, others=_PORTABLE),
+    "muon zero-3": System(partial(_muon, 3), _muon_bytes, like=_like_muon, others=_PORTABLE),
     "zero-3 in files": System(_offloaded, _offloaded_bytes),
     "parameter server": System(_served, _parts(2), is_counted=False),
     "lomo": System(_lomo, _lomo_bytes(2), like=_sgd, others=_PORTABLE),
@@ -307,7 +358,7 @@ SYSTEMS: dict[str, System] = {
     "pipeline": System(_Pipeline, _pipeline_bytes, others=(GLOO,), sees_all=True),
 }
 # What is measured unless something else is asked for: all over ringcomm, and torch's over Gloo.
-DEFAULT = [name for name in SYSTEMS if name != "ddp blocking"]
+DEFAULT = [name for name in SYSTEMS if name not in ("ddp blocking", "muon zero-1")]
 DEFAULT.insert(2, f"torch's zero-1 on {GLOO}")
 
 
