@@ -71,12 +71,22 @@ def reduce_scatter_mean(
         dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=group)
         return output
     rows = flat
+    if _is_lopsided(sizes):
+        for owner, shard in enumerate(flat.split(sizes)):
+            if shard.numel():
+                dist.reduce(shard, group=group, group_dst=owner)
+        return flat.split(sizes)[rank].div(world_size)
     if min(sizes) < max(sizes):
         rows = flat.new_zeros(world_size, max(sizes))
         for row, shard in zip(rows, flat.split(sizes), strict=True):
             row[: shard.numel()].copy_(shard)
     reduce_scatter_single(output, rows.view(-1), group=group)
     return output.div_(world_size)[: sizes[rank]]
+
+
+def _is_lopsided(sizes: list[int]) -> bool:
+    """Whether padding to the largest shard would more than double what is sent."""
+    return len(sizes) * max(sizes) > 2 * sum(sizes)
 
 
 def all_gather_shards(
@@ -94,6 +104,11 @@ def all_gather_shards(
     shards = list(flat.split(sizes))
     if takes_uneven(group, flat.device):
         dist.all_gather(shards, shards[rank], group=group)
+        return
+    if _is_lopsided(sizes):
+        for owner, shard in enumerate(shards):
+            if shard.numel():
+                dist.broadcast(shard, group=group, group_src=owner)
         return
     mine = flat.new_zeros(max(sizes))
     mine[: sizes[rank]] = shards[rank]

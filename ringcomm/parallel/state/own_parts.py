@@ -233,7 +233,7 @@ class OptimizerParts:
                 if stored is not None and part.dim():
                     read = partial(lambda key: local_of(stored(param)[key]), key)
                     part = part_of(part).like(local_of(part), read)
-            else:
+            elif not has_owner:
                 self._model.check_state(value, param, key, span)
             if value is not None:
                 found["optimizer", name, key] = part

@@ -42,7 +42,7 @@ class Unstepped:
                 # By a step of another weight, which must not count.
                 other = nn.Parameter(_value_of(optimizer, param))
                 other.grad = torch.zeros_like(other)
-                still = {"lr": 0 * group["lr"]} if "lr" in group else {}
+                still = {"lr": 0 * group["lr"]} if group.get("lr") is not None else {}
                 inner = _inner_of(optimizer, param)
                 copy = over_groups(inner, [{**group, **still, "params": [other]}])
                 copy.step()
@@ -53,6 +53,8 @@ class Unstepped:
                 elif new:
                     optimizer.state[param] = new
                 self.params.add(param)
+        if is_zero:
+            optimizer.share_keys()
 
     def loaded(self, optimizer: Any, states: Mapping[Any, State]) -> None:
         """To be called with states that replace those of the optimizer."""

@@ -17,7 +17,7 @@ from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
-from ringcomm.parallel.zero.elementwise import is_offloaded, needs_whole
+from ringcomm.parallel.zero.elementwise import is_offloaded, needs_whole, takes_empty_groups
 from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.optimizer import Given, Inner, ShardOptions, ZeroOptimizer
@@ -234,13 +234,13 @@ def _described(
     params = {*trained}
     if not params:
         raise ValueError("the optimizer has no parameters")
-    if len(params) < len(trained):
-        twice, _ = Counter(trained).most_common(1)[0]
-        raise ValueError(f"two optimizers have {described.weights[twice].name}: leave it to one")
     if options.looks_first:
         _ = described.stage  # raises for a piece of a pipeline
     system = "infinity" if options.offload_weights else f"zero {stage}"
     refuse(described, Asked(system, "zero.shard", params, options, mesh))
+    twice, num_uses = Counter(trained).most_common(1)[0]
+    if num_uses > 1:
+        raise ValueError(f"two optimizers have {described.weights[twice].name}: leave it to one")
     for param in params:
         name = described.weights[param].name
         if isinstance(param, DTensor) and any(optimizer.state for optimizer in optimizers):
@@ -254,7 +254,12 @@ def _described(
             "lose small ones: use reduce_dtype=torch.float32, the default"
         )
     inners = [
-        Inner(optimizer, optimizer.param_groups, needs_whole(optimizer, whole))
+        Inner(
+            optimizer,
+            optimizer.param_groups,
+            needs_whole(optimizer, whole),
+            not is_offloaded(optimizer) and takes_empty_groups(optimizer),
+        )
         for optimizer in optimizers
     ]
     for inner in inners:

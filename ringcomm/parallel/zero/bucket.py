@@ -192,7 +192,7 @@ class Bucket:
 
 def plan_buckets(
     model: nn.Module,
-    groups: Iterable[dict[str, Any]],
+    by_optimizer: Sequence[Iterable[dict[str, Any]]],
     stage: int,
     options: ShardOptions,
     owners: Mapping[nn.Parameter, int],
@@ -201,16 +201,20 @@ def plan_buckets(
     """Groups weights of one dtype and device, up to the maximum size; a larger weight is alone.
 
     The order is that of expected gradients: the reverse of model.parameters(). At stage 2 a bucket
-    may have several parameter groups, so that each is complete before the next begins to fill.
-    Weights with an owner have buckets of their own.
+    may have several parameter groups of an optimizer, so that each is complete before the next
+    begins to fill. Weights of optimizers that need whole ones have buckets of their own.
     """
-    group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+    group_of = {
+        param: (i, j if stage == 1 else None)
+        for i, groups in enumerate(by_optimizer)
+        for j, group in enumerate(groups)
+        for param in group["params"]
+    }
     position = {param: i for i, param in enumerate(model.parameters())}
     buckets: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for param in sorted(group_of, key=position.__getitem__, reverse=True):
-        place = group_of[param] if stage == 1 else None
-        kind = param.dtype, param.device, place, param in owners
+        kind = param.dtype, param.device, group_of[param], param in owners
         num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
         bucket, filled = filling.get(kind, ([], 0))
         if not bucket or filled + num_bytes > options.bucket_bytes:

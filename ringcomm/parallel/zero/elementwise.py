@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringcomm.parallel import offload
-from ringcomm.torch_names import is_attribute_of_torch, tree_leaves
+from ringcomm.torch_names import FakeTensorMode, is_attribute_of_torch, tree_leaves
 
 OFFLOADED = (offload.AdamW, offload.SGD)
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
@@ -27,6 +27,9 @@ REFUSED = {
 }
 # More elements than a block of optimizers with quantized states, in parts of different sizes.
 _SHAPE, _SIZES = (72, 64), (1, 1500, 3107)
+# Steps of a trial: of any class, and of one that a user says to need whole weights, which may begin
+# with other steps.
+_NUM_STEPS, _NUM_ASKED_STEPS = 3, 25
 
 
 def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
@@ -54,11 +57,11 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
     """Whether an optimizer needs whole weights, each by itself; else it takes parts of weights.
 
     It makes steps of the optimizer's class on a weight of 4,608 elements and on its parts, and, if
-    these differ, on two weights together and alone. `asked` has classes that are not tried.
+    these differ, on two weights together and alone. `asked` has classes that need whole weights.
 
     Raises:
         TypeError: neither is so.
-        ValueError: `asked` has its class, which takes parts.
+        ValueError: `asked` has its class, which takes parts in many steps, too.
     """
     name, is_asked = type(optimizer).__name__, isinstance(optimizer, tuple(asked))
     reasons = [
@@ -74,7 +77,8 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
     ):
         reasons.append("already has state on the meta device")
     if not reasons:
-        if type(optimizer) in _KNOWN or _takes_parts(optimizer):
+        num_steps = _NUM_ASKED_STEPS if is_asked else _NUM_STEPS
+        if type(optimizer) in _KNOWN or _takes_parts(optimizer, num_steps):
             if is_asked:
                 raise ValueError(
                     f"whole= names {name}, which updates each element of a weight by itself: leave"
@@ -91,11 +95,32 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
     return True
 
 
-def _takes_parts(optimizer: torch.optim.Optimizer) -> bool:
+def _takes_parts(optimizer: torch.optim.Optimizer, num_steps: int) -> bool:
     try:
-        return not any(_difference(optimizer, group) for group in optimizer.param_groups)
+        with _NoCollectives():
+            return not any(
+                _difference(optimizer, group, shape, num_steps)
+                for group in optimizer.param_groups
+                for shape in dict.fromkeys((_SHAPE, _shape_of(group)))
+            )
     except Exception:  # it may refuse weights of one dimension
         return False
+
+
+def takes_empty_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step does nothing where its groups have no weights."""
+    try:
+        over_groups(optimizer, [{**g, "params": []} for g in optimizer.param_groups]).step()
+    except Exception:
+        return False
+    return True
+
+
+def _shape_of(group: dict[str, Any]) -> tuple[int, ...]:
+    """Of 4,608 elements, with as many dimensions as the group's weights, at most."""
+    num_dims = max((param.dim() for param in group["params"]), default=2)
+    known: dict[int, tuple[int, ...]] = {0: (4608,), 1: (4608,), 2: _SHAPE, 3: (18, 16, 16)}
+    return known.get(num_dims, (18, 16, 4, 4, *[1] * (num_dims - 4)))
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -109,10 +134,9 @@ class _NoCollectives(TorchDispatchMode):
 
 def _coupling(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
     """What a step on two weights together does differently from two alone; "" if nothing."""
-    num_dims = max((param.dim() for param in group["params"]), default=2)
-    shape = {0: (), 1: (4608,), 2: _SHAPE}.get(num_dims, (18, 16, *[4] * (num_dims - 2)))
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2, 4, *shape, dtype=torch.float32, device="cpu", generator=generator)
+    shape = (2, 1 + _NUM_STEPS, *_shape_of(group))
+    values = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator)
     values[1, 1:] *= 30
     weights = [value[0].clone() for value in values]
     alone = [value[0].clone() for value in values]
@@ -141,10 +165,18 @@ def state_elems(
 ) -> dict[nn.Parameter, int]:
     """The elements of each weight's states, from steps on a small weight, or on each shape."""
 
-    def of_shape(shape: Sequence[int]) -> int:
+    def stepped(shape: Sequence[int]) -> list[Tensor]:
         weight = torch.ones(shape, dtype=torch.float32, device="cpu")
         state = _steps(optimizer, group, [weight], [[torch.ones_like(weight)]])[0]
-        return sum(x.numel() for x in state.values() if isinstance(x, Tensor) and x.dim())
+        return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.dim()]
+
+    def of_shape(shape: Sequence[int]) -> int:
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):  # of a large weight no values
+                states = stepped(shape)
+        except Exception:  # its step reads values
+            states = stepped(shape)
+        return sum(state.numel() for state in states)
 
     if not is_whole:
         num_states = of_shape((2, 2)) // 4
@@ -153,10 +185,15 @@ def state_elems(
     return {param: of_shapes[param.shape] for param in group["params"]}
 
 
-def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
-    """What a step on parts does differently; "" if nothing."""
+def _difference(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    shape: tuple[int, ...],
+    num_steps: int,
+) -> str:
+    """What steps on parts do differently; "" if nothing."""
     generator = torch.Generator().manual_seed(0)
-    sizes = (4, *_SHAPE)
+    sizes = (1 + num_steps, *shape)
     weight, *grads = torch.randn(sizes, dtype=torch.float32, device="cpu", generator=generator)
     for grad in grads:
         grad.view(-1)[_SIZES[1] :] *= 30  # norms of parts differ
@@ -189,22 +226,35 @@ def _steps(
 ) -> list[dict[str, Any]]:
     """The states of weights after steps of a copy of the optimizer with the options of a group."""
     options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    if float(options.get("lr", 1.0)) == 0:  # as a scheduler's warm-up may begin
+    lr = options.get("lr")
+    if lr is not None and float(lr) == 0:  # as a scheduler's warm-up may begin
         options["lr"] = 1e-3
     if options.get("capturable"):  # for GPUs only
         options["capturable"] = False
-    twin = over_groups(optimizer, [{**options, "params": [*weights]}])
-    # Adagrad's state exists before its first step.
     known = (optimizer.state[param] for param in group["params"] if param in optimizer.state)
     state: dict[str, Any] = next(known, {})
-    for weight in weights if state else ():
-        twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    before = [weight.clone() for weight in weights]
+
+    def stepped(state: dict[str, Any]) -> list[dict[str, Any]]:
+        twin = over_groups(optimizer, [{**copy.deepcopy(options), "params": [*weights]}])
+        for weight in weights if state else ():
+            twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
         for of_step in zip(*grads, strict=True):
             for weight, grad in zip(weights, of_step, strict=True):
                 weight.grad = grad.clone()
             twin.step()
-    return [twin.state.get(weight, {}) for weight in weights]
+        return [twin.state.get(weight, {}) for weight in weights]
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            return stepped({})
+        except Exception:
+            if not state:
+                raise
+            # Adagrad's state exists before its first step.
+            for weight, value in zip(weights, before, strict=True):
+                weight.copy_(value)
+            return stepped(state)
 
 
 def _like(value: Any, weight: Tensor) -> Any:

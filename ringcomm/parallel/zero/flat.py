@@ -56,8 +56,9 @@ class FlatZero(ZeroOptimizer):
         self.stage = stage = given.stage
         dtype = options.param_dtype
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
-        owners = owners_of(whole, group.size())
-        plans = plan_buckets(model, self.param_groups, stage, options, owners, group.size())
+        self._owners = owners_of(whole, group.size())
+        by_optimizer = [inner.groups for inner in given.optimizers]
+        plans = plan_buckets(model, by_optimizer, stage, options, self._owners, group.size())
         self._buckets = [
             Bucket(plan, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
             for plan in plans
@@ -94,7 +95,8 @@ class FlatZero(ZeroOptimizer):
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
         part = bucket.shard[bucket.place_in_shard(param)]
-        return part.view(param.shape) if bucket.is_whole and part.numel() else part
+        is_all = bucket.is_whole and part.numel() == param.numel()
+        return part.view(param.shape) if is_all else part
 
     # ---- gradients
 
@@ -262,7 +264,7 @@ class FlatZero(ZeroOptimizer):
     def _state_of(self, param: Any) -> dict[str, Any]:
         """A weight's flat states, and "master" for 16-bit weights."""
         state, bucket = super()._state_of(param), self._bucket_of[param]
-        if bucket.has_master and self.owner_of(param) in (None, self.group.rank()):
+        if bucket.has_master and self.updates(param):
             state["master"] = self._part_of(param)
         return state
 
@@ -279,8 +281,7 @@ class FlatZero(ZeroOptimizer):
 
     def _show_master(self, param: nn.Parameter) -> None:
         """Adds a master to `state`, whose keys torch's flat state dicts have."""
-        is_mine = self.owner_of(param) in (None, self.group.rank())
-        if not self._bucket_of[param].has_master or not is_mine:
+        if not self._bucket_of[param].has_master or not self.updates(param):
             return
         state, own = self._states.setdefault(param, {}), self._part_of(param)
         if "master" not in state or state["master"].data_ptr() != own.data_ptr():
@@ -288,10 +289,7 @@ class FlatZero(ZeroOptimizer):
 
     def owner_of(self, param: Any) -> int | None:
         """See States."""
-        bucket = self._bucket_of[param]
-        ranges = (bucket.part_range(param, rank) for rank in range(self.group.size()))
-        owners = [rank for rank, (begin, end) in enumerate(ranges) if end > begin]
-        return owners[0] if bucket.is_whole and owners else None
+        return self._owners.get(param)
 
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See ZeroOptimizer."""

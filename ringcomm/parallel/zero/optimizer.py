@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.flat_collectives import local_of
+from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model.axes import Axes, Held
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
 from ringcomm.parallel.zero.states import States
-from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks
+from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks, tree_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,13 @@ class Inner(NamedTuple):
         optimizer: the given object, or a copy of it without groups, which steps on parts.
         groups: its parameter groups, which are those of the returned optimizer.
         is_whole: whether each of its weights is updated as a whole, by one rank.
+        takes_empty: whether it can step where it has no weights, which may count a group's steps.
     """
 
     optimizer: Any
     groups: list[dict[str, Any]]
     is_whole: bool
+    takes_empty: bool
 
 
 class Given(NamedTuple):
@@ -154,6 +156,7 @@ class ZeroOptimizer(States):
             for inner in ([] if self._is_offloaded else given.optimizers)
         ]
         self._inner = None
+        self._mode, self._told = "", set()
         # The same dicts: a learning-rate scheduler of the given optimizer sets these options.
         super().__init__(given.groups, {})
         self.defaults = {}
@@ -282,8 +285,8 @@ class ZeroOptimizer(States):
 
     def state_tensors(self) -> list[Tensor]:
         """The state tensors of this rank, with the float32 masters of 16-bit weights."""
-        states = [] if self._is_offloaded else map(self._state_of, self.all_params())
-        values = (local_of(v) for state in states for v in state.values() if isinstance(v, Tensor))
+        states = [] if self._is_offloaded else [*map(self._state_of, self.all_params())]
+        values = (local_of(leaf) for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
         return [value for value in values if value.dim()]
 
     # ---- the step
@@ -336,6 +339,10 @@ class ZeroOptimizer(States):
     def _step_inner(self, grads: dict[Any, Tensor], factor: float) -> None:
         """Steps of the given classes on parts of weights, by their gradients times a factor."""
         self._run_inners("step", grads, factor)
+        whole = {param for param in grads if self._inner_by_param[param].is_whole}
+        if whole - self._told:
+            self.share_keys()
+            self._told |= whole
 
     def _run_inners(
         self, method: str, grads: Mapping[Any, Tensor | None], factor: float = 1.0
@@ -353,9 +360,39 @@ class ZeroOptimizer(States):
     def _run_whole(
         self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
     ) -> None:
-        """As _run_one() on the weights that this rank owns; `grads` has all. Collective."""
+        """As _run_owned(); `grads` has all weights. Collective."""
         parts = {p: part for p in grads if (part := self._part_of(p)).numel()}
-        self._run_one(inner, method, parts, grads, factor)
+        self._run_owned(inner, method, parts, grads, factor)
+
+    def _run_owned(
+        self,
+        inner: Inner,
+        method: str,
+        parts: dict[Any, Tensor],
+        grads: Mapping[Any, Tensor | None],
+        factor: float,
+    ) -> None:
+        """As _run_one() on the weights that this rank owns. Collective.
+
+        Raises on all ranks what one raises: the others would wait for its weights.
+        """
+        failure: Exception | None = None
+        try:
+            if parts or inner.takes_empty:
+                self._run_one(inner, method, parts, grads, factor)
+        except Exception as error:
+            failure = error
+        has_failed = torch.tensor([failure is not None], dtype=torch.uint8)
+        has_failed = has_failed.to(device_of(self.group))
+        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self.group)
+        if failure is not None:
+            raise failure
+        if has_failed.any():
+            raise RuntimeError(
+                f"{method}() of {type(inner.optimizer).__name__} has raised an error on another"
+                " rank, for a weight that it owns: go on from a checkpoint, because the others may"
+                " have been updated"
+            )
 
     def _run_one(
         self,
@@ -371,17 +408,19 @@ class ZeroOptimizer(States):
                 part.grad = grad.to(part.dtype).view(part.shape)
                 if factor != 1:
                     part.grad *= factor
-        inner.param_groups = [
-            {**group, "params": [parts[param] for param in group["params"] if param in parts]}
+        groups = [
+            (group, {**group, "params": [parts[p] for p in group["params"] if p in parts]})
             for group in given.groups
         ]
+        groups = [pair for pair in groups if pair[1]["params"] or given.takes_empty]
+        inner.param_groups = [own for _, own in groups]
         states, inner.state = self._states, defaultdict(dict)
         for param, part in parts.items():
             state = {key: x for key, x in states.get(param, {}).items() if key != "master"}
             if state:
                 inner.state[part] = state
         getattr(inner, method)()
-        for group, own in zip(given.groups, inner.param_groups, strict=True):
+        for group, own in groups:
             group.update({key: value for key, value in own.items() if key != "params"})
         for param, part in parts.items():
             if part in inner.state:
@@ -390,8 +429,9 @@ class ZeroOptimizer(States):
 
     def _set_mode(self, mode: str) -> bool:
         """Calls train() or eval() of the given classes; whether one has it. Collective."""
-        if not any(hasattr(inner.optimizer, mode) for inner in self._inners):
+        if mode == self._mode or not any(hasattr(x.optimizer, mode) for x in self._inners):
             return False
+        self._mode = mode  # Trainer calls train() for each micro-batch
         with torch.no_grad():
             self._run_inners(mode, dict.fromkeys(self.all_params()))
         return True

@@ -111,6 +111,8 @@ def predict_traffic(
             "stage must be 1, 2 or 3, got 0, which shards nothing and sends what all_reduce sends"
         )
     total = bytes_over_all_ranks(describe(model).axes(), 8, world_size) if chosen.looks_first else 0
+    # Whether a step on whole weights has failed.
+    total += others * sum(needs_whole(each, whole) for each in optimizers_of(optimizer))
     if stage < 3:
         buckets = _planned(model, optimizers_of(optimizer), whole, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
@@ -187,7 +189,7 @@ def _planned(
     asked: Collection[type],
     ranks: _Ranks,
 ) -> list[BucketPlan]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [optimizer.param_groups for optimizer in optimizers]
     owners = _owners(optimizers, asked, ranks)
     return plan_buckets(model, groups, ranks.stage, ranks.options, owners, ranks.world_size)
 
@@ -212,11 +214,13 @@ def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int
     of_states = 0
     if states:
         num_masters = 1 if itemsize == 2 and ranks.stage else 0
-        if bucket.is_whole:
+        if not ranks.stage:
+            of_states = sum(states[param] for param in params)
+        elif bucket.is_whole:
             begin = sum(bucket.sizes[: ranks.rank])
             ends = accumulate(param.numel() for param in params)
             own = [p for p, end in zip(params, ends, strict=True) if begin < end <= begin + mine]
-            of_states = sum(states[param] for param in (own if ranks.stage else params))
+            of_states = sum(states[param] for param in own)
         else:
             of_states = max(states[param] // max(1, param.numel()) for param in params) * mine
         of_states += num_masters * mine

@@ -270,7 +270,7 @@ class Zero3(ZeroOptimizer):
         whole_grads: Mapping[Any, Tensor | None] = dict.fromkeys(wholes)
         if of_grads:
             whole_grads = self._owners.gathered(of_grads)
-        self._run_one(inner, method, wholes, whole_grads, factor)
+        self._run_owned(inner, method, wholes, whole_grads, factor)
         self._owners.spread(rows, wholes)
 
     def _forget_gradients(self) -> None:

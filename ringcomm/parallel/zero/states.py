@@ -38,6 +38,7 @@ class States(torch.optim.Optimizer):
     _is_made: bool
     _own: dict[Any, Any]
     _states: dict[Any, dict[str, Any]]
+    _told: set[Any]  # weights whose owners' keys all ranks know
 
     @property
     def state(self) -> Any:
@@ -135,6 +136,7 @@ class States(torch.optim.Optimizer):
                         if value is not None
                     }
                     self._set_state(param, self._with_own_step(mine, group, param))
+            self.share_keys()
 
     def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The states by weight, checked; may be modified."""
@@ -188,20 +190,19 @@ class States(torch.optim.Optimizer):
         Collective if there are such weights.
         """
         params = self.all_params()
-        numbers = {
-            i: owner for i, p in enumerate(params) if (owner := self.owner_of(p)) is not None
-        }
+        numbers = self._owned_numbers()
         if not numbers:
             return {}
+
+        def spec_of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.cpu() if not value.dim() else value.new_empty(value.shape, device="meta")
+
         mine = {
-            number: {
-                key: value.new_empty(value.shape, device="meta")
-                if isinstance(value, Tensor) and value.dim()
-                else value
-                for key, value in self._state_of(params[number]).items()
-            }
-            for number, owner in numbers.items()
-            if owner == self.group.rank()
+            number: {key: spec_of(value) for key, value in self._state_of(params[number]).items()}
+            for number in numbers
+            if self.updates(params[number])
         }
         return {
             number: spec
@@ -209,13 +210,38 @@ class States(torch.optim.Optimizer):
             for number, spec in of_rank.items()
         }
 
+    def _owned_numbers(self) -> list[int]:
+        """Of the weights that have an owner."""
+        return [i for i, p in enumerate(self.all_params()) if self.owner_of(p) is not None]
+
+    def share_keys(self) -> None:
+        """Gives `state` of weights that others own the owners' keys, with empty tensors.
+
+        torch.distributed.checkpoint asks `state` on each rank what there is to save or to load.
+        Collective if there are such weights.
+        """
+        params, numbers = self.all_params(), self._owned_numbers()
+        if not numbers:
+            return
+        mine = {i: [*self._states.get(params[i], {})] for i in numbers if self.updates(params[i])}
+        found = {
+            i: keys for of_rank in all_gathered(mine, self.group) for i, keys in of_rank.items()
+        }
+        self._told = {params[number] for number, keys in found.items() if keys}
+        for number, keys in found.items():
+            param = params[number]
+            if not self.updates(param):
+                self._states.pop(param, None)
+            if not self.updates(param) and keys:
+                self._states[param] = {key: torch.empty(0, device=param.device) for key in keys}
+
     def _from_owner(self, param: Any, owner: int, spec: dict[str, Any]) -> dict[str, Any]:
         """The state of a weight that has an owner, whole on every rank. Collective."""
         own, found = self._state_of(param), dict(spec)
         for key, value in spec.items():
             if isinstance(value, Tensor) and value.dim():
                 whole = (
-                    own[key].contiguous()
+                    own[key].contiguous().to(param.device)
                     if owner == self.group.rank()
                     else torch.empty(value.shape, dtype=value.dtype, device=param.device)
                 )
@@ -256,6 +282,8 @@ class States(torch.optim.Optimizer):
 
     def _state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state, as DTensors for a DTensor."""
+        if not self.updates(param):
+            return {}
         if self._is_offloaded:
             state = self._inner.state_of(self._own[param])
         else:

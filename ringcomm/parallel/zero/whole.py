@@ -16,7 +16,7 @@ def owners_of(params: Iterable[nn.Parameter], world_size: int) -> dict[nn.Parame
     Balanced by cost and by bytes together. The cost is that of a product of a matrix with its own
     transpose, min(m, n) * m * n, as in Newton-Schulz iterations and preconditioners.
     """
-    costs = {param: _cost(param) for param in params}
+    costs = {param: _cost(param) for param in params if param.numel()}
     total, num_elems = sum(costs.values()) or 1, sum(param.numel() for param in costs) or 1
     shares = {param: cost / total + param.numel() / num_elems for param, cost in costs.items()}
     loads, owners = [0.0] * world_size, {}
@@ -55,11 +55,11 @@ class Owners:
         for param in first:
             self._nothing = torch.empty(0, dtype=param.dtype, device=param.device)
             grid = param.device_mesh.mesh
-            grid = grid.view(-1, grid.shape[-1])
+            grid = grid.reshape(-1, grid.shape[-1])
             self._num_shards = grid.shape[1]
             order = dist.get_process_group_ranks(group)
             places = {
-                rank: divmod(i, grid.shape[1]) for i, rank in enumerate(grid.view(-1).tolist())
+                rank: divmod(i, grid.shape[1]) for i, rank in enumerate(grid.flatten().tolist())
             }
             self._places = [places[rank] for rank in order]
 

@@ -11,7 +11,11 @@ import torch.distributed.checkpoint as dcp
 from full_states import full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from whole_optimizers import Averaged, Muon64, by_dimensions, orthogonal
 
 from ringcomm.parallel import get_state_dict as get_whole_state
@@ -143,36 +147,132 @@ def test_muon_is_not_skipped_in_silence(stage: int, options: dict[str, Any], on_
     assert sum(0.4 < value < 1.6 for value in found[0]) >= WIDTH - 2, found[0]
 
 
-def save(rank: int, stage: int, folder: Path) -> dict[str, Tensor]:
+def save(rank: int, stage: int, folder: Path, options: Any) -> dict[str, Tensor]:
     model = network()
     optimizer = zero.shard(model, pair(model), stage)
     train(model, optimizer, range(2), rank, 2)
-    values, state = get_state_dict(model, optimizer)
+    values, state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
     train(model, optimizer, range(2, 5), rank, 2)
     return full_weights(model)
 
 
-def load(rank: int, stage: int, folder: Path) -> dict[str, Tensor]:
+def load(rank: int, stage: int, folder: Path, options: Any) -> dict[str, Tensor]:
     model = network()
     optimizer = zero.shard(model, pair(model), stage)
-    values, state = get_state_dict(model, optimizer)
+    values, state = get_state_dict(model, optimizer, options=options)
     given: dict[str, Any] = {"model": values, "optimizer": state}
     dcp.load(given, checkpoint_id=folder)
     set_state_dict(
-        model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=given["model"],
+        optim_state_dict=given["optimizer"],
+        options=options,
     )
     train(model, optimizer, range(2, 5), rank, 3)
     return full_weights(model)
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 1)])
-def test_a_checkpoint_of_torch_goes_on(saved: int, loaded: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_torch_goes_on(
+    saved: int, loaded: int, is_flat: bool, tmp_path: Path
+) -> None:
     """https://github.com/databricks/flashoptim/issues/3: the first step after a resume explodes.
     https://github.com/pytorch/pytorch/issues/124546: several optimizers and wrappers."""
-    expected = run_ranks(2, save, saved, tmp_path / "checkpoint")[0]
-    for found in run_ranks(3, load, loaded, tmp_path / "checkpoint"):
+    arguments = tmp_path / "checkpoint", StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    expected = run_ranks(2, save, saved, *arguments)[0]
+    for found in run_ranks(3, load, loaded, *arguments):
         same(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(3)
+def test_ranks_without_a_weight_save_and_load(rank: int, stage: int) -> None:
+    """torch steps an optimizer that has no state: on all ranks, or on none."""
+    models = network(), network()
+    made = []
+    for model in models:
+        for param in model.parameters():
+            param.requires_grad_(param is model[0].weight)
+        made.append(zero.shard(model, Muon64([model[0].weight]), stage))
+    train(models[0], made[0], range(2), rank, 3)
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    values, state = get_state_dict(models[0], made[0], options=options)
+    set_state_dict(
+        models[1], made[1], model_state_dict=values, optim_state_dict=state, options=options
+    )
+    for model, optimizer in zip(models, made, strict=True):
+        train(model, optimizer, range(2, 4), rank, 3)
+    same(full_weights(models[1]), full_weights(models[0]), 0)
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """With a list of matrices as state, no learning rate, and no step of an empty group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None, "num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            sizes = [param.numel() for param in group["params"]]
+            assert max(sizes) > 0
+            group["num_steps"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = param.grad.view(len(param), -1)
+                state = self.state[param]
+                if not state:
+                    state["sums"] = [0.1 * torch.eye(n) for n in grad.shape]
+                for number, part in enumerate((grad @ grad.T, grad.T @ grad)):
+                    state["sums"][number] += part
+                left, right = (torch.linalg.inv(torch.linalg.cholesky(x)) for x in state["sums"])
+                param.sub_(0.02 * (left @ grad @ right.T).view_as(param))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(2)
+def test_states_of_several_matrices(rank: int, stage: int) -> None:
+    """As SOAP's and Shampoo's; its state before zero.shard() moves, and it is saved and loaded."""
+    models = network(), network(), network()
+    given = [Preconditioned(model.parameters()) for model in models]
+    for model, each in zip(models[:2], given, strict=False):
+        train(model, each, range(1))
+    optimizer = zero.shard(models[1], given[1], stage)
+    train(models[0], given[0], range(1, 3))
+    train(models[1], optimizer, range(1, 3), rank, 2)
+    same(full_weights(models[1]), full_weights(models[0]))
+    values, state = get_whole_state(models[1], optimizer, full=True)
+    again = zero.shard(models[2], given[2], stage % 3 + 1)
+    set_whole_state(models[2], again, values, state)
+    train(models[0], given[0], range(3, 5))
+    train(models[2], again, range(3, 5), rank, 2)
+    same(full_weights(models[2]), full_weights(models[0]))
+
+
+class Fragile(Muon64):
+    """That raises for one weight."""
+
+    def direction(self, mean: Tensor) -> Tensor:
+        if mean.shape == (12, WIDTH) and mean.abs().sum() < 1e9:
+            raise ArithmeticError("no root of this matrix")
+        return super().direction(mean)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(2)
+def test_an_error_of_one_owner_is_one_of_all(rank: int, stage: int) -> None:
+    """The other ranks would wait for the weight."""
+    model = network()
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 2)
+    optimizer = zero.shard(model, Fragile(matrices), stage, whole={Fragile})
+    with pytest.raises((ArithmeticError, RuntimeError), match=r"no root|on another rank"):
+        train(model, optimizer, range(1), rank, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
