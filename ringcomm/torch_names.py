@@ -20,10 +20,18 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Of torch, by their own names.
-__all__ = ["AllgatherOptions", "FakeTensor", "FakeTensorMode", "tree_leaves", "tree_map_only"]
+__all__ = [
+    "AllgatherOptions",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "tree_leaves",
+    "tree_map_only",
+]
 
 T = TypeVar("T")
 

@@ -57,10 +57,6 @@ void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver
 
 bool OrderedQueue::is_inside() const { return polled == this || is_in_task(); }
 
-bool OrderedQueue::is_in_task() const {
-  return running_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id();
-}
-
 void OrderedQueue::check_not_in_task() const {
   if (is_in_task())
     throw Error({.kind = ErrorKind::kSystem},

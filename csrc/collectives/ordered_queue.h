@@ -60,7 +60,7 @@ class OrderedQueue {
   static constexpr std::uint32_t kShared = 2;   // there are entries, or threads in run_or_sleep()
 
   bool is_running() const { return (state_.load(std::memory_order_acquire) & kRunning) != 0; }
-  bool is_in_task() const;
+  bool is_in_task() const { return running_thread_.load() == std::this_thread::get_id(); }
   void check_not_in_task() const;
   bool run_alone(const Task& task);
   void run_front(std::unique_lock<std::mutex>& lock);

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringcomm.parallel import offload
-from ringcomm.torch_names import FakeTensorMode, is_attribute_of_torch, tree_leaves
+from ringcomm.torch_names import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_attribute_of_torch,
+    tree_leaves,
+)
 
 OFFLOADED = (offload.AdamW, offload.SGD)
 _KNOWN = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)

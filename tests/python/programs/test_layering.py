@@ -153,10 +153,10 @@ def test_python_imports_make_no_circle(folder: str, root: str) -> None:
 # lines for calls on devices in the recorder, by some 500 for secrets between processes, users that
 # look alike, and failures that are told while a group is made, by 300 for a store that does not
 # answer and for buffers that overlap, and by 300 for idle groups, lines that block nothing, the
-# clock of waits and how a rank has ended.
+# clock of waits and how a rank has ended. The other operators went up by 96 for checksums of files.
 PARTS = {
-    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 16_849, 99),
-    "other operators": (("kernels", "ops"), 2_969, 25),
+    "communication": (("core", "reduce", "transport", "collectives", "bindings"), 16_847, 99),
+    "other operators": (("kernels", "ops"), 3_065, 27),
     "GPUs": (("cuda",), 9_466, 60),
 }
 
