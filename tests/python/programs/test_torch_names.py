@@ -149,6 +149,7 @@ IN_TORCH = (
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map_only",
     "dist.Backend._plugins",
