@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <latch>
 #include <string>
 #include <vector>
 
@@ -223,10 +224,12 @@ TEST_CASE("kernels: a different call is reported to the host with both headers")
 TEST_CASE("kernels: a rank that does not arrive is a timeout that names it, in all algorithms") {
   for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
     GpuRanks ranks(3, facts_of(3, 2), 2);
-    ranks.timeout = std::chrono::milliseconds(200);
+    ranks.timeout = std::chrono::seconds(1);
+    std::latch start(2);  // of the two that do arrive none is late
     run_threads(2, [&](int rank) {
       const Case c{.algorithm = algorithm, .num_elems = 9000};
       CaseBuffers buffers(c, rank, 3);
+      start.arrive_and_wait();
       ranks.run(rank, buffers.call());
       expect(ranks.control(rank).stop == static_cast<std::uint32_t>(Stop::kTimeout), "a time-out");
       expect(ranks.control(rank).peer == 2, "the rank that is missing");

@@ -2,6 +2,7 @@
 // synchronizations, and what the others do. ThreadSanitizer checks the accesses.
 #include <array>
 #include <cstdint>
+#include <latch>
 #include <string>
 #include <vector>
 
@@ -201,9 +202,11 @@ TEST_CASE("lent buffers: a different call is detected before any of them is acce
 TEST_CASE("lent buffers: a rank that does not arrive is a timeout that names it") {
   for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather}) {
     GpuRanks ranks(3, facts_of(3), 2);
-    ranks.timeout = std::chrono::milliseconds(200);
+    ranks.timeout = std::chrono::seconds(1);
+    std::latch start(2);  // of the two that do arrive none is late
     run_threads(2, [&](int rank) {
       CaseBuffers buffers({.op = op, .num_elems = kManyElems / 4}, rank, 3);
+      start.arrive_and_wait();
       ranks.run(rank, buffers.call(), /*lends=*/true);
       expect(ranks.control(rank).stop == static_cast<std::uint32_t>(Stop::kTimeout), "a time-out");
       expect(ranks.control(rank).peer == 2, "the rank that is missing");
