@@ -53,13 +53,16 @@ def with_own_storage(part: Tensor) -> Tensor:
 
 
 def reduce_scatter_mean(
-    flat: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None
+    flat: Tensor, group: dist.ProcessGroup | None, sizes: list[int] | None = None
 ) -> Tensor:
     """This rank's shard of the mean of the ranks' buffers, as a new tensor.
 
     `flat` has one dimension, and the same size on all ranks. `sizes` has the elements of each
-    rank's shard; by default shard_sizes(). Collective, unless the buffer is empty.
+    rank's shard; by default shard_sizes(). Without a group the rank is alone. Collective, unless
+    the buffer is empty.
     """
+    if group is None:
+        return flat.clone()
     rank, world_size = group.rank(), group.size()
     sizes = shard_sizes(flat.numel(), world_size) if sizes is None else sizes
     is_uneven = takes_uneven(group, flat.device)
@@ -90,17 +93,18 @@ def _is_lopsided(sizes: list[int]) -> bool:
 
 
 def all_gather_shards(
-    flat: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None
+    flat: Tensor, group: dist.ProcessGroup | None, sizes: list[int] | None = None
 ) -> None:
     """Fills a buffer with the ranks' shards; this rank's shard is already in place.
 
     `flat` has one dimension, and the same size on all ranks. `sizes` has the elements of each
-    rank's shard; by default shard_sizes(). Collective, unless the buffer is empty.
+    rank's shard; by default shard_sizes(). Without a group the rank is alone. Collective, unless
+    the buffer is empty.
     """
+    if group is None or flat.numel() == 0:
+        return
     rank, world_size = group.rank(), group.size()
     sizes = shard_sizes(flat.numel(), world_size) if sizes is None else sizes
-    if flat.numel() == 0:
-        return
     shards = list(flat.split(sizes))
     if takes_uneven(group, flat.device):
         dist.all_gather(shards, shards[rank], group=group)
@@ -116,6 +120,11 @@ def all_gather_shards(
     all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank, and the number of ranks; without a group the rank is alone."""
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def take_from_rank0(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:

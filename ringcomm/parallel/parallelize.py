@@ -241,8 +241,8 @@ def _check_options(
         "zero_stage 3 shards over fsdp, which is 1: use a larger fsdp and a smaller dp": (
             stage == 3 and dims.fsdp == 1
         ),
-        f"zero_stage {stage} does not support expert parallelism (ep {dims.ep}): use zero_stage 0,"
-        " or ep 1": stage and dims.ep > 1,
+        f"zero_stage 3 does not support expert parallelism (ep {dims.ep}): use zero_stage 0, 1 or"
+        " 2, or ep 1": stage == 3 and dims.ep > 1,
         "sequence_parallel shards tokens over the ranks of tp, which is 1: use a larger tp": (
             sequence_parallel and dims.tp == 1
         ),

@@ -5,6 +5,7 @@ Replicated data parallelism is not recorded and not needed: gradients are the sa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -29,12 +30,15 @@ class Axes(NamedTuple):
     groups: tuple[dist.ProcessGroup, ...]  # all of them, in the order in which every rank sums
     stages: dist.ProcessGroup | None  # the group of a pipeline, which is summed last
 
-    def sharded_over(self, group: dist.ProcessGroup) -> Axes:
-        """The axes for a data-parallel group whose ranks have disjoint pieces of each gradient."""
-        if group.size() == 1:
-            return self
-        held = {param: of._replace(groups=(group, *of.groups)) for param, of in self.held.items()}
-        return self._replace(held=held, groups=(group, *self.groups))
+    def sharded_over(self, groups: Mapping[nn.Parameter, dist.ProcessGroup | None]) -> Axes:
+        """The axes where the ranks of a group have disjoint pieces of a parameter's gradient."""
+        held, found = dict(self.held), dict[dist.ProcessGroup, None]()
+        for param, of in self.held.items():
+            group = groups[param]
+            if group is not None and group.size() > 1:
+                held[param] = of._replace(groups=(group, *of.groups))
+                found[group] = None
+        return self._replace(held=held, groups=tuple(dict.fromkeys((*found, *self.groups))))
 
 
 def mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:

@@ -50,6 +50,13 @@ class Weight:
         """The first of its names."""
         return self.names[0]
 
+    def data_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+        """The ranks of a data-parallel group that average its gradient; None if this one is alone.
+
+        Those of sharded experts are the ranks with the same experts.
+        """
+        return group if self.experts is None else self.experts.replica_group
+
     def is_apart(self, group: dist.ProcessGroup) -> bool:
         """Whether the ranks of a group have different elements of it."""
         if find_shards(self.tensor) is not None:  # the pieces are equal already

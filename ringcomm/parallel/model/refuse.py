@@ -96,7 +96,7 @@ _MODULES = (
         "{name} produces sparse gradients: make it with sparse=False",
     ),
     _Row(
-        _TRAINERS - _SERVER,  # a rank may have no weight of theirs
+        _TRAINERS - _SERVER - _FLAT,  # a rank may have no weight of theirs
         lambda m, a: a.is_replicated and isinstance(m, LocalExperts) and m.group.size() > 1,
         "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
         " train this model with an optimizer of torch and"

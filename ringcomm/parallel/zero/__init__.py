@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.flat_collectives import check_agreement, place_in
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -148,13 +148,17 @@ def shard(
             "a mesh of two dimensions needs stage 3, without group and offload_weights"
         )
     resolved = flat_mesh(mesh).get_group() if is_grid else resolve_group(group, mesh)
+    _check_experts(described, resolved)
+    # Ranks have different experts.
+    shared = [[p for p in g["params"] if described.weights[p].experts is None] for g in groups]
+    buffers = [value for value, of in described.buffers.items() if of.experts is None]
     mine = {
         "stage": stage,
         "options": options,
         "optimizer": [(type(inner.optimizer).__name__, inner.is_whole) for inner in inners],
-        "shapes": [[tuple(p.shape) for p in g["params"]] for g in groups],
-        "dtypes": [[str(p.dtype) for p in g["params"]] for g in groups],
-        "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in model.buffers()],
+        "shapes": [[tuple(param.shape) for param in params] for params in shared],
+        "dtypes": [[str(param.dtype) for param in params] for params in shared],
+        "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in buffers],
     }
     check_agreement(mine, resolved)
     state = _joined_state(inners)
@@ -172,6 +176,23 @@ def shard(
     if state["state"]:
         made.load_state_dict(state)
     return made
+
+
+def _check_experts(model: Model, group: dist.ProcessGroup) -> None:
+    """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
+    for weight in model.weights.values():
+        if weight.experts is None:
+            continue
+        num_experts, (_, num_replicas) = (
+            weight.experts.group.size(),
+            place_in(weight.experts.replica_group),
+        )
+        if num_experts * num_replicas != group.size():
+            raise ValueError(
+                f"zero.shard() is given {group.size()} data-parallel ranks, but {weight.name} is of"
+                f" experts over {num_experts} ranks in {num_replicas} replicas: give the layer its"
+                " replica_group, and zero.shard() the group of all ranks with different tokens"
+            )
 
 
 def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:

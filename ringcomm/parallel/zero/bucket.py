@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import (
     all_gather_shards,
     device_of,
+    place_in,
     reduce_scatter_mean,
     shard_sizes,
     with_own_storage,
 )
 from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks, weakly
+from ringcomm.parallel.model.describe import Model
 from ringcomm.parallel.zero.optimizer import ShardOptions
 from ringcomm.torch_names import NO_BACKWARD, at_end_of_backward, current_node, graph_task, will_run
 
@@ -32,11 +35,14 @@ class BucketPlan(NamedTuple):
     Attributes:
         sizes: the elements of each rank's shard.
         is_whole: whether each weight is in one rank's shard, that of its owner.
+        experts: the sharded experts that the weights belong to, which ranks with the same ones
+            share.
     """
 
     params: list[nn.Parameter]
     sizes: list[int]
     is_whole: bool
+    experts: LocalExperts | None
 
 
 class Bucket:
@@ -48,6 +54,7 @@ class Bucket:
     Attributes:
         params: the weights, in the order of the buffer.
         is_whole: whether each is in one rank's shard.
+        group: the ranks that share it; None if this one is alone.
         weights: all ranks' shards of them, in rank order; one dimension.
         is_half: whether the weights have 16 bits.
         shard: this rank's part of `weights`, which the optimizer updates; with a master, the
@@ -71,12 +78,16 @@ class Bucket:
 
         `keeps_buffer`: whether the buffer of unsharded gradients stays when they are reduced.
         """
-        self.params, self._sizes, self.is_whole = plan
-        self._group, self._grad_dtype, self._keeps_buffer = group, grad_dtype, keeps_buffer
+        self.params, self._sizes, self.is_whole, experts = plan
+        self.group = group if experts is None else experts.replica_group
+        # Gradients of experts are sums over the tokens of all ranks that share the layer.
+        self._divisor = 1 if experts is None else experts.group.size()
+        self._grad_dtype, self._keeps_buffer = grad_dtype, keeps_buffer
+        self._rank, _ = place_in(self.group)
         values = torch.cat([param.detach().reshape(-1) for param in self.params])
         self.weights = values if dtype is None else values.to(dtype)
         self._edges = [0, *accumulate(self._sizes)]
-        mine = slice(*self._edges[group.rank() :][:2])
+        mine = slice(*self._edges[self._rank :][:2])
         self._mine, self.is_half = mine, self.weights.dtype != torch.float32
         self.has_master = self.is_half
         self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
@@ -111,7 +122,7 @@ class Bucket:
 
     def part_range(self, param: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
         """The elements [begin, end) of a weight in a rank's shard, by default this one's."""
-        rank = self._group.rank() if rank is None else rank
+        rank = self._rank if rank is None else rank
         first, last = self._edges[rank : rank + 2]
         begin, end = self._places[param]
         clamped = [min(max(edge, begin), end) - begin for edge in (first, last)]
@@ -157,7 +168,9 @@ class Bucket:
 
     def reduce(self) -> None:
         """Accumulates this rank's shard of the ranks' mean gradient. Collective."""
-        mean = reduce_scatter_mean(self.whole_gradients(), self._group, self._sizes)
+        mean = reduce_scatter_mean(self.whole_gradients(), self.group, self._sizes)
+        if self._divisor > 1:
+            mean.div_(self._divisor)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
         self.reduced |= self.arrived
         self._empty_buffer()
@@ -187,11 +200,11 @@ class Bucket:
         """Gathers the new weights on all ranks. Collective."""
         if self.has_master:
             self.weights[self._mine] = self.shard
-        all_gather_shards(self.weights, self._group, self._sizes)
+        all_gather_shards(self.weights, self.group, self._sizes)
 
 
 def plan_buckets(
-    model: nn.Module,
+    model: Model,
     by_optimizer: Sequence[Iterable[dict[str, Any]]],
     stage: int,
     options: ShardOptions,
@@ -210,11 +223,17 @@ def plan_buckets(
         for j, group in enumerate(groups)
         for param in group["params"]
     }
-    position = {param: i for i, param in enumerate(model.parameters())}
+    position = {param: i for i, param in enumerate(model.weights)}
+    experts_of = {param: weight.experts for param, weight in model.weights.items()}
+
+    def sharing(experts: LocalExperts | None) -> Any:
+        return experts and (experts.group, experts.replica_group)
+
     buckets: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for param in sorted(group_of, key=position.__getitem__, reverse=True):
         kind = param.dtype, param.device, group_of[param], param in owners
+        kind = (*kind, sharing(experts_of[param]))
         num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
         bucket, filled = filling.get(kind, ([], 0))
         if not bucket or filled + num_bytes > options.bucket_bytes:
@@ -225,15 +244,16 @@ def plan_buckets(
     buckets.sort(key=lambda bucket: position[bucket[-1]], reverse=True)
     plans = []
     for bucket in buckets:
-        is_whole = bucket[0] in owners
+        is_whole, experts = bucket[0] in owners, experts_of[bucket[0]]
+        num_ranks = world_size if experts is None else place_in(experts.replica_group)[1]
         if is_whole:
             bucket.sort(key=owners.__getitem__)
-            sizes = [0] * world_size
+            sizes = [0] * num_ranks
             for param in bucket:
                 sizes[owners[param]] += param.numel()
         else:
-            sizes = shard_sizes(sum(param.numel() for param in bucket), world_size)
-        plans.append(BucketPlan(bucket, sizes, is_whole))
+            sizes = shard_sizes(sum(param.numel() for param in bucket), num_ranks)
+        plans.append(BucketPlan(bucket, sizes, is_whole, experts))
     return plans
 
 
@@ -255,7 +275,9 @@ class BackwardPasses:
         *,
         reduces: bool,
     ) -> None:
-        self._buckets, self._group, self.reduces = buckets, group, reduces
+        self._buckets, self.reduces = buckets, reduces
+        # Ranks with other experts have other buckets of them.
+        self._groups = list(dict.fromkeys([group, *(bucket.group for bucket in buckets)]))
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
@@ -282,7 +304,7 @@ class BackwardPasses:
         if is_in_pass:
             if not self._has_begun:
                 self._has_begun = self._has_passed = True
-                self._largest_facts(is_pass=True)
+                self._share_facts(is_pass=True)
             self._watch()
             self._pass_over(idx)
         self._buckets[idx].take(param, grad)
@@ -305,7 +327,7 @@ class BackwardPasses:
             return
         if not self._has_passed:
             with torch.no_grad():
-                self._largest_facts(is_pass=True)
+                self._share_facts(is_pass=True)
                 self._reduce_rest()
             self.forget()
         self._has_passed = False
@@ -315,24 +337,38 @@ class BackwardPasses:
     def agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
         """The weights with a gradient on any rank, and the buckets with one that is not reduced.
 
-        Collective: one MAX all_reduce, and each backward pass that only other ranks make.
+        Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
+        other ranks make.
         """
-        while (found := self._largest_facts(is_pass=False))[0]:
+        while (found := self._share_facts(is_pass=False))[0]:
             self._reduce_rest()
             self.forget()
-        _, *by_weight = found
-        by_bucket = by_weight[len(self._index) :]
-        present = {param for param, has in zip(self._index, by_weight, strict=False) if has}
-        return present, [b for b, is_due in zip(self._buckets, by_bucket, strict=True) if is_due]
+        return found[1], found[2]
 
-    def _largest_facts(self, *, is_pass: bool) -> list[int]:
-        """Maxima over all ranks: whether a pass begins, weights with a gradient, fresh buckets."""
-        has_gradient = {param for b in self._buckets for param in b.arrived | b.reduced}
-        mine = [is_pass, *(param in has_gradient for param in self._index)]
-        mine += [bool(bucket.arrived) for bucket in self._buckets]
-        facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self._group))
-        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
-        return facts.tolist()
+    def _share_facts(self, *, is_pass: bool) -> tuple[bool, set[nn.Parameter], list[Bucket]]:
+        """Of any rank: whether a pass begins, weights with a gradient, fresh buckets."""
+        is_any_pass = False
+        present: set[nn.Parameter] = set()
+        due: set[Bucket] = set()
+        for group in self._groups:
+            buckets = [bucket for bucket in self._buckets if bucket.group is group]
+            params = [param for bucket in buckets for param in bucket.params]
+            has_gradient = {param for b in buckets for param in b.arrived | b.reduced}
+            mine = [is_pass, *(param in has_gradient for param in params)]
+            mine += [bool(bucket.arrived) for bucket in buckets]
+            if group is not None:
+                facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(group))
+                dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
+                mine = facts.tolist()
+            first, by_weight, by_bucket = (
+                mine[0],
+                mine[1 : 1 + len(params)],
+                mine[1 + len(params) :],
+            )
+            is_any_pass |= bool(first)
+            present |= {param for param, has in zip(params, by_weight, strict=True) if has}
+            due |= {bucket for bucket, is_due in zip(buckets, by_bucket, strict=True) if is_due}
+        return is_any_pass, present, [bucket for bucket in self._buckets if bucket in due]
 
     # ---- by pass
 

@@ -9,13 +9,20 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.flat_collectives import device_of, takes_uneven, with_own_storage
+from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.flat_collectives import (
+    device_of,
+    place_in,
+    takes_uneven,
+    with_own_storage,
+)
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.offload.optimizers import Operands
@@ -52,13 +59,20 @@ class FlatZero(ZeroOptimizer):
         super().__init__(given)
         model, group, options = given.model.module, self.group, self.options
         materialize(model, [*given.model.weights], device_of(group))
-        start_equal(describe(model), [group])
+        described = describe(model)
+        start_equal(described, [group])
+        self._group_of = {p: w.data_group(group) for p, w in described.weights.items()}
+        for tensors, replicas in _replicas_of(described).items():
+            start_equal(described, [replicas], tensors)
         self.stage = stage = given.stage
         dtype = options.param_dtype
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
-        self._owners = owners_of(whole, group.size())
+        self._owners = dict[Any, int]()
+        for of_group in dict.fromkeys(self._group_of.values()):
+            own = [param for param in whole if self._group_of[param] is of_group]
+            self._owners |= owners_of(own, place_in(of_group)[1])
         by_optimizer = [inner.groups for inner in given.optimizers]
-        plans = plan_buckets(model, by_optimizer, stage, options, self._owners, group.size())
+        plans = plan_buckets(described, by_optimizer, stage, options, self._owners, group.size())
         self._buckets = [
             Bucket(plan, group, dtype, options.grad_dtype, keeps_buffer=stage == 1)
             for plan in plans
@@ -169,7 +183,8 @@ class FlatZero(ZeroOptimizer):
         self._reduce()
         reduced = [bucket for bucket in self._buckets if bucket.shard_grad is not None]
         rest = [bucket for bucket in reduced if not self._updated_by_rules(bucket, rules, factor)]
-        if rest:
+        # Ranks may have different experts, and agree on a step of whole weights.
+        if rest or any(inner.is_whole for inner in self._inners):
             self._update_by_inner(rest, factor)
         for bucket in reduced:
             bucket.shard_grad = None
@@ -199,6 +214,7 @@ class FlatZero(ZeroOptimizer):
         grads = bucket.shard_grad
         if grads is None and (
             self.stage != 1
+            or bucket.group is not self.group
             or not takes_uneven(self.group, device)
             or [params for *_, params in runs] != [bucket.params]
         ):
@@ -291,6 +307,10 @@ class FlatZero(ZeroOptimizer):
         """See States."""
         return self._owners.get(param)
 
+    def group_of(self, param: Any) -> dist.ProcessGroup | None:
+        """See States."""
+        return self._group_of[param]
+
     def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See ZeroOptimizer."""
         return self._bucket_of[param].part_range(param, rank)
@@ -306,6 +326,19 @@ class FlatZero(ZeroOptimizer):
         for bucket in self._buckets:
             if bucket.has_master:
                 bucket.gather()
+
+
+def _replicas_of(model: Model) -> dict[tuple[Tensor, ...], dist.ProcessGroup]:
+    """The weights and buffers of each layer of sharded experts, and the ranks with the same."""
+    found: dict[LocalExperts, list[Tensor]] = {}
+    for tensor, weight in (*model.weights.items(), *model.buffers.items()):
+        if weight.experts is not None and weight.experts.replica_group is not None:
+            found.setdefault(weight.experts, []).append(tensor)
+    return {
+        tuple(tensors): experts.replica_group
+        for experts, tensors in found.items()
+        if experts.replica_group is not None
+    }
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:

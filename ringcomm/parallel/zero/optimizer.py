@@ -302,7 +302,7 @@ class ZeroOptimizer(States):
         axes = describe(model).axes()
         # DTensors, as at stage 3, have their own sharding.
         is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
-        return axes.sharded_over(self.group) if is_flat else axes
+        return axes.sharded_over({p: self.group_of(p) for p in axes.held}) if is_flat else axes
 
     def _look(self) -> float:
         """The norm of all gradients, reduced, without the loss scale. Collective."""
@@ -340,9 +340,8 @@ class ZeroOptimizer(States):
         """Steps of the given classes on parts of weights, by their gradients times a factor."""
         self._run_inners("step", grads, factor)
         whole = {param for param in grads if self._inner_by_param[param].is_whole}
-        if whole - self._told:
-            self.share_keys()
-            self._told |= whole
+        self.share_keys(whole - self._told)
+        self._told |= whole
 
     def _run_inners(
         self, method: str, grads: Mapping[Any, Tensor | None], factor: float = 1.0
@@ -352,7 +351,7 @@ class ZeroOptimizer(States):
             own = {p: grads[p] for group in inner.groups for p in group["params"] if p in grads}
             if not hasattr(inner.optimizer, method):
                 continue
-            if inner.is_whole and own:
+            if inner.is_whole:
                 self._run_whole(inner, method, own, factor)
             else:
                 self._run_one(inner, method, {p: self._part_of(p) for p in own}, own, factor)

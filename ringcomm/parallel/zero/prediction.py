@@ -11,7 +11,9 @@ from torch import nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
-from ringcomm.parallel.model.describe import describe
+from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.flat_collectives import place_in
+from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.shards.units import fsdp_units, params_of_units
 from ringcomm.parallel.zero.bucket import BucketPlan, plan_buckets
@@ -78,7 +80,7 @@ def predict_memory(
         buckets = _planned(model, optimizers, whole, ranks)
         parts = [_of_bucket(ranks, bucket, states) for bucket in buckets]
     else:
-        owners = _owners(optimizers, whole, ranks)
+        owners = _owners(describe(model), optimizers, whole, ranks)
         parts = [_of_unit(ranks, own, states, owners) for _, own in fsdp_units(model, units)]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
     return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
@@ -116,10 +118,18 @@ def predict_traffic(
     if stage < 3:
         buckets = _planned(model, optimizers_of(optimizer), whole, ranks)
         # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
-        facts = others * (1 + sum(1 + len(bucket.params) for bucket in buckets))
-        total += facts * (1 + num_backwards if stage == 2 else 1)
+        num_shares = 1 + num_backwards if stage == 2 else 1
+        of_group: dict[Any, int] = {None: others}
         for bucket in buckets:
-            num_elems, mine = sum(bucket.sizes), bucket.sizes[rank]
+            replicas = None if bucket.experts is None else bucket.experts.replica_group
+            is_apart = bucket.experts is not None
+            key = (replicas,) if is_apart else None
+            of_group.setdefault(key, len(bucket.sizes) - 1)
+            of_group[key] += (len(bucket.sizes) - 1) * (1 + len(bucket.params))
+        total += num_shares * sum(of_group.values())
+        for bucket in buckets:
+            num_elems, mine = sum(bucket.sizes), bucket.sizes[ranks.place(bucket)]
+            others = len(bucket.sizes) - 1
             # Gradients: all but the own shard; weights: the own shard to all others.
             num_reductions = 1 if stage == 1 else num_backwards
             total += num_reductions * ranks.grad_itemsize * (num_elems - mine)
@@ -136,7 +146,7 @@ def predict_traffic(
         else:  # two gathers and one reduction of a gradient, with shards padded to the longest
             sent = (2 * ranks.itemsize(param) + grad_bytes) * others * ranks.rows(param)
         total += num_backwards * sent
-    for param, owner in _owners(optimizers_of(optimizer), whole, ranks).items():
+    for param, owner in _owners(describe(model), optimizers_of(optimizer), whole, ranks).items():
         begin, end = rows_of(param, world_size, rank)
         mine = (end - begin) * (param.numel() // param.shape[0])
         # A weight and its gradient to the owner, and the new weight back.
@@ -164,6 +174,10 @@ class _Ranks:
         begin, end = shard_range(num_elems, self.world_size, self.rank)
         return end - begin if self.stage else num_elems
 
+    def place(self, bucket: BucketPlan) -> int:
+        """This rank's number among those that share a bucket."""
+        return self.rank if bucket.experts is None else place_in(bucket.experts.replica_group)[0]
+
     def rows(self, param: nn.Parameter) -> int:
         """The elements of a rank's shard of whole rows, padded to the longest."""
         num_rows = param.shape[0] if param.dim() else 1
@@ -171,7 +185,10 @@ class _Ranks:
 
 
 def _owners(
-    optimizers: Sequence[torch.optim.Optimizer], asked: Collection[type], ranks: _Ranks
+    model: Model,
+    optimizers: Sequence[torch.optim.Optimizer],
+    asked: Collection[type],
+    ranks: _Ranks,
 ) -> dict[nn.Parameter, int]:
     whole = [
         param
@@ -180,7 +197,14 @@ def _owners(
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-    return owners_of(whole, ranks.world_size)
+    by_experts: dict[LocalExperts | None, list[nn.Parameter]] = {}
+    for param in whole:
+        by_experts.setdefault(model.weights[param].experts, []).append(param)
+    found: dict[nn.Parameter, int] = {}
+    for experts, params in by_experts.items():
+        num = ranks.world_size if experts is None else place_in(experts.replica_group)[1]
+        found |= owners_of(params, num)
+    return found
 
 
 def _planned(
@@ -190,8 +214,9 @@ def _planned(
     ranks: _Ranks,
 ) -> list[BucketPlan]:
     groups = [optimizer.param_groups for optimizer in optimizers]
-    owners = _owners(optimizers, asked, ranks)
-    return plan_buckets(model, groups, ranks.stage, ranks.options, owners, ranks.world_size)
+    described = describe(model)
+    owners = _owners(described, optimizers, asked, ranks)
+    return plan_buckets(described, groups, ranks.stage, ranks.options, owners, ranks.world_size)
 
 
 def _states_of(
@@ -209,7 +234,7 @@ def _states_of(
 def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int]) -> Memory:
     params, num_elems = bucket.params, sum(bucket.sizes)
     itemsize = ranks.itemsize(params[0])
-    mine = bucket.sizes[ranks.rank] if ranks.stage else num_elems
+    mine = bucket.sizes[ranks.place(bucket)] if ranks.stage else num_elems
     whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
     of_states = 0
     if states:
@@ -217,7 +242,7 @@ def _of_bucket(ranks: _Ranks, bucket: BucketPlan, states: dict[nn.Parameter, int
         if not ranks.stage:
             of_states = sum(states[param] for param in params)
         elif bucket.is_whole:
-            begin = sum(bucket.sizes[: ranks.rank])
+            begin = sum(bucket.sizes[: ranks.place(bucket)])
             ends = accumulate(param.numel() for param in params)
             own = [p for p, end in zip(params, ends, strict=True) if begin < end <= begin + mine]
             of_states = sum(states[param] for param in own)

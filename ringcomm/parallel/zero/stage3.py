@@ -264,6 +264,8 @@ class Zero3(ZeroOptimizer):
     def _run_whole(
         self, inner: Inner, method: str, grads: Mapping[Any, Tensor | None], factor: float
     ) -> None:
+        if not grads:  # on all ranks
+            return
         rows = {param: local_of(param.detach()) for param in grads}
         wholes = self._owners.gathered(rows)
         of_grads = {param: grad for param, grad in grads.items() if grad is not None}

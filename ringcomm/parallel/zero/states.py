@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ringcomm.loss_scale import LossScale
-from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of
+from ringcomm.parallel.flat_collectives import all_gather_shards, all_gathered, local_of, place_in
 from ringcomm.parallel.offload.optimizers import StatesView, numbered_groups
 from ringcomm.torch_names import shape_and_offset
 
@@ -181,59 +181,58 @@ class States(torch.optim.Optimizer):
         shape, _ = shape_and_offset(value.shape, mesh, placements)
         return value.placements == placements and tuple(value.to_local().shape) == tuple(shape)
 
-    def _mesh_of(self, value: Tensor) -> DeviceMesh:
-        return DeviceMesh.from_group(self.group, value.device.type)
-
     def _specs_of_whole(self) -> dict[int, dict[str, Any]]:
         """Of weights that have an owner, by number: its values, without those of tensors.
 
         Collective if there are such weights.
         """
-        params = self.all_params()
-        numbers = self._owned_numbers()
-        if not numbers:
-            return {}
+        params, found = self.all_params(), dict[int, dict[str, Any]]()
 
         def spec_of(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return value.cpu() if not value.dim() else value.new_empty(value.shape, device="meta")
 
-        mine = {
-            number: {key: spec_of(value) for key, value in self._state_of(params[number]).items()}
-            for number in numbers
-            if self.updates(params[number])
-        }
-        return {
-            number: spec
-            for of_rank in all_gathered(mine, self.group)
-            for number, spec in of_rank.items()
-        }
+        for group, numbers in self._owned_numbers().items():
+            mine = {
+                place: {key: spec_of(value) for key, value in self._state_of(params[i]).items()}
+                for place, i in enumerate(numbers)
+                if self.updates(params[i])
+            }
+            for of_rank in all_gathered(mine, group):
+                found |= {numbers[place]: spec for place, spec in of_rank.items()}
+        return found
 
-    def _owned_numbers(self) -> list[int]:
-        """Of the weights that have an owner."""
-        return [i for i, p in enumerate(self.all_params()) if self.owner_of(p) is not None]
+    def _owned_numbers(self) -> dict[dist.ProcessGroup | None, list[int]]:
+        """Of the weights that have an owner, by the ranks that share them."""
+        found: dict[dist.ProcessGroup | None, list[int]] = {}
+        for number, param in enumerate(self.all_params()):
+            if self.owner_of(param) is not None:
+                found.setdefault(self.group_of(param), []).append(number)
+        return found
 
-    def share_keys(self) -> None:
+    def share_keys(self, wanted: set[Any] | None = None) -> None:
         """Gives `state` of weights that others own the owners' keys, with empty tensors.
 
         torch.distributed.checkpoint asks `state` on each rank what there is to save or to load.
-        Collective if there are such weights.
+        Collective over the groups that share such weights, by default all, or one of `wanted`.
         """
-        params, numbers = self.all_params(), self._owned_numbers()
-        if not numbers:
-            return
-        mine = {i: [*self._states.get(params[i], {})] for i in numbers if self.updates(params[i])}
-        found = {
-            i: keys for of_rank in all_gathered(mine, self.group) for i, keys in of_rank.items()
-        }
-        self._told = {params[number] for number, keys in found.items() if keys}
-        for number, keys in found.items():
-            param = params[number]
-            if not self.updates(param):
-                self._states.pop(param, None)
-            if not self.updates(param) and keys:
-                self._states[param] = {key: torch.empty(0, device=param.device) for key in keys}
+        params = self.all_params()
+        for group, numbers in self._owned_numbers().items():
+            own = [params[number] for number in numbers]
+            if wanted is not None and wanted.isdisjoint(own):
+                continue
+            self._told -= {*own}
+            mine = {i: [*self._states.get(p, {})] for i, p in enumerate(own) if self.updates(p)}
+            for of_rank in all_gathered(mine, group):
+                for place, keys in of_rank.items():
+                    param = own[place]
+                    self._told |= {param} if keys else set()
+                    if self.updates(param):
+                        continue
+                    self._states.pop(param, None)
+                    if keys:
+                        self._states[param] = {k: torch.empty(0, device=param.device) for k in keys}
 
     def _from_owner(self, param: Any, owner: int, spec: dict[str, Any]) -> dict[str, Any]:
         """The state of a weight that has an owner, whole on every rank. Collective."""
@@ -242,10 +241,11 @@ class States(torch.optim.Optimizer):
             if isinstance(value, Tensor) and value.dim():
                 whole = (
                     own[key].contiguous().to(param.device)
-                    if owner == self.group.rank()
+                    if self.updates(param)
                     else torch.empty(value.shape, dtype=value.dtype, device=param.device)
                 )
-                dist.broadcast(whole, group=self.group, group_src=owner)
+                if (group := self.group_of(param)) is not None:
+                    dist.broadcast(whole, group=group, group_src=owner)
                 found[key] = whole
         return found
 
@@ -262,15 +262,18 @@ class States(torch.optim.Optimizer):
         for key, value in state.items():
             # fully_shard splits between rows too.
             if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
-                ranges = [self.range_of(param, rank) for rank in range(self.group.size())]
+                group = self.group_of(param)
+                ranges = [self.range_of(param, rank) for rank in range(place_in(group)[1])]
                 whole = value.new_empty(param.numel())
                 whole[slice(*self.range_of(param))] = value
-                all_gather_shards(whole, self.group, [end - begin for begin, end in ranges])
+                all_gather_shards(whole, group, [end - begin for begin, end in ranges])
                 state[key] = self._as_rows(param, whole.view(param.shape))
         return state
 
     def _as_rows(self, param: Any, whole: Tensor) -> Any:
         """This rank's rows of a value that every rank has, as of the weight."""
+        if self.group_of(param) is None:
+            return whole
         mesh, placements = self._rows_of(param)
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)  # nothing is sent
 
@@ -278,7 +281,8 @@ class States(torch.optim.Optimizer):
         """Where the rows of a weight's state are in a state_dict()."""
         if isinstance(param, DTensor):
             return param.device_mesh, param.placements
-        return self._mesh_of(param), _ROWS if param.dim() else (Replicate(),)
+        mesh = DeviceMesh.from_group(self.group_of(param) or self.group, param.device.type)
+        return mesh, _ROWS if param.dim() else (Replicate(),)
 
     def _state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state, as DTensors for a DTensor."""
@@ -299,13 +303,17 @@ class States(torch.optim.Optimizer):
         None for DTensors.
         """
 
+    def group_of(self, param: Any) -> dist.ProcessGroup | None:
+        """The ranks that share a weight; None if this one is alone, with experts of its own."""
+        return self.group
+
     def owner_of(self, param: Any) -> int | None:
         """The rank that updates a weight as a whole; None if all update parts of it."""
         return None
 
     def updates(self, param: Any) -> bool:
         """Whether this rank updates a weight, or its part of one."""
-        return self.owner_of(param) in (None, self.group.rank())
+        return self.owner_of(param) in (None, place_in(self.group_of(param))[0])
 
     def _number_of(self, param: Any) -> int:
         return next(i for i, other in enumerate(self.all_params()) if other is param)
@@ -343,7 +351,7 @@ class States(torch.optim.Optimizer):
             mesh, placements = self._rows_of(param)[0], value.placements
             value = _joined(value.to_local(), mesh, placements, value).full_tensor()
         if owner is not None:
-            return value.detach() if owner == self.group.rank() else value.new_empty(0)
+            return value.detach() if self.updates(param) else value.new_empty(0)
         return value.detach().reshape(-1)[slice(*self.range_of(param))]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
