@@ -232,8 +232,10 @@ def plan_buckets(
     buckets: list[list[nn.Parameter]] = []
     filling: dict[Any, tuple[list[nn.Parameter], int]] = {}
     for param in sorted(group_of, key=position.__getitem__, reverse=True):
-        kind = param.dtype, param.device, group_of[param], param in owners
-        kind = (*kind, sharing(experts_of[param]))
+        kind = (
+            *(param.dtype, param.device, group_of[param], param in owners),
+            sharing(experts_of[param]),
+        )
         num_bytes = param.numel() * (options.param_dtype or param.dtype).itemsize
         bucket, filled = filling.get(kind, ([], 0))
         if not bucket or filled + num_bytes > options.bucket_bytes:
