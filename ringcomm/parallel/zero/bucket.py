@@ -266,6 +266,8 @@ class BackwardPasses:
     even without gradients; docs/design/zero.md explains when. A later gradient waits for the next
     pass or the step, and so do those of `late` weights (see GradientHooks). Ranks may make
     different numbers of passes: a rank announces each pass, and ranks in agree() take part in it.
+    With `waits` all of that is at the end of a pass, where sharded experts have exchanged their
+    gradients: a rank in the middle of its pass would wait for one that waits for its tokens.
     """
 
     def __init__(
@@ -276,8 +278,9 @@ class BackwardPasses:
         late: Collection[nn.Parameter],
         *,
         reduces: bool,
+        waits: bool,
     ) -> None:
-        self._buckets, self.reduces = buckets, reduces
+        self._buckets, self.reduces, self._waits = buckets, reduces, waits
         # Ranks with other experts have other buckets of them.
         self._groups = list(dict.fromkeys([group, *(bucket.group for bucket in buckets)]))
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
@@ -306,11 +309,13 @@ class BackwardPasses:
         if is_in_pass:
             if not self._has_begun:
                 self._has_begun = self._has_passed = True
-                self._share_facts(is_pass=True)
+                if not self._waits:
+                    self._share_facts(is_pass=True)
             self._watch()
-            self._pass_over(idx)
+            if not self._waits:
+                self._pass_over(idx)
         self._buckets[idx].take(param, grad)
-        if is_in_pass:
+        if is_in_pass and not self._waits:
             self._left[idx].discard(param)
             while self._next < len(self._buckets) and not self._left[self._next]:
                 self._reduce_next()
@@ -408,6 +413,8 @@ class BackwardPasses:
         outer: Any = current_node()
         if outer is None:
             with torch.no_grad():
+                if self._waits:
+                    self._share_facts(is_pass=True)
                 self._reduce_rest()
             self.forget()
             return

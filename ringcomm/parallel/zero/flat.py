@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
 from ringcomm.parallel.flat_collectives import (
     device_of,
     place_in,
@@ -82,7 +82,12 @@ class FlatZero(ZeroOptimizer):
             _compute_in(model, dtype)
         late = frozenset(model.late) if isinstance(model, StagePart) else frozenset()
         self._passes = BackwardPasses(
-            self._buckets, group, self.all_params(), late, reduces=stage == 2
+            self._buckets,
+            group,
+            self.all_params(),
+            late,
+            reduces=stage == 2,
+            waits=bool(split_experts(model)),
         )
         if isinstance(model, StagePart) and stage == 2:
             model.after_backward.append(weakly(self._passes.join))

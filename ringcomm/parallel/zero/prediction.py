@@ -11,7 +11,7 @@ from torch import nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.clip import bytes_over_all_ranks
-from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
 from ringcomm.parallel.flat_collectives import place_in
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.shards.sharded_unit import PACKED_BYTES
@@ -34,9 +34,9 @@ class Memory(NamedTuple):
         parameters: the weights that the model computes with.
         gradients: of these.
         states: of the optimizer, with float32 weights where the model's have 16 bits.
-        buffers: at stage 2 the unsharded gradients of the largest bucket, until it is reduced. At
-            stage 3 the largest unit's gathered weights and gradients, including those in
-            `reduce_dtype`. With offload_weights the gathered weights of the model itself and of the
+        buffers: at stage 2 the unsharded gradients of the largest bucket, until it is reduced; of
+            all with sharded experts. At stage 3 the largest unit's gathered weights and gradients,
+            including those in `reduce_dtype`. With offload_weights the gathered weights of the model itself and of the
             largest unit, this unit's shards twice, and the largest gradient. The buffers of the
             update come later and are not included.
     """
@@ -83,7 +83,10 @@ def predict_memory(
         owners = _owners(describe(model), optimizers, whole, ranks)
         parts = [_of_unit(ranks, own, states, owners) for _, own in fsdp_units(model, units)]
     parameters, gradients, kept, buffers = zip(*parts, strict=True)
-    return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
+    # With sharded experts stage 2 reduces at the end of a pass.
+    all_at_once = stage == 2 and split_experts(model)
+    total = sum(buffers) if all_at_once else max(buffers)
+    return Memory(sum(parameters), sum(gradients), sum(kept), total)
 
 
 def predict_traffic(
