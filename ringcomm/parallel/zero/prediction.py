@@ -36,9 +36,9 @@ class Memory(NamedTuple):
         states: of the optimizer, with float32 weights where the model's have 16 bits.
         buffers: at stage 2 the unsharded gradients of the largest bucket, until it is reduced; of
             all with sharded experts. At stage 3 the largest unit's gathered weights and gradients,
-            including those in `reduce_dtype`. With offload_weights the gathered weights of the model itself and of the
-            largest unit, this unit's shards twice, and the largest gradient. The buffers of the
-            update come later and are not included.
+            including those in `reduce_dtype`. With offload_weights the gathered weights of the
+            model itself and of the largest unit, this unit's shards twice, and the largest
+            gradient. The buffers of the update come later and are not included.
     """
 
     parameters: int
