@@ -38,6 +38,7 @@ class States(torch.optim.Optimizer):
     _is_made: bool
     _own: dict[Any, Any]
     _states: dict[Any, dict[str, Any]]
+    _mode: str  # the last of train() and eval()
     _told: set[Any]  # weights whose owners' keys all ranks know
 
     @property
@@ -126,6 +127,7 @@ class States(torch.optim.Optimizer):
             group.update(given)
             if self._scale is not None and scale["value"] is not None:
                 self._scale.load(scale)
+        self._mode = ""  # that of the saved groups
         with torch.no_grad(), self._replacing():
             for group in self.param_groups:
                 for param in group["params"]:

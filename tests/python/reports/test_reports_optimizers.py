@@ -315,6 +315,7 @@ def test_saved_in_evaluation_mode(rank: int, stage: int) -> None:
     values, state = get_whole_state(model, optimizer, full=True)
     same(values, evaluated, 0)
     resumed = zero.shard(again, Averaged(again.parameters()), stage % 3 + 1)
+    resumed.train()
     set_whole_state(again, resumed, values, state)
     resumed.train()
     train(again, resumed, range(2, 4), rank, 2)
