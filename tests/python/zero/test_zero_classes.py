@@ -188,7 +188,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon": (muon_alone, {"lr": 0.02}),
 }
 # At every stage; each of the others at one.
-ALWAYS = ("Adam", "Lion", "Muon and AdamW", "Adafactor", "Kron", "Muon")
+ALWAYS = ("Adam", "Lion", "Muon and AdamW", "Kron")
 UNUSED_FROM = 2  # the step from which the second tower is not used any more
 
 
