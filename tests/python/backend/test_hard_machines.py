@@ -337,11 +337,12 @@ MACHINES = {
     "memlock-0": Machine(partial(limit, resource.RLIMIT_MEMLOCK, 0)),
     "64-files": Machine(partial(limit, resource.RLIMIT_NOFILE, 64)),
     "64-files-4-ranks": Machine(partial(limit, resource.RLIMIT_NOFILE, 64), world_size=4),
-    "16-files": Machine(partial(limit_descriptors, 16)),
+    # 16 are enough, as a rule: Python may have one or two open for a moment.
+    "18-files": Machine(partial(limit_descriptors, 18)),
     "15-files": Machine(partial(limit_descriptors, 15), error=NO_FILES),
     # Without any, the destructor of a FileStore ends the process.
     "no-files": Machine(partial(limit_descriptors, 0), has_files=False, error=NO_FILES),
-    "24-files-4-ranks": Machine(partial(limit_descriptors, 24), world_size=4),
+    "26-files-4-ranks": Machine(partial(limit_descriptors, 26), world_size=4),
     "23-files-4-ranks": Machine(partial(limit_descriptors, 23), world_size=4, error=NO_FILES),
     "15-files-in-rank-1": Machine(in_rank_1(partial(limit_descriptors, 15)), error=NO_FILES),
     "0-threads": Machine(partial(limit_threads, 1), has_files=False, error=NO_THREAD),
