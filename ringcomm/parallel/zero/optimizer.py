@@ -381,8 +381,8 @@ class ZeroOptimizer(States):
                 self._run_one(inner, method, parts, grads, factor)
         except Exception as error:
             failure = error
-        has_failed = torch.tensor([failure is not None], dtype=torch.uint8)
-        has_failed = has_failed.to(device_of(self.group))
+        mine = [failure is not None]
+        has_failed = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self.group)
         if failure is not None:
             raise failure

@@ -234,7 +234,8 @@ class States(torch.optim.Optimizer):
                         continue
                     self._states.pop(param, None)
                     if keys:
-                        self._states[param] = {k: torch.empty(0, device=param.device) for k in keys}
+                        nothing = torch.empty(0, dtype=param.dtype, device=param.device)
+                        self._states[param] = {key: nothing.clone() for key in keys}
 
     def _from_owner(self, param: Any, owner: int, spec: dict[str, Any]) -> dict[str, Any]:
         """The state of a weight that has an owner, whole on every rank. Collective."""
