@@ -66,6 +66,11 @@ def reduce_scatter_mean(
     rank, world_size = group.rank(), group.size()
     sizes = shard_sizes(flat.numel(), world_size) if sizes is None else sizes
     is_uneven = takes_uneven(group, flat.device)
+    if not is_uneven and _is_lopsided(sizes):
+        for owner, shard in enumerate(flat.split(sizes)):
+            if shard.numel():
+                dist.reduce(shard, group=group, group_dst=owner)
+        return flat.split(sizes)[rank].div(world_size)
     output = flat.new_empty(sizes[rank] if is_uneven else max(sizes))
     if flat.numel() == 0:
         return output
@@ -74,11 +79,6 @@ def reduce_scatter_mean(
         dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=group)
         return output
     rows = flat
-    if _is_lopsided(sizes):
-        for owner, shard in enumerate(flat.split(sizes)):
-            if shard.numel():
-                dist.reduce(shard, group=group, group_dst=owner)
-        return flat.split(sizes)[rank].div(world_size)
     if min(sizes) < max(sizes):
         rows = flat.new_zeros(world_size, max(sizes))
         for row, shard in zip(rows, flat.split(sizes), strict=True):

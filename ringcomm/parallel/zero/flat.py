@@ -160,12 +160,11 @@ class FlatZero(ZeroOptimizer):
         """Drops all gradients, for any `set_to_none`."""
         super().zero_grad()
 
-    def _set_mode(self, mode: str) -> bool:
+    def _change_mode(self, mode: str) -> None:
         self._see_written_weights()
-        has_changed = super()._set_mode(mode)
-        for bucket in self._buckets if has_changed else ():
+        super()._change_mode(mode)
+        for bucket in self._buckets:
             bucket.gather()
-        return has_changed
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""

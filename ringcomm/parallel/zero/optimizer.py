@@ -426,14 +426,16 @@ class ZeroOptimizer(States):
                 states[param] = inner.state[part]
         inner.param_groups, inner.state = [], {}
 
-    def _set_mode(self, mode: str) -> bool:
-        """Calls train() or eval() of the given classes; whether one has it. Collective."""
+    def _set_mode(self, mode: str) -> None:
+        """Calls train() or eval() of the given classes that have it, once. Collective."""
         if mode == self._mode or not any(hasattr(x.optimizer, mode) for x in self._inners):
-            return False
+            return
         self._mode = mode  # Trainer calls train() for each micro-batch
         with torch.no_grad():
-            self._run_inners(mode, dict.fromkeys(self.all_params()))
-        return True
+            self._change_mode(mode)
+
+    def _change_mode(self, mode: str) -> None:
+        self._run_inners(mode, dict.fromkeys(self.all_params()))
 
     def inner_of(self, param: Any) -> Any:
         """The optimizer, of the given class, that updates a weight."""
