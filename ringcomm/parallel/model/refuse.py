@@ -152,6 +152,11 @@ def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
     return len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names
 
 
+def is_float8(tensor: Tensor) -> bool:
+    """Whether values have scales elsewhere, and must not be cast; float4 too."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize == 1
+
+
 def _is_split(weight: Weight) -> bool:
     layer = weight.layer
     return isinstance(weight.tensor, DTensor) or (layer is not None and layer.group.size() > 1)
@@ -216,6 +221,12 @@ _WEIGHTS = (
         lambda w, _: w.tensor.dim() == 0 or 0 in _sizes_on_ranks(w),
         "{name} has no dimensions, or no elements on some rank, and fully_shard of stage 3 takes no"
         " such weights: use stage 1 or 2, or fewer tensor-parallel ranks",
+    ),
+    _Row(
+        _FSDP,
+        lambda w, a: a.options.param_dtype and is_float8(w.tensor),
+        "fully_shard of stage 3 would cast {name} from {w.tensor.dtype} to param_dtype, without its"
+        " scales: use stage 1 or 2",
     ),
     _Row(
         _FSDP,

@@ -37,7 +37,7 @@ class Unstepped:
                 known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
                 if not param.requires_grad or known.keys() - {MASTER}:
                     continue
-                if is_zero and not optimizer.updates(param):
+                if is_zero and not (param.numel() and optimizer.updates(param)):
                     continue
                 # By a step of another weight, which must not count.
                 other = nn.Parameter(_value_of(optimizer, param))

@@ -15,6 +15,7 @@ from ringcomm.torch_names import (
     FakeTensorMode,
     TorchDispatchMode,
     is_attribute_of_torch,
+    run_without_hooks,
     tree_leaves,
 )
 
@@ -46,6 +47,7 @@ def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     made = object.__new__(type(optimizer))
     vars(made).update(_attributes_of(optimizer))
     made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+    run_without_hooks(made)  # which run for the optimizer of the user
     if hasattr(made, "train"):  # schedule-free; its step raises in the other mode
         made.train()
     return made
@@ -80,6 +82,8 @@ def needs_whole(optimizer: torch.optim.Optimizer, asked: Collection[type]) -> bo
         isinstance(x, Tensor) and x.is_meta for s in optimizer.state.values() for x in s.values()
     ):
         reasons.append("already has state on the meta device")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        reasons.append("is asked for a graph through its updates, by differentiable=True")
     if not reasons:
         num_steps = _NUM_ASKED_STEPS if is_asked else _NUM_STEPS
         if type(optimizer) in _KNOWN or _takes_parts(optimizer, num_steps):
@@ -107,6 +111,8 @@ def _takes_parts(optimizer: torch.optim.Optimizer, num_steps: int) -> bool:
                 for group in optimizer.param_groups
                 for shape in dict.fromkeys((_SHAPE, _shape_of(group)))
             )
+    except _OtherStates as error:
+        raise TypeError(str(error)) from None
     except Exception:  # it may refuse weights of one dimension
         return False
 
@@ -125,6 +131,10 @@ def _shape_of(group: dict[str, Any]) -> tuple[int, ...]:
     num_dims = max((param.dim() for param in group["params"]), default=2)
     known: dict[int, tuple[int, ...]] = {0: (4608,), 1: (4608,), 2: _SHAPE, 3: (18, 16, 16)}
     return known.get(num_dims, (18, 16, 4, 4, *[1] * (num_dims - 4)))
+
+
+class _OtherStates(Exception):
+    pass
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -247,6 +257,12 @@ def _steps(
             for weight, grad in zip(weights, of_step, strict=True):
                 weight.grad = grad.clone()
             twin.step()
+        for key in twin.state:
+            if not isinstance(key, Tensor):
+                raise _OtherStates(
+                    f"zero.shard() has no place for a state of no weight, {key!r} of"
+                    f" {type(optimizer).__name__}: keep it in the parameter groups"
+                )
         return [twin.state.get(weight, {}) for weight in weights]
 
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

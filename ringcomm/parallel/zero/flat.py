@@ -23,6 +23,7 @@ from ringcomm.parallel.flat_collectives import (
 )
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.refuse import is_float8
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.offload.optimizers import Operands
@@ -134,8 +135,8 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
-        self._present, self._due = self._passes.agree()
-        return bool(self._present)
+        found, self._present, self._due = self._passes.agree()
+        return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
         for bucket in self._due:
@@ -348,12 +349,14 @@ def _replicas_of(model: Model) -> dict[tuple[Tensor, ...], dist.ProcessGroup]:
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
-        if param.is_floating_point() and param.dtype != dtype:
+        if _is_cast(param) and param.dtype != dtype:
             param.data = param.data.to(dtype)
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(
-        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
-    )
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if _is_cast(x) else x, (args, kwargs))
+
+
+def _is_cast(value: Tensor) -> bool:
+    return value.is_floating_point() and not is_float8(value)

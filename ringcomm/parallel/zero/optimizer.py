@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
 from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
 from ringcomm.parallel.zero.states import States
-from ringcomm.torch_names import active_ddp, mark_stepped, move_step_hooks, tree_leaves
+from ringcomm.torch_names import active_ddp, mark_stepped, move_hooks, tree_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class ZeroOptimizer(States):
         self.defaults = {}
         for inner in given.optimizers:
             self.defaults = {**inner.optimizer.defaults, **self.defaults}
-            move_step_hooks(inner.optimizer, self)
+            move_hooks(inner.optimizer, self)
         for key in ("betas", "momentum"):  # which OneCycleLR then expects in all groups
             if not all(key in group for group in self.param_groups):
                 self.defaults.pop(key, None)
@@ -322,6 +323,9 @@ class ZeroOptimizer(States):
 
     def _check_unchanged(self) -> None:
         """Raises ValueError if the model has new weights that are not sharded."""
+        groups = iter(self.param_groups)  # which users may have replaced
+        for inner in self._inners:
+            inner.groups[:] = islice(groups, len(inner.groups))
         model, known = self._model(), set(self.all_params())
         for name, param in model.named_parameters() if model is not None else ():
             if param.requires_grad and param not in known:
