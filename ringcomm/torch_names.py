@@ -8,7 +8,6 @@ running torch has each name.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -355,13 +354,6 @@ def run_state_hooks(optimizer: torch.optim.Optimizer, when: str, *state: Any) ->
         found = hook(optimizer, *state)
         state = state if found is None else (found,)
     return state[0] if state else None
-
-
-def run_without_hooks(optimizer: Any) -> None:
-    """Makes step() of an optimizer run no hooks that users registered for all optimizers."""
-    step, own = type(optimizer).step, weakref.ref(optimizer)
-    if getattr(step, "__code__", None) is optimizer.profile_hook_step(step).__code__:
-        optimizer.step = lambda: step.__wrapped__(own())
 
 
 def is_attribute_of_torch(key: str) -> bool:

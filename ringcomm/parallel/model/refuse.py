@@ -152,11 +152,6 @@ def _is_on_shared_mesh(weight: Weight, asked: Asked) -> bool:
     return len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names
 
 
-def is_float8(tensor: Tensor) -> bool:
-    """Whether values have scales elsewhere, and must not be cast; float4 too."""
-    return tensor.is_floating_point() and tensor.dtype.itemsize == 1
-
-
 def _is_split(weight: Weight) -> bool:
     layer = weight.layer
     return isinstance(weight.tensor, DTensor) or (layer is not None and layer.group.size() > 1)
@@ -224,9 +219,8 @@ _WEIGHTS = (
     ),
     _Row(
         _FSDP,
-        lambda w, a: a.options.param_dtype and is_float8(w.tensor),
-        "fully_shard of stage 3 would cast {name} from {w.tensor.dtype} to param_dtype, without its"
-        " scales: use stage 1 or 2",
+        lambda w, a: a.options.param_dtype and str(w.tensor.dtype).startswith("torch.float8"),
+        "stage 3 would cast {name}, {w.tensor.dtype}, without its scales: use stage 1 or 2",
     ),
     _Row(
         _FSDP,

@@ -259,9 +259,6 @@ def plan_buckets(
     return plans
 
 
-_PASS = 2
-
-
 class BackwardPasses:
     """Collects the gradients of buckets' weights.
 
@@ -351,14 +348,14 @@ class BackwardPasses:
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
         other ranks make.
         """
-        while (found := self._share_facts(is_pass=False))[0] == _PASS:
+        while (found := self._share_facts(is_pass=False))[0] == 2:
             self._reduce_rest()
             self.forget()
         return found
 
     def _share_facts(self, *, is_pass: bool) -> tuple[int, set[nn.Parameter], list[Bucket]]:
-        """Of any rank: _PASS if one begins, else 1 if it has a gradient, or 0; see agree()."""
-        what = _PASS if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
+        """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
+        what = 2 if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
         found = 0
         present: set[nn.Parameter] = set()
         due: set[Bucket] = set()

@@ -15,7 +15,6 @@ from ringcomm.torch_names import (
     FakeTensorMode,
     TorchDispatchMode,
     is_attribute_of_torch,
-    run_without_hooks,
     tree_leaves,
 )
 
@@ -47,7 +46,6 @@ def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     made = object.__new__(type(optimizer))
     vars(made).update(_attributes_of(optimizer))
     made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
-    run_without_hooks(made)  # which run for the optimizer of the user
     if hasattr(made, "train"):  # schedule-free; its step raises in the other mode
         made.train()
     return made
@@ -225,6 +223,8 @@ def _difference(
             if value.shape != weight.shape:
                 return f"keeps a state {key!r} that does not have the weight's shape"
             values.append((key, value, [state[key] for state in of_parts]))
+        elif any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
+            return f"keeps tensors in a {type(value).__name__} {key!r}"
     for key, whole, found in values:
         joined = torch.cat([part.reshape(-1) for part in found]).view(_SHAPE)
         if not torch.allclose(joined, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -255,7 +255,7 @@ def _steps(
             twin.state[weight] = {key: _like(value, weight) for key, value in state.items()}
         for of_step in zip(*grads, strict=True):
             for weight, grad in zip(weights, of_step, strict=True):
-                weight.grad = grad.clone()
+                weight.requires_grad_().grad = grad.clone()
             twin.step()
         for key in twin.state:
             if not isinstance(key, Tensor):
@@ -265,7 +265,8 @@ def _steps(
                 )
         return [twin.state.get(weight, {}) for weight in weights]
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    eager = torch.compiler.set_stance("force_eager")  # compiled functions refuse modes
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), eager:
         try:
             return stepped({})
         except Exception:

@@ -23,7 +23,6 @@ from ringcomm.parallel.flat_collectives import (
 )
 from ringcomm.parallel.gradient_placeholder import weakly
 from ringcomm.parallel.model.describe import Model, describe
-from ringcomm.parallel.model.refuse import is_float8
 from ringcomm.parallel.model.stage_part import StagePart
 from ringcomm.parallel.model.starts import start_equal
 from ringcomm.parallel.offload.optimizers import Operands
@@ -349,14 +348,12 @@ def _replicas_of(model: Model) -> dict[tuple[Tensor, ...], dist.ProcessGroup]:
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
-        if _is_cast(param) and param.dtype != dtype:
-            param.data = param.data.to(dtype)
+        if param.is_floating_point() and param.dtype.itemsize > 1 and param.dtype != dtype:
+            param.data = param.data.to(dtype)  # not float8, which has scales elsewhere
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if _is_cast(x) else x, (args, kwargs))
-
-
-def _is_cast(value: Tensor) -> bool:
-    return value.is_floating_point() and not is_float8(value)
+    return tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs)
+    )

@@ -129,6 +129,24 @@ def _refuse_ddp(model: nn.Module, *_: Any) -> None:
         )
 
 
+# Lists of a parameter group by weight.
+_BY_WEIGHT = ("params", "param_names")
+
+
+def _of_parts(group: dict[str, Any], parts: Mapping[Any, Any]) -> dict[str, Any]:
+    """A parameter group of those weights that have parts."""
+    here = [i for i, param in enumerate(group["params"]) if param in parts]
+    lists = {key: [group[key][i] for i in here] for key in _BY_WEIGHT if key in group}
+    return {**group, **lists, "params": [parts[param] for param in lists["params"]]}
+
+
+def _like_weight(part: Tensor, param: Any) -> nn.Parameter:
+    """A weight in the memory of a part, with attributes that users have set."""
+    made = nn.Parameter(part.detach(), param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
 class ZeroOptimizer(States):
     """A torch optimizer in which each rank updates 1/N of the weights.
 
@@ -406,15 +424,13 @@ class ZeroOptimizer(States):
         factor: float,
     ) -> None:
         inner = given.optimizer
+        homes, parts = parts, {param: _like_weight(part, param) for param, part in parts.items()}
         for param, part in parts.items():
             if (grad := grads[param]) is not None:
                 part.grad = grad.to(part.dtype).view(part.shape)
                 if factor != 1:
                     part.grad *= factor
-        groups = [
-            (group, {**group, "params": [parts[p] for p in group["params"] if p in parts]})
-            for group in given.groups
-        ]
+        groups = [(group, _of_parts(group, parts)) for group in given.groups]
         groups = [pair for pair in groups if pair[1]["params"] or given.takes_empty]
         inner.param_groups = [own for _, own in groups]
         states, inner.state = self._states, defaultdict(dict)
@@ -424,8 +440,10 @@ class ZeroOptimizer(States):
                 inner.state[part] = state
         getattr(inner, method)()
         for group, own in groups:
-            group.update({key: value for key, value in own.items() if key != "params"})
+            group.update({key: value for key, value in own.items() if key not in _BY_WEIGHT})
         for param, part in parts.items():
+            if part.data_ptr() != homes[param].data_ptr():  # the class has set `.data`
+                homes[param].copy_(part)
             if part in inner.state:
                 states[param] = inner.state[part]
         inner.param_groups, inner.state = [], {}
