@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
+from ringcomm.parallel.zero.elementwise import is_offloaded, of_parts, over_groups
 
 State = dict[str, Any]
 
@@ -37,14 +37,14 @@ class Unstepped:
                 known = optimizer._state_of(param) if is_zero else optimizer.state.get(param, {})
                 if not param.requires_grad or known.keys() - {MASTER}:
                     continue
-                if is_zero and not (param.numel() and optimizer.updates(param)):
+                if is_zero and not optimizer.updates(param):
                     continue
                 # By a step of another weight, which must not count.
                 other = nn.Parameter(_value_of(optimizer, param))
                 other.grad = torch.zeros_like(other)
                 still = {"lr": 0 * group["lr"]} if group.get("lr") is not None else {}
                 inner = _inner_of(optimizer, param)
-                copy = over_groups(inner, [{**group, **still, "params": [other]}])
+                copy = over_groups(inner, [{**of_parts(group, {param: other}), **still}])
                 copy.step()
                 made: State = copy.state.get(other, {})
                 new = {key: value * 0 if key == "step" else value for key, value in made.items()}

@@ -342,8 +342,7 @@ class BackwardPasses:
     # ---- agreement of all ranks
 
     def agree(self) -> tuple[int, set[nn.Parameter], list[Bucket]]:
-        """Whether any rank has a gradient; of this rank's weights those with one, and the buckets
-        with one that is not reduced.
+        """Whether any rank has a gradient; weights with one, and buckets with a fresh one.
 
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
         other ranks make.

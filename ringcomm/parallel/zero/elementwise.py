@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ REFUSED = {
     "LBFGS": "needs dot products over all weights",
     "SparseAdam": "needs sparse gradients",
 }
+BY_WEIGHT = ("params", "param_names")  # lists in parameter groups
 # More elements than a block of optimizers with quantized states, in parts of different sizes.
 _SHAPE, _SIZES = (72, 64), (1, 1500, 3107)
 # Steps of a trial: of any class, and of one that a user says to need whole weights, which may begin
@@ -49,6 +50,13 @@ def over_groups(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     if hasattr(made, "train"):  # schedule-free; its step raises in the other mode
         made.train()
     return made
+
+
+def of_parts(group: dict[str, Any], parts: Mapping[Any, Any]) -> dict[str, Any]:
+    """A parameter group of those weights that have parts."""
+    here = [i for i, param in enumerate(group["params"]) if param in parts]
+    lists = {key: [group[key][i] for i in here] for key in BY_WEIGHT if key in group}
+    return {**group, **lists, "params": [parts[param] for param in lists["params"]]}
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -118,7 +126,7 @@ def _takes_parts(optimizer: torch.optim.Optimizer, num_steps: int) -> bool:
 def takes_empty_groups(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step does nothing where its groups have no weights."""
     try:
-        over_groups(optimizer, [{**g, "params": []} for g in optimizer.param_groups]).step()
+        over_groups(optimizer, [of_parts(g, {}) for g in optimizer.param_groups]).step()
     except Exception:
         return False
     return True
@@ -239,7 +247,8 @@ def _steps(
     grads: Sequence[Sequence[Tensor]],
 ) -> list[dict[str, Any]]:
     """The states of weights after steps of a copy of the optimizer with the options of a group."""
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in BY_WEIGHT}
+    options |= {key: group[key][:1] * len(weights) for key in group.keys() & {"param_names"}}
     lr = options.get("lr")
     if lr is not None and float(lr) == 0:  # as a scheduler's warm-up may begin
         options["lr"] = 1e-3

@@ -114,7 +114,7 @@ class FlatZero(ZeroOptimizer):
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
         part = bucket.shard[bucket.place_in_shard(param)]
-        is_all = bucket.is_whole and part.numel() == param.numel()
+        is_all = part.numel() == param.numel() and (bucket.is_whole or not param.numel())
         return part.view(param.shape) if is_all else part
 
     # ---- gradients

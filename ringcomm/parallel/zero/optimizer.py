@@ -25,7 +25,7 @@ from ringcomm.parallel.flat_collectives import device_of, local_of
 from ringcomm.parallel.model.axes import Axes, Held
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import find_trainer
-from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
+from ringcomm.parallel.zero.elementwise import BY_WEIGHT, is_offloaded, of_parts, over_groups
 from ringcomm.parallel.zero.states import States
 from ringcomm.torch_names import active_ddp, mark_stepped, move_hooks, tree_leaves
 
@@ -127,17 +127,6 @@ def _refuse_ddp(model: nn.Module, *_: Any) -> None:
             " which would reduce gradients again: call the model itself. With Accelerate or"
             " Trainer, call register() of ringcomm.integrations"
         )
-
-
-# Lists of a parameter group by weight.
-_BY_WEIGHT = ("params", "param_names")
-
-
-def _of_parts(group: dict[str, Any], parts: Mapping[Any, Any]) -> dict[str, Any]:
-    """A parameter group of those weights that have parts."""
-    here = [i for i, param in enumerate(group["params"]) if param in parts]
-    lists = {key: [group[key][i] for i in here] for key in _BY_WEIGHT if key in group}
-    return {**group, **lists, "params": [parts[param] for param in lists["params"]]}
 
 
 def _like_weight(part: Tensor, param: Any) -> nn.Parameter:
@@ -430,7 +419,7 @@ class ZeroOptimizer(States):
                 part.grad = grad.to(part.dtype).view(part.shape)
                 if factor != 1:
                     part.grad *= factor
-        groups = [(group, _of_parts(group, parts)) for group in given.groups]
+        groups = [(group, of_parts(group, parts)) for group in given.groups]
         groups = [pair for pair in groups if pair[1]["params"] or given.takes_empty]
         inner.param_groups = [own for _, own in groups]
         states, inner.state = self._states, defaultdict(dict)
@@ -440,7 +429,7 @@ class ZeroOptimizer(States):
                 inner.state[part] = state
         getattr(inner, method)()
         for group, own in groups:
-            group.update({key: value for key, value in own.items() if key not in _BY_WEIGHT})
+            group.update({key: value for key, value in own.items() if key not in BY_WEIGHT})
         for param, part in parts.items():
             if part.data_ptr() != homes[param].data_ptr():  # the class has set `.data`
                 homes[param].copy_(part)
