@@ -234,7 +234,7 @@ def _difference(
         elif any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value)):
             return f"keeps tensors in a {type(value).__name__} {key!r}"
     for key, whole, found in values:
-        joined = torch.cat([part.reshape(-1) for part in found]).view(_SHAPE)
+        joined = torch.cat([part.reshape(-1) for part in found]).view_as(whole)
         if not torch.allclose(joined, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
             return f"gives other {key!r} on parts of a weight than on the whole weight"
     return ""

@@ -197,3 +197,17 @@ def test_hooks_of_saving_and_loading(rank: int, stage: int) -> None:
     seen.clear()
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["before", "replace", "a hook", "after"]
+
+
+@pytest.mark.parametrize("kinds", [(1,), (2, 1), (4, 1)])
+@in_ranks(2)
+def test_states_are_even_for_weights_of_any_dimensions(rank: int, kinds: Any) -> None:
+    """As with the usual groups of matrices and of biases: half the elements on each rank."""
+    weights = [nn.Parameter(torch.ones([6] * kind)) for kind in kinds]
+    model = nn.ParameterList(weights)
+    rmsprop = torch.optim.RMSprop([{"params": [weight]} for weight in weights])
+    optimizer = zero.shard(model, rmsprop, 1)
+    torch.stack([weight.square().sum() for weight in weights]).sum().backward()
+    optimizer.step()
+    num_elems = sum(weight.numel() for weight in weights)
+    assert sum(state.numel() for state in optimizer.state_tensors()) == num_elems // 2
