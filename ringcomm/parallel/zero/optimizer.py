@@ -364,7 +364,7 @@ class ZeroOptimizer(States):
                 continue
             if inner.is_whole:
                 self._run_whole(inner, method, own, factor)
-            else:
+            elif own or inner.takes_empty:
                 self._run_one(inner, method, {p: self._part_of(p) for p in own}, own, factor)
 
     def _run_whole(

@@ -82,6 +82,34 @@ def lion(param: Tensor, grad: Tensor, mean: Tensor, rate: Tensor) -> None:
     param.sub_(rate * torch.tanh(mean.lerp_(grad, 0.1)))
 
 
+class First(Plain):
+    """That cannot step where its first group has no weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["params"][0].dim()
+        return super().step()
+
+    def update(self, group: dict[str, Any], param: Any) -> None:
+        param.sub_(group["lr"] * param.grad)
+
+
+@STAGES
+@in_ranks(2)
+def test_an_optimizer_without_a_gradient(rank: int, stage: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/pull/7869, and one that takes parts of weights."""
+
+    def make(model: Any) -> Any:
+        model[0].requires_grad_(False)
+        rest = [*model[2].parameters(), *model[4].parameters()]
+        return [First(model[0].parameters()), torch.optim.SGD(rest, 0.1)]
+
+    both = pair(stage, make)
+    both.train(range(2), rank)
+    for model in (both.plain, both.model):
+        model[0].requires_grad_(True)
+    both.train(range(2, 4), rank)
+
+
 class Compiled(Plain):
     def update(self, group: dict[str, Any], param: Any) -> None:
         mean = self.state[param].setdefault("mean", torch.zeros_like(param))
@@ -111,7 +139,8 @@ class Counts(Plain):
     """With a state of no weight, as MADGRAD."""
 
     def update(self, group: dict[str, Any], param: Any) -> None:
-        count = self.state.setdefault("k", torch.zeros(1))
+        states: Any = self.state
+        count = states.setdefault("k", torch.zeros(1))
         count += 1
         param.sub_(group["lr"] / float(count) * param.grad)
 

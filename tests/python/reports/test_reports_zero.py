@@ -233,8 +233,9 @@ def test_groups_in_another_order_than_the_model(rank: int, stage: int) -> None:
     """https://github.com/pytorch/pytorch/pull/54736, https://github.com/facebookresearch/fairscale/issues/601"""
 
     def make(model: Any) -> Any:
-        params = [*model.parameters()][::-1]
-        return torch.optim.AdamW([{"params": params[::2], "lr": 0.05}, {"params": params[1::2]}])
+        params: list[Any] = [*model.parameters()][::-1]
+        groups: list[Any] = [{"params": params[::2], "lr": 0.05}, {"params": params[1::2]}]
+        return torch.optim.AdamW(groups)
 
     both, alone = pair(stage, make), network()
     both.train(range(2), rank)
