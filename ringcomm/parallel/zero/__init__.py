@@ -75,7 +75,7 @@ def shard(
             weight by itself; or several over different weights, such as [muon, adamw]. shard()
             makes three steps of other classes on a small weight and on its parts. If the results
             differ, as for Muon, each weight is updated as a whole by one rank.
-            Step hooks and state move to the returned optimizer. The given ones raise afterwards,
+            Hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
             no_sync(), and stage 3 gathers weights for each.

@@ -117,15 +117,13 @@ class Compiled(Plain):
         lion(*(x.detach().view(-1) for x in (param, param.grad, mean, rate)))
 
 
-@pytest.mark.parametrize("kind", [Attributes, Trainable, SetsData, SetsWholeData, Lists, Compiled])
+@pytest.mark.parametrize("kind", [Attributes, Trainable, SetsData, SetsWholeData, Lists])
 @STAGES
 @in_ranks(2)
 def test_what_steps_see_of_weights(rank: int, stage: int, kind: Any) -> None:
     """https://github.com/pytorch/pytorch/issues/136929, https://github.com/NVIDIA/Megatron-LM/pull/7230:
     attributes; https://github.com/facebookresearch/fairscale/pull/721: requires_grad;
-    https://github.com/facebookresearch/fairscale/pull/537: states that are no tensor;
-    https://github.com/pytorch/pytorch/issues/120814: compiled updates."""
-    torch.compiler.reset()
+    https://github.com/facebookresearch/fairscale/pull/537: states that are no tensor."""
 
     def make(model: Any) -> Any:
         model[0].weight.rate, model[2].bias.rate = 3.0, 0.1
@@ -133,6 +131,12 @@ def test_what_steps_see_of_weights(rank: int, stage: int, kind: Any) -> None:
 
     both = pair(stage, make, num_steps_before=1)
     both.train(range(4), rank)
+
+
+@in_ranks(2)
+def test_compiled_updates(rank: int) -> None:
+    """https://github.com/pytorch/pytorch/issues/120814: that take no part in a trial as a graph."""
+    pair(2, lambda model: Compiled(model.parameters())).train(range(2), rank)
 
 
 class Counts(Plain):
