@@ -114,7 +114,7 @@ class FlatZero(ZeroOptimizer):
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
         part = bucket.shard[bucket.place_in_shard(param)]
-        is_all = bucket.is_whole and part.numel() == param.numel()
+        is_all = part.numel() == param.numel() and (bucket.is_whole or not param.numel())
         return part.view(param.shape) if is_all else part
 
     # ---- gradients
@@ -134,8 +134,8 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
-        self._present, self._due = self._passes.agree()
-        return bool(self._present)
+        found, self._present, self._due = self._passes.agree()
+        return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
         for bucket in self._due:
@@ -348,8 +348,8 @@ def _replicas_of(model: Model) -> dict[tuple[Tensor, ...], dist.ProcessGroup]:
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
-        if param.is_floating_point() and param.dtype != dtype:
-            param.data = param.data.to(dtype)
+        if param.is_floating_point() and param.dtype.itemsize > 1 and param.dtype != dtype:
+            param.data = param.data.to(dtype)  # not float8, which has scales elsewhere
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
 
