@@ -103,6 +103,18 @@ def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
     }
 
 
+def check_data_ranks(model: nn.Module, group: dist.ProcessGroup, who: str) -> None:
+    """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
+    for name, experts in split_experts(model).items():
+        num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
+        if experts.group.size() * num_replicas != group.size():
+            raise ValueError(
+                f"{who} is given {group.size()} data-parallel ranks, but {name or 'the model'} has"
+                f" experts over {experts.group.size()} ranks in {num_replicas} replicas: give the"
+                f" layer its replica_group, and {who} the group of all ranks with different tokens"
+            )
+
+
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model's experts on this rank, by name.
 
@@ -160,15 +172,8 @@ def average_gradients(
     if ddp is not None and group is None and mesh is None:
         group = ddp.process_group
     resolved = resolve_group(group, mesh)
+    check_data_ranks(model, resolved, "average_gradients()")
     layers = split_experts(model)
-    for name, experts in layers.items():
-        num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
-        if experts.group.size() * num_replicas != resolved.size():
-            raise ValueError(
-                f"{resolved.size()} ranks average gradients, but {name or 'the model'} has experts"
-                f" over {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
-                " replica_group, and pass as group here all ranks that have different tokens"
-            )
     of_experts = set(expert_parameters(model).values())
     handled = [*(of_experts if ddp is not None else model.parameters())] if layers else []
     if any(_has_average(param.grad) for param in handled):
