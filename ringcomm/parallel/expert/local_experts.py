@@ -15,7 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm import torch_names
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
+from ringcomm.parallel.expert.dispatch import (
+    DispatchPlan,
+    by_expert,
+    combine,
+    counts_of,
+    dispatch,
+    plan_dispatch,
+    rows_of_tokens,
+    sums_of_rows,
+)
 from ringcomm.parallel.model.saving import refuse_copy, refuse_part
 from ringcomm.torch_names import all_reduce_coalesced_
 
@@ -60,13 +69,42 @@ class LocalExperts(nn.ModuleDict):
             if self.range[0] <= idx < self.range[1]:
                 self[str(idx)] = expert
 
-    def forward(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Each token's weighted sum of the results of its experts, which may be on any rank.
+
+        Args:
+            tokens: (tokens, width), any number of them. Under autocast they are sent in its dtype,
+                as for linear layers.
+            chosen: (tokens, choices), int64: the experts' numbers; num_experts for no expert.
+            weights: (tokens, choices), of the results. Sums are in float32 for 16-bit weights.
+
+        Returns the shape and dtype of the tokens.
+
+        Raises ValueError on all ranks if the dtype of tokens, or the need for gradients, differs
+        between ranks. Collective, and so is its backward pass, on all ranks if some rank needs it.
+        """
+        self._check_ddp()
+        kind, num_choices = tokens.device.type, chosen.shape[1]
+        is_cast = torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64
+        wire = tokens.to(torch.get_autocast_dtype(kind)) if is_cast else tokens
+        trained = (tokens, weights, *self.parameters())
+        plan = plan_dispatch(
+            counts_of(chosen, self.num_experts + 1)[:-1],
+            wire.dtype,
+            self.group,
+            is_grad_needed=any(tensor.requires_grad for tensor in trained),
+        )
+        slots = chosen.flatten().argsort(stable=True)[: sum(plan.sent)]
+        results = self._run(rows_of_tokens(wire, slots, num_choices), plan)
+        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        weighted = results * wide.reshape(-1).index_select(0, slots)[:, None]
+        return sums_of_rows(weighted, slots, len(tokens), num_choices).to(tokens.dtype)
+
+    def _run(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sends each row through its expert on any rank; returns rows in the same order and dtype.
 
         Every expert runs, even on no rows, so that its parameters have gradients in every step.
-        Collective, forward and backward.
         """
-        self._check_ddp()
         received = dispatch(rows, plan)
         results = []
         for (idx, expert), part in zip(self.items(), by_expert(received, plan), strict=True):

@@ -326,9 +326,9 @@ _MODELS = (
     ),
     _Row(
         {"ep"},
-        lambda _, a: not (a.adapter.is_mixtral or a.adapter.has_experts),
-        "ep is {own.dims.ep}, but {own.name} has neither experts of Mixtral nor layers of"
-        " ringcomm.nn.MixtureOfExperts",
+        lambda _, a: not (a.adapter.has_stacked or a.adapter.has_experts),
+        "ep is {own.dims.ep}, but {own.name} has neither stacked experts of transformers, such as"
+        " Mixtral's and Qwen3-MoE's, nor layers of ringcomm.nn.MixtureOfExperts",
         TypeError,
     ),
     _Row(

@@ -94,15 +94,13 @@ def test_other_models_are_refused() -> None:
 
 
 def test_experts_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has no MixtralSparseMoeBlock"):
+    with pytest.raises(ValueError, match="Linear has no stacked experts"):
         expert_parallelize(nn.Linear(2, 2))
-    for option, value, words in (
-        ("router_jitter_noise", 0.1, "set it to 0"),
-        ("output_router_logits", True, "set it to False, and add load_balancing"),
-    ):
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=2, **{option: value})
-        with pytest.raises(ValueError, match=f"{option}.*{words}"):
-            expert_parallelize(transformers.MixtralForCausalLM(config))
+    # Interleaved, transposed, and with biases.
+    options = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
+    config = transformers.GptOssConfig(**SIZES, **options)
+    with pytest.raises(ValueError, match="GptOssForCausalLM has no stacked experts"):
+        expert_parallelize(transformers.GptOssForCausalLM(config))
 
 
 def test_models_that_are_no_chain_of_blocks_are_refused() -> None:

@@ -168,14 +168,11 @@ def compare(_: int, family: str, kind: str, system: str) -> tuple[str, str]:
 
 
 def as_named(found: Weights, wanted: Weights) -> Weights:
-    """Under the names of transformers, also routers and experts of expert_parallelize()."""
+    """Under the names of transformers, also experts of expert_parallelize()."""
     for name in wanted.keys() - found.keys():
         block, _, last = name.rpartition(".experts.")
-        if block:
-            every = range(len(wanted[name]))
-            found[name] = torch.stack([found[f"{block}.experts.{idx}.{last}"] for idx in every])
-        else:
-            found[name] = found[name.replace(".gate.", ".router.")]
+        every = range(len(wanted[name]))
+        found[name] = torch.stack([found[f"{block}.experts.{idx}.{last}"] for idx in every])
     return found
 
 
