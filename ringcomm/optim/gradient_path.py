@@ -352,8 +352,10 @@ class GradientPath:
             self._forget_gradients()
 
     def _forget_agreements(self) -> None:
-        for agreement in (*self.replicas, *self._same.values()):
-            agreement.forget()
+        for replicas in self.replicas:
+            replicas.forget()
+        for same in self._same.values():
+            same.forget()
 
     def _forget_gradients(self) -> None:
         self._forget_agreements()

@@ -95,8 +95,7 @@ class ModelWeights:
     def share(
         self, slots: Iterable[Slot], group: dist.ProcessGroup
     ) -> dict[dist.ProcessGroup, list[Slot]]:
-        """Numbers the weights of each group that averages gradients; sharded experts have others.
-        """
+        """Numbers the weights of each group that averages gradients; experts have their own."""
         found: dict[dist.ProcessGroup | None, list[Slot]] = {group: []}
         for slot in slots:
             weight = self._described.weights.get(slot.param, Weight(slot.param))

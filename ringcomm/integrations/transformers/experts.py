@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -108,8 +109,8 @@ def expert_parallelize(
         every = (GatedExpert(gate_up, down, whole.act_fn) for gate_up, down in weights)
         experts = ChosenExperts(every, len(whole.down_proj), resolved, replica_group)
         experts.capacity_factor = capacity_factor
-        for param in experts.parameters():
-            param.data = param.data.clone()  # the stacked weights are freed
+        # A slice keeps the stacked weights in memory, and shares their version counter.
+        experts.update({idx: copy.deepcopy(expert) for idx, expert in experts.items()})
         setattr(block, child, experts)
         block.group = resolved
         register_part(block)  # not the experts: a rank may have none of them
