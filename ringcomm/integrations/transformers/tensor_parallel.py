@@ -363,12 +363,15 @@ def _split_block(
     """An attention or a feed-forward network; its input passes enter() once for all layers."""
     width = 1 if heads is None else block.head_dim
     num_together, num_replicas = heads or (1, 1)
+    num_heads = 1 if heads is None else block.q_proj.out_features // width
     for name in blocks.columns[block]:
-        is_shared = heads is not None and name != "q_proj"
+        whole = getattr(block, name)
+        is_shared = heads is not None and name in ("k_proj", "v_proj")
+        of_head = 1 if heads is None else whole.out_features // num_heads  # 1 of a gate per head
         columns = ColumnParallelLinear.from_linear(
-            getattr(block, name),
+            whole,
             group=where["group"],
-            shard_multiple=width if is_shared else num_together * width,
+            shard_multiple=width if is_shared else num_together * of_head,
             num_replicas=num_replicas if is_shared else 1,
             copy_input=False,
         )
