@@ -26,3 +26,16 @@ def start_equal(
     for group in groups:
         shared = (t for t in chosen if not known[t].is_apart(group))
         take_from_rank0(map(local_of, shared), group)
+
+
+def start_equal_over_data(
+    model: Model, group: dist.ProcessGroup, tensors: Iterable[Tensor] | None = None
+) -> None:
+    """As start_equal() over data-parallel ranks; experts over the ranks with the same ones."""
+    known: dict[Any, Weight] = {**model.weights, **model.buffers}
+    by_group: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    for tensor in known if tensors is None else tensors:
+        by_group.setdefault(known[tensor].data_group(group), []).append(tensor)
+    for of_data, own in by_group.items():
+        if of_data is not None:
+            start_equal(model, [of_data], own)

@@ -1,11 +1,12 @@
 """Units of a model, which are gathered together, and their materialization from the meta device."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.torch_names import gather_outside_inference_mode, untraced
 
 
@@ -15,14 +16,21 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The entries of every outermost ModuleList, or of every outermost Sequential without one."""
-    return _entries(model, nn.ModuleList) or _entries(model, nn.Sequential)
+    """The entries of every outermost ModuleList, or of every outermost Sequential without one.
+
+    None inside of sharded experts, which differ between ranks.
+    """
+    apart = {*split_experts(model).values()}
+    return _entries(model, nn.ModuleList, apart) or _entries(model, nn.Sequential, apart)
 
 
-def _entries(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+def _entries(
+    module: nn.Module, kind: type[nn.Module], apart: Collection[nn.Module]
+) -> list[nn.Module]:
     if isinstance(module, kind):
         return [unit for entry in module.children() for unit in _callable_parts(entry)]
-    return [unit for child in module.children() for unit in _entries(child, kind)]
+    children = [child for child in module.children() if child not in apart]
+    return [unit for child in children for unit in _entries(child, kind, apart)]
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
@@ -61,9 +69,13 @@ def fsdp_units(
     """The modules for fully_shard and the parameters that each shards, the model last.
 
     A unit that shares a parameter with another, or with the rest of the model, is not one of them:
-    its parameters are the model's. Raises as params_of_units() does.
+    its parameters are the model's. Sharded experts are units, which other ranks share, and have
+    none inside. Raises as params_of_units() does.
     """
-    units = list(default_units(model) if units is None else units)
+    apart = [*split_experts(model).values()]
+    inside = {part for experts in apart for part in experts.modules()}
+    given = list(default_units(model) if units is None else units)
+    units = [*apart, *(unit for unit in given if unit not in inside)]
     units_of_params = _units_of_params(model, units)
     done: set[nn.Parameter] = set()
     found = []

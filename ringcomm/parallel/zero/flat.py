@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import (
     device_of,
     place_in,
@@ -22,9 +22,9 @@ from ringcomm.parallel.flat_collectives import (
     with_own_storage,
 )
 from ringcomm.parallel.gradient_placeholder import weakly
-from ringcomm.parallel.model.describe import Model, describe
+from ringcomm.parallel.model.describe import describe
 from ringcomm.parallel.model.stage_part import StagePart
-from ringcomm.parallel.model.starts import start_equal
+from ringcomm.parallel.model.starts import start_equal_over_data
 from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.shards.units import materialize
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
@@ -60,10 +60,8 @@ class FlatZero(ZeroOptimizer):
         model, group, options = given.model.module, self.group, self.options
         materialize(model, [*given.model.weights], device_of(group))
         described = describe(model)
-        start_equal(described, [group])
+        start_equal_over_data(described, group)
         self._group_of = {p: w.data_group(group) for p, w in described.weights.items()}
-        for tensors, replicas in _replicas_of(described).items():
-            start_equal(described, [replicas], tensors)
         self.stage = stage = given.stage
         dtype = options.param_dtype
         whole = [param for param, inner in self._inner_by_param.items() if inner.is_whole]
@@ -330,19 +328,6 @@ class FlatZero(ZeroOptimizer):
         for bucket in self._buckets:
             if bucket.has_master:
                 bucket.gather()
-
-
-def _replicas_of(model: Model) -> dict[tuple[Tensor, ...], dist.ProcessGroup]:
-    """The weights and buffers of each layer of sharded experts, and the ranks with the same."""
-    found: dict[LocalExperts, list[Tensor]] = {}
-    for tensor, weight in (*model.weights.items(), *model.buffers.items()):
-        if weight.experts is not None and weight.experts.replica_group is not None:
-            found.setdefault(weight.experts, []).append(tensor)
-    return {
-        tuple(tensors): experts.replica_group
-        for experts, tensors in found.items()
-        if experts.replica_group is not None
-    }
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:

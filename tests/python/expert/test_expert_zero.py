@@ -134,6 +134,12 @@ def plain_after(num_experts: int, kind: str, clip: Any, rank: int) -> Net:
         (4, 2, 4, 2, "adamw", 0.1),
         (4, 4, 3, 2, "muon", None),  # a rank without experts
         (4, 2, 4, 2, "adafactor", None),
+        (2, 2, 4, 3, "adamw", None),
+        (2, 2, 3, 3, "sgd", 0.1),
+        (4, 2, 3, 3, "muon", 0.1),
+        (4, 2, 4, 3, "adamw", 0.1),
+        (4, 4, 3, 3, "muon", None),
+        (4, 2, 4, 3, "adafactor", None),
     ],
 )
 def test_steps_are_those_of_one_process(
