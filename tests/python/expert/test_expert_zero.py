@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from full_states import full_state, full_weights, load_full_state
+from full_states import full_state, full_weights, load_full_state, load_full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from whole_optimizers import Muon64, by_dimensions
 from zero_models import assert_close, live_bytes, same, sent_bytes
 
 from ringcomm.nn import MixtureOfExperts
-from ringcomm.parallel import ParallelDims, expert, parallelize, zero
+from ringcomm.parallel import ParallelDims, expert, offload, parallelize, zero
 from ringcomm.parallel.zero.elementwise import optimizers_of
 
 STEPS, ROWS = 4, 24
@@ -107,10 +107,11 @@ def compare(
     train(model, optimizer, range(2, STEPS), place)
     assert_close(full_weights(model), full_weights(plain), 2e-6)
     assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
-    # A whole state goes on where ranks have other experts, and in one process.
-    again = Net(num_experts, alone(rank), None)
-    resumed = zero.shard(again, make_optimizer(kind, again), stage, group=alone(rank), **options)
-    again.load_state_dict(full_weights(plain_after(num_experts, kind, clip, rank)))
+    # A whole state goes on where ranks have other experts, at another stage, and in one process.
+    again, next_stage = Net(num_experts, alone(rank), None), stage % 3 + 1
+    made = make_optimizer(kind, again)
+    resumed = zero.shard(again, made, next_stage, group=alone(rank), **options)
+    load_full_weights(again, full_weights(plain_after(num_experts, kind, clip, rank)))
     load_full_state(resumed, state)
     train(again, resumed, range(2, STEPS), (0, 1))
     assert_close(full_weights(again), full_weights(plain), 2e-6)
@@ -148,11 +149,15 @@ def test_steps_are_those_of_one_process(
     run_ranks(world_size, compare, world_size, num_shards, num_experts, stage, kind, clip)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    [(1, {}), (2, {}), (3, {"dp": 1, "fsdp": 4}), (3, {"dp": 2, "fsdp": 2})],
+    ids=str,
+)
 @in_ranks(4)
-def test_parallelize(rank: int, stage: int) -> None:
-    """One call: experts over 2 ranks, 2 replicas."""
-    dims = ParallelDims(dp=4, ep=2)
+def test_parallelize(rank: int, stage: int, sizes: dict[str, int]) -> None:
+    """One call: experts over 2 ranks, 2 replicas; at stage 3 also with replicas of the rest."""
+    dims = ParallelDims(**sizes, ep=2)
     plain = Net(4, alone(rank), None)
     given = make_optimizer("adamw", plain)
     model = Net(4, dims.group("ep"), dims.group("edp"))
@@ -175,19 +180,46 @@ def test_parallelize(rank: int, stage: int) -> None:
     assert_close(full_weights(job), full_weights(plain), 2e-6)
 
 
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @in_ranks(4)
-def test_bytes_of_a_step(rank: int, kind: str) -> None:
-    """At stage 1, where the tokens go in the passes and the gradients in the step."""
-    model = Net(3, *mesh(rank, 4, 2))
-    arguments = model, make_optimizer(kind, model), 1
-    expected = zero.predict_traffic(*arguments, world_size=4, rank=rank)
-    optimizer = zero.shard(*arguments)
+def test_bytes_of_a_step(rank: int, kind: str, stage: int, num_shards: int) -> None:
+    """Without the tokens; the passes send these and gradients, the step also rows to owners."""
+    model = Net(3, *mesh(rank, 4, num_shards))
+    arguments = model, make_optimizer(kind, model), stage
+    options = {"clip_grad_norm": 0.1}
+    expected = zero.predict_traffic(*arguments, world_size=4, rank=rank, **options)
+    optimizer = zero.shard(*arguments, **options)
     train(model, optimizer, range(1), (rank, 4))
+    before = sent_bytes()
     model(torch.ones(4, 6)).square().mean().backward()
-    before = sum(sent_bytes().values())
+    passed = sent_bytes()
+    tokens = sum(passed[name] - before[name] for name in passed if "all_to_all" in name)
     optimizer.step()
-    assert sum(sent_bytes().values()) - before == expected
+    assert sum(sent_bytes().values()) - sum(before.values()) - tokens == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(4)
+def test_memory_is_what_was_predicted(rank: int, stage: int) -> None:
+    torch.manual_seed(0)
+    make_expert = lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))  # noqa: E731
+    groups: Any = dict(zip(("group", "replica_group"), mesh(rank, 4, 2), strict=True))
+    layer = MixtureOfExperts(64, make_expert, 3, **groups)
+    model: Any = nn.Sequential(nn.Linear(64, 64), layer, nn.Linear(64, 64))
+    arguments = model, torch.optim.AdamW(model.parameters()), stage
+    expected = zero.predict_memory(*arguments, world_size=4, rank=rank)
+    optimizer = zero.shard(*arguments)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        found = live_bytes(grads if stage == 3 else optimizer.gradient_tensors())
+        optimizer.step()
+    assert found == pytest.approx(expected.gradients, rel=0.05)
+    assert live_bytes(model.parameters()) == pytest.approx(expected.parameters, rel=0.05)
+    assert live_bytes(optimizer.state_tensors()) == pytest.approx(expected.states, rel=0.05)
 
 
 def with_unused_layers(rank: int, stage: int) -> dict[str, Tensor]:
@@ -224,7 +256,8 @@ def test_errors(rank: int) -> None:
         zero.shard(model, torch.optim.SGD(model.parameters()), 2)
     known = Net(4, shards, replicas)
     with pytest.raises(ValueError, match="each rank has different experts in moe"):
-        zero.shard(known, torch.optim.SGD(known.parameters()), 3)
+        offloaded = offload.SGD(known.parameters(), 0.1, to="cpu")
+        zero.shard(known, offloaded, 3, offload_weights=True)
     optimizer = zero.shard(known, torch.optim.SGD(known.parameters()), 2)
     with pytest.raises(ValueError, match="already has an optimizer that takes its gradients"):
         zero.shard(known, torch.optim.SGD(known.parameters()), 2)
