@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.parallel.expert.local_experts import split_experts
+from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
 from ringcomm.torch_names import gather_outside_inference_mode, untraced
 
 
@@ -116,13 +116,20 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
 
     Parameters keep their identity. Modules are processed in the order of model.modules(); each
     reset_parameters() sees all parameters of its module. Modules with only buffers are initialized
-    too.
+    too. Values of an expert do not depend on the rank that has it.
     """
     wanted = {param for param in params if param.is_meta}
     # All modules of a shared weight are processed together: a later reset_parameters() would
     # overwrite it.
     shares = {m for m in model.modules() if not wanted.isdisjoint(m.parameters(recurse=False))}
     for module in model.modules():
+        if isinstance(module, LocalExperts) and any(param.is_meta for param in module.parameters()):
+            # Ranks with one seed have different experts.
+            seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
+            for number, expert in module.items():
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    torch.manual_seed(seed + int(number))
+                    materialize(expert, params, device)
         own = dict(module.named_parameters(recurse=False))
         buffers = module.buffers(recurse=False)
         has_wanted = module in shares and any(param.is_meta for param in own.values())

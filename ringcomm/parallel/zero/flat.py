@@ -132,8 +132,8 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
-        self._present, self._due = self._passes.agree()
-        return bool(self._present)
+        is_any, self._present, self._due = self._passes.agree()
+        return is_any
 
     def _reduce(self) -> None:
         for bucket in self._due:

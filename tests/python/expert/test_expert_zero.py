@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -220,6 +222,84 @@ def test_memory_is_what_was_predicted(rank: int, stage: int) -> None:
     assert found == pytest.approx(expected.gradients, rel=0.05)
     assert live_bytes(model.parameters()) == pytest.approx(expected.parameters, rel=0.05)
     assert live_bytes(optimizer.state_tensors()) == pytest.approx(expected.states, rel=0.05)
+
+
+def prepare(model: Any, variant: str) -> None:
+    layer = model.moe
+    if variant == "an expert without tokens":  # equal probabilities: the first two get all
+        layer.router.weight.requires_grad_(False).zero_()
+    if variant == "frozen experts":
+        layer.experts.requires_grad_(False)
+    if variant == "only experts":
+        model.requires_grad_(False)
+        layer.experts.requires_grad_(True)
+
+
+def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) -> None:
+    """Each step has two micro-batches; `parts` are those of this process."""
+    for step in range(3):
+        for micro_batch in range(2):
+            generator = torch.Generator().manual_seed(2 * step + micro_batch)
+            x, y = (torch.randn(ROWS, size, generator=generator) for size in (6, 3))
+            is_kept = micro_batch == 0 and hasattr(optimizer, "no_sync")
+            with optimizer.no_sync() if is_kept else nullcontext():
+                for part in parts:
+                    loss = nn.functional.mse_loss(
+                        model(x.chunk(num_ranks)[part]), y.chunk(num_ranks)[part]
+                    )
+                    loss = loss + 0.1 * model.moe.routing.router_z_loss
+                    (loss / len(parts)).backward()
+        if not hasattr(optimizer, "no_sync"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "variant", ["all", "an expert without tokens", "frozen experts", "only experts"]
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("num_shards", [2, 4])
+@in_ranks(4)
+def test_what_is_trained(rank: int, num_shards: int, stage: int, variant: str) -> None:
+    """With no_sync(), the routers' loss, which does not pass the experts, and clipping.
+
+    Ranks that wait for an expert without tokens or for a rank without experts:
+    https://github.com/deepspeedai/DeepSpeed/issues/4808,
+    https://github.com/ScienceOne-AI/DeepSeek-671B-SFT-Guide/issues/7. Gradients of experts that
+    are divided by too few ranks: https://github.com/NVIDIA/Megatron-LM/pull/5956.
+    """
+    plain = Net(3, alone(rank), None)
+    prepare(plain, variant)
+    train_variant(plain, torch.optim.SGD(plain.parameters(), 0.5), [*range(4)], 4)
+    model = Net(3, *mesh(rank, 4, num_shards))
+    prepare(model, variant)
+    own = torch.optim.SGD(model.parameters(), 0.5)
+    optimizer = zero.shard(model, own, stage, bucket_bytes=300, clip_grad_norm=0.1)
+    train_variant(model, optimizer, [rank], 4)
+    assert_close(full_weights(model), full_weights(plain), 2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_ranks(4)
+def test_from_the_meta_device(rank: int, stage: int) -> None:
+    """No two experts are equal, which they would be if ranks drew the same numbers.
+
+    https://github.com/laekov/fastmoe/pull/4
+    """
+    found = []
+    for num_shards in (2, 4):
+        with torch.device("meta"):
+            model = Net(4, *mesh(rank, 4, num_shards))
+        torch.manual_seed(5)
+        optimizer = zero.shard(model, make_optimizer("sgd", model), stage)
+        found.append(full_weights(model))
+        loss = nn.functional.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3))
+        loss.backward()
+        optimizer.step()
+    experts = [found[0][f"moe.experts.{i}.0.weight"] for i in range(4)]
+    assert not any(one.equal(other) for one, other in itertools.combinations(experts, 2))
+    assert same(*found)
 
 
 def with_unused_layers(rank: int, stage: int) -> dict[str, Tensor]:
