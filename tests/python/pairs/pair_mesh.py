@@ -77,9 +77,9 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            f"mesh: {EXPERTS}; trained by: zero 3 or Lomo",
+            f"mesh: {EXPERTS}; trained by: Lomo",
             "ValueError: different experts",
-            "zero.shard() at stage 1 or 2, or expert.average_gradients()",
+            "zero.shard(), or expert.average_gradients()",
         ),
         Refused(
             f"mesh: {PIPELINES}; trained by: zero 3",
