@@ -40,6 +40,7 @@ from ringcomm.torch_names import (
     drop_accumulated,
     fill_accumulated,
     fsdp_params,
+    gather_when_needed,
     gathered_weights,
     graph_task,
     is_gathered,
@@ -358,6 +359,7 @@ def shard_units(
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
         if _is_apart(module):
+            gather_when_needed(made)
             _divide_gradients(made, group)
     # Buffers on the meta device have been replaced.
     start_equal_over_data(describe(model.module), group, model.module.buffers())
