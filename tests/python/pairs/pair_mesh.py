@@ -142,6 +142,7 @@ TABLE = Table(
         condition("trained by: optimizer or DDP or fully_shard; loss scale: fixed or dynamic"),
         condition("trained by: Lomo; optimizer: adamw"),
     ),
+    also=({"mesh": "experts 4 x data 4", "trained by": "zero 3", "recompute": "yes"},),
 )
 
 
