@@ -200,17 +200,17 @@ class _Ranks:
 
     def bytes_of_facts(self, params: Iterable[nn.Parameter]) -> int:
         """Sent in an agreement, of a byte for each of the parameters and each group of ranks."""
-        num_facts = Counter([self, *map(self.group_of, params)])
+        num_facts: Any = Counter([self, *map(self.group_of, params)])
         num_facts += Counter(num_facts.keys() - {self})
-        return sum(num * (place_in(group)[1] - 1) for group, num in num_facts.items())  # type: ignore[arg-type]
+        return sum(num * (place_in(group)[1] - 1) for group, num in num_facts.items())
 
     def bytes_of_norm(self) -> int:
         """Sent for the norm of all gradients."""
-        axes, everyone = self.model.axes(), self
+        axes = self.model.axes()
+        groups = {param: self.group_of(param) for param in axes.held}
         if dist.is_initialized() and dist.get_world_size() == self.size():
-            everyone = dist.group.WORLD  # which may be the group of experts
-        groups = {p: self.group_of(p) for p in axes.held}
-        groups = {p: everyone if group is self else group for p, group in groups.items()}
+            world: Any = dist.group.WORLD  # which may be the group of experts
+            groups = {p: world if group is self else group for p, group in groups.items()}
         return bytes_over_all_ranks(axes.sharded_over(groups), 8)
 
 

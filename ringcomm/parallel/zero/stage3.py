@@ -350,28 +350,30 @@ def shard_units(
     for module, params in fsdp_units(model.module, units):
         materialize(module, params, device)
         start_equal_over_data(model, group, params)
-        ranks = module.replica_group if _is_apart(module) else group
+        ranks = _data_group(module, group)
         if ranks not in meshes:
             alone = [dist.get_rank()]
             own = ranks or dist.new_group(alone, use_local_synchronization=True)
-            meshes[ranks] = DeviceMesh.from_group(own, device.type)  # type: ignore[arg-type]
+            meshes[ranks] = DeviceMesh.from_group(own, device.type)
         made: Any = fully_shard(module, mesh=meshes[ranks], **options)
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
-        if _is_apart(module):
+        if ranks is not group:
             gather_when_needed(made)
             _divide_gradients(made, group)
     # Buffers on the meta device have been replaced.
     start_equal_over_data(describe(model.module), group, model.module.buffers())
 
 
-def _is_apart(module: Any) -> bool:
-    return isinstance(module, LocalExperts) and module.group.size() > 1
+def _data_group(module: Any, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The ranks that share a unit; None if this one is alone, with experts of its own."""
+    is_apart = isinstance(module, LocalExperts) and module.group.size() > 1
+    return module.replica_group if is_apart else group
 
 
 def _divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
     """Makes fully_shard divide by the ranks that gradients are sums over, and a loss scale."""
-    num_ranks = place_in(module.replica_group)[1] if _is_apart(module) else group.size()
+    _, num_ranks = place_in(_data_group(module, group))
     # Gloo supports only SUM; with one rank, torch 2.13 would divide twice.
     module.set_force_sum_reduction_for_comms(num_ranks > 1)
     module.set_gradient_divide_factor(group.size() * scale)

@@ -16,7 +16,7 @@ from whole_optimizers import Muon64, by_dimensions
 from zero_models import assert_close, live_bytes, same, sent_bytes
 
 from ringcomm.nn import MixtureOfExperts
-from ringcomm.parallel import ParallelDims, expert, offload, parallelize, zero
+from ringcomm.parallel import ParallelDims, clip_grad_norm_, expert, offload, parallelize, zero
 from ringcomm.parallel.zero.elementwise import optimizers_of
 
 STEPS, ROWS = 4, 24
@@ -157,7 +157,7 @@ def test_steps_are_those_of_one_process(
     ids=str,
 )
 @in_ranks(4)
-def test_parallelize(rank: int, stage: int, sizes: dict[str, int]) -> None:
+def test_parallelize(rank: int, stage: int, sizes: dict[str, Any]) -> None:
     """One call: experts over 2 ranks, 2 replicas; at stage 3 also with replicas of the rest."""
     dims = ParallelDims(**sizes, ep=2)
     plain = Net(4, alone(rank), None)
@@ -190,7 +190,7 @@ def test_bytes_of_a_step(rank: int, kind: str, stage: int, num_shards: int) -> N
     """Without the tokens; the passes send these and gradients, the step also rows to owners."""
     model = Net(3, *mesh(rank, 4, num_shards))
     arguments = model, make_optimizer(kind, model), stage
-    options = {"clip_grad_norm": 0.1}
+    options: dict[str, Any] = {"clip_grad_norm": 0.1}
     expected = zero.predict_traffic(*arguments, world_size=4, rank=rank, **options)
     optimizer = zero.shard(*arguments, **options)
     train(model, optimizer, range(1), (rank, 4))
@@ -327,6 +327,30 @@ def test_ranks_use_different_layers() -> None:
         assert_close(weights, found[0][0], 2e-6)
 
 
+@in_ranks(2)
+def test_errors_at_stage_3(rank: int) -> None:
+    model: Any = Net(2, *mesh(rank, 2, 2))
+    params = [*model.parameters()]
+    half = {"param_dtype": torch.float16, "reduce_dtype": torch.float16}
+    with pytest.raises(ValueError, match=r"a reduce_dtype of torch\.float32 or torch\.bfloat16"):
+        zero.shard(model, torch.optim.SGD(params), 3, **half)  # type: ignore[arg-type]
+    model.tied = model.moe.experts[f"{rank}"][2]
+    for stage in (1, 2, 3):
+        with pytest.raises(ValueError, match="is in sharded experts and elsewhere in the model"):
+            zero.shard(model, torch.optim.SGD(params), stage)
+    del model.tied
+    optimizer = zero.shard(model, torch.optim.SGD(params), 3)
+    model(torch.ones(2, 6)).square().mean().backward()
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="gradients are in the optimizer"):
+        expert.average_gradients(model)
+    with pytest.raises(RuntimeError, match=r"use ringcomm\.parallel\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    after = [param.grad.to_local() for param in model.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert clip_grad_norm_(model, torch.inf) == pytest.approx(float(optimizer.clip_grad_norm_(1.0)))
+
+
 @in_ranks(4)
 def test_errors(rank: int) -> None:
     shards, replicas = mesh(rank, 4, 2)
@@ -335,8 +359,8 @@ def test_errors(rank: int) -> None:
     with pytest.raises(ValueError, match=r"4 data-parallel ranks, but moe\.experts.* in 1 rep"):
         zero.shard(model, torch.optim.SGD(model.parameters()), 2)
     known = Net(4, shards, replicas)
+    offloaded = offload.SGD(known.parameters(), 0.1, to="cpu")
     with pytest.raises(ValueError, match="each rank has different experts in moe"):
-        offloaded = offload.SGD(known.parameters(), 0.1, to="cpu")
         zero.shard(known, offloaded, 3, offload_weights=True)
     optimizer = zero.shard(known, torch.optim.SGD(known.parameters()), 2)
     with pytest.raises(ValueError, match="already has an optimizer that takes its gradients"):

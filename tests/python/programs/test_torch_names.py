@@ -147,7 +147,7 @@ IN_TORCH = (
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch.multiprocessing._prctl_pr_set_pdeathsig",
     "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
-    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    "torch.nn.utils.clip_grad._get_total_norm",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
