@@ -96,10 +96,10 @@ _MODULES = (
         "{name} produces sparse gradients: make it with sparse=False",
     ),
     _Row(
-        _TRAINERS - _SERVER - _FLAT - _FSDP,  # a rank may have no weight of theirs
+        _TRAINERS - _SERVER - _ZERO,  # a rank may have no weight of theirs
         lambda m, a: a.is_replicated and isinstance(m, LocalExperts) and m.group.size() > 1,
         "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
-        " use zero.shard() without offload_weights, or an optimizer of torch and"
+        " use zero.shard(), or an optimizer of torch and"
         " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
@@ -46,11 +47,12 @@ def params_of_units(
     """The parameters of each unit, the model first; units without parameters are left out.
 
     A parameter belongs to the innermost unit around it. One that several units share belongs to
-    the model: it is needed wherever one of them runs. None for default_units(). Raises TypeError
-    and ValueError for a unit that is no module, not of the model, or cannot be called.
+    the model: it is needed wherever one of them runs. None for default_units(). Sharded experts are
+    units, which other ranks share, and have none inside. Raises TypeError and ValueError for a unit
+    that is no module, not of the model, or cannot be called.
     """
     params: dict[nn.Module, list[nn.Parameter]] = {model: []}
-    units = list(default_units(model) if units is None else units)
+    units = _with_experts(model, units)
     params |= {unit: [] for unit in units}
     for param, found in _units_of_params(model, units).items():
         params[found.pop() if len(found) == 1 else model].append(param)
@@ -69,13 +71,10 @@ def fsdp_units(
     """The modules for fully_shard and the parameters that each shards, the model last.
 
     A unit that shares a parameter with another, or with the rest of the model, is not one of them:
-    its parameters are the model's. Sharded experts are units, which other ranks share, and have
-    none inside. Raises as params_of_units() does.
+    its parameters are the model's. Sharded experts are units as in params_of_units(), and it raises
+    as that does.
     """
-    apart = [*split_experts(model).values()]
-    inside = {part for experts in apart for part in experts.modules()}
-    given = list(default_units(model) if units is None else units)
-    units = [*apart, *(unit for unit in given if unit not in inside)]
+    units = _with_experts(model, units)
     units_of_params = _units_of_params(model, units)
     done: set[nn.Parameter] = set()
     found = []
@@ -87,6 +86,25 @@ def fsdp_units(
             done.update(own)
             found.append((module, own))
     return found
+
+
+def _with_experts(model: nn.Module, units: Iterable[nn.Module] | None) -> list[nn.Module]:
+    apart = [*split_experts(model).values()]
+    inside = {part for experts in apart for part in experts.modules()}
+    given = default_units(model) if units is None else units
+    return [*apart, *(unit for unit in given if unit not in inside)]
+
+
+def data_group_of(unit: Any, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The ranks of a group that share a unit; None if this one is alone, with its experts."""
+    is_apart = isinstance(unit, LocalExperts) and unit.group.size() > 1
+    return unit.replica_group if is_apart else group
+
+
+def new_group_alone() -> dist.ProcessGroup:
+    """A group of this rank."""
+    made: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return made
 
 
 def _units_of_params(

@@ -137,16 +137,18 @@ def predict_traffic(
             total += ranks.itemsize(bucket.params[0]) * (num_ranks - 1) * mine
         return total
     if chosen.offload_weights:
-        total += 8 * (num_backwards + 1) * others * len(params)
+        num_compared = (num_backwards + 1) * sum(ranks.place(param)[1] - 1 for param in params)
+        total += 8 * num_compared + 4 * others * bool(split_experts(model))
     else:
         total += ranks.bytes_of_facts(params)
     for param in model.parameters():
         grad_bytes = ranks.grad_itemsize if param.requires_grad else 0
+        num_others = ranks.place(param)[1] - 1
         if chosen.offload_weights:
-            mine = ranks.shard(param.numel())
-            sent = 2 * param.element_size() * others * mine + grad_bytes * (param.numel() - mine)
+            mine = ranks.shard(param)
+            weights = 2 * param.element_size() * num_others * mine
+            sent = weights + grad_bytes * (param.numel() - mine)
         else:  # two gathers and one reduction of a gradient, with shards padded to the longest
-            num_others = ranks.place(param)[1] - 1
             sent = (2 * ranks.itemsize(param) + grad_bytes) * num_others * ranks.rows(param)
         total += num_backwards * sent
     for param, owner in _owners(optimizers, whole, ranks).items():
@@ -188,10 +190,11 @@ class _Ranks:
         """Bytes of an element that the model computes with."""
         return (self.options.param_dtype or param.dtype).itemsize
 
-    def shard(self, num_elems: int) -> int:
+    def shard(self, param: nn.Parameter) -> int:
         """The elements of this rank's shard."""
-        begin, end = shard_range(num_elems, self.size(), self.rank())
-        return end - begin if self.stage else num_elems
+        place, num_ranks = self.place(param)
+        begin, end = shard_range(param.numel(), num_ranks, place)
+        return end - begin if self.stage else param.numel()
 
     def rows(self, param: nn.Parameter) -> int:
         """The elements of a rank's shard of whole rows, padded to the longest."""
@@ -305,19 +308,23 @@ def _of_unit(
 
 def _with_experts(unit: nn.Module, by_unit: Mapping[nn.Module, Memory]) -> int:
     """The buffers of a unit, and of the largest experts that it runs, which are other units."""
-    inside = [by_unit[m].buffers for m in split_experts(unit).values() if m in by_unit]
-    return by_unit[unit].buffers + max(inside, default=0) * (not isinstance(unit, LocalExperts))
+    inside = [by_unit[m].buffers for m in _experts_in(unit) if m in by_unit]
+    return by_unit[unit].buffers + max(inside, default=0)
+
+
+def _experts_in(unit: nn.Module) -> list[LocalExperts]:
+    return [module for module in split_experts(unit).values() if module is not unit]
 
 
 def _of_infinity(
     ranks: _Ranks, units: list[tuple[nn.Module, list[nn.Parameter]]], model: nn.Module
 ) -> Memory:
-    resident = gradients = root = buffers = 0
+    resident = gradients = 0
+    wholes, extras = dict[nn.Module, int](), dict[nn.Module, int]()  # gathered, and besides
     for module, params in units:
-        whole = shards = largest = 0
+        shards = largest = 0
         for param in params:
-            mine = ranks.shard(param.numel())
-            whole += param.nbytes
+            mine = ranks.shard(param)
             is_cast = ranks.options.grad_dtype != param.dtype
             largest = max(largest, param.nbytes + is_cast * ranks.grad_itemsize * param.numel())
             if param.nbytes >= PACKED_BYTES:
@@ -325,7 +332,10 @@ def _of_infinity(
             else:
                 resident += mine * param.element_size()
                 gradients += ranks.grad_itemsize * mine if param.requires_grad else 0
-        if module is model:
-            root, whole = whole, 0
-        buffers = max(buffers, whole + 2 * shards + largest)
+        wholes[module], extras[module] = sum(p.nbytes for p in params), 2 * shards + largest
+    root, buffers = wholes.get(model, 0), 0
+    wholes[model] = 0
+    for module, extra in extras.items():
+        inside = [wholes[m] + extras[m] for m in _experts_in(module) if m in extras]
+        buffers = max(buffers, wholes[module] + max([extra, *inside]))
     return Memory(resident, gradients, 0, root + buffers)

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import device_of, local_of, place_in
 from ringcomm.parallel.gradient_placeholder import hookable, weakly
 from ringcomm.parallel.model.describe import Model, describe
@@ -31,7 +30,13 @@ from ringcomm.parallel.shards.unit_hooks import (
     tensors_in,
     with_own_memory,
 )
-from ringcomm.parallel.shards.units import fsdp_units, materialize, watch_whole_weights
+from ringcomm.parallel.shards.units import (
+    data_group_of,
+    fsdp_units,
+    materialize,
+    new_group_alone,
+    watch_whole_weights,
+)
 from ringcomm.parallel.shards.weight_shards import refuse_moves
 from ringcomm.parallel.zero.optimizer import Given, Inner, ZeroOptimizer
 from ringcomm.parallel.zero.whole import Owners
@@ -350,11 +355,9 @@ def shard_units(
     for module, params in fsdp_units(model.module, units):
         materialize(module, params, device)
         start_equal_over_data(model, group, params)
-        ranks = _data_group(module, group)
+        ranks = data_group_of(module, group)
         if ranks not in meshes:
-            alone = [dist.get_rank()]
-            own = ranks or dist.new_group(alone, use_local_synchronization=True)
-            meshes[ranks] = DeviceMesh.from_group(own, device.type)
+            meshes[ranks] = DeviceMesh.from_group(ranks or new_group_alone(), device.type)
         made: Any = fully_shard(module, mesh=meshes[ranks], **options)
         # Ranks may use different weights of a unit that all of them run.
         reduce_unused(made)
@@ -365,15 +368,9 @@ def shard_units(
     start_equal_over_data(describe(model.module), group, model.module.buffers())
 
 
-def _data_group(module: Any, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """The ranks that share a unit; None if this one is alone, with experts of its own."""
-    is_apart = isinstance(module, LocalExperts) and module.group.size() > 1
-    return module.replica_group if is_apart else group
-
-
 def _divide_gradients(module: Any, group: dist.ProcessGroup, scale: float = 1.0) -> None:
     """Makes fully_shard divide by the ranks that gradients are sums over, and a loss scale."""
-    _, num_ranks = place_in(_data_group(module, group))
+    _, num_ranks = place_in(data_group_of(module, group))
     # Gloo supports only SUM; with one rank, torch 2.13 would divide twice.
     module.set_force_sum_reduction_for_comms(num_ranks > 1)
     module.set_gradient_divide_factor(group.size() * scale)

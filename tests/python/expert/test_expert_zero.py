@@ -60,6 +60,8 @@ def mesh(rank: int, world_size: int, num_shards: int) -> tuple[Any, Any]:
 
 def make_optimizer(kind: str, model: nn.Module) -> Any:
     params = [*model.parameters()]
+    if kind == "offloaded":
+        return offload.AdamW(params, 0.02, eps=1e-3, to="cpu")
     if kind == "adamw":
         return torch.optim.AdamW(params, 0.02, eps=1e-3)
     if kind == "sgd":
@@ -93,16 +95,17 @@ def train(
 def compare(
     rank: int, world_size: int, num_shards: int, num_experts: int, stage: int, kind: str, clip: Any
 ) -> None:
-    plain = Net(num_experts, alone(rank), None)
-    given = make_optimizer(kind, plain)
+    plain, is_infinity = Net(num_experts, alone(rank), None), kind == "offloaded"
+    given = make_optimizer("adamw" if is_infinity else kind, plain)
     train(plain, given, range(STEPS), (0, 1), clip)
     place = rank, world_size
     groups = mesh(rank, world_size, num_shards)
     model = Net(num_experts, *groups)
     own = make_optimizer(kind, model)
-    options = {"loss_scale": 64.0, "clip_grad_norm": clip} if clip is not None else {}
+    options: dict[str, Any] = {"loss_scale": 64.0, "clip_grad_norm": clip} if clip else {}
+    options |= {"offload_weights": True} if is_infinity else {}
     arguments = model, own, stage
-    memory = zero.predict_memory(*arguments, world_size=world_size, rank=rank)
+    memory = zero.predict_memory(*arguments, world_size=world_size, rank=rank, **options)
     optimizer = zero.shard(*arguments, bucket_bytes=300, **options)
     train(model, optimizer, range(2), place)
     state = full_state(optimizer)
@@ -110,10 +113,11 @@ def compare(
     assert_close(full_weights(model), full_weights(plain), 2e-6)
     assert live_bytes(optimizer.state_tensors()) == pytest.approx(memory.states, rel=0.05)
     # A whole state goes on where ranks have other experts, at another stage, and in one process.
-    again, next_stage = Net(num_experts, alone(rank), None), stage % 3 + 1
+    again, next_stage = Net(num_experts, alone(rank), None), 3 if is_infinity else stage % 3 + 1
     made = make_optimizer(kind, again)
     resumed = zero.shard(again, made, next_stage, group=alone(rank), **options)
-    load_full_weights(again, full_weights(plain_after(num_experts, kind, clip, rank)))
+    of_plain = plain_after(num_experts, "adamw" if is_infinity else kind, clip, rank)
+    load_full_weights(again, full_weights(of_plain))
     load_full_state(resumed, state)
     train(again, resumed, range(2, STEPS), (0, 1))
     assert_close(full_weights(again), full_weights(plain), 2e-6)
@@ -143,6 +147,9 @@ def plain_after(num_experts: int, kind: str, clip: Any, rank: int) -> Net:
         (4, 2, 4, 3, "adamw", 0.1),
         (4, 4, 3, 3, "muon", None),
         (4, 2, 4, 3, "adafactor", None),
+        (2, 2, 3, 3, "offloaded", None),
+        (4, 2, 4, 3, "offloaded", 0.1),
+        (4, 4, 3, 3, "offloaded", 0.1),
     ],
 )
 def test_steps_are_those_of_one_process(
@@ -183,14 +190,16 @@ def test_parallelize(rank: int, stage: int, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [*itertools.product(("adamw", "muon"), (1, 2, 3)), ("offloaded", 3)],
+)
 @in_ranks(4)
 def test_bytes_of_a_step(rank: int, kind: str, stage: int, num_shards: int) -> None:
     """Without the tokens; the passes send these and gradients, the step also rows to owners."""
     model = Net(3, *mesh(rank, 4, num_shards))
     arguments = model, make_optimizer(kind, model), stage
-    options: dict[str, Any] = {"clip_grad_norm": 0.1}
+    options: dict[str, Any] = {"clip_grad_norm": 0.1, "offload_weights": kind == "offloaded"}
     expected = zero.predict_traffic(*arguments, world_size=4, rank=rank, **options)
     optimizer = zero.shard(*arguments, **options)
     train(model, optimizer, range(1), (rank, 4))
@@ -241,7 +250,7 @@ def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) 
         for micro_batch in range(2):
             generator = torch.Generator().manual_seed(2 * step + micro_batch)
             x, y = (torch.randn(ROWS, size, generator=generator) for size in (6, 3))
-            is_kept = micro_batch == 0 and hasattr(optimizer, "no_sync")
+            is_kept = micro_batch == 0 and getattr(optimizer, "keeps", False)
             with optimizer.no_sync() if is_kept else nullcontext():
                 for part in parts:
                     loss = nn.functional.mse_loss(
@@ -258,10 +267,10 @@ def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) 
 @pytest.mark.parametrize(
     "variant", ["all", "an expert without tokens", "frozen experts", "only experts"]
 )
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3, "infinity"])
 @pytest.mark.parametrize("num_shards", [2, 4])
 @in_ranks(4)
-def test_what_is_trained(rank: int, num_shards: int, stage: int, variant: str) -> None:
+def test_what_is_trained(rank: int, num_shards: int, stage: Any, variant: str) -> None:
     """With no_sync(), the routers' loss, which does not pass the experts, and clipping.
 
     Ranks that wait for an expert without tokens or for a rank without experts:
@@ -274,16 +283,23 @@ def test_what_is_trained(rank: int, num_shards: int, stage: int, variant: str) -
     train_variant(plain, torch.optim.SGD(plain.parameters(), 0.5), [*range(4)], 4)
     model = Net(3, *mesh(rank, 4, num_shards))
     prepare(model, variant)
-    own = torch.optim.SGD(model.parameters(), 0.5)
-    options: dict[str, Any] = {"units": [model.moe]} if stage == 3 else {"bucket_bytes": 300}
-    optimizer = zero.shard(model, own, stage, clip_grad_norm=0.1, **options)
+    own: Any = torch.optim.SGD(model.parameters(), 0.5)
+    options: dict[str, Any] = {"bucket_bytes": 300} if stage in (1, 2) else {"units": [model.moe]}
+    if stage == "infinity":
+        own = offload.SGD(model.parameters(), 0.5, to="cpu")
+        options["offload_weights"] = True
+    stage = 3 if stage == "infinity" else stage
+    optimizer: Any = zero.shard(model, own, stage, clip_grad_norm=0.1, **options)
+    optimizer.keeps = "offload_weights" not in options
     train_variant(model, optimizer, [rank], 4)
     assert_close(full_weights(model), full_weights(plain), 2e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(1, "sgd"), (2, "sgd"), (3, "sgd"), (3, "offloaded")]
+)
 @in_ranks(4)
-def test_from_the_meta_device(rank: int, stage: int) -> None:
+def test_from_the_meta_device(rank: int, stage: int, kind: str) -> None:
     """No two experts are equal, which they would be if ranks drew the same numbers.
 
     https://github.com/laekov/fastmoe/pull/4
@@ -293,7 +309,8 @@ def test_from_the_meta_device(rank: int, stage: int) -> None:
         with torch.device("meta"):
             model = Net(4, *mesh(rank, 4, num_shards))
         torch.manual_seed(5)
-        optimizer = zero.shard(model, make_optimizer("sgd", model), stage)
+        options = {"offload_weights": kind == "offloaded"}
+        optimizer = zero.shard(model, make_optimizer(kind, model), stage, **options)
         found.append(full_weights(model))
         loss = nn.functional.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3))
         loss.backward()
@@ -360,9 +377,6 @@ def test_errors(rank: int) -> None:
     with pytest.raises(ValueError, match=r"4 data-parallel ranks, but moe\.experts.* in 1 rep"):
         zero.shard(model, torch.optim.SGD(model.parameters()), 2)
     known = Net(4, shards, replicas)
-    offloaded = offload.SGD(known.parameters(), 0.1, to="cpu")
-    with pytest.raises(ValueError, match="each rank has different experts in moe"):
-        zero.shard(known, offloaded, 3, offload_weights=True)
     optimizer = zero.shard(known, torch.optim.SGD(known.parameters()), 2)
     with pytest.raises(ValueError, match="already has an optimizer that takes its gradients"):
         zero.shard(known, torch.optim.SGD(known.parameters()), 2)
