@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from full_states import full_state, full_weights, load_full_state, load_full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from whole_optimizers import Muon64, by_dimensions
 from zero_models import assert_close, live_bytes, same, sent_bytes
 
@@ -343,6 +346,38 @@ def test_ranks_use_different_layers() -> None:
     found = [run_ranks(4, with_unused_layers, stage) for stage in (1, 2)]
     for weights in (*found[0], *found[1]):
         assert_close(weights, found[0][0], 2e-6)
+
+
+def wide(*groups: dist.ProcessGroup | None) -> Any:
+    """Weights of experts that are files, and others that stay in memory."""
+    torch.manual_seed(0)
+    make_expert = lambda: nn.Sequential(nn.Linear(40, 500), nn.Linear(500, 40))  # noqa: E731
+    layer = MixtureOfExperts(40, make_expert, 3, group=groups[0], replica_group=groups[1])
+    model: Any = nn.Sequential(nn.Linear(6, 40), layer, nn.Linear(40, 3))
+    model.forward = partial(checkpoint, model.forward, use_reentrant=False)
+    return model
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@in_ranks(4)
+def test_from_files(rank: int, num_shards: int, tmp_path: Path) -> None:
+    """A run of ZeRO-Infinity goes on from its files, on a rank without experts too."""
+    plain = wide(alone(rank), None)
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1), range(STEPS), (0, 1))
+    groups = mesh(rank, 4, num_shards)
+    options: dict[str, Any] = {"offload_weights": True}
+    for steps, is_resumed in ((range(2), False), (range(2, STEPS), True)):
+        model = wide(*groups)
+        made = offload.SGD(model.parameters(), 0.1, to="nvme", path=tmp_path)
+        expected = zero.predict_memory(model, made, 3, world_size=4, rank=rank, **options)
+        optimizer: Any = zero.shard(model, made, 3, resume=is_resumed, **options)
+        assert optimizer.num_steps == steps.start
+        train(model, optimizer, steps, (rank, 4))
+        packed = sum(unit.packed_row.numel() for unit in optimizer._weights.units)
+        assert expected.parameters == packed
+        if is_resumed:
+            assert_close(full_weights(model), full_weights(plain), 2e-6)
+        optimizer.close()
 
 
 @in_ranks(2)
