@@ -376,11 +376,7 @@ def gather_when_needed(unit: Any) -> None:
     For units that some ranks lack: the others would gather the next unit at another time.
     """
     for group in fsdp_groups(unit):
-        group._record_post_forward = _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+        group._record_post_forward = lambda: None
 
 
 def is_gathered(module: Any) -> bool:

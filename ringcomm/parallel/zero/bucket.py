@@ -368,12 +368,8 @@ class BackwardPasses:
                 facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(group))
                 dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
                 mine = facts.tolist()
-            most, by_weight, by_bucket = (
-                max(mine),
-                mine[1 : 1 + len(params)],
-                mine[1 + len(params) :],
-            )
-            present |= {param for param, has in zip(params, by_weight, strict=True) if has}
+            most, by_weight, by_bucket = max(mine), mine[1:], mine[1 + len(params) :]
+            present |= {param for param, has in zip(params, by_weight, strict=False) if has}
             due |= {bucket for bucket, is_due in zip(buckets, by_bucket, strict=True) if is_due}
         return most, present, [bucket for bucket in self._buckets if bucket in due]
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import (
     GradientHooks,
@@ -75,7 +74,6 @@ class ZeroInfinity(ZeroOptimizer):
         # All ranks last. Ranks may have different experts.
         others = [unit.group for unit in self._weights.units if unit.group is not group]
         self._groups = [*dict.fromkeys(others), group]
-        self._has_experts = bool(split_experts(given.model.module))
         # Since the last step: the number of gradients, and the passes that were compared.
         self._num_grads = dict.fromkeys(self._own, 0)
         self._compared: set[tuple[int, dist.ProcessGroup]] = set()
@@ -201,9 +199,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._compare(group)
         self._hooks.collect()
         has = any(map(self._home.has_grad, self._own.values()))
-        if self._has_experts:
-            has = largest_of([has], [self.group], torch.device("cpu"))[0] > 0
-        return has
+        return largest_of([has], [self.group], torch.device("cpu"))[0] > 0
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:

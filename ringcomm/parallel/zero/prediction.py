@@ -138,7 +138,7 @@ def predict_traffic(
         return total
     if chosen.offload_weights:
         num_compared = (num_backwards + 1) * sum(ranks.place(param)[1] - 1 for param in params)
-        total += 8 * num_compared + 4 * others * bool(split_experts(model))
+        total += 8 * num_compared + 4 * others
     else:
         total += ranks.bytes_of_facts(params)
     for param in model.parameters():
@@ -333,9 +333,8 @@ def _of_infinity(
                 resident += mine * param.element_size()
                 gradients += ranks.grad_itemsize * mine if param.requires_grad else 0
         wholes[module], extras[module] = sum(p.nbytes for p in params), 2 * shards + largest
-    root, buffers = wholes.get(model, 0), 0
-    wholes[model] = 0
+    peaks = []
     for module, extra in extras.items():
         inside = [wholes[m] + extras[m] for m in _experts_in(module) if m in extras]
-        buffers = max(buffers, wholes[module] + max([extra, *inside]))
-    return Memory(resident, gradients, 0, root + buffers)
+        peaks.append((module is not model) * wholes[module] + max([extra, *inside]))
+    return Memory(resident, gradients, 0, wholes.get(model, 0) + max(peaks))

@@ -349,9 +349,7 @@ def shard_units(
     """
     device = next(iter(model.weights)).device
     device = device_of(group) if device.type == "meta" else device
-    meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
-    if mesh is not None:
-        meshes[group] = mesh
+    meshes: dict[Any, DeviceMesh] = {} if mesh is None else {group: mesh}
     for module, params in fsdp_units(model.module, units):
         materialize(module, params, device)
         start_equal_over_data(model, group, params)

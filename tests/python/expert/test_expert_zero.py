@@ -298,9 +298,7 @@ def test_what_is_trained(rank: int, num_shards: int, stage: Any, variant: str) -
     assert_close(full_weights(model), full_weights(plain), 2e-6)
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind"), [(1, "sgd"), (2, "sgd"), (3, "sgd"), (3, "offloaded")]
-)
+@pytest.mark.parametrize(("stage", "kind"), [(1, "sgd"), (2, "sgd"), (3, "sgd"), (3, "offloaded")])
 @in_ranks(4)
 def test_from_the_meta_device(rank: int, stage: int, kind: str) -> None:
     """No two experts are equal, which they would be if ranks drew the same numbers.
@@ -312,7 +310,7 @@ def test_from_the_meta_device(rank: int, stage: int, kind: str) -> None:
         with torch.device("meta"):
             model = Net(4, *mesh(rank, 4, num_shards))
         torch.manual_seed(5)
-        options = {"offload_weights": kind == "offloaded"}
+        options: dict[str, Any] = {"offload_weights": kind == "offloaded"}
         optimizer = zero.shard(model, make_optimizer(kind, model), stage, **options)
         found.append(full_weights(model))
         loss = nn.functional.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3))
