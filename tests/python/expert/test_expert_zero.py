@@ -4,95 +4,18 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from expert_zero_models import ROWS, STEPS, Net, alone, make_optimizer, mesh, train
 from full_states import full_state, full_weights, load_full_state, load_full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from whole_optimizers import Muon64, by_dimensions
 from zero_models import assert_close, live_bytes, same, sent_bytes
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import ParallelDims, clip_grad_norm_, expert, offload, parallelize, zero
-from ringcomm.parallel.zero.elementwise import optimizers_of
-
-STEPS, ROWS = 4, 24
-
-
-class Net(nn.Module):
-    """Layers of odd sizes around experts, in a mesh of expert-parallel ranks and replicas."""
-
-    def __init__(self, num_experts: int, *groups: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        group, replicas = groups
-        self.first = nn.Linear(6, 7)
-        self.moe = MixtureOfExperts(
-            7, self.make_expert, num_experts, group=group, replica_group=replicas
-        )
-        self.last = nn.Linear(7, 3)
-
-    @staticmethod
-    def make_expert() -> nn.Module:
-        return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        out: Tensor = self.last(x + self.moe(x))
-        return out
-
-
-def alone(rank: int) -> dist.ProcessGroup:
-    made: Any = dist.new_group([rank], use_local_synchronization=True)
-    return made
-
-
-def mesh(rank: int, world_size: int, num_shards: int) -> tuple[Any, Any]:
-    """The ranks that share the experts, and those with the same."""
-    rows = [dist.new_group([*range(i, i + num_shards)]) for i in range(0, world_size, num_shards)]
-    columns = [dist.new_group([*range(j, world_size, num_shards)]) for j in range(num_shards)]
-    has_replicas = num_shards < world_size
-    return rows[rank // num_shards], columns[rank % num_shards] if has_replicas else None
-
-
-def make_optimizer(kind: str, model: nn.Module) -> Any:
-    params = [*model.parameters()]
-    if kind == "offloaded":
-        return offload.AdamW(params, 0.02, eps=1e-3, to="cpu")
-    if kind == "adamw":
-        return torch.optim.AdamW(params, 0.02, eps=1e-3)
-    if kind == "sgd":
-        return torch.optim.SGD(params, 0.1, momentum=0.9)
-    if kind == "adafactor":
-        return torch.optim.Adafactor(params, 0.02, eps=(1e-6, 1e-3))
-    return by_dimensions(
-        [{"params": params}], Muon64, lambda own: torch.optim.AdamW(own, 0.02, eps=1e-3)
-    )
-
-
-def train(
-    model: Any, optimizer: Any, steps: range, place: tuple[int, int], clip: float | None = None
-) -> None:
-    """Two micro-batches a step; `clip` for one process."""
-    rank, world_size = place
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        x, y = (torch.randn(2, ROWS, size, generator=generator) for size in (6, 3))
-        for part, target in zip(x, y, strict=True):
-            own, wanted = part.chunk(world_size)[rank], target.chunk(world_size)[rank]
-            loss = nn.functional.mse_loss(model(own).float(), wanted)
-            (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        for each in optimizers_of(optimizer):
-            each.step()
-            each.zero_grad()
 
 
 def compare(
@@ -268,10 +191,10 @@ def train_variant(model: Any, optimizer: Any, parts: list[int], num_ranks: int) 
 
 
 @pytest.mark.parametrize(
-    "variant", ["all", "an expert without tokens", "frozen experts", "only experts"]
+    ("num_shards", "variant"),
+    [(2, "all"), (4, "an expert without tokens"), (2, "frozen experts"), (4, "only experts")],
 )
 @pytest.mark.parametrize("stage", [1, 2, 3, "infinity"])
-@pytest.mark.parametrize("num_shards", [2, 4])
 @in_ranks(4)
 def test_what_is_trained(rank: int, num_shards: int, stage: Any, variant: str) -> None:
     """With no_sync(), the routers' loss, which does not pass the experts, and clipping.
@@ -298,29 +221,6 @@ def test_what_is_trained(rank: int, num_shards: int, stage: Any, variant: str) -
     assert_close(full_weights(model), full_weights(plain), 2e-6)
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(1, "sgd"), (2, "sgd"), (3, "sgd"), (3, "offloaded")])
-@in_ranks(4)
-def test_from_the_meta_device(rank: int, stage: int, kind: str) -> None:
-    """No two experts are equal, which they would be if ranks drew the same numbers.
-
-    https://github.com/laekov/fastmoe/pull/4
-    """
-    found = []
-    for num_shards in (2, 4):
-        with torch.device("meta"):
-            model = Net(4, *mesh(rank, 4, num_shards))
-        torch.manual_seed(5)
-        options: dict[str, Any] = {"offload_weights": kind == "offloaded"}
-        optimizer = zero.shard(model, make_optimizer(kind, model), stage, **options)
-        found.append(full_weights(model))
-        loss = nn.functional.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3))
-        loss.backward()
-        optimizer.step()
-    experts = [found[0][f"moe.experts.{i}.0.weight"] for i in range(4)]
-    assert not any(one.equal(other) for one, other in itertools.combinations(experts, 2))
-    assert same(*found)
-
-
 def with_unused_layers(rank: int, stage: int) -> dict[str, Tensor]:
     """Rank 1 uses neither the first layer nor the last one in some passes."""
     model = Net(4, *mesh(rank, 4, 2))
@@ -344,38 +244,6 @@ def test_ranks_use_different_layers() -> None:
     found = [run_ranks(4, with_unused_layers, stage) for stage in (1, 2)]
     for weights in (*found[0], *found[1]):
         assert_close(weights, found[0][0], 2e-6)
-
-
-def wide(*groups: dist.ProcessGroup | None) -> Any:
-    """Weights of experts that are files, and others that stay in memory."""
-    torch.manual_seed(0)
-    make_expert = lambda: nn.Sequential(nn.Linear(40, 500), nn.Linear(500, 40))  # noqa: E731
-    layer = MixtureOfExperts(40, make_expert, 3, group=groups[0], replica_group=groups[1])
-    model: Any = nn.Sequential(nn.Linear(6, 40), layer, nn.Linear(40, 3))
-    model.forward = partial(checkpoint, model.forward, use_reentrant=False)
-    return model
-
-
-@pytest.mark.parametrize("num_shards", [2, 4])
-@in_ranks(4)
-def test_from_files(rank: int, num_shards: int, tmp_path: Path) -> None:
-    """A run of ZeRO-Infinity goes on from its files, on a rank without experts too."""
-    plain = wide(alone(rank), None)
-    train(plain, torch.optim.SGD(plain.parameters(), 0.1), range(STEPS), (0, 1))
-    groups = mesh(rank, 4, num_shards)
-    options: dict[str, Any] = {"offload_weights": True}
-    for steps, is_resumed in ((range(2), False), (range(2, STEPS), True)):
-        model = wide(*groups)
-        made = offload.SGD(model.parameters(), 0.1, to="nvme", path=tmp_path)
-        expected = zero.predict_memory(model, made, 3, world_size=4, rank=rank, **options)
-        optimizer: Any = zero.shard(model, made, 3, resume=is_resumed, **options)
-        assert optimizer.num_steps == steps.start
-        train(model, optimizer, steps, (rank, 4))
-        packed = sum(unit.packed_row.numel() for unit in optimizer._weights.units)
-        assert expected.parameters == packed
-        if is_resumed:
-            assert_close(full_weights(model), full_weights(plain), 2e-6)
-        optimizer.close()
 
 
 @in_ranks(2)
