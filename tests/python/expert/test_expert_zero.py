@@ -14,7 +14,7 @@ from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from zero_models import assert_close, live_bytes, same, sent_bytes
 
-from ringcomm.nn import MixtureOfExperts
+from ringcomm.nn import ColumnParallelLinear, MixtureOfExperts
 from ringcomm.parallel import ParallelDims, clip_grad_norm_, expert, offload, parallelize, zero
 
 
@@ -219,6 +219,24 @@ def test_what_is_trained(rank: int, num_shards: int, stage: Any, variant: str) -
     optimizer.keeps = "offload_weights" not in options
     train_variant(model, optimizer, [rank], 4)
     assert_close(full_weights(model), full_weights(plain), 2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@in_ranks(4)
+def test_norm_beside_tensor_parallelism(rank: int, stage: int) -> None:
+    """The ranks of the experts are all data ranks, by the same group: one sum of both."""
+    plain = Net(4, alone(rank), None)
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+    plain(x).square().mean().backward()
+    expected = nn.utils.get_total_norm([param.grad for param in plain.parameters()])
+    data, tensors = mesh(rank, 4, 2)
+    model: Any = Net(4, data, None)
+    model.first = ColumnParallelLinear.from_linear(model.first, group=tensors, gather_output=True)
+    own = torch.optim.SGD(model.parameters(), 0.1)
+    options: dict[str, Any] = {"loss_scale": 2.0}
+    optimizer = zero.shard(model, own, stage, group=data, **options)
+    optimizer.scale(model(x[data.rank()]).square().mean()).backward()
+    torch.testing.assert_close(optimizer.clip_grad_norm_(torch.inf), expected)
 
 
 def with_unused_layers(rank: int, stage: int) -> dict[str, Tensor]:
