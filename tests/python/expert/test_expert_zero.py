@@ -228,7 +228,8 @@ def test_norm_beside_tensor_parallelism(rank: int, stage: int) -> None:
     plain = Net(4, alone(rank), None)
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
     plain(x).square().mean().backward()
-    expected = nn.utils.get_total_norm([param.grad for param in plain.parameters()])
+    grads: Any = [param.grad for param in plain.parameters()]
+    expected = nn.utils.get_total_norm(grads)
     data, tensors = mesh(rank, 4, 2)
     model: Any = Net(4, data, None)
     model.first = ColumnParallelLinear.from_linear(model.first, group=tensors, gather_output=True)
