@@ -83,7 +83,7 @@ def parallelize(
             with the class weights of nn.CrossEntropyLoss; for other targets the rows.
         zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
             sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
-            (HSDP). Default: 3 if fsdp is above 1, otherwise 0.
+            (HSDP); experts over dims["edp"]. Default: 3 if fsdp is above 1, otherwise 0.
         sequence_parallel: shard the tokens over the tensor-parallel ranks between layers.
         schedule: the pipeline's schedule; see pipeline.Pipeline.
         num_microbatches: the number of micro-batches of a step. Default: 1, or with a pipeline 2
