@@ -234,6 +234,11 @@ _WEIGHTS = (
     ),
     _Row(
         _FSDP,
+        lambda w, a: a.options.param_dtype and str(w.tensor.dtype).startswith("torch.float8"),
+        "stage 3 would cast {name}, {w.tensor.dtype}, without its scales: use stage 1 or 2",
+    ),
+    _Row(
+        _FSDP,
         _is_on_shared_mesh,
         "{name} is a DTensor on {w.tensor.device_mesh}: mesh= must be other dimensions of the same"
         " DeviceMesh, got {asked.mesh}",

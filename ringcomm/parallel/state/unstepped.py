@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.elementwise import is_offloaded, over_groups
+from ringcomm.parallel.zero.elementwise import is_offloaded, of_parts, over_groups
 
 State = dict[str, Any]
 
@@ -44,7 +44,7 @@ class Unstepped:
                 other.grad = torch.zeros_like(other)
                 still = {"lr": 0 * group["lr"]} if group.get("lr") is not None else {}
                 inner = _inner_of(optimizer, param)
-                copy = over_groups(inner, [{**group, **still, "params": [other]}])
+                copy = over_groups(inner, [{**of_parts(group, {param: other}), **still}])
                 copy.step()
                 made: State = copy.state.get(other, {})
                 new = {key: value * 0 if key == "step" else value for key, value in made.items()}

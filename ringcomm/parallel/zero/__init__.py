@@ -75,7 +75,7 @@ def shard(
             weight by itself; or several over different weights, such as [muon, adamw]. shard()
             makes three steps of other classes on a small weight and on its parts. If the results
             differ, as for Muon, each weight is updated as a whole by one rank.
-            Step hooks and state move to the returned optimizer. The given ones raise afterwards,
+            Hooks and state move to the returned optimizer. The given ones raise afterwards,
             but have the same parameter groups: schedulers made for them work.
         stage: 1, 2 or 3. Stages 2 and 3 reduce each micro-batch, except in the optimizer's
             no_sync(), and stage 3 gathers weights for each.
@@ -204,8 +204,8 @@ def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:
         state = inner.optimizer.state_dict()
         joined["state"] |= {begin + number: value for number, value in state["state"].items()}
         for group in state["param_groups"]:
-            own = {**group, "params": [begin + number for number in group["params"]]}
-            joined["param_groups"].append(own)
+            # Without options: the dicts stay, and with them tensors that a user may hold.
+            joined["param_groups"].append({"params": [begin + n for n in group["params"]]})
         begin += sum(len(group["params"]) for group in inner.groups)
     return joined
 
@@ -252,7 +252,10 @@ def _described(
     if options.offload_weights and not any(map(is_offloaded, optimizers)):
         raise ValueError("offload_weights needs an optimizer of ringcomm.parallel.offload")
     described = describe(model)
-    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    groups = [group for one in optimizers for group in one.param_groups]
+    if len({"param_names" in group for group in groups}) > 1:
+        raise ValueError("pass named parameters to all optimizers, or to none")
+    trained = [param for group in groups for param in group["params"]]
     params = {*trained}
     if not params:
         raise ValueError("the optimizer has no parameters")

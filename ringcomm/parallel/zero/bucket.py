@@ -281,9 +281,8 @@ class BackwardPasses:
         waits: bool,
     ) -> None:
         self._buckets, self.reduces, self._waits = buckets, reduces, waits
-        # Ranks with other experts have other buckets of them. All ranks come last.
-        others = [bucket.group for bucket in buckets if bucket.group is not group]
-        self._groups = [*dict.fromkeys(others), group]
+        # Ranks with other experts have other buckets of them.
+        self._groups = list(dict.fromkeys([group, *(bucket.group for bucket in buckets)]))
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
@@ -342,8 +341,8 @@ class BackwardPasses:
 
     # ---- agreement of all ranks
 
-    def agree(self) -> tuple[bool, set[nn.Parameter], list[Bucket]]:
-        """Whether any rank has a gradient, of which weights, and buckets with one to be reduced.
+    def agree(self) -> tuple[int, set[nn.Parameter], list[Bucket]]:
+        """Whether any rank has a gradient; weights with one, and buckets with a fresh one.
 
         Collective: one MAX all_reduce for each group of buckets, and each backward pass that only
         other ranks make.
@@ -351,27 +350,29 @@ class BackwardPasses:
         while (found := self._share_facts(is_pass=False))[0] == 2:
             self._reduce_rest()
             self.forget()
-        return found[0] > 0, found[1], found[2]
+        return found
 
     def _share_facts(self, *, is_pass: bool) -> tuple[int, set[nn.Parameter], list[Bucket]]:
-        """Of any rank: 2 if a pass begins, 1 if it has a gradient; of these weights and buckets."""
-        most = 2 * is_pass
+        """Of any rank: 2 if a pass begins, 1 if a gradient is there, or 0; see agree()."""
+        what = 2 if is_pass else int(any(b.arrived | b.reduced for b in self._buckets))
+        found = 0
         present: set[nn.Parameter] = set()
         due: set[Bucket] = set()
         for group in self._groups:
             buckets = [bucket for bucket in self._buckets if bucket.group is group]
             params = [param for bucket in buckets for param in bucket.params]
             has_gradient = {param for b in buckets for param in b.arrived | b.reduced}
-            mine = [most, *(param in has_gradient for param in params)]
+            mine = [what, *(param in has_gradient for param in params)]
             mine += [bool(bucket.arrived) for bucket in buckets]
             if group is not None:
                 facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(group))
                 dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
                 mine = facts.tolist()
-            most, by_weight, by_bucket = max(mine), mine[1:], mine[1 + len(params) :]
-            present |= {param for param, has in zip(params, by_weight, strict=False) if has}
+            by_weight, by_bucket = mine[1 : 1 + len(params)], mine[1 + len(params) :]
+            found = max(found, mine[0])
+            present |= {param for param, has in zip(params, by_weight, strict=True) if has}
             due |= {bucket for bucket, is_due in zip(buckets, by_bucket, strict=True) if is_due}
-        return most, present, [bucket for bucket in self._buckets if bucket in due]
+        return found, present, [bucket for bucket in self._buckets if bucket in due]
 
     # ---- by pass
 

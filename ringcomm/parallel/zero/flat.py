@@ -112,7 +112,7 @@ class FlatZero(ZeroOptimizer):
     def _part_of(self, param: Any) -> Tensor:
         bucket = self._bucket_of[param]
         part = bucket.shard[bucket.place_in_shard(param)]
-        is_all = bucket.is_whole and part.numel() == param.numel()
+        is_all = part.numel() == param.numel() and (bucket.is_whole or not param.numel())
         return part.view(param.shape) if is_all else part
 
     # ---- gradients
@@ -132,8 +132,8 @@ class FlatZero(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
-        is_any, self._present, self._due = self._passes.agree()
-        return is_any
+        found, self._present, self._due = self._passes.agree()
+        return bool(found)  # also where only ranks with other experts have a gradient
 
     def _reduce(self) -> None:
         for bucket in self._due:
@@ -333,8 +333,8 @@ class FlatZero(ZeroOptimizer):
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts frozen weights and the model's inputs to the dtype too, as fully_shard does."""
     for param in model.parameters():
-        if param.is_floating_point() and param.dtype != dtype:
-            param.data = param.data.to(dtype)
+        if param.is_floating_point() and param.dtype.itemsize > 1 and param.dtype != dtype:
+            param.data = param.data.to(dtype)  # not float8, which has scales elsewhere
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
 

@@ -72,7 +72,9 @@ class Zero3(ZeroOptimizer):
         shard_units(given.model, given.group, given.mesh, given.units, **fully)
         for own in given.groups:
             places = [given.model.weights[param].places[0] for param in own["params"]]
-            own["params"] = [module.get_parameter(name) for module, name in places]
+            before, own["params"] = own["params"], [m.get_parameter(name) for m, name in places]
+            for param, made in zip(before, own["params"], strict=True):
+                vars(made).update({**vars(param), **vars(made)})
         super().__init__(given)
         self._own = {param: param for param in self.all_params()}
         if self._is_offloaded:
