@@ -96,10 +96,10 @@ _MODULES = (
         "{name} produces sparse gradients: make it with sparse=False",
     ),
     _Row(
-        _TRAINERS - _SERVER - _ZERO,  # a rank may have no weight of theirs
+        _TRAINERS - _SERVER - _ZERO - _LOMO,  # a rank may have no weight of theirs
         lambda m, a: a.is_replicated and isinstance(m, LocalExperts) and m.group.size() > 1,
         "each rank has different experts in {name}, but {asked.name} would treat them as replicas:"
-        " use zero.shard(), or an optimizer of torch and"
+        " use zero.shard(), Lomo, or an optimizer of torch and"
         " ringcomm.parallel.expert.average_gradients()",
     ),
     _Row(
@@ -346,9 +346,9 @@ _MODELS = (
     ),
     _Row(
         {"ep"},
-        lambda _, a: not (a.adapter.is_mixtral or a.adapter.has_experts),
-        "ep is {own.dims.ep}, but {own.name} has neither experts of Mixtral nor layers of"
-        " ringcomm.nn.MixtureOfExperts",
+        lambda _, a: not (a.adapter.has_stacked or a.adapter.has_experts),
+        "ep is {own.dims.ep}, but {own.name} has neither stacked experts of transformers, such as"
+        " Mixtral's and Qwen3-MoE's, nor layers of ringcomm.nn.MixtureOfExperts",
         TypeError,
     ),
     _Row(

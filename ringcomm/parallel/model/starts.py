@@ -28,14 +28,22 @@ def start_equal(
         take_from_rank0(map(local_of, shared), group)
 
 
+def start_experts_equal(model: Model, tensors: Iterable[Tensor] | None = None) -> None:
+    """start_equal() of sharded experts over the ranks with the same ones. Collective."""
+    known: dict[Any, Weight] = {**model.weights, **model.buffers}
+    found: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for tensor in known if tensors is None else tensors:
+        experts = known[tensor].experts
+        if experts is not None and experts.replica_group is not None:
+            found.setdefault(experts.replica_group, []).append(tensor)
+    for group, own in found.items():
+        start_equal(model, [group], own)
+
+
 def start_equal_over_data(
     model: Model, group: dist.ProcessGroup, tensors: Iterable[Tensor] | None = None
 ) -> None:
-    """As start_equal() over data-parallel ranks; experts over the ranks with the same ones."""
-    known: dict[Any, Weight] = {**model.weights, **model.buffers}
-    by_group: dict[dist.ProcessGroup | None, list[Tensor]] = {}
-    for tensor in known if tensors is None else tensors:
-        by_group.setdefault(known[tensor].data_group(group), []).append(tensor)
-    for of_data, own in by_group.items():
-        if of_data is not None:
-            start_equal(model, [of_data], own)
+    """start_equal() over data-parallel ranks; of experts over those with the same ones."""
+    chosen = None if tensors is None else [*tensors]
+    start_equal(model, [group], chosen)
+    start_experts_equal(model, chosen)

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import check_agreement, place_in
+from ringcomm.parallel.expert.local_experts import check_data_ranks
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model.describe import Model, describe
 from ringcomm.parallel.model.owners import note_trainer
 from ringcomm.parallel.model.refuse import Asked, refuse
@@ -149,7 +150,7 @@ def shard(
             "a mesh of two dimensions needs stage 3, without group and offload_weights"
         )
     resolved = flat_mesh(mesh).get_group() if is_grid else resolve_group(group, mesh)
-    _check_experts(described, resolved)
+    check_data_ranks(model, resolved, "zero.shard()")
     # Ranks have different experts.
     shared = [[p for p in g["params"] if described.weights[p].experts is None] for g in groups]
     buffers = [value for value, of in described.buffers.items() if of.experts is None]
@@ -177,23 +178,6 @@ def shard(
     if state["state"]:
         made.load_state_dict(state)
     return made
-
-
-def _check_experts(model: Model, group: dist.ProcessGroup) -> None:
-    """Raises ValueError unless the ranks of sharded experts and their replicas are the group's."""
-    for weight in model.weights.values():
-        if weight.experts is None:
-            continue
-        num_experts, (_, num_replicas) = (
-            weight.experts.group.size(),
-            place_in(weight.experts.replica_group),
-        )
-        if num_experts * num_replicas != group.size():
-            raise ValueError(
-                f"zero.shard() is given {group.size()} data-parallel ranks, but {weight.name} is of"
-                f" experts over {num_experts} ranks in {num_replicas} replicas: give the layer its"
-                " replica_group, and zero.shard() the group of all ranks with different tokens"
-            )
 
 
 def _joined_state(inners: Sequence[Inner]) -> dict[str, Any]:

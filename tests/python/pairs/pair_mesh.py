@@ -56,7 +56,6 @@ OTHER_MESHES = {
 
 PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
 PIPELINES = " or ".join(PIPELINE)
-EXPERTS = "experts 2 x data 4 or experts 4 x data 4"
 ZERO = ("zero 1", "zero 2", "zero 3")
 OF_TORCH = ("optimizer", "DDP", "fully_shard")
 
@@ -76,11 +75,6 @@ TABLE = Table(
         "backend": ("ringcomm", "gloo"),
     },
     refused=(
-        Refused(
-            f"mesh: {EXPERTS}; trained by: Lomo",
-            "ValueError: different experts",
-            "zero.shard(), or expert.average_gradients()",
-        ),
         Refused(
             f"mesh: {PIPELINES}; trained by: zero 3",
             "ValueError: which a pipeline does not call",
